@@ -1,0 +1,73 @@
+"""Run a plain single-GPU PyTorch training function or script on many ranks, unchanged.
+
+The public names; each is imported when it is first used, so that ``import parwrap`` costs nothing beside torch and
+``python -m parwrap.run`` can start its fork server before torch is imported.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parwrap.errors import LaunchError, ParwrapError, RankMismatchError, RankZeroError, UsageError
+    from parwrap.features.distributed import distributed
+    from parwrap.features.rank_zero import rank_zero_first, rank_zero_only
+    from parwrap.group import (
+        all_ranks,
+        any_rank,
+        barrier,
+        broadcast,
+        gather,
+        is_rank_zero,
+        local_rank,
+        rank,
+        reduce_mean,
+        reduce_sum,
+        world_size,
+    )
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "parwrap.errors": ("LaunchError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
+    "parwrap.features.distributed": ("distributed",),
+    "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
+    "parwrap.group": (
+        *("all_ranks", "any_rank", "barrier", "broadcast", "gather", "is_rank_zero"),
+        *("local_rank", "rank", "reduce_mean", "reduce_sum", "world_size"),
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "LaunchError",
+    "ParwrapError",
+    "RankMismatchError",
+    "RankZeroError",
+    "UsageError",
+    "all_ranks",
+    "any_rank",
+    "barrier",
+    "broadcast",
+    "distributed",
+    "gather",
+    "is_rank_zero",
+    "local_rank",
+    "rank",
+    "rank_zero_first",
+    "rank_zero_only",
+    "reduce_mean",
+    "reduce_sum",
+    "world_size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'parwrap' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

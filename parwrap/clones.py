@@ -1,0 +1,126 @@
+"""The actor on output and files: ranks above 0 are clones of rank 0, which alone speaks and saves.
+
+Nothing here is a collective: a clone that reads a file which it has "written" waits for rank 0's same version of it by way of
+the store, so a save that never comes cannot hold up other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from parwrap.group import Group, is_alone
+
+__all__ = ["Clones", "Voice"]
+
+
+class Voice:
+    """What a single rank needs: ``print`` takes ``force=`` there too."""
+
+    def speak(self, say: Callable[[], None], file: TextIO | None, force: bool) -> None:
+        say()
+
+
+class Clones:
+    """Lets rank 0 speak and save, and the others load.
+
+    Args:
+        group: the process group.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._rank = group.world.rank
+        self._versions: Counter[str] = Counter()
+        self._streams = (sys.stdout, sys.stderr)
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Above rank 0, what is written to stdout and stderr is dropped: by print, tqdm, warnings and logging alike."""
+        if self._rank == 0:
+            yield
+            return
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            yield
+
+    @contextmanager
+    def _heard(self) -> Iterator[TextIO]:
+        stdout, stderr = self._streams
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            yield stderr
+            stdout.flush()
+            stderr.flush()
+
+    def speak(self, say: Callable[[], None], file: TextIO | None, force: bool) -> None:
+        """``print``; with ``force=True`` on every rank."""
+        with self._heard() if force else contextlib.nullcontext():
+            say()
+
+    def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
+        """A log record: rank 0's go where they went; of the others only errors are heard, with their rank."""
+        if self._rank == 0:
+            handle()
+        elif record.levelno >= logging.ERROR:
+            with self._heard() as stderr:
+                stderr.write(f"[rank {self._rank}] {logging.Formatter('%(levelname)s:%(name)s:%(message)s').format(record)}\n")
+
+    def save(self, file: Any, write: Callable[[Any], None]) -> None:
+        """``torch.save``: to a path only by rank 0, which writes beside it and renames, so that nobody reads half a file."""
+        path = _path(file)
+        if path is None:
+            write(file)
+            return
+        if is_alone():
+            _write_beside(path, write)
+            return
+        self._versions[path] += 1
+        if self._rank == 0:
+            _write_beside(path, write)
+            self._group.store.set(self._version(path), b"written")
+
+    def load(self, file: Any, location: Any, read: Callable[[Any], Any]) -> Any:
+        """``torch.load``: what rank 0 has saved at the same point of its run, on the device of this rank."""
+        path = _path(file)
+        if path is not None and self._rank > 0 and self._versions[path]:
+            self._group.fetch(self._version(path), 0, f"torch.save of {path}")
+        return read(_to_own_gpu if torch.cuda.is_available() and _names_a_gpu(location) else location)
+
+    def _version(self, path: str) -> str:
+        return f"file/{path}/{self._versions[path]}"
+
+
+def _path(file: Any) -> str | None:
+    """The absolute path that ``file`` names, or ``None`` for an open file."""
+    if not isinstance(file, (str, os.PathLike)):
+        return None
+    return os.path.realpath(os.fspath(file))
+
+
+def _write_beside(path: str, write: Callable[[Any], None]) -> None:
+    if os.path.exists(path) and not os.path.isfile(path):
+        write(path)  # a device or a pipe cannot be renamed over
+        return
+    beside = f"{path}.{os.getpid()}.part"
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        Path(beside).unlink(missing_ok=True)
+
+
+def _names_a_gpu(location: Any) -> bool:
+    return location is None or str(location).startswith("cuda")
+
+
+def _to_own_gpu(storage: Any, location: str) -> Any:
+    """``map_location``: whichever GPU it was saved from, there is one that this rank sees."""
+    return storage.cuda() if location.startswith("cuda") else storage

@@ -1,0 +1,1 @@
+"""Which samples of which loader a rank gets to see."""

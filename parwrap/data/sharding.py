@@ -1,0 +1,116 @@
+"""A rank's share of a loader's indices, as samplers; nothing is drawn before it is asked for.
+
+A plain sequential or shuffled loader gets torch's ``DistributedSampler``. Every other sampler is kept: its batches are dealt
+out to the ranks in turn, or each is split among them. Loaders without end are common, so indices are never listed.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+__all__ = ["DealtBatches", "SplitBatches", "is_plain", "share_length", "shuffles", "with_indices"]
+
+
+class DealtBatches:
+    """Every ``size``-th batch, from the ``rank``-th on; ranks get equally many, so the last round is filled up from the first.
+
+    ``DistributedSampler`` fills up in the same way.
+
+    >>> [list(DealtBatches("abcde", rank, 2)) for rank in (0, 1)]
+    [['a', 'c', 'e'], ['b', 'd', 'a']]
+    """
+
+    def __init__(self, batches: Iterable, rank: int, size: int) -> None:
+        self.batches, self.rank, self.size = batches, rank, size
+
+    def __iter__(self) -> Iterator:
+        first: list = []
+        turn: list = []
+        for batch in self.batches:
+            turn.append(batch)
+            if len(turn) == self.size:
+                first = first or turn
+                yield turn[self.rank]
+                turn = []
+        if turn:
+            filled = turn + (first or turn * self.size)
+            yield filled[self.rank]
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.batches) / self.size)  # type: ignore[arg-type]
+
+
+class SplitBatches:
+    """This rank's part of every batch, in order.
+
+    ``weights`` gets, for each batch that is drawn, how much this rank's part counts in an average over ranks: its samples
+    times the number of ranks over all samples. A rank for which nothing is left gets the first sample at weight 0, so that
+    it takes part.
+
+    >>> split = SplitBatches([[1, 2, 3], [4]], rank=1, size=2)
+    >>> list(split), list(split.weights)
+    ([[3], [4]], [0.6666666666666666, 0.0])
+    """
+
+    def __init__(self, batches: Iterable, rank: int, size: int) -> None:
+        self.batches, self.rank, self.size = batches, rank, size
+        self.weights: deque[float] = deque()
+
+    def __iter__(self) -> Iterator[list]:
+        self.weights.clear()
+        for batch in self.batches:
+            whole = list(batch)
+            small, larger = divmod(len(whole), self.size)
+            start = self.rank * small + min(self.rank, larger)
+            part = whole[start : start + small + (self.rank < larger)]
+            self.weights.append(len(part) * self.size / len(whole))
+            yield part or whole[:1]
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+
+def shuffles(loader: DataLoader) -> bool:
+    """Whether the order is new in every pass, which is what training loaders do."""
+    return not isinstance(loader.sampler, SequentialSampler)
+
+
+def is_plain(loader: DataLoader) -> bool:
+    """Whether each pass takes every sample once, in order or shuffled, so that ``DistributedSampler`` can do it."""
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler:
+        once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    else:
+        once = type(sampler) is SequentialSampler
+    return once and type(loader.batch_sampler) in (BatchSampler, type(None)) and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+
+
+def share_length(loader: DataLoader, whole: int, size: int) -> int:
+    """How many batches one of ``size`` ranks gets of a loader that has ``whole``."""
+    if loader.batch_sampler is None or not is_plain(loader):
+        return math.ceil(whole / size)
+    return len(BatchSampler(range(math.ceil(len(loader.dataset) / size)), loader.batch_size or 1, loader.drop_last))  # type: ignore[arg-type]
+
+
+def with_indices(loader: DataLoader, indices: Iterable, **others: Any) -> DataLoader:
+    """A shallow copy of ``loader`` that draws its batches (or samples, if it does not batch) from ``indices``.
+
+    Everything else is kept, also of subclasses. ``DataLoader`` refuses new samplers by ``__setattr__``, hence ``vars``.
+    """
+    shard = copy.copy(loader)
+    drawn = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    vars(shard).update({drawn: indices, "_iterator": None, **others})
+    return shard
+
+
+def distributed_sampler(loader: DataLoader, rank: int, size: int, seed: int) -> DistributedSampler:
+    """torch's sampler for a loader that :func:`is_plain`."""
+    dataset: Sized = loader.dataset  # type: ignore[assignment]
+    return DistributedSampler(dataset, size, rank, shuffle=shuffles(loader), seed=seed)  # type: ignore[arg-type]

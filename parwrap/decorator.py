@@ -1,0 +1,95 @@
+"""The base of parwrap's decorators: one class serves ``@f``, ``@f(...)`` and ``with f():``.
+
+Decorators on one function merge: however they are stacked, their scopes open in the order of ``layer``. Each call opens
+fresh scopes, so recursion and threads of calls do not share state. What a scope does is left to the subclass.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from parwrap.errors import UsageError
+
+__all__ = ["ScopeDecorator", "describe", "refuse_undecoratable"]
+
+
+class ScopeDecorator:
+    """Something that holds while a function runs, or while a ``with`` block does.
+
+    Subclasses set ``layer`` and implement :meth:`scope`.
+    """
+
+    layer: int = 0
+    """Scopes on one function open in ascending order."""
+
+    def __new__(cls, function: Any = None, /, **options: Any) -> Any:
+        decorator = super().__new__(cls)
+        if function is None:
+            return decorator
+        decorator.__init__(**options)  # type: ignore[misc]
+        return decorator(function)
+
+    def __init__(self) -> None:
+        self._entered: list[AbstractContextManager] = []
+
+    def scope(self, function: Callable | None) -> AbstractContextManager:
+        """What to hold during one call of ``function``; ``None`` stands for a ``with`` block."""
+        raise NotImplementedError
+
+    def __call__(self, function: Any) -> Any:
+        if isinstance(function, (staticmethod, classmethod)):
+            return type(function)(self(function.__func__))
+        refuse_undecoratable(function, type(self).__name__)
+        decorators = getattr(function, "__parwrap_decorators__", ())
+        if decorators:
+            function = function.__wrapped__
+        decorators = tuple(sorted((self, *decorators), key=lambda decorator: decorator.layer))
+
+        @functools.wraps(function)
+        def scoped(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as scopes:
+                for decorator in decorators:
+                    scopes.enter_context(decorator.scope(function))
+                return function(*args, **kwargs)
+
+        scoped.__parwrap_decorators__ = decorators  # type: ignore[attr-defined]
+        return scoped
+
+    def __enter__(self) -> Any:
+        scope = self.scope(None)
+        entered = scope.__enter__()
+        self._entered.append(scope)
+        return entered
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exception)
+
+
+def refuse_undecoratable(function: Any, decorator: str) -> None:
+    """Raise :class:`UsageError` for what a scope around a call cannot serve: classes, coroutines, generators."""
+    if inspect.isclass(function):
+        problem = "is a class", "decorate the method that trains, or a function that uses the class"
+    elif inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        problem = "is a coroutine function, whose body runs after the call has returned", "decorate a plain function"
+    elif inspect.isgeneratorfunction(function):
+        problem = "is a generator function, whose body runs after the call has returned", "decorate the function that loops over it"
+    elif not callable(function):
+        raise UsageError(
+            f"@parwrap.{decorator} takes options by name and a function, not {function!r}: write @parwrap.{decorator}(option=value)."
+        )
+    else:
+        return
+    raise UsageError(f"@parwrap.{decorator} cannot decorate {describe(function)}: it {problem[0]}. Instead, {problem[1]}.")
+
+
+def describe(function: Any) -> str:
+    """Name, file and line of a function or class, for error texts."""
+    name = getattr(function, "__qualname__", repr(function))
+    try:
+        return f"{name} ({inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]})"
+    except (OSError, TypeError):
+        return name

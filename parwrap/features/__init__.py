@@ -1,0 +1,1 @@
+"""One public decorator a file."""

@@ -1,0 +1,273 @@
+"""``@distributed``: while a plain training function or script runs, it runs on every rank of the launch.
+
+Opens the process group, puts random streams in step, builds the actors and installs the patches of their verbs; when the
+function returns or raises, every patch is taken off again. What each verb then does is the actors' own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from parwrap import group as groups
+from parwrap.clones import Clones, Voice
+from parwrap.data.loaders import Loaders, TrainingData
+from parwrap.decorator import ScopeDecorator
+from parwrap.errors import UsageError
+from parwrap.group import Group
+from parwrap.loop import Loop
+from parwrap.patching import aliases, installed
+from parwrap.strategies.averager import Reducer
+from parwrap.strategies.ddp import DDP
+from parwrap.strategies.in_step import InStep
+from parwrap.strategies.single import Single
+from parwrap.streams import Streams, get_state, seed_all, set_state
+from parwrap.verbs import patches
+from parwrap.world import launch_variables, read_world
+
+__all__ = ["Options", "distributed"]
+
+BATCHES = {
+    "per_rank": "each rank takes batches of the loader's batch_size, so the global batch is that times the ranks",
+    "global": "the loader's batch_size is the global batch, and each rank takes a part of it",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of :class:`distributed`, checked."""
+
+    backend: str | None = None
+    seed: int | None = None
+    batch: str = "per_rank"
+    bucket_cap_mb: float = 25
+    timeout: float | timedelta | None = None
+    gradient_as_bucket_view: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch not in BATCHES:
+            meanings = "; ".join(f"{value!r}: {meaning}" for value, meaning in BATCHES.items())
+            raise UsageError(f"batch={self.batch!r} is not one of the ways to share out batches. {meanings}.")
+        if self.backend is not None and not dist.is_backend_available(self.backend):
+            there = ", ".join(name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name))
+            raise UsageError(
+                f"backend={self.backend!r} is not a backend of this build of torch, which has {there}. Leave it out to choose by device."
+            )
+        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
+            raise UsageError(f"seed={self.seed!r} is not a whole number from 0 to 2**63 - 1.")
+        if not self.bucket_cap_mb > 0:
+            raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of megabytes above 0.")
+        if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
+            raise UsageError(f"timeout={self.timeout!r} is not a number of seconds above 0.")
+
+    @property
+    def patience(self) -> timedelta | None:
+        """``timeout`` as torch takes it."""
+        return timedelta(seconds=self.timeout) if isinstance(self.timeout, (int, float)) else self.timeout
+
+
+class distributed(ScopeDecorator):
+    """Run a plain single-GPU training function on every rank of the launch, unchanged.
+
+    As ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher it runs on one rank, with no
+    process group. Met inside another ``distributed``, it joins that one, and its options stand for its own function.
+
+    Args:
+        backend: of the process group; by default nccl for GPUs and gloo for the CPU.
+        seed: for torch, numpy and python on all ranks; by default they go on from rank 0's state.
+        batch: ``"per_rank"``: each rank takes batches of the loader's ``batch_size``; ``"global"``: each rank takes its part
+            of every batch, so that the run has the numbers of a single process.
+        bucket_cap_mb: size of DDP's gradient buckets in megabytes.
+        timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
+        gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
+
+    Raises:
+        UsageError: an option or a value that does not exist.
+
+    >>> @distributed(batch="global")
+    ... def train(epochs):
+    ...     return epochs * 2
+    >>> train(3)
+    6
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        for name in options:
+            known = [field.name for field in fields(Options)]
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}."
+                raise UsageError(f"parwrap.distributed has no option {name!r}; {hint}")
+        Options(**options)
+        self._given = options
+
+    def scope(self, function: Callable | None) -> AbstractContextManager:
+        if _session is not None:
+            return _session.joined(self._given)
+        return _opened(Options(**self._given), getattr(function, "__module__", None))
+
+    @classmethod
+    def script_scope(cls, **options: Any) -> AbstractContextManager:
+        """The scope for a whole plain script; see :class:`distributed` for the options.
+
+        The script must not see that it was launched, or a distributed branch of its own would wake up: the launch variables are
+        hidden from it.
+        """
+        return _opened(Options(**cls(**options)._given), "__main__", hidden=launch_variables())
+
+
+_session: _Session | None = None
+
+
+@contextmanager
+def _opened(options: Options, module: str | None, hidden: Iterable[str] = ()) -> Iterator[None]:
+    """A session for the length of the block, in the process group that is open, or in one of its own."""
+    global _session
+    outer = groups.current()
+    if outer is None and dist.is_initialized():
+        _stand_aside("init_process_group")
+        yield
+        return
+    with ExitStack() as grouped:
+        group = outer or grouped.enter_context(groups.opened(read_world(os.environ), options.backend, options.patience))
+        _session = _Session(group, options, leave_group=grouped.close)
+        try:
+            with _session.patched(module, hidden):
+                yield
+        finally:
+            _session = None
+
+
+class _Session:
+    """What is open while a distributed function runs: it makes the actors and holds what they share.
+
+    Args:
+        group: the process group; ``None`` for a single rank.
+        options: those of the innermost function that runs.
+        leave_group: stops the process group, if it was started for this session.
+    """
+
+    def __init__(self, group: Group | None, options: Options, leave_group: Callable[[], None]) -> None:
+        self._group, self._options, self._leave_group = group, options, leave_group
+        self._loop = Loop()
+        self._streams = Streams(group.world.rank if group else 0)
+        self._data: TrainingData | None = None
+        self._announced = False
+        self._undo = ExitStack()
+
+    @contextmanager
+    def patched(self, module: str | None, hidden: Iterable[str]) -> Iterator[None]:
+        """Everything installed, also under the names that ``module`` has imported; the variables ``hidden`` are not to be seen."""
+        with self._undo:
+            self._undo.enter_context(_without(hidden))
+            everything = [patch for actor in self._start() for patch in patches(actor)]
+            if module in sys.modules:
+                everything += aliases(everything, sys.modules[module])
+            self._undo.enter_context(installed(everything))
+            yield
+
+    @contextmanager
+    def joined(self, given: dict[str, Any]) -> Iterator[None]:
+        """The options ``given`` to a function inside, for as long as it runs."""
+        before = self._options
+        if self._group and given.get("backend", self._group.backend) != self._group.backend:
+            raise UsageError(
+                f"backend={given['backend']!r} cannot be had: the process group is open already, with {self._group.backend!r}. "
+                "Give the backend to the outermost parwrap.distributed or to parwrap.run."
+            )
+        if given.get("seed") is not None:
+            with self._streams.shared():
+                seed_all(given["seed"])
+        self._options = replace(before, **given)
+        try:
+            yield
+        finally:
+            self._options = before
+
+    def foreign(self, what: str, instance: Any) -> None:
+        """The script distributes itself: take everything off and let it."""
+        if isinstance(instance, Reducer):
+            return
+        self._undo.close()
+        if instance is None:
+            self._leave_group()
+        _stand_aside(what)
+
+    def _start(self) -> list[Any]:
+        """Put the random streams in step and make the actors."""
+        group, loop = self._group, self._loop
+        if self._options.seed is not None:
+            seed_all(self._options.seed)
+        elif group is not None:
+            set_state(group.exchange("random state", get_state() if group.world.rank == 0 else None)[0])
+        actors: list[Any] = []
+        if group is not None or self._options.batch == "global":
+            loop.find_optimizers()
+            loop.changed = self._changed
+            self._undo.callback(self._stop)
+            actors += [loop, Loaders(group, loop, self._streams, lambda: self._options.batch == "global", self._began)]
+        if group is None:
+            return [*actors, *([Single(loop)] if actors else []), Voice()]
+        clones, ddp = Clones(group), DDP(group, loop, self._ddp_options)
+        self._undo.enter_context(clones.silenced())
+        self._undo.callback(ddp.close)
+        return [*actors, ddp, InStep(loop), clones, self]
+
+    def _stop(self) -> None:
+        """Passes that outlive the session must not switch streams any more."""
+        self._loop.changed = lambda: None
+        self._streams.use(own=False)
+
+    def _changed(self) -> None:
+        self._streams.use(self._loop.drawing())
+        if self._loop.backwards and not self._announced:
+            self._announce()
+
+    def _ddp_options(self) -> dict[str, Any]:
+        return {"bucket_cap_mb": self._options.bucket_cap_mb, "gradient_as_bucket_view": self._options.gradient_as_bucket_view}
+
+    def _began(self, data: TrainingData) -> None:
+        self._data = self._data or data
+
+    def _announce(self) -> None:
+        """The one line at the start of training."""
+        self._announced = True
+        group, data = self._group, self._data
+        if group is None or group.world.rank > 0:
+            return
+        size, seed = group.world.size, self._streams.seed()
+        facts = [f"{size} ranks", f"{group.backend} on {group.device}", "ddp"]
+        if data is None:
+            facts.append("no DataLoader was iterated: every rank trains on the same data")
+        else:
+            facts.append(f"batch {data.batch_size} per rank, {data.global_batch} global" if data.batch_size else "batches dealt out")
+            facts.append(f"{data.samples} samples / {size} ranks" if data.samples else "samples without a length")
+        print(f"parwrap: {', '.join(facts)}, seed {seed}", file=sys.stderr)
+
+
+def _stand_aside(what: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"parwrap: this script calls {what} itself, so parwrap stands aside: it shares out no data and averages no gradients here. "
+            f"Remove the script's own distributed code to have parwrap do it.",
+            file=sys.stderr,
+        )
+
+
+@contextmanager
+def _without(names: Iterable[str]) -> Iterator[None]:
+    """``os.environ`` without the variables ``names``."""
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)

@@ -1,0 +1,106 @@
+"""What the user's training loop has done so far: facts that several actors act on.
+
+Optimizers built, backwards run, modules set to train or to eval, passes over loaders that are open. Nothing here changes
+what the loop does.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+__all__ = ["Loop"]
+
+
+class Loop:
+    """The facts of one running loop.
+
+    Attributes:
+        backwards: how many backwards have run.
+        trained: whether one has run since the last optimizer was built.
+        passes: how many training passes over loaders are open.
+        looped: whether there has been a training pass at all.
+        weight: how much this rank's part of the current batch counts in an average over ranks.
+        generation: how many times an optimizer has got new parameters.
+        changed: called with no arguments when training begins, or a pass or another optimizer does.
+    """
+
+    def __init__(self) -> None:
+        self.backwards = 0
+        self.trained = False
+        self.passes = 0
+        self.looped = False
+        self.weight = 1.0
+        self.generation = 0
+        self.changed: Callable[[], None] = lambda: None
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._training: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    def find_optimizers(self) -> None:
+        """Take note of the optimizers that were built before anybody watched."""
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.optim.Optimizer) and hasattr(thing, "param_groups"):
+                self.own_parameters(thing)
+
+    def own_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` owns new parameters: it is being built, or it got another group."""
+        if not any(known() is optimizer for known in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+        self.trained = False
+        self.generation += 1
+        self.changed()
+
+    def optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """The optimizers that are alive, in the order in which they were built."""
+        return (optimizer for known in self._optimizers if (optimizer := known()) is not None)
+
+    def owned(self) -> dict[int, torch.Tensor]:
+        """The parameters of all optimizers by ``id``, in their order, which is the same on every rank."""
+        return {id(p): p for optimizer in self.optimizers() for group in optimizer.param_groups for p in group["params"]}
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        """``module.train(training)`` was called."""
+        self._training.pop(module, None)
+        self._training[module] = training
+
+    def ran_backward(self) -> None:
+        self.backwards += 1
+        if not self.trained:
+            self.trained = True
+            self.changed()
+
+    def opened_pass(self) -> None:
+        self.passes += 1
+        self.looped = True
+        self.changed()
+
+    def closed_pass(self) -> None:
+        self.passes -= 1
+        self.changed()
+
+    def evaluating(self) -> bool:
+        """Whether a pass that begins now reads data to look at it: in eval mode, or while there is nothing yet to train."""
+        return self.in_eval_mode() or not (self.backwards or any(self.optimizers()))
+
+    def in_eval_mode(self) -> bool:
+        """Whether gradients are off, or the root that was last set to train or eval is in eval."""
+        if not torch.is_grad_enabled():
+            return True
+        return next((not training for module, training in reversed(list(self._training.items())) if self.is_root(module)), False)
+
+    def is_root(self, module: nn.Module) -> bool:
+        """Whether ``module`` holds every parameter of some optimizer; without optimizers, any module counts.
+
+        The ``eval()`` of a frozen backbone is not that of a root.
+        """
+        held = {id(p) for p in module.parameters()}
+        owned = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in self.optimizers()]
+        return not owned or any(parameters <= held for parameters in owned)
+
+    def drawing(self) -> bool:
+        """Whether random numbers are drawn for data and dropout now, rather than for what ranks build and arrange alike."""
+        return self.trained and (self.passes > 0 or not self.looped)

@@ -1,0 +1,65 @@
+"""Change what an attribute does for the length of a ``with`` block, and put the identical object back.
+
+A patch is data: an owner, a name and a wrapper. Installing and undoing are wrapt's; this is the only file that imports
+it. What the wrappers do is left to ``verbs/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import wrapt
+
+__all__ = ["Patch", "aliases", "installed"]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """``owner.name`` is to be wrapped by ``wrapper(wrapped, instance, args, kwargs)``."""
+
+    owner: Any
+    name: str
+    wrapper: Callable[[Callable, Any, tuple, dict], Any]
+
+
+@contextmanager
+def installed(patches: Iterable[Patch | AbstractContextManager]) -> Iterator[None]:
+    """Install ``patches`` in their order and take them off again in reverse, also when the block raises.
+
+    A context manager among them is entered in its place: that is how a verb for which torch sells a hook takes part.
+
+    >>> import math
+    >>> before = math.sqrt
+    >>> with installed([Patch(math, "sqrt", lambda wrapped, instance, args, kwargs: -wrapped(*args))]):
+    ...     math.sqrt(4)
+    -2.0
+    >>> math.sqrt is before
+    True
+    """
+    with ExitStack() as stack:
+        for patch in patches:
+            if isinstance(patch, Patch):
+                stack.enter_context(wrapt.scoped_function_wrapper(patch.owner, patch.name, patch.wrapper))
+            else:
+                stack.enter_context(patch)
+        yield
+
+
+def aliases(patches: Iterable[Patch | AbstractContextManager], module: Any) -> list[Patch]:
+    """The same patches for names of ``module`` that hold an original, as ``from torch import save`` leaves behind.
+
+    >>> import types, math
+    >>> script = types.ModuleType("script")
+    >>> script.root = math.sqrt
+    >>> [patch.name for patch in aliases([Patch(math, "sqrt", print)], script)]
+    ['root']
+    """
+    found = []
+    for patch in patches:
+        if isinstance(patch, Patch) and patch.owner is not module:
+            original = getattr(patch.owner, patch.name)
+            found += [Patch(module, name, patch.wrapper) for name, value in vars(module).items() if value is original]
+    return found

@@ -1,0 +1,110 @@
+"""One set of parameters whose gradients are averaged while a backward runs: torch's DDP, armed by hand.
+
+``DistributedDataParallel`` gets a holder of the parameters instead of the user's model, and its forward, which arms the
+reducer, is called just before the real backward; torch's hooks then average and overlap as usual. Which parameters belong
+to which backward is decided by ``ddp.py``.
+
+The holder has one parameter of its own, the *signal*. It is one more root of the same backward, with as its gradient a
+flag for each parameter that this rank's loss reaches, so that the flags travel within the gradient buckets and cost no
+collective of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from parwrap.strategies.graph import reached
+from parwrap.verbs.backward import Backward
+
+__all__ = ["Averager", "Reducer"]
+
+
+class Reducer(DistributedDataParallel):
+    """parwrap's own use of DDP, to be told from the user's."""
+
+
+class _Holder(nn.Module):
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        # register_parameter takes nothing but nn.Parameter, and a hand-written SGD has bare tensors
+        self._parameters.update({str(index): parameter for index, parameter in enumerate(parameters)})  # type: ignore[misc]
+
+    def forward(self) -> None:
+        """DDP arms its reducer around this call."""
+
+
+class _Touch(torch.autograd.Function):
+    """Makes parameters take part in a backward with no gradient of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.count = len(parameters)
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
+        return (None,) * ctx.count
+
+
+class Averager:
+    """Averages the gradients of ``parameters`` over the ranks in each backward that it is told to run.
+
+    Args:
+        parameters: the leaf tensors, in the order in which the forward uses them; the same on every rank.
+        varies: whether backwards are known to reach only some of the parameters now and then.
+        options: for ``DistributedDataParallel``, such as ``bucket_cap_mb``.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], varies: bool, **options: Any) -> None:
+        self.parameters = tuple(parameters)
+        self._varies = varies
+        last = self.parameters[-1]
+        # the last parameter's bucket goes first, and so does the signal
+        self._signal = nn.Parameter(torch.zeros(len(self.parameters), dtype=last.dtype, device=last.device))
+        self._all_reached = torch.ones_like(self._signal)
+        self._ddp = Reducer(_Holder((*self.parameters, self._signal)), init_sync=False, **options)
+
+    def run(self, call: Backward) -> bool:
+        """Run the backward ``call`` and leave the averages in ``.grad``.
+
+        Returns:
+            Whether the set still fits: false once a parameter of it was found to be frozen.
+        """
+        flags, walked = self._all_reached, self._varies
+        if walked:
+            leaves = {id(leaf) for leaf in reached(call.tensors)}
+            flags = torch.tensor([float(id(p) in leaves) for p in self.parameters], dtype=flags.dtype, device=flags.device)
+        self._signal.grad = None
+        with torch.enable_grad():
+            self._ddp()
+        call.with_root(self._signal, flags).run()
+        try:
+            self._ddp._check_reducer_finalized()
+        except RuntimeError:
+            return self._complete(call, walked)
+        return True
+
+    def _complete(self, call: Backward, walked: bool) -> bool:
+        """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
+        self._varies = True
+        leaves = {id(leaf) for leaf in reached(call.options.get("inputs") or call.tensors)}
+        missing = [(index, p) for index, p in enumerate(self.parameters) if id(p) not in leaves]
+        frozen = [p for _, p in missing if not p.requires_grad]
+        without = [(index, p) for index, p in missing if p.grad is None]
+        for p in frozen:
+            p.requires_grad_(True)
+        with torch.enable_grad():
+            call.original(_Touch.apply(*(p for _, p in missing)))
+        for p in frozen:
+            p.requires_grad_(False)
+        used = self._signal.grad.tolist()  # type: ignore[union-attr]
+        for index, p in without:
+            # flags sent before this rank had looked claim too much; then an average of nothing but zeros tells
+            if used[index] == 0 or not (walked or p.grad.any()):  # type: ignore[union-attr]
+                p.grad = None
+        return not frozen

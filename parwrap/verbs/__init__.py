@@ -1,0 +1,39 @@
+"""One file for each torch verb that is intercepted; each only forwards the call to a method of an actor.
+
+``VERBS`` maps the actor's method to the file that calls it, so an actor says what it takes part in by having the method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from parwrap.patching import Patch
+from parwrap.verbs import backward, files, foreign, loader, mode, optimizer, output, schedule
+
+__all__ = ["VERBS", "patches"]
+
+VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
+    "load": files.load_patches,
+    "iterate": loader.iterate_patches,
+    "length": loader.length_patches,
+    "backward": backward.patches,
+    "own_parameters": optimizer.own_parameters_patches,
+    "closure": optimizer.closure_patches,
+    "set_mode": mode.patches,
+    "metric": schedule.patches,
+    "save": files.save_patches,
+    "speak": output.speak_patches,
+    "log": output.log_patches,
+    "foreign": foreign.patches,
+}
+
+
+def patches(actor: Any) -> list[Patch | AbstractContextManager]:
+    """What to install so that ``actor`` acts: the patches of each verb that it has a method for.
+
+    >>> patches(object())
+    []
+    """
+    return [patch for verb, of in VERBS.items() if hasattr(actor, verb) for patch in of(actor)]

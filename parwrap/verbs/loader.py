@@ -1,0 +1,26 @@
+"""``for batch in loader`` and ``len(loader)``: hand the calls to ``actor.iterate`` and ``actor.length``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from parwrap.patching import Patch
+
+__all__ = ["iterate_patches", "length_patches"]
+
+
+def iterate_patches(actor: Any) -> list[Patch]:
+    def iterate(wrapped: Any, instance: DataLoader, args: tuple, kwargs: dict) -> Iterator:
+        return actor.iterate(instance, wrapped.__func__)
+
+    return [Patch(DataLoader, "__iter__", iterate)]
+
+
+def length_patches(actor: Any) -> list[Patch]:
+    def length(wrapped: Any, instance: DataLoader, args: tuple, kwargs: dict) -> int:
+        return actor.length(instance, wrapped.__func__)
+
+    return [Patch(DataLoader, "__len__", length)]

@@ -1,0 +1,50 @@
+"""``Optimizer(...)``, ``add_param_group`` and ``step(closure)``: hand them to ``actor.own_parameters`` and ``actor.closure``.
+
+``Optimizer.__init__`` rewrites ``step`` of every class that it first meets, so a patch on ``step`` could not be taken off
+again exactly. torch's own hook for all optimizers sees every ``step``, of classes made later too, and can exchange the
+arguments: nothing of ``step`` is ever patched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from parwrap.patching import Patch
+
+__all__ = ["closure_patches", "own_parameters_patches"]
+
+
+def own_parameters_patches(actor: Any) -> list[Patch]:
+    """``__init__`` calls ``add_param_group`` for each of its groups, so one patch sees both."""
+
+    def add_param_group(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> None:
+        wrapped(*args, **kwargs)
+        actor.own_parameters(instance)
+
+    return [Patch(Optimizer, "add_param_group", add_param_group)]
+
+
+def closure_patches(actor: Any) -> list[AbstractContextManager]:
+    """``actor.closure(closure)`` gives the closure that ``step`` gets to see."""
+
+    def exchange(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], actor.closure(args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": actor.closure(kwargs["closure"])}
+        return None
+
+    @contextmanager
+    def hooked() -> Iterator[None]:
+        handle = register_optimizer_step_pre_hook(exchange)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    return [hooked()]

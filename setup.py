@@ -1,0 +1,28 @@
+"""Package metadata; the tools' settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "parwrap" / "__init__.py").read_text())[1]
+DIGITS = ["scikit-learn"]
+
+setup(
+    name="parwrap",
+    version=VERSION,
+    description="Run a plain single-GPU PyTorch training function or script on many ranks, unchanged",
+    long_description=(HERE / "README.rst").read_text(),
+    license="Apache-2.0",
+    packages=find_packages(include=["parwrap", "parwrap.*"]),
+    package_data={"parwrap": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=["torch>=2.13", "wrapt>=2.5", "numpy"],
+    extras_require={
+        "test": ["pytest", "psutil", "tqdm", "ruff", "mypy", *DIGITS],
+        "examples": DIGITS,
+        "bench": [],
+    },
+    entry_points={"pytest11": ["parwrap = parwrap.testing"]},
+)
