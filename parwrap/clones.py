@@ -40,7 +40,8 @@ class Clones:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._rank = group.world.rank
-        self._versions: Counter[str] = Counter()
+        self._saved: Counter[str] = Counter()
+        self._loaded: Counter[str] = Counter()
         self._streams = (sys.stdout, sys.stderr)
 
     @contextmanager
@@ -78,24 +79,29 @@ class Clones:
         path = _path(file)
         if path is None:
             write(file)
-            return
-        if is_alone():
+        elif is_alone():
             _write_beside(path, write)
-            return
-        self._versions[path] += 1
-        if self._rank == 0:
-            _write_beside(path, write)
-            self._group.store.set(self._version(path), b"written")
+        else:
+            self._saved[path] += 1
+            if self._rank == 0:
+                _write_beside(path, write)
+                self._group.store.set(f"saved/{self._saved[path]}/{path}", b"")
 
     def load(self, file: Any, location: Any, read: Callable[[Any], Any]) -> Any:
         """``torch.load``: what rank 0 has saved at the same point of its run, on the device of this rank."""
         path = _path(file)
-        if path is not None and self._rank > 0 and self._versions[path]:
-            self._group.fetch(self._version(path), 0, f"torch.save of {path}")
+        if path is not None and self._saved[path] and not is_alone():
+            self._wait_for(path)
         return read(_to_own_gpu if torch.cuda.is_available() and _names_a_gpu(location) else location)
 
-    def _version(self, path: str) -> str:
-        return f"file/{path}/{self._versions[path]}"
+    def _wait_for(self, path: str) -> None:
+        """Until rank 0 has saved ``path`` as often as this rank did, or loads it too: it may have saved less often."""
+        self._loaded[path] += 1
+        saved, loaded = f"saved/{self._saved[path]}/{path}", f"loaded/{self._loaded[path]}/{path}"
+        if self._rank == 0:
+            self._group.store.set(loaded, b"")
+        else:
+            self._group.wait_for_any((saved, loaded), 0, f"torch.save of {path}")
 
 
 def _path(file: Any) -> str | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -44,6 +45,9 @@ __all__ = [
 
 PATIENCE = timedelta(minutes=30)
 """How long ranks wait for each other unless a timeout is given; what torch takes for gloo."""
+
+POLLING = 0.005
+"""Seconds between two looks into the store, which can only wait for all of several keys."""
 
 
 @dataclass
@@ -88,13 +92,26 @@ class Group:
         """What rank ``owner`` stores under ``key``, waited for."""
         try:
             self.store.wait([key], self.timeout)
-        except dist.DistStoreError:
-            raise RankMismatchError(
-                f"rank {self.world.rank} waited {self.timeout.total_seconds():g} s for rank {owner} at "
-                f"the same point ({purpose}), in vain. "
-                "That rank has ended, is stuck or took another way through the script; if it is only slow, raise timeout=."
-            ) from None
+        except RuntimeError as error:
+            # each kind of store has an exception of its own
+            if "timeout" not in str(error).lower():
+                raise
+            raise self._in_vain(owner, purpose) from None
         return self.store.get(key)
+
+    def wait_for_any(self, keys: Sequence[str], owner: int, purpose: str) -> None:
+        """Return when rank ``owner`` has stored one of ``keys``."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while not any(self.store.check([key]) for key in keys):
+            if time.monotonic() > deadline:
+                raise self._in_vain(owner, purpose)
+            time.sleep(POLLING)
+
+    def _in_vain(self, owner: int, purpose: str) -> RankMismatchError:
+        return RankMismatchError(
+            f"rank {self.world.rank} waited {self.timeout.total_seconds():g} s for rank {owner} at the same point ({purpose}), in vain. "
+            "That rank has ended, is stuck or took another way through the script; if it is only slow, raise timeout=."
+        )
 
 
 _current: Group | None = None
@@ -150,7 +167,8 @@ def is_alone() -> bool:
 
 
 def _world() -> World:
-    return _current.world if _current else read_world(os.environ)
+    group = _current or _users_own()
+    return group.world if group else read_world(os.environ)
 
 
 def rank() -> int:
@@ -280,7 +298,8 @@ def all_ranks(flag: Any) -> bool:
 
 def _collective(name: str) -> Group | None:
     """The group on which the collective ``name`` runs, or ``None`` where this rank is the only one."""
-    if _current is None:
+    group = _current or _users_own()
+    if group is None:
         if read_world(os.environ).size > 1:
             raise UsageError(
                 f"parwrap.{name}() needs the other ranks, and no process group is open here: "
@@ -292,7 +311,15 @@ def _collective(name: str) -> Group | None:
             f"parwrap.{name}() would wait for ever: only this rank runs what @parwrap.rank_zero_only guards. "
             "Call it outside of that function."
         )
-    return _current
+    return group
+
+
+def _users_own() -> Group | None:
+    """The process group that the user's code has started without parwrap, if any."""
+    if not dist.is_initialized():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return Group(World(dist.get_rank(), dist.get_world_size()), dist.get_backend(), device, store=None, timeout=PATIENCE)
 
 
 def _map(x: Any, leaf: Callable[[Any], Any]) -> Any:

@@ -6,7 +6,6 @@ out to the ranks in turn, or each is split among them. Loaders without end are c
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
@@ -102,11 +101,12 @@ def share_length(loader: DataLoader, whole: int, size: int) -> int:
 def with_indices(loader: DataLoader, indices: Iterable, **others: Any) -> DataLoader:
     """A shallow copy of ``loader`` that draws its batches (or samples, if it does not batch) from ``indices``.
 
-    Everything else is kept, also of subclasses. ``DataLoader`` refuses new samplers by ``__setattr__``, hence ``vars``.
+    Everything else is kept, also of subclasses. ``DataLoader`` refuses new samplers by ``__setattr__``, hence ``vars``;
+    ``copy.copy`` would leave a cache behind on the class.
     """
-    shard = copy.copy(loader)
+    shard = loader.__class__.__new__(loader.__class__)
     drawn = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    vars(shard).update({drawn: indices, "_iterator": None, **others})
+    vars(shard).update({**vars(loader), drawn: indices, "_iterator": None, **others})
     return shard
 
 

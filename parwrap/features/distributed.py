@@ -255,7 +255,7 @@ class _Session:
 
 
 def _stand_aside(what: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if groups.is_rank_zero():
         print(
             f"parwrap: this script calls {what} itself, so parwrap stands aside: it shares out no data and averages no gradients here. "
             f"Remove the script's own distributed code to have parwrap do it.",

@@ -44,6 +44,25 @@ class _Site:
     frozen: tuple[torch.Tensor, ...] = ()
 
 
+@dataclass(frozen=True)
+class _View:
+    """What one rank tells the others about a backward.
+
+    Attributes:
+        location: file and line that called it.
+        owned: the parameters that it reaches, as indices into all that optimizers own and that require a gradient.
+        others: shape and checksum of those that no optimizer owns.
+        bare: shape and checksum of leaf tensors that are no ``nn.Parameter``: inputs, or parameters of a hand-written SGD.
+        checksums: of everything that optimizers own.
+    """
+
+    location: str
+    owned: list[int]
+    others: list[tuple[tuple[int, ...], int]]
+    bare: list[tuple[tuple[int, ...], int]]
+    checksums: list[int]
+
+
 class DDP:
     """Averages gradients over the ranks of ``group``.
 
@@ -112,57 +131,42 @@ class DDP:
 
     def _settle(self, site: _Site, call: Backward) -> None:
         """Agree with the other ranks on the parameters that ``site`` reaches."""
+        afresh = site.visits == 0 or site.generation != self._loop.generation
+        known = () if afresh or site.averager is None else site.averager.parameters
         owned = {key: p for key, p in self._loop.owned().items() if p.requires_grad}
-        leaves = reached(call.options.get("inputs") or call.tensors)
-        parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) or id(leaf) in owned]
-        bare = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter) and id(leaf) not in owned]
-        first = site.generation != self._loop.generation or site.visits == 0
-        known = () if site.averager is None else site.averager.parameters
-        mine = {id(p) for p in (*known, *parameters)} - (set() if first else set(site.bare))
-        ordered = [index for index, key in enumerate(owned) if key in mine]
-        free = list({id(p): p for p in (*known, *reversed(parameters)) if id(p) in mine and id(p) not in owned}.values())
-        hand_made = [leaf for leaf in reversed(bare) if first or id(leaf) in site.bare]
-        unowned = [*free, *hand_made]
+        leaves = {id(leaf): leaf for leaf in reached(call.options.get("inputs") or call.tensors)}
 
-        answers = self._group.exchange(
-            "backward",
-            (location(), ordered, [(tuple(p.shape), _checksum(p)) for p in unowned], len(free), [_checksum(p) for p in owned.values()]),
+        def is_parameter(leaf: torch.Tensor) -> bool:
+            return isinstance(leaf, nn.Parameter) or id(leaf) in owned
+
+        mine = {id(p): p for p in (*known, *reversed(leaves.values())) if is_parameter(p) and p.requires_grad}
+        bare = [leaf for leaf in reversed(leaves.values()) if not is_parameter(leaf) and (afresh or id(leaf) in site.bare)]
+        view = _View(
+            location(),
+            owned=[index for index, key in enumerate(owned) if key in mine],
+            others=[_described(p) for key, p in mine.items() if key not in owned],
+            bare=[_described(leaf) for leaf in bare],
+            checksums=[_checksum(p) for p in owned.values()],
         )
-        where, orders, shapes, counts, checksums = zip(*answers, strict=True)
-        if len(set(counts)) > 1 or any(
-            len({shape[0] for shape in each}) > 1 for each in zip(*(s[: counts[0]] for s in shapes), strict=True)
-        ):
-            raise RankMismatchError(
-                "the ranks are in backwards of different parameters: "
-                + "; ".join(
-                    f"rank {rank} at {place} with {len(order) + count}"
-                    for rank, (place, order, count) in enumerate(zip(where, orders, counts, strict=True))
-                )
-                + ". Give the parameters to an optimizer before the first backward, so that ranks can tell them apart."
-            )
-        union = sorted(set().union(*orders))
+        views = self._group.exchange("backward", view)
+        _refuse_different_parameters(views)
+
+        union = sorted({index for each in views for index in each.owned})
         everything = list(owned.values())
-        agreed = self._alike(hand_made, [s[counts[0] :] for s in shapes])
-        chosen = [everything[index] for index in union] + free + agreed
-        self._same_values(
-            [everything[i] for i in union] + free,
-            [[c[i] for i in union] + [check for _, check in s[:n]] for c, s, n in zip(checksums, shapes, counts, strict=True)],
-        )
+        agreed = [everything[index] for index in union] + [p for key, p in mine.items() if key not in owned]
+        checksums = [[each.checksums[index] for index in union] + [checksum for _, checksum in each.others] for each in views]
+        self._take_same_values(agreed, checksums)
+        alike = _made_alike(bare, views)
 
         site.generation = self._loop.generation
-        site.visits = 0 if first else site.visits
-        site.bare = {id(leaf): leaf for leaf in agreed}
-        site.averager = self._averager(chosen, varies=any(order != union for order in orders)) if chosen else None
+        site.visits = 0 if afresh else site.visits
+        site.bare = {id(leaf): leaf for leaf in alike}
+        varies = any(each.owned != union for each in views)
+        site.averager = self._averager([*agreed, *alike], varies) if agreed or alike else None
         site.frozen = tuple(p for p in self._loop.owned().values() if not p.requires_grad)
-        self._watch(p for key, p in owned.items())
+        self._watch(owned.values())
 
-    def _alike(self, leaves: list[torch.Tensor], descriptions: list[list]) -> list[torch.Tensor]:
-        """Those of the bare ``leaves`` that are the same on all ranks: made alike, hence parameters; inputs differ."""
-        if any(len(each) != len(leaves) for each in descriptions):
-            return []
-        return [leaf for leaf, each in zip(leaves, zip(*descriptions, strict=True), strict=True) if len(set(each)) == 1]
-
-    def _same_values(self, parameters: list[torch.Tensor], checksums: list[list[int]]) -> None:
+    def _take_same_values(self, parameters: list[torch.Tensor], checksums: list[list[int]]) -> None:
         """Take rank 0's values where the ranks have built different ones."""
         different = [p for p, each in zip(parameters, zip(*checksums, strict=True), strict=True) if len(set(each)) > 1]
         if not different:
@@ -208,8 +212,29 @@ class DDP:
         self._watch(p for p in everything if p.requires_grad)
 
 
+def _made_alike(bare: list[torch.Tensor], views: list[_View]) -> list[torch.Tensor]:
+    """Those of the ``bare`` leaf tensors that are the same on all ranks: made alike, hence parameters; inputs differ."""
+    if any(len(view.bare) != len(bare) for view in views):
+        return []
+    return [leaf for leaf, *each in zip(bare, *(view.bare for view in views), strict=True) if len(set(each)) == 1]
+
+
+def _refuse_different_parameters(views: list[_View]) -> None:
+    """Parameters that no optimizer owns are told apart by their order in the graph, which must be the same on all ranks."""
+    if len({tuple(shape for shape, _ in view.others) for view in views}) > 1:
+        where = "; ".join(f"rank {rank} at {view.location} reaches {len(view.owned) + len(view.others)}" for rank, view in enumerate(views))
+        raise RankMismatchError(
+            f"the ranks are in backwards of different parameters: {where}. Give the parameters to an optimizer before the first "
+            "backward, so that the ranks can tell which is which, or let all ranks take the same way."
+        )
+
+
 def _key(parameters: Iterable[torch.Tensor]) -> tuple[int, ...]:
     return tuple(id(p) for p in parameters)
+
+
+def _described(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    return tuple(tensor.shape), _checksum(tensor)
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -1,0 +1,263 @@
+"""What each rank gets to see of a loader, in real scopes on real ranks."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset, WeightedRandomSampler, random_split
+from torch.utils.data.distributed import DistributedSampler
+
+import parwrap
+from parwrap.errors import RankMismatchError
+
+
+class Setup:
+    """A model and optimizer, so that there is something to train."""
+
+    def __init__(self):
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        self.model(batch.float().view(-1, 1)).mean().backward()
+        self.optimizer.step()
+
+    def train(self, loader):
+        """The samples seen in a pass that trains."""
+        seen = []
+        for batch in loader:
+            self.step(batch)
+            seen += batch.tolist()
+        return seen
+
+
+def everyones(samples):
+    return sorted(sample for each in parwrap.gather(samples) for sample in each)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_training_pass_is_shared_out_and_an_evaluating_one_is_not(shuffle):
+    with parwrap.distributed():
+        setup, loader = Setup(), DataLoader(range(10), batch_size=2, shuffle=shuffle)
+        assert list(range(10)) == everyones(setup.train(loader))
+        setup.model.eval()
+        assert list(range(10)) == sorted(torch.cat(list(loader)).tolist())
+        setup.model.train()
+        with torch.no_grad():
+            assert list(range(10)) == sorted(torch.cat(list(loader)).tolist())
+        assert list(range(10)) == everyones(setup.train(loader))
+
+
+@pytest.mark.ranks(2)
+def test_every_epoch_has_a_new_order_that_is_distributed_samplers():
+    with parwrap.distributed(seed=3):
+        setup, loader = Setup(), DataLoader(range(12), batch_size=2, shuffle=True)
+        epochs = [setup.train(loader) for _ in range(3)]
+    sampler = DistributedSampler(range(12), seed=3)
+    for epoch, seen in enumerate(epochs):
+        sampler.set_epoch(epoch)
+
+        assert list(sampler) == seen
+
+
+@pytest.mark.ranks(2)
+def test_two_zipped_loaders_do_not_pair_a_sample_with_itself():
+    with parwrap.distributed(seed=0):
+        setup, data = Setup(), range(100)
+        pairs = []
+        for one, other in zip(DataLoader(data, shuffle=True), DataLoader(data, shuffle=True), strict=True):
+            setup.step(one)
+            pairs.append((one.item(), other.item()))
+
+    assert sum(one == other for one, other in pairs) < 10
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_other_samplers_are_kept_and_draw_what_they_draw_in_a_single_process(batch):
+    loader = DataLoader(range(10), batch_size=2, sampler=WeightedRandomSampler([0] * 5 + [1] * 5, 8))
+    torch.manual_seed(1)
+    Setup()
+    expected = [sorted(torch.cat(list(loader)).tolist()) for _ in range(2)]
+    with parwrap.distributed(batch=batch, seed=1):
+        setup = Setup()
+
+        assert expected == [everyones(setup.train(loader)) for _ in range(2)]
+
+
+@pytest.mark.ranks(2)
+def test_a_global_pass_takes_the_samples_of_a_single_process_in_the_same_order():
+    loader = DataLoader(range(11), batch_size=4, shuffle=True)
+    torch.manual_seed(1)
+    Setup()
+    expected = [[sorted(batch.tolist()) for batch in loader] for _ in range(3)]
+    with parwrap.distributed(batch="global", seed=1):
+        setup = Setup()
+        actual = []
+        for _ in range(3):
+            actual.append([])
+            for batch in loader:
+                setup.step(batch)
+                actual[-1].append(sorted({sample for each in parwrap.gather(batch.tolist()) for sample in each}))
+
+    assert expected == actual
+
+
+@pytest.mark.ranks(2)
+def test_a_loader_without_end_is_dealt_out_lazily():
+    with parwrap.distributed(seed=0):
+        setup = Setup()
+        loader = DataLoader(range(1000), batch_size=4, sampler=RandomSampler(range(1000), replacement=True, num_samples=10**10))
+        batches = []
+        for batch in itertools.islice(loader, 5):
+            setup.step(batch)
+            batches.append(tuple(batch.tolist()))
+
+    assert 10 == len({batch for each in parwrap.gather(batches) for batch in each})
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(12))
+
+
+@pytest.mark.ranks(3)
+def test_the_batches_of_a_stream_are_dealt_out():
+    with parwrap.distributed():
+        assert list(range(12)) == everyones(Setup().train(DataLoader(Stream(), batch_size=2)))
+
+
+@pytest.mark.ranks(2)
+def test_the_users_own_distributed_sampler_is_kept():
+    with parwrap.distributed():
+        sampler = DistributedSampler(range(10), shuffle=False)
+        loader = DataLoader(range(10), batch_size=1, sampler=sampler)
+
+        assert list(sampler) == Setup().train(loader)
+        assert 5 == len(loader)
+
+
+@pytest.mark.ranks(2)
+def test_lengths_are_those_of_what_a_rank_gets_to_see():
+    with parwrap.distributed():
+        train, test = DataLoader(range(10), batch_size=2, shuffle=True), DataLoader(range(8), batch_size=2)
+
+        assert (3, 4) == (len(train), len(test))
+        setup = Setup()
+        setup.train(train)
+        setup.model.eval()
+
+        assert (3, 4) == (len(train), len(test))
+        assert 10 == len(train.dataset)
+        list(train)
+
+        assert 5 == len(train)
+    with parwrap.distributed(batch="global"):
+        assert 5 == len(train)
+    assert 5 == len(train)
+
+
+@pytest.mark.ranks(2)
+def test_the_only_loader_is_for_training_though_it_does_not_shuffle():
+    with parwrap.distributed():
+        assert 3 == len(DataLoader(range(10), batch_size=2))
+
+
+@pytest.mark.ranks(2)
+def test_a_split_is_the_same_on_every_rank_so_nothing_leaks():
+    with parwrap.distributed():
+        setup = Setup()
+        for _ in range(2):
+            train, held_out = random_split(range(20), [15, 5])
+            seen = everyones(setup.train(DataLoader(train, batch_size=3, shuffle=True)))
+
+            assert set(range(20)) - set(held_out.indices) == set(seen)
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.randint(2**40, ())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("generator", [False, True])
+def test_augmentation_differs_by_rank(workers, generator):
+    with parwrap.distributed(seed=0):
+        setup = Setup()
+        options = {"generator": torch.Generator().manual_seed(1)} if generator else {}
+        loader = DataLoader(Noisy(), batch_size=2, num_workers=workers, **options)
+        setup.train(DataLoader(range(4), batch_size=2))
+        seen = setup.train(loader) + setup.train(loader)
+    together = everyones(seen)
+
+    assert len(together) == len(set(together))
+
+
+@pytest.mark.ranks(2)
+def test_persistent_workers_stay():
+    with parwrap.distributed():
+        setup, loader = Setup(), DataLoader(range(8), batch_size=2, num_workers=1, persistent_workers=True, shuffle=True)
+        for _ in range(3):
+            assert list(range(8)) == everyones(setup.train(loader))
+
+
+@pytest.mark.ranks(2)
+def test_datasets_of_different_length_are_refused():
+    with (
+        parwrap.distributed(),
+        pytest.raises(
+            RankMismatchError,
+            match=r"the training datasets differ in length between ranks: 10 samples on rank 0, 11 samples on rank 1\. Every rank must",
+        ),
+    ):
+        Setup().train(DataLoader(range(10 + parwrap.rank())))
+
+
+@pytest.mark.ranks(2)
+def test_a_subset_that_differs_by_rank_becomes_rank_zeros_with_a_warning():
+    indices = [3, 1, 4, 5] if parwrap.rank() == 0 else [9, 2, 6, 8]
+    with parwrap.distributed():
+        loader = DataLoader(Subset(range(10), indices), shuffle=True)
+        with pytest.warns(UserWarning, match="indices of a Subset differ between ranks; rank 0's are used"):
+            seen = Setup().train(loader)
+
+        assert [1, 3, 4, 5] == everyones(seen)
+
+
+@pytest.mark.ranks(2)
+def test_a_loader_trained_on_in_eval_mode_is_shared_out_from_its_next_pass_on():
+    with parwrap.distributed():
+        setup, loader = Setup(), DataLoader(range(8), batch_size=2)
+        setup.model.eval()
+        with pytest.warns(UserWarning, match="and yet trained on"):
+            assert list(range(8)) == setup.train(loader)
+        assert list(range(8)) == everyones(setup.train(loader))
+
+
+@pytest.mark.ranks(2)
+def test_a_loader_only_looked_at_in_train_mode_is_seen_whole_from_its_next_pass_on():
+    with parwrap.distributed():
+        setup, loader = Setup(), DataLoader(range(8), batch_size=2)
+        with pytest.warns(UserWarning, match="read to its end without training"):
+            assert 4 == len(torch.cat(list(loader)))
+        assert list(range(8)) == torch.cat(list(loader)).tolist()
+        assert setup
+
+
+@pytest.mark.ranks(2)
+def test_before_anything_can_be_trained_a_loader_is_seen_whole():
+    """As by a script that computes the mean of its data first."""
+    with parwrap.distributed(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2, shuffle=True)
+
+        assert 3.5 == torch.cat([batch for (batch,) in loader]).mean().item()
+        assert list(range(8)) == everyones(Setup().train(DataLoader(range(8))))

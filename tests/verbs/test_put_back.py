@@ -1,0 +1,155 @@
+"""Every patch is undone: the identical object is there again after return, exceptions, nesting and recursion."""
+
+import builtins
+import logging
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.data import DataLoader
+
+import parwrap
+from parwrap.patching import Patch
+from parwrap.verbs import VERBS
+
+OWNERS = (
+    builtins,
+    torch,
+    torch.autograd,
+    dist,
+    DataLoader,
+    nn.Module,
+    torch.optim.Optimizer,
+    ReduceLROnPlateau,
+    logging.Logger,
+    DistributedDataParallel,
+)
+
+
+class EveryVerb:
+    def __getattr__(self, verb):
+        return lambda *args: None
+
+
+def everything():
+    """All that a patch could have changed."""
+    found = {f"{owner.__name__}.{name}": value for owner in OWNERS for name, value in vars(owner).items()}
+    found |= {f"step of {cls}": vars(cls).get("step") for cls in torch.optim.Optimizer.__subclasses__()}
+    found |= {f"hook {number} on step": hook for number, hook in _global_optimizer_pre_hooks.items()}
+    found |= {f"environ {name}": sys.intern(value) for name, value in os.environ.items()}
+    return found | {"stdout": sys.stdout, "stderr": sys.stderr}
+
+
+def changed(before):
+    """The names of what is not the identical object any more."""
+    now = everything()
+    return sorted(name for name in {*before, *now} if before.get(name) is not now.get(name))
+
+
+def train(fails=False, again=0):
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        model.train()
+        for (x,) in DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 2)), batch_size=4, shuffle=True):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+        model.eval()
+    if again:
+        parwrap.distributed(train)(fails, again - 1)
+    if fails:
+        raise KeyError("on purpose")
+    return model
+
+
+def hooks_on(model):
+    return [p._post_accumulate_grad_hooks for p in model.parameters() if p._post_accumulate_grad_hooks]
+
+
+def test_the_owners_of_all_patches_are_looked_at():
+    patched = {patch.owner for verb in VERBS.values() for patch in verb(EveryVerb()) if isinstance(patch, Patch)}
+
+    assert patched <= set(OWNERS)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("again", [0, 1, 2])
+def test_after_return(again):
+    train()
+    before = everything()
+    model = parwrap.distributed(train)(again=again)
+
+    assert [] == changed(before)
+    assert not hooks_on(model)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("again", [0, 2])
+def test_after_an_exception(again):
+    train()
+    before = everything()
+    with pytest.raises(KeyError):
+        parwrap.distributed(train)(fails=True, again=again)
+
+    assert [] == changed(before)
+
+
+@pytest.mark.ranks(2)
+def test_after_nested_blocks():
+    train()
+    before = everything()
+    with parwrap.distributed():
+        inside = everything()
+        with parwrap.distributed(batch="global"):
+            train()
+
+            assert [] == changed(inside)
+
+    assert [] == changed(before)
+    assert changed(inside)
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_class_of_the_users_own_keeps_its_step():
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    def train_with_own():
+        parameter = nn.Parameter(torch.ones(1))
+        optimizer = Own([parameter], lr=0.1)
+        parameter.sum().backward()
+        optimizer.step()
+
+    train_with_own()
+    before = Own.step
+    parwrap.distributed(train_with_own)()
+
+    assert before is Own.step
+
+
+@pytest.mark.ranks(2)
+def test_the_launch_variables_that_a_script_must_not_see():
+    os.environ.update(RANK="0", WORLD_SIZE="2")
+    before = everything()
+    with parwrap.distributed.script_scope():
+        assert "RANK" not in os.environ
+
+    assert dict(os.environ).items() >= {"RANK": "0", "WORLD_SIZE": "2"}.items()
+    assert not [name for name in changed(before) if "environ" not in name]
+
+
+def test_one_rank_patches_nothing_but_print():
+    before = everything()
+    with parwrap.distributed():
+        during = changed(before)
+
+    assert ["builtins.print"] == during
+    assert [] == changed(before)
