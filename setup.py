@@ -14,7 +14,7 @@ setup(
     version=VERSION,
     description="Run a plain single-GPU PyTorch training function or script on many ranks, unchanged",
     long_description=(HERE / "README.rst").read_text(),
-    license="Apache-2.0",
+    license="BSD-3-Clause",
     packages=find_packages(include=["parwrap", "parwrap.*"]),
     package_data={"parwrap": ["py.typed"]},
     python_requires=">=3.10",

@@ -8,33 +8,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parwrap.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
     from parwrap.errors import LaunchError, ParwrapError, RankMismatchError, RankZeroError, UsageError
     from parwrap.features.distributed import distributed
     from parwrap.features.rank_zero import rank_zero_first, rank_zero_only
-    from parwrap.group import (
-        all_ranks,
-        any_rank,
-        barrier,
-        broadcast,
-        gather,
-        is_rank_zero,
-        local_rank,
-        rank,
-        reduce_mean,
-        reduce_sum,
-        world_size,
-    )
+    from parwrap.group import is_rank_zero, local_rank, rank, world_size
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "parwrap.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
     "parwrap.errors": ("LaunchError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
     "parwrap.features.distributed": ("distributed",),
     "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
-    "parwrap.group": (
-        *("all_ranks", "any_rank", "barrier", "broadcast", "gather", "is_rank_zero"),
-        *("local_rank", "rank", "reduce_mean", "reduce_sum", "world_size"),
-    ),
+    "parwrap.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -19,9 +19,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
+from parwrap.collectives import broadcast
 from parwrap.data.sharding import DealtBatches, SplitBatches, distributed_sampler, is_plain, share_length, shuffles, with_indices
 from parwrap.errors import RankMismatchError
-from parwrap.group import Group, broadcast, is_alone
+from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
 from parwrap.streams import Streams
 

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from parwrap import group as groups
+from parwrap.collectives import broadcast
 from parwrap.decorator import ScopeDecorator, describe, refuse_undecoratable
 from parwrap.errors import RankZeroError, UsageError
-from parwrap.group import Group, alone, broadcast, local_rank, rank
+from parwrap.group import Group, alone, local_rank, rank
 
 __all__ = ["rank_zero_first", "rank_zero_only"]
 

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parwrap.collectives import reduce_mean
 from parwrap.errors import RankMismatchError
-from parwrap.group import Group, is_alone, reduce_mean
+from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
 from parwrap.strategies.averager import Averager
 from parwrap.strategies.graph import call_site, location, reached

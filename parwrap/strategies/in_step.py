@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parwrap.group import is_alone, reduce_mean
+from parwrap.collectives import reduce_mean
+from parwrap.group import is_alone
 from parwrap.loop import Loop
 
 __all__ = ["InStep"]

@@ -1,0 +1,63 @@
+"""Imports only go down the floors of the design, and who may touch what is kept to."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "parwrap"
+FLOORS = [
+    {"errors", "world", "patching", "decorator"},
+    {"device", "group", "collectives", "loop", "streams"},
+    {"verbs"},
+    {"strategies", "data", "clones"},
+    {"features"},
+    {"plan", "run", "script", "agent", "failures", "preloaded", "testing", "_rank_launcher", "_rank_process"},
+]
+FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path):
+    """The modules that a file imports, anywhere in it, as dotted names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module == "parwrap")
+
+
+def home(path):
+    """The name on a floor that a file belongs to."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.parent != PACKAGE or path.stem != "__init__"], ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_imports_go_down(path):
+    mine = FLOOR_OF[home(path)]
+    higher = [name for name in imports(path) if name.startswith("parwrap.") and FLOOR_OF.get(name.split(".")[1], 0) > mine]
+
+    assert [] == higher
+
+
+@pytest.mark.parametrize(
+    ("what", "where"),
+    [
+        ("import wrapt", {"patching.py"}),
+        ("dist.init_process_group(", {"group.py"}),
+        ("os.environ.pop(", {"features/distributed.py", "script.py", "_rank_launcher.py", "_rank_process.py"}),
+    ],
+)
+def test_who_may_touch_what(what, where):
+    assert {str(path.relative_to(PACKAGE)) for path in FILES if what in path.read_text()} <= where
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_says_what_its_job_is_and_is_not_long(path):
+    text = path.read_text()
+
+    assert ast.get_docstring(ast.parse(text))
+    assert len(text.splitlines()) <= 350

@@ -1,0 +1,50 @@
+"""What the README and the examples say is run; the README's Python is a doctest of its own."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.rst").read_text()
+DOCUMENTS = sorted([*ROOT.glob("*.rst"), *ROOT.glob("docs/*.rst")])
+
+
+def test_the_main_job_trains_digits_to_over_95_percent_and_prints_once():
+    (command,) = re.findall(r"&& \.venv/bin/python (-m parwrap\.run --nproc-per-node 2 examples/digits\.py)$", README, re.MULTILINE)
+    run = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    *epochs, last = run.stdout.splitlines()
+
+    assert float(re.fullmatch(r"test accuracy (\d\.\d+)", last)[1]) > 0.95
+    assert len(epochs) == len(set(epochs))
+    assert re.search(
+        r"^parwrap: 2 ranks, gloo on cpu, ddp, batch 32 per rank, 64 global, 1437 samples / 2 ranks, seed \d+$", run.stderr, re.MULTILINE
+    )
+
+
+def test_the_test_command_is_the_one_that_ci_runs():
+    assert re.search(r"^ +python3 -m venv .*-e '\.\[test\]' && \.venv/bin/python -m pytest$", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_every_example_is_in_the_readme(script):
+    assert f"examples/{script.name}" in README
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_documents_name_exist(document):
+    named = re.findall(r"``((?:parwrap|tests|docs|benchmarks|examples|\.ci)/[\w./]*)``", document.read_text())
+
+    assert [] == [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("option", re.findall(r"^``(\w+)``  +", README, re.MULTILINE))
+def test_options_that_the_readme_lists_exist(option):
+    import parwrap
+    from parwrap.features.distributed import Options
+
+    assert hasattr(Options(), option)
+    assert f"    {option}: " in parwrap.distributed.__doc__
