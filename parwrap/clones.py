@@ -92,7 +92,7 @@ class Clones:
         path = _path(file)
         if path is not None and self._saved[path] and not is_alone():
             self._wait_for(path)
-        return read(_to_own_gpu if torch.cuda.is_available() and _names_a_gpu(location) else location)
+        return read(_on_own_gpu(location) if torch.cuda.is_available() else location)
 
     def _wait_for(self, path: str) -> None:
         """Until rank 0 has saved ``path`` as often as this rank did, or loads it too: it may have saved less often."""
@@ -123,10 +123,8 @@ def _write_beside(path: str, write: Callable[[Any], None]) -> None:
         Path(beside).unlink(missing_ok=True)
 
 
-def _names_a_gpu(location: Any) -> bool:
-    return location is None or str(location).startswith("cuda")
-
-
-def _to_own_gpu(storage: Any, location: str) -> Any:
-    """``map_location``: whichever GPU it was saved from, there is one that this rank sees."""
-    return storage.cuda() if location.startswith("cuda") else storage
+def _on_own_gpu(location: Any) -> Any:
+    """``map_location`` for a rank that sees one GPU, whichever ``location`` names or the file was saved from."""
+    if location is None:
+        return lambda storage, saved_from: storage.cuda() if saved_from.startswith("cuda") else storage
+    return "cuda" if str(location).startswith("cuda") else location

@@ -39,12 +39,12 @@ def choose_device(world: World, backend: str | None) -> torch.device:
 
     A backend asked for as ``"gloo"`` may share GPUs, so nothing is hidden then.
     """
-    if not torch.cuda.is_available():
+    gpus = torch.cuda.device_count()  # not is_available(), which starts the driver: it would not look at the variable again
+    if gpus == 0:
         return torch.device("cpu")
     if backend == "gloo":
-        return torch.device("cuda", world.local_rank % torch.cuda.device_count())
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    visible = visible or [str(index) for index in range(torch.cuda.device_count())]
+        return torch.device("cuda", world.local_rank % gpus)
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or [str(index) for index in range(gpus)]
     gpu = visible_gpu(world.local_rank, visible)
     if not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 import wrapt
@@ -23,6 +24,25 @@ class Patch:
     owner: Any
     name: str
     wrapper: Callable[[Callable, Any, tuple, dict], Any]
+
+
+class _Wrapped(wrapt.FunctionWrapper):
+    """A wrapped function that copies and pickles as functions do, by reference: a model may hold ``print`` as its logger."""
+
+    def __init__(self, wrapped: Any, patch: Patch) -> None:
+        super().__init__(wrapped, patch.wrapper)
+        owner = patch.owner
+        place = f"{owner.__module__}:{owner.__qualname__}." if isinstance(owner, type) else f"{owner.__name__}:"
+        self._self_reference = place + patch.name
+
+    def __copy__(self) -> _Wrapped:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> _Wrapped:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return resolve_name, (self._self_reference,)
 
 
 @contextmanager
@@ -42,7 +62,8 @@ def installed(patches: Iterable[Patch | AbstractContextManager]) -> Iterator[Non
     with ExitStack() as stack:
         for patch in patches:
             if isinstance(patch, Patch):
-                stack.enter_context(wrapt.scoped_function_wrapper(patch.owner, patch.name, patch.wrapper))
+                wrapped = wrapt.wrap_object(patch.owner, patch.name, _Wrapped, (patch,))
+                stack.callback(wrapt.unwrap_object, patch.owner, patch.name, wrapped)
             else:
                 stack.enter_context(patch)
         yield

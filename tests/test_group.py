@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import parwrap
+from parwrap import group
 from parwrap.errors import RankMismatchError
 from parwrap.group import current, opened
 from parwrap.world import World
@@ -21,13 +22,13 @@ def test_an_exchange_needs_no_collective():
 
 @pytest.mark.ranks(2, timeout=30)
 def test_a_rank_that_never_comes_is_named():
-    group = current()
-    group.timeout = timedelta(seconds=0.3)
+    mine = current()
+    mine.timeout = timedelta(seconds=0.3)
     if parwrap.rank() == 0:
         with pytest.raises(RankMismatchError, match=r"rank 0 waited 0.3 s for rank 1 at the same point \(lunch\), in vain.*raise timeout="):
-            group.exchange("lunch", None)
+            mine.exchange("lunch", None)
         with pytest.raises(RankMismatchError, match=r"for rank 1 at the same point \(tea\)"):
-            group.wait_for_any(["never"], 1, "tea")
+            mine.wait_for_any(["never"], 1, "tea")
     parwrap.barrier()
 
 
@@ -37,20 +38,16 @@ def test_groups_opened_one_after_the_other_do_not_read_each_others_keys(tmp_path
     dist.destroy_process_group()
     meeting_place = World(world.rank, world.size, launcher="test", init_method=f"file://{tmp_path}/store")
     for round in range(3):
-        with opened(meeting_place, "gloo") as group:
-            assert [(round, 0), (round, 1)] == group.exchange("round", (round, world.rank))
+        with opened(meeting_place, "gloo") as opened_group:
+            assert [(round, 0), (round, 1)] == opened_group.exchange("round", (round, world.rank))
             assert parwrap.reduce_sum(1) == 2
         assert not dist.is_initialized()
 
 
 @pytest.mark.ranks(2)
-def test_the_users_own_process_group_serves_too(tmp_path):
+def test_the_users_own_process_group_serves_too(monkeypatch):
     world = current().world
-    with opened(World()):
-        pass
-    from parwrap import group
-
-    group._current = None
+    monkeypatch.setattr(group, "_current", None)  # as if parwrap had not started it
 
     assert (world.rank, 2) == (dist.get_rank(), dist.get_world_size())
     assert 1 == parwrap.reduce_sum(dist.get_rank())

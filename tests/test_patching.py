@@ -1,7 +1,11 @@
+import builtins
+import copy
 import math
+import pickle
 import types
 
 import pytest
+import torch
 
 from parwrap.patching import Patch, aliases, installed
 
@@ -56,3 +60,14 @@ def test_names_imported_before_are_patched_too():
         assert script.square_root(4) == -2
 
     assert script.square_root is math.sqrt
+
+
+def test_a_patched_function_copies_and_pickles_as_itself():
+    """A model may hold print as its logger, and be copied for an average of its weights, or saved."""
+    with installed([Patch(builtins, "print", shout), Patch(torch, "save", shout)]):
+        for function in (builtins.print, torch.save):
+            for copied in (copy.copy(function), copy.deepcopy([function])[0], pickle.loads(pickle.dumps(function))):
+                assert copied is function
+        pickled = pickle.dumps(print)
+
+    assert pickle.loads(pickled) is print
