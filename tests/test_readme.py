@@ -25,6 +25,18 @@ def test_the_main_job_trains_digits_to_over_95_percent_and_prints_once():
     )
 
 
+@pytest.mark.parametrize(
+    "launch", [[], ["-m", "parwrap.run", "--nproc-per-node", "2"], ["-m", "parwrap.run", "--plain", "--nproc-per-node", "2"]]
+)
+def test_the_decorated_example_runs_alone_and_on_two_ranks_however_it_is_launched(launch):
+    command = [sys.executable, *launch, "examples/decorated.py"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    assert 1 == printed.count("epoch 5")
+    assert 0.9 < float(re.search(r"held-out accuracy (\d\.\d+) on", printed)[1])
+    assert f"on {2 if launch else 1} rank(s)" in printed
+
+
 def test_the_test_command_is_the_one_that_ci_runs():
     assert re.search(r"^ +python3 -m venv .*-e '\.\[test\]' && \.venv/bin/python -m pytest$", README, re.MULTILINE)
 
