@@ -1,0 +1,172 @@
+"""The processes of the ranks of one test: started from a fork server that has imported torch, watched, and ended for sure.
+
+What a rank does is ``_rank_process.py``'s, what pytest is told of it ``testing.py``'s.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pytest
+
+from parwrap import _rank_process
+from parwrap._rank_process import Report, Task
+from parwrap.world import launch_variables
+
+__all__ = ["GRACE", "Rank", "collect", "dump_stacks", "launched", "rank_environ", "start_fork_server"]
+
+GRACE = 2.0
+"""Seconds that the other ranks have to end by themselves after one has failed, and all of them after all have passed."""
+
+PRELOADED = [
+    *("numpy", "torch", "torch.distributed", "torch._dynamo", "pytest"),
+    *("parwrap.collectives", "parwrap.features.distributed", "parwrap._rank_process"),
+]
+"""What the fork server imports once for all ranks; ``torch._dynamo`` is what a process's first optimizer imports, in a second."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """The started process of one rank.
+
+    Attributes:
+        task: what it runs.
+        process: the :class:`multiprocessing.Process`.
+        connection: on which its :class:`Report` comes; closing it lets a rank that has passed leave.
+    """
+
+    task: Task
+    process: Any
+    connection: Connection
+
+    def receive(self) -> Report | None:
+        """The report that has come, or ``None`` from a process that has ended without one."""
+        with suppress(EOFError, OSError):
+            if self.connection.poll():
+                return self.connection.recv()
+        return None
+
+    def stacks(self) -> str:
+        """The Python stacks that the process has dumped, each down to where the test is called."""
+        below = f'  File "{_rank_process.__file__}"'
+        threads = self.task.stacks.read_text(errors="replace").split("\n\n")
+        ours = ("_end_with_pytest", "Extension modules:")
+        return "\n\n".join(thread.partition(below)[0].rstrip() for thread in threads if not any(text in thread for text in ours))
+
+
+def rank_environ() -> dict[str, str]:
+    """The environment of the ranks: this process's own, less the variables of a launcher that may have started it."""
+    environ = {name: value for name, value in os.environ.items() if name not in launch_variables()}
+    environ.setdefault("OMP_NUM_THREADS", "1")
+    if "lo" in [name for _, name in socket.if_nameindex()]:
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # so that nothing listens beyond this machine
+    return environ
+
+
+def start_fork_server() -> None:
+    """Start multiprocessing's fork server unless it runs; its imports go on after the return."""
+    with _default_start_method_kept(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", rank_environ()["OMP_NUM_THREADS"])  # torch reads it when it is imported, so not in a rank
+        forkserver.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
+
+
+@contextmanager
+def launched(tasks: Iterable[Task]) -> Iterator[list[Rank]]:
+    """The ranks that run ``tasks``. They may leave in their own time when the block ends, and are killed when it raises."""
+    start_fork_server()
+    ranks: list[Rank] = []
+    try:
+        for task in tasks:
+            ranks.append(_start(task))
+        yield ranks
+        for rank in ranks:
+            rank.connection.close()
+        until = time.monotonic() + GRACE
+        for rank in ranks:
+            rank.process.join(max(0.0, until - time.monotonic()))
+    finally:
+        for rank in ranks:
+            _end(rank)
+
+
+def _start(task: Task) -> Rank:
+    task.stacks.touch()
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    with theirs:
+        process = context.Process(target=_rank_process.run, args=(task, theirs), name=f"rank {task.rank}")
+        with _default_start_method_kept():
+            process.start()
+    return Rank(task, process, ours)
+
+
+@contextmanager
+def _default_start_method_kept() -> Iterator[None]:
+    """Starting a process settles multiprocessing's default, also where another method is named; it is the user's to set, once."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    yield
+    multiprocessing.set_start_method(method, force=True)
+
+
+def _end(rank: Rank) -> None:
+    """Kill the process if it still runs, with all that it has started."""
+    if rank.process.is_alive():
+        with suppress(ProcessLookupError):
+            os.killpg(rank.process.pid, signal.SIGKILL)
+        rank.process.kill()
+    rank.process.join()
+    rank.process.close()
+    rank.connection.close()
+
+
+def collect(ranks: list[Rank], timeout: float) -> list[Report]:
+    """The reports in the order in which the ranks ended; those of stuck ranks are missing.
+
+    Args:
+        ranks: what to wait for.
+        timeout: for how long, in seconds; once a rank has not passed, for ``GRACE`` at most.
+    """
+    deadline = time.monotonic() + timeout
+    reports: dict[Rank, Report] = {}
+    while waiting := [rank for rank in ranks if rank not in reports]:
+        sources = {source: rank for rank in waiting for source in (rank.connection, rank.process.sentinel)}
+        ready = wait(sources, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        # the others notice a death before pytest does, so it comes before every report that is not here yet
+        death = max((report.time for report in reports.values()), default=0.0)
+        for rank in {sources[source] for source in ready}:
+            reports[rank] = rank.receive() or _dead(rank, death)
+        if any(report.outcome != "passed" for report in reports.values()):
+            deadline = min(deadline, time.monotonic() + GRACE)
+    return sorted(reports.values(), key=lambda report: report.time)
+
+
+def _dead(rank: Rank, when: float) -> Report:
+    rank.process.join(GRACE)
+    rank.process.kill()  # does something only if it has closed its connection and lives on
+    rank.process.join()
+    code = rank.process.exitcode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return Report(rank.task.rank, "died", when, f"{how} before the test was over", rank.stacks())
+
+
+def dump_stacks(ranks: list[Rank]) -> None:
+    """Make each of ``ranks`` write its Python stacks, for :meth:`Rank.stacks`; one that is still starting ends without."""
+    for rank in ranks:
+        os.kill(rank.process.pid, signal.SIGQUIT)
+    until = time.monotonic() + GRACE
+    while time.monotonic() < until and any(rank.process.is_alive() and not rank.task.stacks.stat().st_size for rank in ranks):
+        time.sleep(0.05)
+    time.sleep(0.1)  # a dump is written line by line
