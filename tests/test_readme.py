@@ -25,11 +25,9 @@ def test_the_main_job_trains_digits_to_over_95_percent_and_prints_once():
     )
 
 
-@pytest.mark.parametrize(
-    "launch", [[], ["-m", "parwrap.run", "--nproc-per-node", "2"], ["-m", "parwrap.run", "--plain", "--nproc-per-node", "2"]]
-)
+@pytest.mark.parametrize("launch", ["", "-m parwrap.run --nproc-per-node 2", "-m parwrap.run --plain --nproc-per-node 2"])
 def test_the_decorated_example_runs_alone_and_on_two_ranks_however_it_is_launched(launch):
-    command = [sys.executable, *launch, "examples/decorated.py"]
+    command = [sys.executable, *shlex.split(launch), "examples/decorated.py"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
 
     assert 1 == printed.count("epoch 5")
