@@ -4,8 +4,8 @@
 reducer, is called just before the real backward; torch's hooks then average and overlap as usual. Which parameters belong
 to which backward is decided by ``ddp.py``.
 
-The holder has one parameter of its own, the *signal*. It is one more root of the same backward, with as its gradient a
-flag for each parameter that this rank's loss reaches, so that the flags travel within the gradient buckets and cost no
+The holder has one parameter of its own, the *signal*. Its product with a flag for each parameter that this rank's loss
+reaches is one more root of the same backward, so that the flags become its gradient, travel within the buckets and cost no
 collective of their own.
 """
 
@@ -63,9 +63,10 @@ class Averager:
     def __init__(self, parameters: Sequence[torch.Tensor], varies: bool, **options: Any) -> None:
         self.parameters = tuple(parameters)
         self._varies = varies
+        # of the last parameter's dtype if that can be, since its bucket goes first and so does the signal
         last = self.parameters[-1]
-        # the last parameter's bucket goes first, and so does the signal
-        self._signal = nn.Parameter(torch.zeros(len(self.parameters), dtype=last.dtype, device=last.device))
+        dtype = last.dtype if last.dtype.is_floating_point else torch.float32
+        self._signal = nn.Parameter(torch.zeros(len(self.parameters), dtype=dtype, device=last.device))
         self._all_reached = torch.ones_like(self._signal)
         self._ddp = Reducer(_Holder((*self.parameters, self._signal)), init_sync=False, **options)
 
@@ -77,12 +78,14 @@ class Averager:
         """
         flags, walked = self._all_reached, self._varies
         if walked:
-            leaves = {id(leaf) for leaf in reached(call.tensors)}
+            leaves = {id(leaf) for leaf in reached(call.beginnings)}
             flags = torch.tensor([float(id(p) in leaves) for p in self.parameters], dtype=flags.dtype, device=flags.device)
         self._signal.grad = None
         with torch.enable_grad():
             self._ddp()
-        call.with_root(self._signal, flags).run()
+            # rather than an explicit gradient, for which torch imports sympy and takes 20 us more
+            root = torch.dot(self._signal, flags)
+        call.with_root(root, self._signal).run()
         try:
             self._ddp._check_reducer_finalized()
         except RuntimeError:
@@ -92,7 +95,7 @@ class Averager:
     def _complete(self, call: Backward, walked: bool) -> bool:
         """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
         self._varies = True
-        leaves = {id(leaf) for leaf in reached(call.options.get("inputs") or call.tensors)}
+        leaves = {id(leaf) for leaf in reached(call.beginnings)}
         missing = [(index, p) for index, p in enumerate(self.parameters) if id(p) not in leaves]
         frozen = [p for _, p in missing if not p.requires_grad]
         without = [(index, p) for index, p in missing if p.grad is None]

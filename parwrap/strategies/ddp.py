@@ -135,7 +135,7 @@ class DDP:
         afresh = site.visits == 0 or site.generation != self._loop.generation
         known = () if afresh or site.averager is None else site.averager.parameters
         owned = {key: p for key, p in self._loop.owned().items() if p.requires_grad}
-        leaves = {id(leaf): leaf for leaf in reached(call.options.get("inputs") or call.tensors)}
+        leaves = {id(leaf): leaf for leaf in reached(call.beginnings)}
 
         def is_parameter(leaf: torch.Tensor) -> bool:
             return isinstance(leaf, nn.Parameter) or id(leaf) in owned

@@ -37,18 +37,20 @@ class Backward:
         """Do what torch does."""
         self.original(self.tensors, self.grad_tensors, **self.options)
 
-    def with_root(self, tensor: torch.Tensor, gradient: torch.Tensor) -> Backward:
-        """The same backward with one more leaf to start from."""
-        options = {**self.options, "inputs": (*self.options["inputs"], tensor)} if "inputs" in self.options else self.options
-        return Backward((*self.tensors, tensor), (*self.grad_tensors, gradient), options, self.original)
+    @property
+    def beginnings(self) -> tuple[torch.Tensor, ...]:
+        """The tensors behind which the leaves that get a gradient are found."""
+        return self.options.get("inputs") or self.tensors
+
+    def with_root(self, scalar: torch.Tensor, leaf: torch.Tensor) -> Backward:
+        """The same backward with one more tensor to start from, whose gradient goes to ``leaf``."""
+        options = {**self.options, "inputs": (*self.options["inputs"], leaf)} if "inputs" in self.options else self.options
+        return Backward((*self.tensors, scalar), (*self.grad_tensors, None), options, self.original)
 
     def scaled(self, factor: float) -> Backward:
-        """The same backward with all gradients multiplied by ``factor``."""
-        gradients = tuple(
-            torch.full_like(tensor, factor) if gradient is None else gradient * factor
-            for tensor, gradient in zip(self.tensors, self.grad_tensors, strict=True)
-        )
-        return replace(self, grad_tensors=gradients)
+        """The same backward with what it leaves in gradients multiplied by ``factor``."""
+        with torch.enable_grad():
+            return replace(self, tensors=tuple(tensor * factor for tensor in self.tensors))
 
 
 def patches(actor: Any) -> list[Patch]:
