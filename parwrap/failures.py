@@ -1,0 +1,158 @@
+"""How a rank's failure gets to the terminal: each rank writes down its own, and the launcher reports the first one last.
+
+Ranks that fail because another did are named in a line each; what the first one raised is what the user needs to read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+__all__ = ["Failure", "Recorder", "exit_status", "read_failures", "report"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended that did not end well.
+
+    Attributes:
+        rank: which it was.
+        size: the number of ranks.
+        attempt: how often the ranks had been started again.
+        time: when it failed, in seconds since the epoch.
+        ending: by an exception, by ``sys.exit`` or its like, or by a signal.
+        status: the exit code for it; for a signal 128 and its number.
+        text: the traceback, or the message of ``sys.exit``.
+        exception: the exception in one line.
+    """
+
+    rank: int
+    size: int
+    attempt: int
+    time: float
+    ending: Literal["raised", "exited", "killed"]
+    status: int
+    text: str = ""
+    exception: str = ""
+
+    def write(self, directory: Path) -> None:
+        """Keep this failure in ``directory``, unless the rank has told one already."""
+        path = directory / f"{self.attempt}-{self.rank}.json"
+        if not path.exists():
+            part = path.with_suffix(".part")  # a rank may be killed while it writes
+            part.write_text(json.dumps(asdict(self)))
+            part.rename(path)
+
+    def __str__(self) -> str:
+        if self.ending == "raised":
+            return f"{self._who} failed:\n{self.text}"
+        return f"{self._who} {self.cause}"
+
+    @property
+    def line(self) -> str:
+        """That this rank failed after another, in one line."""
+        return f"{self._who} failed later: {self.cause}" if self.ending == "raised" else f"{self._who} later {self.cause}"
+
+    @property
+    def cause(self) -> str:
+        """What went wrong, in one line."""
+        if self.ending == "raised":
+            return self.exception
+        if self.ending == "exited":
+            return f"exited with code {self.status}" + (f": {self.text}" if self.text else "")
+        name = signal.Signals(self.status - 128).name
+        return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+    @property
+    def _who(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+
+class Recorder(AbstractContextManager):
+    """A context that writes down the first failure of what runs in it, as often as it is entered.
+
+    Args:
+        directory: where to write.
+        environ: the launch variables of this rank.
+        traceback: the part of an exception's traceback that is to be shown.
+    """
+
+    def __init__(self, directory: Path, environ: Mapping[str, str], traceback: Callable[[BaseException], TracebackType | None]) -> None:
+        self._directory, self._traceback = directory, traceback
+        self._rank, self._size, self._attempt = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+        self._log = Path(environ["TORCHELASTIC_ERROR_FILE"]).with_name("stderr.log")
+        self._is_last = self._attempt == int(environ["TORCHELASTIC_MAX_RESTARTS"])
+        self._has_failed = False
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is None or exit_status(error) == 0 or self._has_failed:
+            return
+        failed_at = time.time()
+        self._has_failed = True
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes twice: from the terminal and from the launcher
+        raised = not isinstance(error, SystemExit)
+        failure = Failure(
+            rank=self._rank,
+            size=self._size,
+            attempt=self._attempt,
+            time=failed_at,
+            ending="raised" if raised else "exited",
+            status=exit_status(error),
+            text=self._shown(error) if raised else _message(error),
+            exception=f"{type(error).__qualname__}: {error}".splitlines()[0].removesuffix(": "),
+        )
+        failure.write(self._directory)
+        if self._log.exists() or not self._is_last:  # what the launcher reports is neither in this rank's log nor of an earlier attempt
+            print(failure, file=sys.__stderr__)
+
+    def _shown(self, error: BaseException) -> str:
+        """What the script's own ``sys.excepthook`` makes of ``error``, without the rank that torch puts before each line."""
+        traceback = self._traceback(error)
+        with io.StringIO() as text, contextlib.redirect_stderr(text):
+            sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+            return text.getvalue().replace(f"[rank{self._rank}]: ", "").rstrip()
+
+
+def exit_status(error: BaseException) -> int:
+    """The exit code that ``python`` ends with when ``error`` ends a script.
+
+    >>> exit_status(SystemExit(3)), exit_status(SystemExit("no data")), exit_status(ValueError()), exit_status(KeyboardInterrupt())
+    (3, 1, 1, 130)
+    """
+    if not isinstance(error, SystemExit):
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    code = error.code or 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def read_failures(directory: Path) -> list[Failure]:
+    """The failures of the last attempt that had any, the first one first."""
+    failures = [Failure(**json.loads(path.read_text())) for path in directory.glob("*.json")]
+    last = max((failure.attempt for failure in failures), default=0)
+    return sorted((failure for failure in failures if failure.attempt == last), key=lambda failure: failure.time)
+
+
+def report(failures: Iterable[Failure]) -> str:
+    """What to tell the user: a line for each rank that failed otherwise than the first one, which has the last word.
+
+    A script that ends by ``sys.exit`` says no more than it would without ranks.
+    """
+    first, *others = failures
+    lines = [other.line for other in others if other.cause != first.cause]
+    last_word = first.text if first.ending == "exited" and not lines else str(first)
+    return "\n".join([*lines, last_word])
+
+
+def _message(error: BaseException) -> str:
+    code = error.args[0] if error.args else None
+    return "" if code is None or isinstance(code, int) else str(code)

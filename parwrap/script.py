@@ -1,0 +1,180 @@
+"""What one rank does: run a script as plain ``python`` would, inside ``distributed`` unless it is only to be launched.
+
+The same goes for the only rank, which needs no process of its own. How ranks come to be is left to ``agent.py``; what
+becomes of a failure to ``failures.py``. Nothing here may import torch before a script runs: the fork server loads this file
+first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import ctypes
+import gc
+import importlib.util
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Literal, NoReturn, TextIO, cast
+from zipfile import is_zipfile
+
+from parwrap.failures import Recorder, exit_status
+
+__all__ = ["Script", "die_with_parent", "run_alone", "run_rank"]
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to run.
+
+    Attributes:
+        target: a path, the name of a module, or a program that is not Python.
+        args: the arguments that follow it.
+        kind: which of the three ``target`` is.
+        scope: the options of the ``distributed`` that it runs in; ``None`` to only launch it.
+        hand_local_rank: pass on the local rank as an argument if the script has an option for it.
+    """
+
+    target: str
+    args: tuple[str, ...] = ()
+    kind: Literal["file", "module", "program"] = "file"
+    scope: Mapping[str, Any] | None = None
+    hand_local_rank: bool = False
+
+
+def run_alone(script: Script) -> None:
+    """Run ``script`` in this process; leaves it as plain ``python`` would, with the same traceback and exit code."""
+    try:
+        _run(script, nullcontext())
+    except SystemExit:
+        raise
+    except BaseException as error:
+        traceback = script_traceback(error)
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        sys.exit(exit_status(error))
+
+
+def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, failures: str) -> NoReturn:
+    """Run ``script`` in this process, which was started to be one rank.
+
+    Args:
+        script: what to run.
+        variables: environment variables to set first.
+        threads: how many to compute with; ``None`` for what torch took from the environment.
+        failures: the directory where a failure is written down.
+    """
+    import torch
+
+    die_with_parent()
+    os.environ.update(variables)
+    if threads is not None:
+        torch.set_num_threads(threads)  # OpenMP has read the variable in the fork server
+    _forget_the_fork()
+    status = 0
+    recorder = Recorder(Path(failures), os.environ, script_traceback)
+    try:
+        with recorder:
+            _run(script, recorder)
+    except BaseException as error:
+        status = exit_status(error)
+    _end_like_an_interpreter()
+    sys.exit(status or None)  # torch's agent has a process wait that says 0
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however that ends (on Linux)."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def script_traceback(error: BaseException) -> TracebackType | None:
+    """The traceback of ``error`` from the script's first line on, as plain ``python`` shows it."""
+    traceback = error.__traceback__
+    while traceback and traceback.tb_frame.f_code.co_filename.startswith((__file__, runpy.__file__, "<frozen ")):
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _run(script: Script, recorder: AbstractContextManager) -> None:
+    if script.kind == "program":
+        os.execvp(script.target, [script.target, *script.args])
+    local_rank = _local_rank_option(script) if script.hand_local_rank else []
+    sys.argv[:] = [script.target, *local_rank, *script.args]
+    # a failure is written down before the scope closes: leaving the process group may take the other ranks along
+    with _scope(script), recorder:
+        if script.kind == "module":
+            runpy.run_module(script.target, run_name="__main__", alter_sys=True)
+        elif Path(script.target).is_dir() or is_zipfile(script.target):
+            runpy.run_path(os.path.abspath(script.target), run_name="__main__")
+        else:
+            _run_file(script.target)
+
+
+def _scope(script: Script) -> AbstractContextManager:
+    if script.scope is None:
+        return nullcontext()
+    from parwrap.features.distributed import distributed
+
+    return distributed.script_scope(**script.scope)
+
+
+def _run_file(path: str) -> None:
+    """What ``runpy.run_path`` does, but ``__main__`` stays for what runs at exit, and ``sys.argv[0]`` as it was given."""
+    main = ModuleType("__main__")
+    main.__file__ = os.path.abspath(path)
+    main.__loader__ = loader = SourceFileLoader("__main__", main.__file__)
+    vars(main).update(__builtins__=builtins, __cached__=None)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    sys.modules["__main__"] = main
+    exec(loader.source_to_code(loader.get_data(main.__file__), main.__file__), vars(main))
+
+
+def _local_rank_option(script: Script) -> list[str]:
+    """The local rank as an argument, in the script's own spelling, if its source has any."""
+    spelling = re.search(r"--local[-_]rank\b", _source(script))
+    return [f"{spelling[0]}={os.environ['LOCAL_RANK']}"] if spelling else []
+
+
+def _source(script: Script) -> str:
+    if script.kind == "file":
+        return Path(script.target).read_text(errors="replace") if Path(script.target).is_file() else ""
+    spec = importlib.util.find_spec(script.target)
+    if spec and spec.submodule_search_locations:
+        spec = importlib.util.find_spec(f"{script.target}.__main__")
+    return (cast(SourceFileLoader, spec.loader).get_source(spec.name) if spec else None) or ""
+
+
+def _forget_the_fork() -> None:
+    """Put right what would tell a script that its process came from multiprocessing."""
+    multiprocessing.set_start_method(None, force=True)  # else loaders would start their workers as this rank was started
+    multiprocessing.current_process().name = "MainProcess"
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # the launcher's, when it has forked itself
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if preloaded := sys.modules.get("parwrap.preloaded"):
+        for number, handler in preloaded.HANDLERS.items():
+            signal.signal(number, handler)
+    cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]  # a rank may be killed at any time
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # else all ranks would go on from the fork server's state
+
+
+def _end_like_an_interpreter() -> None:
+    """Do what a process of multiprocessing leaves out at its end: threads, exit handlers, objects with something to write."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if not any(thread.daemon for thread in threading.enumerate()):  # one that still runs would miss its globals
+        vars(sys.modules["__main__"]).clear()
+        gc.collect()

@@ -1,0 +1,52 @@
+"""The benchmark itself: it measures what it says and judges by its rule. No timing is asserted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from timing import judged
+
+    return lambda samples, limit: judged("case", "a / b", "ms", reference=[1.0], measured=[1.0], samples=samples, limit=limit)
+
+
+def test_step_times_are_written_as_json(tmp_path):
+    results = tmp_path / "overhead.json"
+    results.write_text('{"launch": "of another run"}')
+    command = [sys.executable, ROOT / "benchmarks" / "overhead.py", "--only=steps", "--cases=tiny", "--pairs=2", f"--json={results}"]
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+    written = json.loads(results.read_text())
+    parwrap, itself = written["steps"]["rows"]
+    assert (parwrap["case"], parwrap["compared"], parwrap["unit"]) == ("tiny", "parwrap / by hand", "ms")
+    assert parwrap["limit"] == 1.05
+    assert isinstance(parwrap["met"], bool)
+    assert len(parwrap["samples"]) == 2
+    assert 0 < parwrap["low"] <= parwrap["value"] <= parwrap["high"]
+    assert (itself["compared"], itself["limit"], itself["met"]) == ("by hand again / by hand", None, None)
+    assert written["launch"] == "of another run"
+    assert len(run.stdout.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("samples", "met"),
+    [
+        ([1.00, 1.01, 1.02, 1.30, 1.30], True),
+        ([1.01, 1.02, 1.03, 1.04, 1.05], True),
+        ([0.90, 1.00, 1.03, 1.20, 1.30], False),
+        ([1.03, 1.04, 1.05, 1.06, 1.07], False),
+    ],
+    ids=["median within", "interval contains it", "interval too wide", "interval above"],
+)
+def test_a_limit_is_met_by_the_median_or_by_a_narrow_interval_around_it(judged, samples, met):
+    assert judged(samples, limit=1.02).met == met

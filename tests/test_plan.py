@@ -1,0 +1,254 @@
+"""What a command line means, in a table; no process is started."""
+
+from dataclasses import replace
+
+import pytest
+
+from parwrap.errors import LaunchError, UsageError
+from parwrap.plan import LaunchPlan, describe, plan_launch
+from parwrap.script import Script
+
+
+@pytest.fixture(autouse=True)
+def scripts(tmp_path, monkeypatch):
+    """A directory with a script and a package, no settings of torchrun's and none of OpenMP's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "digits.py").touch()
+
+
+def plan(*argv: str, gpus: int = 0, cores: int = 8, **environ: str) -> LaunchPlan:
+    return plan_launch(argv, environ, gpus, cores)
+
+
+@pytest.mark.parametrize(
+    ("argv", "script"),
+    [
+        (["train.py"], Script("train.py", scope={})),
+        (["train.py", "--seed", "3"], Script("train.py", ("--seed", "3"), scope={})),
+        (["--seed", "3", "train.py", "--lr=1"], Script("train.py", ("--lr=1",), scope={"seed": 3})),
+        (["--batch=global", "--bucket_cap_mb", "5", "train.py"], Script("train.py", scope={"batch": "global", "bucket_cap_mb": 5.0})),
+        (["--timeout", "9", "--backend", "gloo", "train.py"], Script("train.py", scope={"timeout": 9.0, "backend": "gloo"})),
+        (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
+        (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
+        (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),
+        (["--plain", "--use_env", "train.py"], Script("train.py", scope=None)),
+        (["--plain", "--no_python", "ls", "-l"], Script("ls", ("-l",), "program", scope=None)),
+    ],
+)
+def test_what_every_rank_runs(argv, script):
+    assert plan(*argv).script == script
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "gpus", "ranks"),
+    [
+        ([], {}, 0, 1),
+        ([], {}, 4, 4),
+        ([], {"PET_NPROC_PER_NODE": "3"}, 0, 3),
+        (["--nproc-per-node", "2"], {}, 0, 2),
+        (["--nproc_per_node=2"], {}, 4, 2),
+        (["--nproc-per-node", "gpu"], {}, 4, 4),
+        (["--nproc-per-node", "cpu", "--backend", "gloo"], {}, 4, 8),
+        (["--nproc-per-node", "auto"], {}, 4, 4),
+        (["--nproc-per-node", "auto"], {}, 0, 8),
+        (["--nproc-per-node", "6", "--plain"], {}, 4, 6),
+    ],
+)
+def test_how_many_ranks(argv, environ, gpus, ranks):
+    assert plan(*argv, "train.py", gpus=gpus, **environ).ranks == ranks
+
+
+def test_ranks_share_out_the_cores():
+    shared = plan("--nproc-per-node", "3", "train.py", cores=8)
+    crowded = plan("--nproc-per-node", "8", "train.py", cores=2)
+
+    assert (shared.threads, shared.variables["OMP_NUM_THREADS"]) == (2, "2")
+    assert crowded.threads == 1
+
+
+def test_variables_that_the_user_has_set_stay():
+    chosen = plan("--nproc-per-node", "2", "train.py", OMP_NUM_THREADS="7", PYTHONHASHSEED="1", GLOO_SOCKET_IFNAME="eth0")
+
+    assert chosen.threads is None
+    assert not chosen.variables.keys() & {"OMP_NUM_THREADS", "PYTHONHASHSEED", "GLOO_SOCKET_IFNAME"}
+
+
+@pytest.mark.parametrize("argv", [["--standalone"], ["--nnodes", "1"], ["--rdzv-id", "job"], ["--max-restarts", "2"]])
+def test_one_node_meets_on_its_loopback(argv):
+    alone = plan("--nproc-per-node", "2", *argv, "train.py")
+
+    assert alone.torchrun.rdzv_backend == "parwrap"
+    assert "GLOO_SOCKET_IFNAME" in alone.variables
+
+
+@pytest.mark.parametrize(
+    ("argv", "meeting"),
+    [
+        (["--nnodes", "2", "--node-rank", "1", "--master_addr", "there"], "by static rendezvous at there:29500"),
+        (["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "there:29400"], "by c10d rendezvous at there:29400"),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"], "by c10d rendezvous at localhost:0"),
+        (["--master-port", "29501"], "by static rendezvous at 127.0.0.1:29501"),
+    ],
+)
+def test_a_rendezvous_of_the_users_is_torchruns(argv, meeting):
+    met = plan("--nproc-per-node", "2", *argv, "train.py")
+
+    assert f"meeting    {meeting}" in describe(met)
+    assert "GLOO_SOCKET_IFNAME" not in met.variables
+
+
+def test_torchruns_options_are_kept():
+    torchrun = plan("--max-restarts", "3", "--monitor_interval", "0.5", "--tee", "3", "--role", "trainer", "train.py").torchrun
+
+    assert (torchrun.max_restarts, torchrun.monitor_interval, torchrun.tee, torchrun.role) == (3, 0.5, "3", "trainer")
+    assert plan("train.py").torchrun.start_method == "forkserver"
+    assert plan("--start-method", "spawn", "train.py").torchrun.start_method == "spawn"
+    assert plan("train.py", PET_START_METHOD="fork").torchrun.start_method == "fork"
+
+
+@pytest.mark.parametrize(
+    ("argv", "here"),
+    [
+        (["train.py"], True),
+        (["--standalone", "train.py"], True),
+        (["--nproc-per-node", "2", "train.py"], False),
+        (["--plain", "train.py"], False),
+        (["--max-restarts", "1", "train.py"], False),
+        (["--tee", "3", "train.py"], False),
+        (["--nnodes", "2", "train.py"], False),
+    ],
+)
+def test_one_rank_that_needs_no_agent_runs_in_this_process(argv, here):
+    assert plan(*argv).in_this_process is here
+
+
+def test_show_two_ranks():
+    shown = plan("--show", "--nproc-per-node", "2", "--batch", "global", "--seed=1", "train.py", "--lr", "0.1", "two words", cores=2)
+
+    assert shown.show
+    assert (
+        describe(replace(shown, variables={"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}))
+        == """\
+ranks      2 ranks on 1 node
+script     train.py --lr 0.1 'two words'
+inside     parwrap.distributed(seed=1, batch='global')
+started    by forkserver
+meeting    at a free port of 127.0.0.1
+variables  OMP_NUM_THREADS=1 PYTHONHASHSEED=0"""
+    )
+
+
+def test_show_one_rank():
+    assert (
+        describe(plan("-m", "recipes.digits"))
+        == """\
+ranks      1 rank on 1 node
+module     recipes.digits
+inside     parwrap.distributed()
+started    in this process"""
+    )
+
+
+def test_show_many_nodes():
+    argv = ["--nnodes", "2:4", "--nproc-per-node", "8", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "there"]
+
+    assert (
+        describe(plan(*argv, "--plain", "train.py", OMP_NUM_THREADS="1", PYTHONHASHSEED="0"))
+        == """\
+ranks      8 ranks on each of 2-4 nodes
+script     train.py
+inside     nothing: it is only launched
+started    by forkserver, and again after a failure up to 3 times
+meeting    by c10d rendezvous at there
+variables  as they are"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--sed", "1", "train.py"], "there is no option --sed; did you mean --seed?"),
+        (["--nproc-per-node=2", "--batsh=global", "train.py"], "there is no option --batsh; did you mean --batch?"),
+        (
+            ["--xyzzy", "train.py"],
+            "there is no option --xyzzy; `python -m parwrap.run --help` lists the options; those of the script come after it.",
+        ),
+        ([], "there is no script to run: name it after the options, then its own arguments."),
+        (["--seed", "one", "train.py"], "argument --seed: 'one' is not a whole number."),
+        (["--seed", "-1", "train.py"], "seed=-1 is not a whole number from 0 to 2**63 - 1."),
+        (["--timeout", "soon", "train.py"], "argument --timeout: 'soon' is not a number."),
+        (["--max-restarts", "x", "train.py"], "argument --max-restarts/--max_restarts: invalid int value: 'x'"),
+        (
+            ["--nproc-per-node", "0", "train.py"],
+            "--nproc-per-node 0 is not a number of ranks: give one above 0, or gpu (0 here), cpu (8 here), auto (8 here).",
+        ),
+        (
+            ["--nproc-per-node", "two", "train.py"],
+            "--nproc-per-node two is not a number of ranks: give one above 0, or gpu (0 here), cpu (8 here), auto (8 here).",
+        ),
+        (["--nnodes", "a:b", "train.py"], "--nnodes a:b is not a number of nodes: give one above 0, or MIN:MAX for a job that can grow."),
+        (["--nnodes", "3:2", "train.py"], "--nnodes 3:2 is not a number of nodes: give one above 0, or MIN:MAX for a job that can grow."),
+        (
+            ["--standalone", "--nnodes", "2", "train.py"],
+            "--standalone is for one node, and --nnodes 2 asks for more: leave one of them out.",
+        ),
+        (
+            ["--plain", "--seed", "1", "--bucket-cap-mb", "5", "train.py"],
+            "--plain opens no scope, so there is nothing for --seed, --bucket-cap-mb to act on: leave one of them out.",
+        ),
+        (["--no-python", "-m", "ls"], "--no-python runs a program and --module a Python module: leave one of them out."),
+        (
+            ["--no-python", "ls"],
+            "--no-python runs a program that is not Python, in which parwrap can change nothing: add --plain to only launch it.",
+        ),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused(argv, text):
+    with pytest.raises(UsageError) as refusal:
+        plan(*argv)
+
+    assert str(refusal.value) == text
+
+
+@pytest.mark.parametrize(
+    ("argv", "gpus", "text"),
+    [
+        (["no/such.py"], 0, "there is no script no/such.py: its path is taken from the directory that the command runs in."),
+        (
+            ["recipes.digits"],
+            0,
+            "there is no script recipes.digits: its path is taken from the directory that the command runs in. "
+            "To run a module, put -m before its name.",
+        ),
+        (
+            ["-m", "no.such"],
+            0,
+            "there is no module no.such: it is looked for in the directory that the command runs in and among what is installed.",
+        ),
+        (["--plain", "--no-python", "no-such"], 0, "there is no program no-such to run: give its path, or the name of one on the PATH."),
+        (
+            ["--nproc-per-node", "gpu", "train.py"],
+            0,
+            "--nproc-per-node gpu asks for a rank on each GPU, and torch can use none here: give a number to train on the CPU.",
+        ),
+        (
+            ["--nproc-per-node", "3", "train.py"],
+            2,
+            "--nproc-per-node 3 is more than the GPUs that torch can use here (2). "
+            "Start at most 2 ranks on this node, or add --backend gloo to let ranks share GPUs.",
+        ),
+    ],
+)
+def test_what_is_not_there_is_named(argv, gpus, text):
+    with pytest.raises(LaunchError) as refusal:
+        plan(*argv, gpus=gpus)
+
+    assert str(refusal.value) == text
+
+
+def test_options_of_the_scope_are_checked_by_the_scope():
+    with pytest.raises(UsageError, match="batch='globe' is not one of the ways to share out batches"):
+        plan("--batch", "globe", "train.py")
