@@ -1,0 +1,133 @@
+"""What parwrap costs beside torch's own tools: ``python benchmarks/overhead.py`` prints a table and writes it as JSON.
+
+How to read the table. Each row compares one thing with a reference, and ``value`` is what the limit is for:
+
+- ``steps``: time of a training step inside ``parwrap.distributed`` over that of the same loop with ``DistributedDataParallel`` written
+  by hand, on 2 gloo ranks with a thread each. Both teams are kept ready and train blocks of steps in turns; the value is the median
+  ratio of neighbouring blocks. That all teams end with the same weights, bit for bit, is checked.
+- ``memory``: the same for the peak resident memory of rank 0, with new processes each time.
+- ``import``: milliseconds that are added to ``import torch``, in new interpreters.
+- ``launch``: time from the command until every rank has done its first all-reduce, over that of ``torchrun``.
+
+The interval is the 95 % bootstrap interval of the median. Rows without a limit are the reference against itself: they show what is
+noise. A limit is met when the value keeps to it, or when the interval contains it and reaches no more than 3 % each way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+from commands import IMPORTS, first_reductions, import_times
+from teams import Team, start_fork_server
+from timing import Row, alternated, compared, judged
+
+STEP_LIMITS = {"tiny": 1.05, "deep": 1.02, "wide": 1.02, "resnet": 1.02, "transformer": 1.02}
+MEMORY_LIMIT = 1.02
+IMPORT_LIMIT = 30.0
+LAUNCH_LIMITS = {2: 0.8, 4: 0.7, 8: 0.7}
+
+WARM_UP = 20
+BLOCK = 0.3
+"""About how many seconds a block of steps takes."""
+
+TEAMS = {"by hand": "by hand", "parwrap": "parwrap", "by hand again": "by hand"}
+
+
+def steps(cases: list[str], pairs: int) -> Iterator[Row]:
+    """Times of a step."""
+    for case in cases:
+        with ExitStack() as opened:
+            teams = {name: opened.enter_context(Team(way, case)) for name, way in TEAMS.items()}
+            block = max(1, round(BLOCK / min(_warm(team) for team in teams.values())))
+            taken = alternated({name: partial(team.train, block) for name, team in teams.items()}, pairs)
+            if len({team.end().weights for team in teams.values()}) > 1:
+                raise RuntimeError(f"{case}: the teams did not train the same weights, so their times cannot be compared")
+        milliseconds = {name: [1e3 * seconds for seconds in times] for name, times in taken.items()}
+        yield from compared(case, "ms", milliseconds, "by hand", {"parwrap": STEP_LIMITS[case]})
+
+
+def memory(cases: list[str], pairs: int) -> Iterator[Row]:
+    """Peak memory of a rank."""
+
+    def peak(way: str, case: str) -> float:
+        with Team(way, case) as team:
+            _warm(team)
+            return team.end().peak_memory
+
+    for case in cases:
+        taken = alternated({name: partial(peak, way, case) for name, way in TEAMS.items()}, pairs)
+        yield from compared(case, "MB", taken, "by hand", {"parwrap": MEMORY_LIMIT})
+
+
+def imports(pairs: int) -> Iterator[Row]:
+    """Time of an import."""
+    import_times(IMPORTS["all it needs"])  # compiles and caches what has changed
+    for name, statement in IMPORTS.items():
+        torch, added = zip(*(import_times(statement) for _ in range(pairs)), strict=True)
+        yield judged(
+            name, "added to import torch", "ms", torch, [sum(both) for both in zip(torch, added, strict=True)], list(added), IMPORT_LIMIT
+        )
+
+
+def launches(pairs: int) -> Iterator[Row]:
+    """Time to the first all-reduce."""
+    for warm_up in first_reductions(ranks=2).values():
+        warm_up()
+    for ranks, limit in LAUNCH_LIMITS.items():
+        taken = alternated(first_reductions(ranks), pairs)
+        yield from compared(f"{ranks} ranks", "s", taken, "torchrun", {"parwrap.run": limit, "parwrap.run --plain": limit})
+
+
+def _warm(team: Team) -> float:
+    team.train(WARM_UP)
+    return team.train(WARM_UP)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=30, help="blocks of steps that each team trains")
+    parser.add_argument("--cases", type=lambda names: names.split(","), default=list(STEP_LIMITS), help="of " + ",".join(STEP_LIMITS))
+    parser.add_argument("--only", choices=["steps", "memory", "import", "launch"], help="measure one part; the JSON keeps the others")
+    parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"), help="where the rows are written")
+    return parser.parse_args()
+
+
+def _line(part: str, row: Row) -> str:
+    value, low, high = (f"{number:.3f}" if part != "import" else f"{number:.1f} ms" for number in (row.value, row.low, row.high))
+    verdict = "" if row.limit is None else f"{row.limit:g}  {'met' if row.met else 'NOT MET'}"
+    measured, reference = f"{row.measured:.2f} {row.unit}", f"{row.reference:.2f} {row.unit}"
+    return f"{part:8}{row.case:13}{row.compared:33}{measured:>12}{reference:>12}{value:>10}  {f'{low} to {high}':20}{verdict}"
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    arguments = _arguments()
+    parts: dict[str, Callable[[], Iterator[Row]]] = {
+        "steps": lambda: steps(arguments.cases, arguments.pairs),
+        "memory": lambda: memory(arguments.cases, pairs=3),
+        "import": lambda: imports(pairs=7),
+        "launch": lambda: launches(pairs=5),
+    }
+    results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    start_fork_server()
+    print(f"{'part':8}{'case':13}{'compared':33}{'measured':>12}{'reference':>12}{'value':>10}  {'95 % interval':20}limit")
+    for part in [arguments.only] if arguments.only else parts:
+        rows = []
+        for row in parts[part]():
+            print(_line(part, row), flush=True)
+            rows.append(asdict(row))
+        results[part] = {"torch": version("torch"), "python": platform.python_version(), "cores": os.cpu_count(), "rows": rows}
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
