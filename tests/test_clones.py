@@ -126,7 +126,7 @@ def test_a_buffer_is_written_on_every_rank():
 def test_a_name_imported_before_is_intercepted_too(tmp_path):
     module = sys.modules[__name__]
     module.save = torch.save
-    train = parwrap.distributed(lambda: module.save("by rank %d" % parwrap.rank(), tmp_path / "x.pt"))
+    train = parwrap.distributed(lambda: module.save(f"by rank {parwrap.rank()}", tmp_path / "x.pt"))
     train()
     parwrap.barrier()
 

@@ -55,7 +55,7 @@ def changed(before):
 def train(fails=False, again=0):
     model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for epoch in range(2):
+    for _ in range(2):
         model.train()
         for (x,) in DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 2)), batch_size=4, shuffle=True):
             optimizer.zero_grad()
