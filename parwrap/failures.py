@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import signal
 import sys
 import time
@@ -90,7 +91,7 @@ class Recorder(AbstractContextManager):
     def __init__(self, directory: Path, environ: Mapping[str, str], traceback: Callable[[BaseException], TracebackType | None]) -> None:
         self._directory, self._traceback = directory, traceback
         self._rank, self._size, self._attempt = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
-        self._log = Path(environ["TORCHELASTIC_ERROR_FILE"]).with_name("stderr.log")
+        self._log = Path(environ["TORCHELASTIC_ERROR_FILE"] or os.devnull).with_name("stderr.log")
         self._is_last = self._attempt == int(environ["TORCHELASTIC_MAX_RESTARTS"])
         self._has_failed = False
 

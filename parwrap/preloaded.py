@@ -21,16 +21,16 @@ HANDLERS: dict[int, Any] = {}
 """What a rank puts back: a terminal and a scheduler send their signals to all processes of a job, the server ignores them."""
 
 
-def _become_fork_server() -> None:
+def _become_fork_server(modules: list[str]) -> None:
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         HANDLERS[number] = signal.signal(number, signal.SIG_IGN)
     sys.path[:] = [entry for entry in sys.path if entry not in ("", os.getcwd())]  # not something that lies about where the command runs
-    for name in ("torch.distributed.run", "numpy.random", "parwrap.features.distributed"):
+    for name in modules:
         with suppress(Exception):  # a rank meets it again, and can report it
             import_module(name)
     gc.freeze()  # ranks need not look through what was here before them
 
 
-if os.environ.pop("PARWRAP_FORK_SERVER", None):
-    _become_fork_server()
+if "PARWRAP_FORK_SERVER" in os.environ:  # set by run.py
+    _become_fork_server(os.environ.pop("PARWRAP_FORK_SERVER").split(","))

@@ -22,9 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` and return its exit code; 2 if it cannot be run."""
     argv = sys.argv[1:] if argv is None else argv
     environ = dict(os.environ)
-    if _several_ranks_likely(argv, environ):
+    early = _several_ranks_likely(argv, environ)
+    if early:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
-        _start_fork_server()
+        _start_fork_server(_modules_needed(argv))
     working_directory = sys.path.pop(0)
     import torch.distributed.run  # not something of this name that lies about where the command runs
 
@@ -41,11 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not plan.in_this_process:
             from parwrap.agent import launch
 
+            if plan.torchrun.start_method == "forkserver":
+                _start_fork_server(_modules_needed(argv))  # unless it runs already
             _leave(launch(plan))
     except ParwrapError as error:
         print(f"parwrap.run: {error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if early:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     run_alone(plan.script)
     return 0
 
@@ -60,6 +64,8 @@ def _leave(status: int) -> NoReturn:
 
 def _several_ranks_likely(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     """A look at the command line without torch's parser: being wrong costs time and nothing else."""
+    if not {"--show", "--help", "-h"}.isdisjoint(argv):
+        return False
     asked = environ.get("PET_NPROC_PER_NODE")
     for option, following in zip(argv, [*argv[1:], ""], strict=True):
         if option.startswith(("--nproc-per-node", "--nproc_per_node")):
@@ -71,10 +77,18 @@ def _several_ranks_likely(argv: Sequence[str], environ: Mapping[str, str]) -> bo
     return len(glob("/dev/nvidia[0-9]*") if visible is None else visible.split(",")) > 1
 
 
-def _start_fork_server() -> None:
-    """Start the process that imports torch for all ranks; their threads are set when they are forked."""
+def _modules_needed(argv: Sequence[str]) -> list[str]:
+    """What ranks will import in any case, so that it is imported once: also for seconds with the first optimizer."""
+    script = next((argument for argument in argv if argument.endswith(".py") and os.path.isfile(argument)), os.devnull)
+    with open(script, errors="replace") as source:
+        optimizes = "optim" in source.read()
+    return ["torch.distributed.run", "numpy.random", "parwrap.features.distributed", *(["torch._dynamo"] if optimizes else [])]
+
+
+def _start_fork_server(modules: list[str]) -> None:
+    """Start the process that imports ``modules`` for all ranks; their threads are set when they are forked."""
     before = dict(os.environ)
-    os.environ["PARWRAP_FORK_SERVER"] = "1"
+    os.environ["PARWRAP_FORK_SERVER"] = ",".join(modules)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("PYTHONHASHSEED", "0")
     multiprocessing.forkserver.set_forkserver_preload(["parwrap.preloaded"])
