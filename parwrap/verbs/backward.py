@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -17,8 +16,7 @@ from parwrap.patching import Patch
 __all__ = ["Backward", "patches"]
 
 
-@dataclass(frozen=True)
-class Backward:
+class Backward(NamedTuple):
     """The arguments of one ``torch.autograd.backward``.
 
     Attributes:
@@ -50,7 +48,7 @@ class Backward:
     def scaled(self, factor: float) -> Backward:
         """The same backward with what it leaves in gradients multiplied by ``factor``."""
         with torch.enable_grad():
-            return replace(self, tensors=tuple(tensor * factor for tensor in self.tensors))
+            return self._replace(tensors=tuple(tensor * factor for tensor in self.tensors))
 
 
 def patches(actor: Any) -> list[Patch]:
