@@ -11,7 +11,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -52,12 +52,12 @@ class _History:
     """What is known of one loader.
 
     ``trains`` is ``None`` until it was iterated. ``corrected`` says that a pass showed what the loader is for, which holds
-    from then on.
+    from then on. ``shards`` are the copies that are iterated in its place, with batches of their own or parts of batches.
     """
 
     trains: bool | None = None
     corrected: bool = False
-    shard: DataLoader | None = None
+    shards: dict[bool, DataLoader] = field(default_factory=dict)
     epoch: int = 0
 
 
@@ -134,14 +134,13 @@ class Loaders:
             # what the loader's own iterator draws first in a single process, so that the shared streams stay where they would be
             drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
         if isinstance(loader.dataset, IterableDataset):
-            if history.shard is None:
-                history.shard = loader
-                self._announce(loader, None)
+            self._announce(loader, None)
             return iter(DealtBatches(_Pass(original(loader), _ignore), self._rank, self._size)), None
-        if history.shard is None:
-            history.shard = self._shard(loader)
+        splits = self._splits(loader)
+        if splits not in history.shards:
+            history.shards[splits] = self._shard(loader)
             self._announce(loader, len(loader.dataset))  # type: ignore[arg-type]
-        shard = history.shard
+        shard = history.shards[splits]
         if isinstance(shard.sampler, DistributedSampler):
             shard.sampler.set_epoch(history.epoch)
         history.epoch += 1

@@ -261,3 +261,18 @@ def test_before_anything_can_be_trained_a_loader_is_seen_whole():
 
         assert 3.5 == torch.cat([batch for (batch,) in loader]).mean().item()
         assert list(range(8)) == everyones(Setup().train(DataLoader(range(8))))
+
+
+@pytest.mark.ranks(2)
+def test_a_function_inside_shares_out_a_loader_in_its_own_way():
+    loader = DataLoader(range(8), batch_size=4)
+
+    @parwrap.distributed(batch="global")
+    def parts(setup):
+        return [len(batch) for batch in loader if not setup.step(batch)]
+
+    with parwrap.distributed():
+        setup = Setup()
+        assert [4] == [len(batch) for batch in loader if not setup.step(batch)]
+        assert [2, 2] == parts(setup)
+        assert [4] == [len(batch) for batch in loader if not setup.step(batch)]
