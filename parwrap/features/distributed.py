@@ -233,7 +233,12 @@ class _Session:
             self._announce()
 
     def _ddp_options(self) -> dict[str, Any]:
-        return {"bucket_cap_mb": self._options.bucket_cap_mb, "gradient_as_bucket_view": self._options.gradient_as_bucket_view}
+        # given 25, DDP would make the first bucket as large as the others; left to its default, it starts to send at 1 MB
+        capacity = self._options.bucket_cap_mb
+        return {
+            "bucket_cap_mb": None if capacity == Options.bucket_cap_mb else capacity,
+            "gradient_as_bucket_view": self._options.gradient_as_bucket_view,
+        }
 
     def _began(self, data: TrainingData) -> None:
         self._data = self._data or data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from types import FrameType
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -46,13 +47,10 @@ def _differentiable(tensor: torch.Tensor | GradientEdge) -> bool:
 
 def call_site() -> tuple:
     """A key for where in the user's script the running call comes from; two helpers' callers have different keys."""
-    frame = sys._getframe(1)
-    key: list = []
-    for _ in range(DEPTH):
-        key.append(frame.f_code)
-        key.append(frame.f_lasti)
-        if frame.f_back is None:
-            break
+    frame: FrameType | None = sys._getframe(1)
+    key: list[int] = []
+    while frame is not None and len(key) < 2 * DEPTH:
+        key += (id(frame.f_code), frame.f_lasti)  # a code object hashes all that is in it, which takes longer than the walk
         frame = frame.f_back
     return tuple(key)
 
