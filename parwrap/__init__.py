@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parwrap.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
+    from parwrap.decorator import Decorating
     from parwrap.errors import LaunchError, ParwrapError, RankMismatchError, RankZeroError, UsageError
-    from parwrap.features.distributed import distributed
-    from parwrap.features.rank_zero import rank_zero_first, rank_zero_only
     from parwrap.group import is_rank_zero, local_rank, rank, world_size
+
+    distributed: Decorating
+    rank_zero_first: Decorating
+    rank_zero_only: Decorating
 
 __version__ = "0.1.0"
 

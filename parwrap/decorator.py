@@ -10,11 +10,13 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 from parwrap.errors import UsageError
 
-__all__ = ["ScopeDecorator", "describe", "refuse_undecoratable"]
+F = TypeVar("F", bound=Callable)
+
+__all__ = ["Decorating", "ScopeDecorator", "describe", "refuse_undecoratable"]
 
 
 class ScopeDecorator:
@@ -40,9 +42,10 @@ class ScopeDecorator:
         """What to hold during one call of ``function``; ``None`` stands for a ``with`` block."""
         raise NotImplementedError
 
-    def __call__(self, function: Any) -> Any:
+    def __call__(self, decorated: F) -> F:
+        function: Any = decorated
         if isinstance(function, (staticmethod, classmethod)):
-            return type(function)(self(function.__func__))
+            return type(function)(self(function.__func__))  # type: ignore[return-value]
         refuse_undecoratable(function, type(self).__name__)
         decorators = getattr(function, "__parwrap_decorators__", ())
         if decorators:
@@ -57,7 +60,7 @@ class ScopeDecorator:
                 return function(*args, **kwargs)
 
         scoped.__parwrap_decorators__ = decorators  # type: ignore[attr-defined]
-        return scoped
+        return scoped  # type: ignore[return-value]
 
     def __enter__(self) -> Any:
         scope = self.scope(None)
@@ -67,6 +70,16 @@ class ScopeDecorator:
 
     def __exit__(self, *exception: Any) -> bool | None:
         return self._entered.pop().__exit__(*exception)
+
+
+class Decorating(Protocol):
+    """What a subclass of :class:`ScopeDecorator` is to a type checker, which does not follow ``__new__`` that far."""
+
+    @overload
+    def __call__(self, function: F, /) -> F: ...
+
+    @overload
+    def __call__(self, **options: Any) -> ScopeDecorator: ...
 
 
 def refuse_undecoratable(function: Any, decorator: str) -> None:

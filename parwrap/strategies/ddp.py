@@ -240,5 +240,7 @@ def _described(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
 
 def _checksum(tensor: torch.Tensor) -> int:
     """The sum of the bit patterns: the same for the same values, and different for two random initialisations."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[tensor.element_size()]
-    return int(tensor.detach().contiguous().view(-1).view(integers).sum(dtype=torch.int64))
+    octets = tensor.detach().reshape(-1).view(torch.uint8)
+    if octets.numel() % 8 or octets.storage_offset() % 8:
+        return int(octets.sum())
+    return int(octets.view(torch.int64).sum())  # whole words need no copy, which a sum of narrower integers makes
