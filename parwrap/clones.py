@@ -26,7 +26,7 @@ __all__ = ["Clones", "Voice"]
 class Voice:
     """What a single rank needs: ``print`` takes ``force=`` there too."""
 
-    def speak(self, say: Callable[[], None], file: TextIO | None, force: bool) -> None:
+    def speak(self, say: Callable[..., None], file: TextIO | None, force: bool) -> None:
         say()
 
 
@@ -50,20 +50,17 @@ class Clones:
         if self._rank == 0:
             yield
             return
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        with open(os.devnull, "w") as out, open(os.devnull, "w") as err, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield
 
-    @contextmanager
-    def _heard(self) -> Iterator[TextIO]:
-        stdout, stderr = self._streams
-        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-            yield stderr
-            stdout.flush()
-            stderr.flush()
-
-    def speak(self, say: Callable[[], None], file: TextIO | None, force: bool) -> None:
+    def speak(self, say: Callable[..., None], file: TextIO | None, force: bool) -> None:
         """``print``; with ``force=True`` on every rank."""
-        with self._heard() if force else contextlib.nullcontext():
+        if self._rank == 0 or not force:
+            say()
+        elif file in (None, sys.stdout, sys.stderr):
+            stdout, stderr = self._streams
+            say(file=stderr if file is sys.stderr else stdout, flush=True)
+        else:
             say()
 
     def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
@@ -71,8 +68,8 @@ class Clones:
         if self._rank == 0:
             handle()
         elif record.levelno >= logging.ERROR:
-            with self._heard() as stderr:
-                stderr.write(f"[rank {self._rank}] {logging.Formatter('%(levelname)s:%(name)s:%(message)s').format(record)}\n")
+            text = logging.Formatter("%(levelname)s:%(name)s:%(message)s").format(record)
+            print(f"[rank {self._rank}] {text}", file=self._streams[1], flush=True)
 
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
         """``torch.save``: to a path only by rank 0, which writes beside it and renames, so that nobody reads half a file."""

@@ -5,6 +5,7 @@ All of them work, and mean the obvious thing, on one rank without a launcher. Wh
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from numbers import Number
@@ -22,7 +23,7 @@ __all__ = ["all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_me
 
 def barrier() -> None:
     """Return when all ranks have called it."""
-    if group := _collective("barrier"):
+    if group := group_for("barrier"):
         dist.barrier(device_ids=[group.device.index] if group.backend == "nccl" else None)
 
 
@@ -62,7 +63,7 @@ def gather(x: Any) -> list[Any]:
     >>> gather("here")
     ['here']
     """
-    group = _collective("gather")
+    group = group_for("gather")
     if group is None:
         return [_map(x, _detached)]
     gathered: list[Any] = [None] * group.world.size
@@ -83,7 +84,7 @@ def broadcast(x: Any, src: int = 0) -> Any:
     size = world_size()
     if not 0 <= src < size:
         raise UsageError(f"broadcast(src={src}) asks for a rank that is not there: ranks are 0 to {size - 1}.")
-    group = _collective("broadcast")
+    group = group_for("broadcast")
     if group is None:
         return _map(x, _detached)
     box = [_map(x, lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf) if group.world.rank == src else None]
@@ -109,7 +110,7 @@ def all_ranks(flag: Any) -> bool:
     return reduce_sum(int(bool(flag))) == world_size()
 
 
-def _collective(name: str) -> Group | None:
+def group_for(name: str) -> Group | None:
     """The group on which the collective ``name`` runs, or ``None`` where this rank is the only one."""
     group = open_group()
     if group is None:
@@ -130,15 +131,14 @@ def _collective(name: str) -> Group | None:
 def _map(x: Any, leaf: Callable[[Any], Any]) -> Any:
     """``x`` with ``leaf`` applied to whatever is not a dict, list or tuple."""
     if isinstance(x, dict):
-        return (
-            type(x)((key, _map(value, leaf)) for key, value in x.items())
-            if type(x) is not dict
-            else {k: _map(v, leaf) for k, v in x.items()}
-        )
+        mapped = copy.copy(x)
+        for key in sorted(x, key=repr):  # ranks may have filled theirs in another order
+            mapped[key] = _map(x[key], leaf)
+        return mapped
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return type(x)(*(_map(value, leaf) for value in x))
     if isinstance(x, (list, tuple)):
-        return type(x)(_map(value, leaf) for value in x)
+        return type(x)([_map(value, leaf) for value in x])
     return leaf(x)
 
 
@@ -147,7 +147,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def _reduce(name: str, x: Any, finish: Callable[[Any, int], Any]) -> Any:
-    group = _collective(name)
+    group = group_for(name)
     leaves: list[torch.Tensor] = []
     _map(x, lambda leaf: leaves.append(_as_tensor(name, leaf)))
     size = 1

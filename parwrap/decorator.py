@@ -47,9 +47,12 @@ class ScopeDecorator:
         if isinstance(function, (staticmethod, classmethod)):
             return type(function)(self(function.__func__))  # type: ignore[return-value]
         refuse_undecoratable(function, type(self).__name__)
-        decorators = getattr(function, "__parwrap_decorators__", ())
-        if decorators:
-            function = function.__wrapped__
+        outermost: Any
+        outermost, decorators = getattr(function, "__parwrap_scopes__", (None, ()))
+        if outermost is not function:
+            decorators = ()  # functools.wraps has carried them over to somebody else's wrapper
+        elif decorators:
+            function = outermost.__wrapped__
         decorators = tuple(sorted((self, *decorators), key=lambda decorator: decorator.layer))
 
         @functools.wraps(function)
@@ -59,7 +62,7 @@ class ScopeDecorator:
                     scopes.enter_context(decorator.scope(function))
                 return function(*args, **kwargs)
 
-        scoped.__parwrap_decorators__ = decorators  # type: ignore[attr-defined]
+        scoped.__parwrap_scopes__ = (scoped, decorators)  # type: ignore[attr-defined]
         return scoped  # type: ignore[return-value]
 
     def __enter__(self) -> Any:

@@ -23,6 +23,7 @@ class Loop:
         backwards: how many backwards have run.
         trained: whether one has run since the last optimizer was built.
         passes: how many training passes over loaders are open.
+        evaluations: how many passes are open that only look at data, which all ranks do alike.
         looped: whether there has been a training pass at all.
         weight: how much this rank's part of the current batch counts in an average over ranks.
         generation: how many times an optimizer has got new parameters.
@@ -33,6 +34,7 @@ class Loop:
         self.backwards = 0
         self.trained = False
         self.passes = 0
+        self.evaluations = 0
         self.looped = False
         self.weight = 1.0
         self.generation = 0
@@ -41,7 +43,8 @@ class Loop:
         self._training: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def find_optimizers(self) -> None:
-        """Take note of the optimizers that were built before anybody watched."""
+        """Take note of the optimizers that were built before anybody watched, in the order in which they were."""
+        gc.collect()  # which leaves all that is alive in one list, the oldest first
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.optim.Optimizer) and hasattr(thing, "param_groups"):
                 self.own_parameters(thing)
@@ -58,9 +61,17 @@ class Loop:
         """The optimizers that are alive, in the order in which they were built."""
         return (optimizer for known in self._optimizers if (optimizer := known()) is not None)
 
-    def owned(self) -> dict[int, torch.Tensor]:
-        """The parameters of all optimizers by ``id``, in their order, which is the same on every rank."""
-        return {id(p): p for optimizer in self.optimizers() for group in optimizer.param_groups for p in group["params"]}
+    def owned(self) -> dict[tuple[int, int], torch.Tensor]:
+        """The parameters of all optimizers, numbered alike on every rank: by optimizer built, and by place in it.
+
+        Optimizers that are dead on one rank may live on another, until its garbage is collected.
+        """
+        alive = ((number, optimizer) for number, known in enumerate(self._optimizers) if (optimizer := known()) is not None)
+        return {
+            (number, place): p
+            for number, optimizer in alive
+            for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        }
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """``module.train(training)`` was called."""
@@ -80,6 +91,14 @@ class Loop:
 
     def closed_pass(self) -> None:
         self.passes -= 1
+        self.changed()
+
+    def opened_evaluation(self) -> None:
+        self.evaluations += 1
+        self.changed()
+
+    def closed_evaluation(self) -> None:
+        self.evaluations -= 1
         self.changed()
 
     def evaluating(self) -> bool:
@@ -103,4 +122,4 @@ class Loop:
 
     def drawing(self) -> bool:
         """Whether random numbers are drawn for data and dropout now, rather than for what ranks build and arrange alike."""
-        return self.trained and (self.passes > 0 or not self.looped)
+        return self.trained and not self.evaluations and (self.passes > 0 or not self.looped)

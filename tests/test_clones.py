@@ -26,9 +26,10 @@ def test_rank_zero_prints_and_force_lets_everybody():
     def speak():
         print("hello")
         print("it is", parwrap.rank(), force=True)
+        print("beside", parwrap.rank(), force=True, file=sys.stderr)
         sys.stdout.write("written\n")
 
-    assert [("hello\nit is 0\nwritten\n", ""), ("it is 1\n", "")] == heard(speak)
+    assert [("hello\nit is 0\nwritten\n", "beside 0\n"), ("it is 1\n", "beside 1\n")] == heard(speak)
 
 
 @pytest.mark.ranks(2)

@@ -1,6 +1,6 @@
 """Collectives against the formula, on one rank without a launcher and on several."""
 
-from collections import namedtuple
+from collections import Counter, defaultdict, namedtuple
 
 import numpy as np
 import pytest
@@ -106,3 +106,13 @@ def test_a_collective_outside_of_the_scope_of_a_launch_is_refused(monkeypatch):
     assert (1, 2) == (parwrap.rank(), parwrap.world_size())
     with pytest.raises(UsageError, match=r"parwrap.barrier\(\) needs the other ranks, and no process group is open here: call it inside"):
         parwrap.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_dicts_of_other_kinds_and_in_another_order():
+    counted = Counter("aab" if parwrap.rank() == 0 else "baa")
+    by_default = defaultdict(int, counted)
+
+    assert Counter(a=4, b=2) == parwrap.reduce_sum(counted)
+    assert {"a": 4, "b": 2} == parwrap.reduce_sum(by_default)
+    assert [Counter("aab")] * 2 == parwrap.gather(counted)

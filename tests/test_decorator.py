@@ -111,6 +111,20 @@ def test_the_order_of_stacking_does_not_matter():
     assert one == trace == ["+scoped", "+deeper", "body", "-deeper", "-scoped"]
 
 
+def test_somebody_elses_decorator_in_between_keeps_its_place():
+    def noted(function):
+        @functools.wraps(function)
+        def wrapper():
+            trace.append("noted")
+            function()
+
+        return wrapper
+
+    scoped(noted(deeper(word="deeper")(lambda: trace.append("body"))))()
+
+    assert trace == ["+scoped", "noted", "+deeper", "body", "-deeper", "-scoped"]
+
+
 def test_stacked_decorators_add_one_frame():
     decorated = scoped(deeper(word="deeper")(lambda: len(inspect.stack())))
 

@@ -51,14 +51,21 @@ class TrainingData:
 class _History:
     """What is known of one loader.
 
-    ``trains`` is ``None`` until it was iterated. ``corrected`` says that a pass showed what the loader is for, which holds
-    from then on. ``shards`` are the copies that are iterated in its place, with batches of their own or parts of batches.
+    Attributes:
+        trains: what the last pass was for; ``None`` until there was one.
+        has_trained: whether there ever was a backward in a pass.
+        corrected: whether a pass has shown that the guess about this loader was wrong; then ``trains`` holds from then on.
+        epoch: the number of training passes.
+        agreed: the dataset and the seed to share out by, for each length that the dataset has had.
+        lasting: the copy whose persistent workers stay from pass to pass.
     """
 
     trains: bool | None = None
+    has_trained: bool = False
     corrected: bool = False
-    shards: dict[bool, DataLoader] = field(default_factory=dict)
     epoch: int = 0
+    agreed: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    lasting: DataLoader | None = None
 
 
 class Loaders:
@@ -92,14 +99,24 @@ class Loaders:
         if self._leaves_alone(loader):
             return original(loader)
         history = self._history(loader)
+        if not torch.is_grad_enabled():
+            return self._evaluation(original(loader), lambda exhausted: None)
         if not history.corrected:
             history.trains = not self._loop.evaluating()
         if not history.trains:
-            return _Pass(original(loader), self._watch_evaluation(loader, history))
+            return self._evaluation(original(loader), self._watch_evaluation(history))
         batches, weights = self._share(loader, history, original)
-        closed = self._watch_training(loader, history)
         self._loop.opened_pass()
-        return _Pass(batches, closed, None if weights is None else lambda: self._weigh(weights.popleft()))
+        return _Pass(batches, self._watch_training(history), None if weights is None else lambda: self._weigh(weights.popleft()))
+
+    def _evaluation(self, batches: Iterator, closed: Callable[[bool], None]) -> Iterator:
+        self._loop.opened_evaluation()
+
+        def all_closed(exhausted: bool) -> None:
+            self._loop.closed_evaluation()
+            closed(exhausted)
+
+        return _Pass(batches, all_closed)
 
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         """``len(loader)``: of what this rank gets to see of it."""
@@ -119,6 +136,8 @@ class Loaders:
     def _will_train(self, loader: DataLoader) -> bool:
         """The best guess for a loader that was not iterated yet: scripts ask for its length before the first pass."""
         history = self._history(loader)
+        if history.has_trained:
+            return torch.is_grad_enabled()
         if history.trains is not None:
             return history.trains
         if self._loop.in_eval_mode() or any(other.trains for other in self._histories.values()):
@@ -126,21 +145,21 @@ class Loaders:
         return not self._shuffled_seen or shuffles(loader)
 
     def _splits(self, loader: DataLoader) -> bool:
-        return self._split() and loader.batch_sampler is not None
+        return self._split() and loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
 
     def _share(self, loader: DataLoader, history: _History, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
         """This rank's batches of a training pass, and the weights of them if each is a part of a larger batch."""
+        if isinstance(loader.dataset, IterableDataset):
+            self._announce(loader, None)
+            with self._streams.shared():
+                stream = _Shared(original(loader), self._streams)
+            return iter(DealtBatches(stream, self._rank, self._size)), None
         with self._streams.shared():
             # what the loader's own iterator draws first in a single process, so that the shared streams stay where they would be
             drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
-        if isinstance(loader.dataset, IterableDataset):
-            self._announce(loader, None)
-            return iter(DealtBatches(_Pass(original(loader), _ignore), self._rank, self._size)), None
-        splits = self._splits(loader)
-        if splits not in history.shards:
-            history.shards[splits] = self._shard(loader)
-            self._announce(loader, len(loader.dataset))  # type: ignore[arg-type]
-        shard = history.shards[splits]
+        shard = history.lasting or self._shard(loader, history)
+        if loader.persistent_workers:
+            history.lasting = shard
         if isinstance(shard.sampler, DistributedSampler):
             shard.sampler.set_epoch(history.epoch)
         history.epoch += 1
@@ -148,8 +167,13 @@ class Loaders:
         shard.generator = torch.Generator().manual_seed((drawn + self._rank) % 2**63)
         return original(shard), getattr(shard.batch_sampler, "weights", None)
 
-    def _shard(self, loader: DataLoader) -> DataLoader:
-        dataset, seed = self._agree(loader)
+    def _shard(self, loader: DataLoader, history: _History) -> DataLoader:
+        """A copy for one pass: another pass over the same loader may be open, and options and dataset may have changed since."""
+        samples = len(loader.dataset)  # type: ignore[arg-type]
+        if samples not in history.agreed:
+            history.agreed[samples] = self._agree(loader)
+            self._announce(loader, samples)
+        dataset, seed = history.agreed[samples]
         batches = loader.batch_sampler
         if self._splits(loader):
             return with_indices(loader, SplitBatches(_Shared(batches, self._streams), self._rank, self._size), dataset=dataset)
@@ -196,13 +220,14 @@ class Loaders:
     def _weigh(self, weight: float) -> None:
         self._loop.weight = weight
 
-    def _watch_training(self, loader: DataLoader, history: _History) -> Callable[[bool], None]:
-        before, weak = self._loop.backwards, weakref.ref(loader)
+    def _watch_training(self, history: _History) -> Callable[[bool], None]:
+        before = self._loop.backwards
 
         def closed(exhausted: bool) -> None:
             self._loop.weight = 1.0
             self._loop.closed_pass()
-            if exhausted and self._loop.backwards == before and weak() is not None:
+            history.has_trained |= self._loop.backwards > before
+            if exhausted and not history.has_trained:
                 history.trains, history.corrected = False, True
                 warnings.warn(
                     "parwrap: a DataLoader was read to its end without training, and each rank saw only its share of it. "
@@ -212,12 +237,12 @@ class Loaders:
 
         return closed
 
-    def _watch_evaluation(self, loader: DataLoader, history: _History) -> Callable[[bool], None]:
+    def _watch_evaluation(self, history: _History) -> Callable[[bool], None]:
         before = self._loop.backwards
 
         def closed(exhausted: bool) -> None:
             if self._loop.backwards > before and not self._loop.passes:
-                history.trains, history.corrected = True, True
+                history.trains = history.has_trained = history.corrected = True
                 warnings.warn(
                     "parwrap: a DataLoader was read in eval() mode or before any optimizer was built, and yet trained on: every rank "
                     "trained on all of it. From its next pass on each rank gets its share.",

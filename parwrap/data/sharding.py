@@ -78,7 +78,7 @@ class SplitBatches:
 
 def shuffles(loader: DataLoader) -> bool:
     """Whether the order is new in every pass, which is what training loaders do."""
-    return not isinstance(loader.sampler, SequentialSampler)
+    return not isinstance(getattr(loader.batch_sampler, "sampler", loader.sampler), SequentialSampler)
 
 
 def is_plain(loader: DataLoader) -> bool:
@@ -88,7 +88,8 @@ def is_plain(loader: DataLoader) -> bool:
         once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     else:
         once = type(sampler) is SequentialSampler
-    return once and type(loader.batch_sampler) in (BatchSampler, type(None)) and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+    batches_by_size = loader.batch_size is not None or loader.batch_sampler is None
+    return once and batches_by_size and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
 
 
 def share_length(loader: DataLoader, whole: int, size: int) -> int:

@@ -6,12 +6,13 @@ Ranks that wait do so by way of the store, not in a collective: a download may t
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from parwrap import group as groups
-from parwrap.collectives import broadcast
+from parwrap.collectives import broadcast, group_for
 from parwrap.decorator import ScopeDecorator, describe, refuse_undecoratable
 from parwrap.errors import RankZeroError, UsageError
 from parwrap.group import Group, alone, local_rank, rank
@@ -57,8 +58,7 @@ class rank_zero_only(ScopeDecorator):
 
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            group = groups.current()
-            if self._broadcast and group is not None and not groups.is_alone():
+            if self._broadcast and not groups.is_alone() and (group := _meeting_group("rank_zero_only(broadcast=True)")):
                 return _shared(group, function, args, kwargs)
             if (local_rank() if self._local else rank()) > 0:
                 return None
@@ -86,8 +86,8 @@ class rank_zero_first(ScopeDecorator):
 
     @contextmanager
     def scope(self, function: Callable | None) -> Iterator[None]:
-        group = groups.current()
-        if group is None or groups.is_alone():
+        group = None if groups.is_alone() else _meeting_group("rank_zero_first")
+        if group is None:
             yield
             return
         place = f"node {group.world.node_rank}" if self._local else "all nodes"
@@ -104,6 +104,16 @@ class rank_zero_first(ScopeDecorator):
                 yield
 
 
+def _meeting_group(name: str) -> Group | None:
+    """The group by whose store ranks wait for each other; ``None`` where this rank is the only one."""
+    group = group_for(name)
+    if group is not None and group.store is None:
+        raise UsageError(
+            f"parwrap.{name} needs parwrap's own process group, and the script has started its own: use torch.distributed there."
+        )
+    return group
+
+
 def _shared(group: Group, function: Callable, args: tuple, kwargs: dict) -> Any:
     """Rank 0's result on every rank; an exception there ends the waiting of the others."""
     outcome = group.meeting("rank_zero_only")
@@ -115,6 +125,7 @@ def _shared(group: Group, function: Callable, args: tuple, kwargs: dict) -> Any:
     try:
         with alone():
             result = function(*args, **kwargs)
+            pickle.dumps(result)  # while the others can still be told that it fails
     except BaseException as error:
         group.store.set(outcome, f"{type(error).__name__}: {error}")
         raise

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +23,9 @@ from parwrap.strategies.graph import reached
 from parwrap.verbs.backward import Backward
 
 __all__ = ["Averager", "Reducer"]
+
+LOOKED = 1.0
+"""The last flag: this rank has looked at its graph, so its other flags are exact."""
 
 
 class Reducer(DistributedDataParallel):
@@ -62,25 +66,26 @@ class Averager:
 
     def __init__(self, parameters: Sequence[torch.Tensor], varies: bool, **options: Any) -> None:
         self.parameters = tuple(parameters)
+        self.ids = frozenset(id(p) for p in self.parameters)
         self._varies = varies
         # of the last parameter's dtype if that can be, since its bucket goes first and so does the signal
         last = self.parameters[-1]
         dtype = last.dtype if last.dtype.is_floating_point else torch.float32
-        self._signal = nn.Parameter(torch.zeros(len(self.parameters), dtype=dtype, device=last.device))
+        self._signal = nn.Parameter(torch.zeros(len(self.parameters) + 1, dtype=dtype, device=last.device))
         with torch.enable_grad():
-            self._all_reached = self._signal.sum()  # a sum saves nothing, so its graph serves every backward
+            self._all_reached = self._signal[:-1].sum()  # saves nothing, so its graph serves every backward
         self._ddp = Reducer(_Holder((*self.parameters, self._signal)), init_sync=False, **options)
 
     def run(self, call: Backward) -> bool:
         """Run the backward ``call`` and leave the averages in ``.grad``.
 
         Returns:
-            Whether the set still fits: false once a parameter of it was found to be frozen.
+            Whether the set still fits: false once a parameter of it is frozen, or others are reached instead.
         """
-        root, walked = self._all_reached, self._varies
-        if walked:
+        root = self._all_reached
+        if self._varies:
             leaves = {id(leaf) for leaf in reached(call.beginnings)}
-            flags = torch.tensor([float(id(p) in leaves) for p in self.parameters], dtype=root.dtype, device=root.device)
+            flags = torch.tensor([*(float(id(p) in leaves) for p in self.parameters), LOOKED], dtype=root.dtype, device=root.device)
             with torch.enable_grad():
                 root = torch.dot(self._signal, flags)
         self._signal.grad = None
@@ -89,7 +94,7 @@ class Averager:
         try:
             self._ddp._check_reducer_finalized()
         except RuntimeError:
-            return self._complete(call, walked)
+            return self._complete(call)
         return True
 
     def _arm(self) -> None:
@@ -102,10 +107,10 @@ class Averager:
             with torch.enable_grad():
                 self._ddp()
 
-    def _complete(self, call: Backward, walked: bool) -> bool:
+    def _complete(self, call: Backward) -> bool:
         """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
         self._varies = True
-        leaves = {id(leaf) for leaf in reached(call.beginnings)}
+        leaves = {id(leaf): leaf for leaf in reached(call.beginnings)}
         missing = [(index, p) for index, p in enumerate(self.parameters) if id(p) not in leaves]
         frozen = [p for _, p in missing if not p.requires_grad]
         without = [(index, p) for index, p in missing if p.grad is None]
@@ -115,9 +120,10 @@ class Averager:
             call.original(_Touch.apply(*(p for _, p in missing)))
         for p in frozen:
             p.requires_grad_(False)
-        used = self._signal.grad.tolist()  # type: ignore[union-attr]
+        *used, looked = self._signal.grad.tolist()  # type: ignore[union-attr]
+        exact = round(looked * dist.get_world_size()) == dist.get_world_size()
         for index, p in without:
-            # flags sent before this rank had looked claim too much; then an average of nothing but zeros tells
-            if used[index] == 0 or not (walked or p.grad.any()):  # type: ignore[union-attr]
+            # flags of a rank that had not looked claim too much; then an average of nothing but zeros tells, the same on all ranks
+            if not (used[index] if exact else p.grad.any()):  # type: ignore[union-attr]
                 p.grad = None
-        return not frozen
+        return not frozen and not any(isinstance(leaf, nn.Parameter) and key not in self.ids for key, leaf in leaves.items())

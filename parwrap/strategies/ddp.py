@@ -51,17 +51,15 @@ class _View:
 
     Attributes:
         location: file and line that called it.
-        owned: the parameters that it reaches, as indices into all that optimizers own and that require a gradient.
+        owned: shape and checksum of the parameters that it reaches and an optimizer owns, by ``Loop.owned``'s number.
         others: shape and checksum of those that no optimizer owns.
         bare: shape and checksum of leaf tensors that are no ``nn.Parameter``: inputs, or parameters of a hand-written SGD.
-        checksums: of everything that optimizers own.
     """
 
     location: str
-    owned: list[int]
+    owned: dict[tuple[int, int], tuple[tuple[int, ...], int]]
     others: list[tuple[tuple[int, ...], int]]
     bare: list[tuple[tuple[int, ...], int]]
-    checksums: list[int]
 
 
 class DDP:
@@ -78,6 +76,7 @@ class DDP:
         self._sites: dict[tuple, _Site] = {}
         self._averagers: weakref.WeakValueDictionary[tuple[int, ...], Averager] = weakref.WeakValueDictionary()
         self._strays: dict[int, torch.Tensor] = {}
+        self._armed: frozenset[int] = frozenset()
         self._watched: list[torch.utils.hooks.RemovableHandle] = []
         self._running = False
 
@@ -86,7 +85,7 @@ class DDP:
         if self._running or is_alone():
             call.run()
             return
-        self._running = True
+        self._running, self._armed = True, frozenset()
         try:
             self._average(call)
         finally:
@@ -110,20 +109,37 @@ class DDP:
             call = call.scaled(self._loop.weight)
         if site.averager is None:
             call.run()
+        elif call.options.get("create_graph"):
+            # a gradient with a graph of its own cannot go through a bucket
+            self._armed = site.averager.ids
+            call.run()
+            self._average_now([p for p in site.averager.parameters if p.grad is not None])
         else:
             self._run(site, site.averager, call)
         if self._strays:
             self._average_strays(site)
 
     def _run(self, site: _Site, averager: Averager, call: Backward) -> None:
-        fits = False
+        fits, self._armed = False, averager.ids
         try:
             fits = averager.run(call)
         finally:
             if not fits:
-                # frozen parameters, or a backward that failed half way: start afresh
+                # other parameters than before, or a backward that failed half way: start afresh
                 self._averagers.pop(_key(averager.parameters), None)
                 site.averager, site.visits = None, 0
+        if not fits:
+            others = [
+                leaf for leaf in reversed(reached(call.beginnings)) if isinstance(leaf, nn.Parameter) and id(leaf) not in averager.ids
+            ]
+            self._strays = {key: p for key, p in self._strays.items() if not any(p is other for other in others)}
+            self._average_now([p for p in others if p.grad is not None])
+
+    def _average_now(self, parameters: list[torch.Tensor]) -> None:
+        """Average the gradients of ``parameters`` after a backward, in place."""
+        grads = [p.grad for p in parameters]
+        for grad, average in zip(grads, reduce_mean(grads), strict=True):
+            grad.data.copy_(average)  # type: ignore[union-attr]
 
     def _new_site(self, key: tuple) -> _Site:
         if len(self._sites) >= MOST_SITES:
@@ -134,52 +150,53 @@ class DDP:
         """Agree with the other ranks on the parameters that ``site`` reaches."""
         afresh = site.visits == 0 or site.generation != self._loop.generation
         known = () if afresh or site.averager is None else site.averager.parameters
-        owned = {key: p for key, p in self._loop.owned().items() if p.requires_grad}
+        owned = {number: p for number, p in self._loop.owned().items() if p.requires_grad}
+        number_of = {id(p): number for number, p in owned.items()}
         leaves = {id(leaf): leaf for leaf in reached(call.beginnings)}
 
         def is_parameter(leaf: torch.Tensor) -> bool:
-            return isinstance(leaf, nn.Parameter) or id(leaf) in owned
+            return isinstance(leaf, nn.Parameter) or id(leaf) in number_of
 
         mine = {id(p): p for p in (*known, *reversed(leaves.values())) if is_parameter(p) and p.requires_grad}
+        others = [p for key, p in mine.items() if key not in number_of]
         bare = [leaf for leaf in reversed(leaves.values()) if not is_parameter(leaf) and (afresh or id(leaf) in site.bare)]
         view = _View(
             location(),
-            owned=[index for index, key in enumerate(owned) if key in mine],
-            others=[_described(p) for key, p in mine.items() if key not in owned],
+            owned={number_of[key]: _described(p) for key, p in mine.items() if key in number_of},
+            others=[_described(p) for p in others],
             bare=[_described(leaf) for leaf in bare],
-            checksums=[_checksum(p) for p in owned.values()],
         )
         views = self._group.exchange("backward", view)
         _refuse_different_parameters(views)
 
-        union = sorted({index for each in views for index in each.owned})
-        everything = list(owned.values())
-        agreed = [everything[index] for index in union] + [p for key, p in mine.items() if key not in owned]
-        checksums = [[each.checksums[index] for index in union] + [checksum for _, checksum in each.others] for each in views]
-        self._take_same_values(agreed, checksums)
+        union = sorted({number for each in views for number in each.owned})
+        agreed = [owned[number] for number in union] + others
+        checksums = [{each.owned[number][1] for each in views if number in each.owned} for number in union]
+        checksums += [{checksum for _, checksum in each} for each in zip(*(each.others for each in views), strict=True)]
+        self._take_same_values([p for p, each in zip(agreed, checksums, strict=True) if len(each) > 1], len(agreed))
         alike = _made_alike(bare, views)
 
         site.generation = self._loop.generation
         site.visits = 0 if afresh else site.visits
         site.bare = {id(leaf): leaf for leaf in alike}
-        varies = any(each.owned != union for each in views)
+        varies = any(len(each.owned) < len(union) for each in views)
         site.averager = self._averager([*agreed, *alike], varies) if agreed or alike else None
         site.frozen = tuple(p for p in self._loop.owned().values() if not p.requires_grad)
         self._watch(owned.values())
 
-    def _take_same_values(self, parameters: list[torch.Tensor], checksums: list[list[int]]) -> None:
-        """Take rank 0's values where the ranks have built different ones."""
-        different = [p for p, each in zip(parameters, zip(*checksums, strict=True), strict=True) if len(set(each)) > 1]
+    def _take_same_values(self, different: list[torch.Tensor], total: int) -> None:
+        """Take rank 0's values of parameters that the ranks have built ``different``."""
         if not different:
             return
         warnings.warn(
-            f"parwrap: {len(different)} of {len(parameters)} parameters had different values on different ranks when training began; "
+            f"parwrap: {len(different)} of {total} parameters had different values on different ranks when training began; "
             "rank 0's are taken. Seed before the model is built, or build it inside the decorated function.",
             stacklevel=2,
         )
         for p in different:
-            # .data: the graph of the running step has saved these tensors, and must not find them changed
-            dist.broadcast(p.data, 0)
+            values = p.detach().contiguous()
+            dist.broadcast(values, 0)
+            p.data.copy_(values)  # .data: the graph of the running step has saved these tensors, and must not find them changed
 
     def _averager(self, parameters: list[torch.Tensor], varies: bool) -> Averager:
         key = _key(parameters)
@@ -189,28 +206,30 @@ class DDP:
         return averager
 
     def _watch(self, owned: Iterable[torch.Tensor]) -> None:
-        """Notice gradients of parameters that no site is known to reach, as re-entrant checkpoints hide them."""
+        """Notice gradients of parameters that a site was not known to reach: it takes another way now, or a checkpoint hides them."""
         for handle in self._watched:
             handle.remove()
-        covered = {id(p) for site in self._sites.values() if site.averager for p in site.averager.parameters}
-        self._watched = [p.register_post_accumulate_grad_hook(self._stray) for p in owned if id(p) not in covered]
+        sets = [site.averager.ids for site in self._sites.values() if site.averager]
+        in_all = frozenset.intersection(*sets) if sets else frozenset()
+        self._watched = [p.register_post_accumulate_grad_hook(self._stray) for p in owned if id(p) not in in_all]
 
     def _stray(self, parameter: torch.Tensor) -> None:
-        self._strays[id(parameter)] = parameter
+        if self._running and id(parameter) not in self._armed:
+            self._strays[id(parameter)] = parameter
 
     def _average_strays(self, site: _Site) -> None:
         """Average what this backward left in parameters outside of its set, and take them into the set."""
         owned = self._loop.owned()
-        mine = [index for index, key in enumerate(owned) if key in self._strays]
-        everything = list(owned.values())
-        strays = [everything[index] for index in sorted(set().union(*self._group.exchange("gradient outside the known set", mine)))]
+        mine = [number for number, p in owned.items() if id(p) in self._strays]
+        numbers = {number for each in self._group.exchange("gradient outside the known set", mine) for number in each}
+        strays = [owned[number] for number in sorted(numbers)]
         averages = reduce_mean([torch.zeros_like(p) if p.grad is None else p.grad for p in strays])
         for p, average in zip(strays, averages, strict=True):
             p.grad = average
         self._strays.clear()
         known = () if site.averager is None else site.averager.parameters
         site.averager = self._averager([*known, *strays], varies=False)
-        self._watch(p for p in everything if p.requires_grad)
+        self._watch(p for p in owned.values() if p.requires_grad)
 
 
 def _made_alike(bare: list[torch.Tensor], views: list[_View]) -> list[torch.Tensor]:
@@ -222,7 +241,11 @@ def _made_alike(bare: list[torch.Tensor], views: list[_View]) -> list[torch.Tens
 
 def _refuse_different_parameters(views: list[_View]) -> None:
     """Parameters that no optimizer owns are told apart by their order in the graph, which must be the same on all ranks."""
-    if len({tuple(shape for shape, _ in view.others) for view in views}) > 1:
+    shapes: dict[tuple[int, int], set] = {}
+    for view in views:
+        for number, (shape, _) in view.owned.items():
+            shapes.setdefault(number, set()).add(shape)
+    if any(len(each) > 1 for each in shapes.values()) or len({tuple(shape for shape, _ in view.others) for view in views}) > 1:
         where = "; ".join(f"rank {rank} at {view.location} reaches {len(view.owned) + len(view.others)}" for rank, view in enumerate(views))
         raise RankMismatchError(
             f"the ranks are in backwards of different parameters: {where}. Give the parameters to an optimizer before the first "

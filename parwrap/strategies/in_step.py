@@ -20,6 +20,9 @@ from parwrap.loop import Loop
 __all__ = ["InStep"]
 
 
+SENT = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
 class InStep:
     """Keeps ranks in step where their own numbers would lead them apart."""
 
@@ -36,7 +39,7 @@ class InStep:
 
         def with_mean() -> Any:
             loss = closure()
-            return loss if loss is None or is_alone() else reduce_mean(loss)
+            return loss if loss is None or is_alone() else reduce_mean(loss * self._loop.weight)
 
         return with_mean
 
@@ -45,9 +48,13 @@ class InStep:
         if training or is_alone() or self._synced.get(module, 0) == self._loop.backwards or not self._loop.is_root(module):
             return
         self._synced[module] = self._loop.backwards
-        buffers = {id(buffer): buffer for buffer in module.buffers()}.values()
-        for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
-            _take_rank_zeros([buffer for buffer in buffers if buffer.dtype == dtype])
+        alike: dict[Any, list[torch.Tensor]] = {}
+        for buffer in module.buffers():
+            # what a collective cannot carry (sparse, expanded, rare dtypes) is no running statistic
+            if buffer.layout == torch.strided and buffer.is_contiguous() and buffer.dtype in SENT:
+                alike.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for buffers in alike.values():
+            _take_rank_zeros(buffers)
 
 
 @torch.no_grad()

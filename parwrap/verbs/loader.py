@@ -13,14 +13,18 @@ __all__ = ["iterate_patches", "length_patches"]
 
 
 def iterate_patches(actor: Any) -> list[Patch]:
+    original = DataLoader.__iter__
+
     def iterate(wrapped: Any, instance: DataLoader, args: tuple, kwargs: dict) -> Iterator:
-        return actor.iterate(instance, wrapped.__func__)
+        return actor.iterate(instance, original)
 
     return [Patch(DataLoader, "__iter__", iterate)]
 
 
 def length_patches(actor: Any) -> list[Patch]:
+    original = DataLoader.__len__
+
     def length(wrapped: Any, instance: DataLoader, args: tuple, kwargs: dict) -> int:
-        return actor.length(instance, wrapped.__func__)
+        return actor.length(instance, original)
 
     return [Patch(DataLoader, "__len__", length)]

@@ -6,7 +6,17 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset, WeightedRandomSampler, random_split
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 import parwrap
@@ -155,7 +165,9 @@ def test_lengths_are_those_of_what_a_rank_gets_to_see():
         assert 10 == len(train.dataset)
         list(train)
 
-        assert 5 == len(train)
+        assert 3 == len(train)
+        with torch.no_grad():
+            assert 5 == len(train)
     with parwrap.distributed(batch="global"):
         assert 5 == len(train)
     assert 5 == len(train)
@@ -276,3 +288,78 @@ def test_a_function_inside_shares_out_a_loader_in_its_own_way():
         assert [4] == [len(batch) for batch in loader if not setup.step(batch)]
         assert [2, 2] == parts(setup)
         assert [4] == [len(batch) for batch in loader if not setup.step(batch)]
+
+
+@pytest.mark.ranks(2)
+def test_a_loader_zipped_with_itself_gives_two_orders():
+    with parwrap.distributed(seed=0):
+        setup, loader = Setup(), DataLoader(range(100), shuffle=True)
+        pairs = [(one.item(), other.item()) for one, other in zip(loader, loader, strict=True) if not setup.step(one)]
+
+    assert sum(one == other for one, other in pairs) < 10
+
+
+@pytest.mark.ranks(2)
+def test_the_batches_of_the_users_own_batch_sampler_are_dealt_out():
+    with parwrap.distributed():
+        setup = Setup()
+        loader = DataLoader(range(32), batch_sampler=BatchSampler(RandomSampler(range(32)), 8, False))
+        sizes = [len(batch) for batch in loader if not setup.step(batch)]
+
+        assert [8, 8] == sizes
+        assert list(range(32)) == everyones(setup.train(loader))
+
+
+@pytest.mark.ranks(2)
+def test_a_dataset_that_grows_is_shared_out_whole():
+    memory = list(range(8))
+    with parwrap.distributed():
+        setup, loader = Setup(), DataLoader(memory, batch_size=2)
+        assert list(range(8)) == everyones(setup.train(loader))
+        memory += range(8, 16)
+        assert list(range(16)) == everyones(setup.train(loader))
+
+
+@pytest.mark.ranks(2)
+def test_evaluation_inside_a_training_pass_is_the_same_on_every_rank():
+    with parwrap.distributed(seed=0):
+        setup, held_out = Setup(), DataLoader(range(50), batch_size=5, shuffle=True)
+        estimates = []
+        for batch in DataLoader(range(12), batch_size=2):
+            setup.step(batch)
+            setup.model.eval()
+            with torch.no_grad():
+                estimates.append(next(iter(held_out)).tolist())
+            setup.model.train()
+
+    assert estimates[0] != estimates[1]
+    assert [estimates] * 2 == parwrap.gather(estimates)
+
+
+@pytest.mark.ranks(2)
+def test_a_loop_that_forgets_to_go_back_to_train_mode_is_shared_out_all_the_same():
+    with parwrap.distributed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        setup, loader = Setup(), DataLoader(range(8), batch_size=2)
+        trained = []
+        for _ in range(4):
+            trained.append(len(setup.train(loader)))
+            setup.model.eval()
+            with torch.no_grad():
+                assert list(range(8)) == sorted(torch.cat(list(loader)).tolist())
+
+    assert [4, 8, 4, 4] == trained
+
+
+class ShuffledStream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.randperm(12).tolist())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_a_stream_that_shuffles_is_dealt_out_without_overlap(batch):
+    with parwrap.distributed(batch=batch):
+        setup, loader = Setup(), DataLoader(ShuffledStream(), batch_size=2)
+        for _ in range(3):
+            assert list(range(12)) == everyones(setup.train(loader))

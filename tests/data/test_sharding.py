@@ -2,7 +2,7 @@ from itertools import count, islice
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from parwrap.data.sharding import DealtBatches, SplitBatches, distributed_sampler, is_plain, share_length, with_indices
 
@@ -59,7 +59,7 @@ def test_a_rank_for_which_nothing_is_left_takes_part_at_weight_zero():
         ({"sampler": RandomSampler(range(10), num_samples=5)}, False),
         ({"sampler": WeightedRandomSampler([1.0] * 10, 10)}, False),
         ({"sampler": [3, 1, 2]}, False),
-        ({"batch_sampler": BatchSampler(SequentialSampler(range(10)), 2, False)}, True),
+        ({"batch_sampler": BatchSampler(RandomSampler(range(10)), 2, False)}, False),
         ({"batch_sampler": [[1, 2], [3]]}, False),
     ],
 )

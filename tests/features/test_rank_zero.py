@@ -68,6 +68,20 @@ def test_an_exception_on_rank_zero_ends_the_waiting_of_the_others():
         assert "download (" in str(error.value)
 
 
+@pytest.mark.ranks(2)
+def test_a_result_that_does_not_pickle_is_an_exception_on_every_rank():
+    with pytest.raises(Exception, match="pickle"):
+        parwrap.rank_zero_only(broadcast=True)(lambda: lambda: None)()
+
+
+@pytest.mark.parametrize("waits", [parwrap.rank_zero_only(broadcast=True), parwrap.rank_zero_first])
+def test_waiting_for_rank_zero_without_a_process_group_is_refused(waits, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="needs the other ranks, and no process group is open here"):
+        waits(lambda: None)()
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("local", [False, True])
 def test_rank_zero_goes_first(tmp_path, local):

@@ -319,6 +319,82 @@ def test_a_backward_that_fails_half_way_can_be_tried_again():
 
 
 @pytest.mark.ranks(2)
+def test_parameters_known_to_another_site_are_averaged_where_they_are_reached_later():
+    """As an encoder that is trained on its own first, then held fixed by a detach, then trained again."""
+    encoder, head = parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    with parwrap.distributed():
+        optimizers = [torch.optim.SGD([p], lr=0.1) for p in parameters]
+        for _ in range(3):
+            assert [[1.5] * 3, None] == gradients(lambda x: (encoder * x).sum().backward(), parameters)
+        for step in range(8):
+            through = encoder if step > 3 else encoder.detach()
+            expected = [[1.5] * 3 if step > 3 else None, [1.5] * 3]
+
+            assert expected == gradients(lambda x, through=through: (through * head * x).sum().backward(), parameters), step
+        assert optimizers
+
+
+@pytest.mark.ranks(2)
+def test_a_new_model_at_the_same_place_needs_no_optimizer():
+    with parwrap.distributed():
+        for _ in range(3):
+            weight = nn.Parameter(torch.ones(3))
+            for _ in range(4):
+                assert [[1.5] * 3] == gradients(lambda x, weight=weight: (weight * x).sum().backward(), [weight])
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_exchanged_in_its_optimizer():
+    weight = nn.Parameter(torch.ones(3))
+    with parwrap.distributed():
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for step in range(6):
+            if step == 3:
+                optimizer.param_groups[0]["params"][0] = weight = nn.Parameter(torch.ones(5))
+            weight.grad = None
+            (weight * (parwrap.rank() + 1.0)).sum().backward()
+
+            assert [1.5] * len(weight) == weight.grad.tolist(), step
+
+
+@pytest.mark.ranks(2)
+def test_optimizers_that_are_garbage_on_one_rank_only_confuse_nobody():
+    with parwrap.distributed():
+        kept = []
+        for _ in range(4):
+            weight = nn.Parameter(torch.ones(3))
+            optimizer = torch.optim.SGD([weight], lr=0.1)
+            if parwrap.rank() == 0:
+                kept.append(optimizer)
+            for _ in range(3):
+                assert [[1.5] * 3] == gradients(lambda x, weight=weight: (weight * x).sum().backward(), [weight])
+
+
+@pytest.mark.ranks(2)
+def test_gradients_with_a_graph_of_their_own_are_averaged():
+    weight = nn.Parameter(torch.ones(3))
+    with parwrap.distributed():
+        for _ in range(4):
+            weight.grad = None
+            (weight * (parwrap.rank() + 1.0)).pow(2).sum().backward(create_graph=True)
+
+            assert [5.0] * 3 == weight.grad.tolist()
+
+
+@pytest.mark.ranks(2)
+def test_what_nobody_uses_is_none_on_every_rank_though_one_has_looked_at_its_graph_before():
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    used = [(0, 1, 2), (0, 1, 2), (0, 1, 2), (0, 1) if parwrap.rank() == 0 else (0, 1, 2), (0, 1), (0,), (0, 1, 2)]
+    with parwrap.distributed():
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        for chosen in used:
+            left = gradients(lambda x, chosen=chosen: sum(parameters[index] for index in chosen).mul(x).sum().backward(), parameters)
+
+            assert 1 == len({str(each) for each in parwrap.gather(left)})
+        assert optimizer
+
+
+@pytest.mark.ranks(2)
 def test_ddp_lets_go_of_the_parameters():
     weight = nn.Parameter(torch.ones(3))
     with parwrap.distributed():

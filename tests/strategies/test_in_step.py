@@ -68,6 +68,21 @@ def test_every_buffer_of_a_root_becomes_rank_zeros_when_evaluation_starts():
 
 
 @pytest.mark.ranks(2)
+def test_buffers_that_no_collective_can_carry_are_left_alone():
+    with parwrap.distributed():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model.register_buffer("expanded", torch.arange(3).expand(4, 3))
+        model.register_buffer("sparse", torch.eye(3).to_sparse())
+        model.register_buffer("short", torch.zeros(2, dtype=torch.int16))
+        optimizer = optimized(model)
+        step(model)
+        model.eval()
+
+        assert 1 == len({tuple(each) for each in parwrap.gather(model[1].running_mean.tolist())})
+        assert optimizer
+
+
+@pytest.mark.ranks(2)
 def test_a_frozen_backbones_eval_communicates_nothing():
     """Only rank 0 calls it here, which would hang if it waited for the other."""
     with parwrap.distributed():
