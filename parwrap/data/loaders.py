@@ -154,17 +154,18 @@ class Loaders:
             with self._streams.shared():
                 stream = _Shared(original(loader), self._streams)
             return iter(DealtBatches(stream, self._rank, self._size)), None
-        with self._streams.shared():
-            # what the loader's own iterator draws first in a single process, so that the shared streams stay where they would be
-            drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
         shard = history.lasting or self._shard(loader, history)
+        if history.lasting is None:
+            with self._streams.shared():
+                # what the loader's own iterator draws in a single process, so that the shared streams stay where they would be
+                drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
+            # workers are seeded from here: augmentation must differ by rank, also where the user's generator is the same on all
+            shard.generator = torch.Generator().manual_seed((drawn + self._rank) % 2**63)
         if loader.persistent_workers:
             history.lasting = shard
         if isinstance(shard.sampler, DistributedSampler):
             shard.sampler.set_epoch(history.epoch)
         history.epoch += 1
-        # workers are seeded from here: augmentation must differ by rank, also where the user's generator is the same on all
-        shard.generator = torch.Generator().manual_seed((drawn + self._rank) % 2**63)
         return original(shard), getattr(shard.batch_sampler, "weights", None)
 
     def _shard(self, loader: DataLoader, history: _History) -> DataLoader:

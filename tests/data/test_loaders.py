@@ -100,11 +100,15 @@ def test_other_samplers_are_kept_and_draw_what_they_draw_in_a_single_process(bat
 
 
 @pytest.mark.ranks(2)
-def test_a_global_pass_takes_the_samples_of_a_single_process_in_the_same_order():
-    loader = DataLoader(range(11), batch_size=4, shuffle=True)
+@pytest.mark.parametrize(
+    "workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=["none", "new", "persistent"]
+)
+def test_a_global_pass_takes_the_samples_of_a_single_process_in_the_same_order(workers):
     torch.manual_seed(1)
     Setup()
+    loader = DataLoader(range(11), batch_size=4, shuffle=True, **workers)
     expected = [[sorted(batch.tolist()) for batch in loader] for _ in range(3)]
+    loader = DataLoader(range(11), batch_size=4, shuffle=True, **workers)
     with parwrap.distributed(batch="global", seed=1):
         setup = Setup()
         actual = []

@@ -92,7 +92,7 @@ def test_buffers_are_rank_zeros_when_evaluation_starts():
     assert [] == [key for key, value in expected.items() if not torch.equal(value, actual[key])]
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(2)
 def test_a_sequential_loader_is_shared_out_as_by_an_unshuffled_distributed_sampler():
     expected = by_hand(shuffle=False)
 
@@ -100,7 +100,7 @@ def test_a_sequential_loader_is_shared_out_as_by_an_unshuffled_distributed_sampl
         model = build()
         return train(model, model, DataLoader(dataset(), batch_size=8))
 
-    assert distance(dict(expected.named_parameters()), dict(parwrap.distributed(in_order)().named_parameters())) < 1e-6
+    assert all(map(torch.equal, expected.parameters(), parwrap.distributed(in_order)().parameters()))
 
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (1, 2, 3)])
