@@ -1,5 +1,6 @@
 """What the README and the examples say is run; the README's Python is a doctest of its own."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -37,6 +38,15 @@ def test_the_decorated_example_runs_alone_and_on_two_ranks_however_it_is_launche
 
 def test_the_test_command_is_the_one_that_ci_runs():
     assert re.search(r"^ +python3 -m venv .*-e '\.\[test\]' && \.venv/bin/python -m pytest$", README, re.MULTILINE)
+
+
+def test_the_costs_that_the_readme_tells_are_the_benchmarks_own():
+    measured = json.loads((ROOT / "benchmarks" / "overhead.json").read_text())
+    for part in ("steps", "memory"):
+        values = [row["value"] for row in measured[part]["rows"] if row["limit"] is not None]
+
+        assert 5 == len(values)
+        assert [] == [value for value in values if f"x {value:.3f}" not in README]
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
