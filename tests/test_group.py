@@ -45,9 +45,11 @@ def test_groups_opened_one_after_the_other_do_not_read_each_others_keys(tmp_path
 
 
 @pytest.mark.ranks(2)
-def test_the_users_own_process_group_serves_too(monkeypatch):
+def test_the_users_own_process_group_serves_too():
     world = current().world
-    monkeypatch.setattr(group, "_current", None)  # as if parwrap had not started it
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(group, "_current", None)  # as if parwrap had not started it
 
-    assert (world.rank, 2) == (dist.get_rank(), dist.get_world_size())
-    assert 1 == parwrap.reduce_sum(dist.get_rank())
+        assert (world.rank, 2) == (dist.get_rank(), dist.get_world_size())
+        assert (world.rank, 2) == (parwrap.rank(), parwrap.world_size())
+        assert 1 == parwrap.reduce_sum(dist.get_rank())
