@@ -18,7 +18,9 @@ from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone, open_group, world_size
 from parwrap.world import read_world
 
-__all__ = ["all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"]
+__all__ = ["all_ranks", "any_rank", "barrier", "broadcast", "gather", "group_for", "reduce_mean", "reduce_sum"]
+
+CPU = torch.device("cpu")
 
 
 def barrier() -> None:
@@ -67,8 +69,8 @@ def gather(x: Any) -> list[Any]:
     if group is None:
         return [_map(x, _detached)]
     gathered: list[Any] = [None] * group.world.size
-    dist.all_gather_object(gathered, _map(x, lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf))
-    return [_map(each, lambda leaf: leaf.to(group.device) if isinstance(leaf, torch.Tensor) else leaf) for each in gathered]
+    dist.all_gather_object(gathered, _moved(x, CPU))
+    return [_moved(each, group.device) for each in gathered]
 
 
 def broadcast(x: Any, src: int = 0) -> Any:
@@ -87,9 +89,9 @@ def broadcast(x: Any, src: int = 0) -> Any:
     group = group_for("broadcast")
     if group is None:
         return _map(x, _detached)
-    box = [_map(x, lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf) if group.world.rank == src else None]
+    box = [_moved(x, CPU) if group.world.rank == src else None]
     dist.broadcast_object_list(box, src)
-    return _map(box[0], lambda leaf: leaf.to(group.device) if isinstance(leaf, torch.Tensor) else leaf)
+    return _moved(box[0], group.device)
 
 
 def any_rank(flag: Any) -> bool:
@@ -142,6 +144,11 @@ def _map(x: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(x)
 
 
+def _moved(x: Any, device: torch.device) -> Any:
+    """``x`` with its tensors detached and on ``device``."""
+    return _map(x, lambda leaf: leaf.detach().to(device) if isinstance(leaf, torch.Tensor) else leaf)
+
+
 def _detached(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
@@ -179,7 +186,7 @@ def _as_tensor(name: str, leaf: Any) -> torch.Tensor:
 
 def _all_reduced(leaves: list[torch.Tensor], group: Group) -> list[torch.Tensor]:
     """The sums of ``leaves`` over the ranks, one collective for each dtype."""
-    home = group.device if group.backend == "nccl" else torch.device("cpu")
+    home = group.device if group.backend == "nccl" else CPU
     reduced = list(leaves)
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
         where = [index for index, leaf in enumerate(leaves) if leaf.dtype == dtype]

@@ -47,6 +47,10 @@ class ScopeDecorator:
         if isinstance(function, (staticmethod, classmethod)):
             return type(function)(self(function.__func__))  # type: ignore[return-value]
         refuse_undecoratable(function, type(self).__name__)
+        return self.wrapped(function)
+
+    def wrapped(self, function: Any) -> Any:
+        """What ``function``, which can be decorated, becomes."""
         outermost: Any
         outermost, decorators = getattr(function, "__parwrap_scopes__", (None, ()))
         if outermost is not function:
@@ -63,7 +67,7 @@ class ScopeDecorator:
                 return function(*args, **kwargs)
 
         scoped.__parwrap_scopes__ = (scoped, decorators)  # type: ignore[attr-defined]
-        return scoped  # type: ignore[return-value]
+        return scoped
 
     def __enter__(self) -> Any:
         scope = self.scope(None)

@@ -59,17 +59,20 @@ class Loop:
 
     def optimizers(self) -> Iterator[torch.optim.Optimizer]:
         """The optimizers that are alive, in the order in which they were built."""
-        return (optimizer for known in self._optimizers if (optimizer := known()) is not None)
+        return (optimizer for _, optimizer in self._alive())
+
+    def _alive(self) -> Iterator[tuple[int, torch.optim.Optimizer]]:
+        """The optimizers that are alive, with the number that each was built as."""
+        return ((number, optimizer) for number, known in enumerate(self._optimizers) if (optimizer := known()) is not None)
 
     def owned(self) -> dict[tuple[int, int], torch.Tensor]:
         """The parameters of all optimizers, numbered alike on every rank: by optimizer built, and by place in it.
 
         Optimizers that are dead on one rank may live on another, until its garbage is collected.
         """
-        alive = ((number, optimizer) for number, known in enumerate(self._optimizers) if (optimizer := known()) is not None)
         return {
             (number, place): p
-            for number, optimizer in alive
+            for number, optimizer in self._alive()
             for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
         }
 

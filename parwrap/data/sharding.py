@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["DealtBatches", "SplitBatches", "is_plain", "share_length", "shuffles", "with_indices"]
+__all__ = ["DealtBatches", "SplitBatches", "distributed_sampler", "is_plain", "share_length", "shuffles", "with_indices"]
 
 
 class DealtBatches:

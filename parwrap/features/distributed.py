@@ -107,13 +107,12 @@ class distributed(ScopeDecorator):
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}."
                 raise UsageError(f"parwrap.distributed has no option {name!r}; {hint}")
-        Options(**options)
-        self._given = options
+        self._given, self._options = options, Options(**options)
 
     def scope(self, function: Callable | None) -> AbstractContextManager:
         if _session is not None:
             return _session.joined(self._given)
-        return _opened(Options(**self._given), getattr(function, "__module__", None))
+        return _opened(self._options, getattr(function, "__module__", None))
 
     @classmethod
     def script_scope(cls, **options: Any) -> AbstractContextManager:
@@ -122,7 +121,7 @@ class distributed(ScopeDecorator):
         The script must not see that it was launched, or a distributed branch of its own would wake up: the launch variables are
         hidden from it.
         """
-        return _opened(Options(**cls(**options)._given), "__main__", hidden=launch_variables())
+        return _opened(cls(**options)._options, "__main__", hidden=launch_variables())
 
 
 _session: _Session | None = None

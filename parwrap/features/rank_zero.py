@@ -13,7 +13,7 @@ from typing import Any
 
 from parwrap import group as groups
 from parwrap.collectives import broadcast, group_for
-from parwrap.decorator import ScopeDecorator, describe, refuse_undecoratable
+from parwrap.decorator import ScopeDecorator, describe
 from parwrap.errors import RankZeroError, UsageError
 from parwrap.group import Group, alone, local_rank, rank
 
@@ -51,11 +51,7 @@ class rank_zero_only(ScopeDecorator):
             "`with parwrap.rank_zero_only():` cannot skip its body: write `if parwrap.is_rank_zero():` or decorate a function."
         )
 
-    def __call__(self, function: Any) -> Any:
-        if isinstance(function, (staticmethod, classmethod)):
-            return type(function)(self(function.__func__))
-        refuse_undecoratable(function, type(self).__name__)
-
+    def wrapped(self, function: Any) -> Any:
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if self._broadcast and not groups.is_alone() and (group := _meeting_group("rank_zero_only(broadcast=True)")):

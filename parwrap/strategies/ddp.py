@@ -150,7 +150,8 @@ class DDP:
         """Agree with the other ranks on the parameters that ``site`` reaches."""
         afresh = site.visits == 0 or site.generation != self._loop.generation
         known = () if afresh or site.averager is None else site.averager.parameters
-        owned = {number: p for number, p in self._loop.owned().items() if p.requires_grad}
+        everything = self._loop.owned()
+        owned = {number: p for number, p in everything.items() if p.requires_grad}
         number_of = {id(p): number for number, p in owned.items()}
         leaves = {id(leaf): leaf for leaf in reached(call.beginnings)}
 
@@ -181,7 +182,7 @@ class DDP:
         site.bare = {id(leaf): leaf for leaf in alike}
         varies = any(len(each.owned) < len(union) for each in views)
         site.averager = self._averager([*agreed, *alike], varies) if agreed or alike else None
-        site.frozen = tuple(p for p in self._loop.owned().values() if not p.requires_grad)
+        site.frozen = tuple(p for p in everything.values() if not p.requires_grad)
         self._watch(owned.values())
 
     def _take_same_values(self, different: list[torch.Tensor], total: int) -> None:
@@ -223,9 +224,9 @@ class DDP:
         mine = [number for number, p in owned.items() if id(p) in self._strays]
         numbers = {number for each in self._group.exchange("gradient outside the known set", mine) for number in each}
         strays = [owned[number] for number in sorted(numbers)]
-        averages = reduce_mean([torch.zeros_like(p) if p.grad is None else p.grad for p in strays])
-        for p, average in zip(strays, averages, strict=True):
-            p.grad = average
+        for p in strays:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        self._average_now(strays)
         self._strays.clear()
         known = () if site.averager is None else site.averager.parameters
         site.averager = self._averager([*known, *strays], varies=False)
