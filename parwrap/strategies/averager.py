@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,8 +23,8 @@ from parwrap.verbs.backward import Backward
 
 __all__ = ["Averager", "Reducer"]
 
-LOOKED = 1.0
-"""The last flag: this rank has looked at its graph, so its other flags are exact."""
+LOOKED = 0.0
+"""The last flag of a rank that has looked at its graph, so that its other flags are exact; of the others it is 1, as all their flags."""
 
 
 class Reducer(DistributedDataParallel):
@@ -72,8 +71,6 @@ class Averager:
         last = self.parameters[-1]
         dtype = last.dtype if last.dtype.is_floating_point else torch.float32
         self._signal = nn.Parameter(torch.zeros(len(self.parameters) + 1, dtype=dtype, device=last.device))
-        with torch.enable_grad():
-            self._all_reached = self._signal[:-1].sum()  # saves nothing, so its graph serves every backward
         self._ddp = Reducer(_Holder((*self.parameters, self._signal)), init_sync=False, **options)
 
     def run(self, call: Backward) -> bool:
@@ -82,20 +79,23 @@ class Averager:
         Returns:
             Whether the set still fits: false once a parameter of it is frozen, or others are reached instead.
         """
-        root = self._all_reached
-        if self._varies:
-            leaves = {id(leaf) for leaf in reached(call.beginnings)}
-            flags = torch.tensor([*(float(id(p) in leaves) for p in self.parameters), LOOKED], dtype=root.dtype, device=root.device)
-            with torch.enable_grad():
-                root = torch.dot(self._signal, flags)
         self._signal.grad = None
         self._arm()
-        call.with_root(root, self._signal).run()
+        call.with_root(self._root(call), self._signal).run()
         try:
             self._ddp._check_reducer_finalized()
         except RuntimeError:
             return self._complete(call)
         return True
+
+    def _root(self, call: Backward) -> torch.Tensor:
+        """A scalar whose gradient for the signal is the flags; new for each backward, since autograd takes the newest nodes first
+        and no bucket is sent before that of the signal."""
+        with torch.enable_grad():
+            if not self._varies:
+                return self._signal.sum()
+            leaves = {id(leaf) for leaf in reached(call.beginnings)}
+            return torch.dot(self._signal, self._signal.new_tensor([*(id(p) in leaves for p in self.parameters), LOOKED]))
 
     def _arm(self) -> None:
         """Have the reducer expect every parameter in the next backward."""
@@ -120,10 +120,9 @@ class Averager:
             call.original(_Touch.apply(*(p for _, p in missing)))
         for p in frozen:
             p.requires_grad_(False)
-        *used, looked = self._signal.grad.tolist()  # type: ignore[union-attr]
-        exact = round(looked * dist.get_world_size()) == dist.get_world_size()
+        *used, not_looked = self._signal.grad.tolist()  # type: ignore[union-attr]
         for index, p in without:
             # flags of a rank that had not looked claim too much; then an average of nothing but zeros tells, the same on all ranks
-            if not (used[index] if exact else p.grad.any()):  # type: ignore[union-attr]
+            if not (p.grad.any() if not_looked else used[index]):  # type: ignore[union-attr]
                 p.grad = None
         return not frozen and not any(isinstance(leaf, nn.Parameter) and key not in self.ids for key, leaf in leaves.items())
