@@ -120,7 +120,8 @@ class Meetings:
         self._mailbox.waiting = True
         try:
             while True:
-                self._mailbox.write(self._number, meeting, State.WAITING, self._stale)
+                if self._mailbox.written != (self._number, meeting):
+                    self._mailbox.write(self._number, meeting, State.WAITING, self._stale)
                 entries = self._mailbox.read_all(self._number)
                 if self._answer_begun(entries):
                     continue
@@ -142,17 +143,19 @@ class Meetings:
     def while_fetching(self, purpose: str) -> None:
         """Called again and again by who waits for another rank's file or value: answers what the others have begun."""
         self._mailbox.waiting = True
-        self._mailbox.write(self._number, Meeting(purpose, location()), State.FETCHING, self._stale)
+        meeting = Meeting(purpose, location())
+        if self._mailbox.written != (self._number, meeting):
+            self._mailbox.write(self._number, meeting, State.FETCHING, self._stale)
         self._answer_begun(self._mailbox.read_all(self._number))
 
     def fetched(self) -> None:
         """The waiting is over."""
         self._mailbox.waiting = False
-        self._mailbox.done(self._number)
+        self._mailbox.take_back(self._number)
 
     def fail(self, error: BaseException) -> None:
         """This rank leaves with ``error``: tell those who would wait for it."""
-        self._mailbox.write(self._number, Meeting(f"{type(error).__name__}: {error}".partition("\n")[0], location()), State.FAILED)
+        self._mailbox.write(self._number, Meeting(f"{type(error).__name__}: {error}".partition("\n")[0]), State.FAILED)
 
     def begin(self) -> None:
         """Begin another part of the run, with nothing to answer yet; numbers start afresh, wherever an error has ended the last."""
@@ -167,7 +170,7 @@ class Meetings:
         whom = "the other ranks" if owner is None else f"rank {owner}"
         return RankMismatchError(
             f"rank {self._rank} waited {self.timeout.total_seconds():g} s for {whom} at the same point ({what}), in vain. "
-            f"{self.whereabouts()} That rank has ended, is stuck or took another way through the script; if it is only slow, raise timeout=."
+            f"{self.whereabouts()} Who is missing has ended, is stuck or took another way; if it is only slow, raise timeout=."
         )
 
     def whereabouts(self) -> str:
