@@ -22,6 +22,7 @@ class Loop:
     Attributes:
         backwards: how many backwards have run.
         trained: whether one has run since the last optimizer was built.
+        batches: how many batches training passes have yielded.
         passes: how many training passes over loaders are open.
         evaluations: how many passes are open that only look at data, which all ranks do alike.
         looped: whether there has been a training pass at all.
@@ -33,6 +34,7 @@ class Loop:
     def __init__(self) -> None:
         self.backwards = 0
         self.trained = False
+        self.batches = 0
         self.passes = 0
         self.evaluations = 0
         self.looped = False
