@@ -22,7 +22,7 @@ class Loop:
     Attributes:
         backwards: how many backwards have run.
         trained: whether one has run since the last optimizer was built.
-        batches: how many batches training passes have yielded.
+        batches: how many batches passes over loaders have yielded.
         passes: how many training passes over loaders are open.
         evaluations: how many passes are open that only look at data, which all ranks do alike.
         looped: whether there has been a training pass at all.
@@ -97,6 +97,9 @@ class Loop:
     def closed_pass(self) -> None:
         self.passes -= 1
         self.changed()
+
+    def drew_batch(self) -> None:
+        self.batches += 1
 
     def opened_evaluation(self) -> None:
         self.evaluations += 1

@@ -82,7 +82,7 @@ class Loaders:
         self._loop.opened_pass()
 
         def drawn() -> None:
-            self._loop.batches += 1
+            self._loop.drew_batch()
             if weights is not None:
                 self._loop.weight = weights.popleft()
 
@@ -95,7 +95,7 @@ class Loaders:
             self._loop.closed_evaluation()
             closed(exhausted)
 
-        return Pass(batches, all_closed)
+        return Pass(batches, all_closed, self._loop.drew_batch)
 
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         """``len(loader)``: of what this rank gets to see of it."""
