@@ -14,6 +14,8 @@ __all__ = ["patches"]
 
 def patches(actor: Any) -> list[Patch]:
     def grad(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        if torch.compiler.is_compiling():  # which would trace into the actor
+            return wrapped(*args, **kwargs)
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
         # exactly these types: tracing and functional transforms pass tensors of their own through here
         if leaves := [each for each in _several(inputs) if type(each) in (torch.nn.Parameter, torch.Tensor) and each.is_leaf]:

@@ -255,3 +255,16 @@ def test_data_parallel_takes_this_ranks_gpu():
 
     assert [[1]] == asked
     assert "parwrap" in sys.modules
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_inside_of_a_compiled_function_is_not_traced_into():
+    @torch.compile(backend="eager")
+    def twice(x):
+        return torch.autograd.grad((x * 2).pow(2).sum(), x)[0] * 2
+
+    x = torch.ones(3, requires_grad=True)
+    with parwrap.distributed(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo does not know how to trace")
+        for _ in range(3):
+            assert [16.0] * 3 == twice(x).tolist()
