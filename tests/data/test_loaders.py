@@ -194,7 +194,7 @@ def test_an_own_distributed_sampler_for_one_replica_is_shared_out(batch):
             assert list(range(12)) == everyones(seen)
             assert order[: 2 // (1 + (batch == "global"))] == parwrap.broadcast(seen)[: 2 // (1 + (batch == "global"))]
         assert (3 if batch == "per_rank" else 6) == len(loader)
-    said = "has a DistributedSampler of its own, for 1 replicas: what it draws is shared out among 2 ranks."
+    said = "has a DistributedSampler of its own, for 1 replica: what it draws is shared out among 2 ranks."
     assert parwrap.is_rank_zero() == (heard.getvalue().count(said) == 1)
 
 
