@@ -183,10 +183,8 @@ class Shares:
         if self._rank == 0:
             replicas = sampler.num_replicas
             what = "it is kept" if replicas == self._size else f"what it draws is shared out among {self._size} ranks"
-            print(
-                f"parwrap: a DataLoader has a DistributedSampler of its own, for {replicas} replica{'s' * (replicas > 1)}: {what}.",
-                file=sys.stderr,
-            )
+            made_for = "1 replica" if replicas == 1 else f"{replicas} replicas"
+            print(f"parwrap: a DataLoader has a DistributedSampler of its own, for {made_for}: {what}.", file=sys.stderr)
 
     def _announce(self, loader: DataLoader, samples: int | None) -> None:
         size = loader.batch_size
