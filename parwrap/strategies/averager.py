@@ -93,7 +93,8 @@ class Averager:
         parameters: the leaf tensors, in the order in which the forward uses them; the same on every rank.
         sparse: the ids of those that get sparse gradients.
         varies: whether backwards are known to reach only some of the parameters now and then.
-        misfit: called in a backward that shows that the set does not fit any more.
+        misfit: called in a backward that reaches other parameters, which it is given, or that does not reach some since they are
+            frozen; returns whether the set does not fit any more.
         options: for ``DistributedDataParallel``, such as ``bucket_cap_mb``.
     """
 
@@ -104,7 +105,7 @@ class Averager:
         parameters: Sequence[torch.Tensor],
         sparse: frozenset[int],
         varies: bool,
-        misfit: Callable[[], None],
+        misfit: Callable[[list[torch.Tensor]], bool],
         **options: Any,
     ) -> None:
         self._misfit = misfit
@@ -223,8 +224,9 @@ class Averager:
         leaves = {id(leaf): leaf for leaf in reached(call.beginnings)}
         missing = [(index, p) for index, p in enumerate(self.parameters) if id(p) not in leaves]
         without = [(index, p) for index, p in missing if p.grad is None]
-        if any(not p.requires_grad for _, p in missing) or self.others(leaves.values()):
-            self._misfit()  # before the others can get to the end of this backward
+        others = self.others(leaves.values())
+        # before the other ranks can get to the end of this backward
+        if (others or any(not p.requires_grad for _, p in missing)) and self._misfit(others):
             self._facts.data[MISFIT] = 1
         self._touch([p for _, p in missing])
         self._drop_unused(without)

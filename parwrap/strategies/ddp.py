@@ -23,7 +23,7 @@ from parwrap.loop import Loop
 from parwrap.mailbox import Meeting
 from parwrap.meetings import BACKWARD, FIRST_BACKWARD, THEN_AVERAGED
 from parwrap.sites import call_site, location
-from parwrap.strategies.agreement import View, alike, described, differing, refuse_different_parameters
+from parwrap.strategies.agreement import Described, View, alike, described, differing, refuse_different_parameters
 from parwrap.strategies.averager import Averager, Noticed
 from parwrap.strategies.graph import reached, reenters, sparsely_used
 from parwrap.strategies.state import take_state
@@ -124,6 +124,7 @@ class DDP:
             noticed = (averager.run_then_average if then else averager.run)(call, weight)
         except BaseException:
             site.averager, site.visits = None, 0  # it failed half way: start afresh
+            self._meetings.through()
             raise
         self._meetings.compare(meeting)
         astray = self._immediate and self._meetings.any_astray()
@@ -201,6 +202,7 @@ class DDP:
             averagers=frozenset(self._averagers),
         )
         views = self._group.exchange(FIRST_BACKWARD, view)
+        refuse_different_parameters(views)
         site.averager, site.bare = self._agree(views, owned, others, bare)
         site.generation = self._loop.generation
         site.visits = 0 if afresh else site.visits
@@ -215,7 +217,7 @@ class DDP:
         views = self._group.share(FIRST_BACKWARD, None, present)
         live = next(iter(views.values())).averagers
         self._averagers = {number: averager for number, averager in self._averagers.items() if number in live}
-        self._agree(views, self._loop.once_owned(), [], [])
+        self._agree(views, *self._stand_ins(next(iter(views.values()))))
 
     def _agree(
         self,
@@ -225,22 +227,29 @@ class DDP:
         bare: list[torch.Tensor],
     ) -> tuple[Averager | None, dict[int, torch.Tensor]]:
         """The averager of what any rank reaches, and the leaf tensors in it that are no ``nn.Parameter``; the same on all ranks."""
-        refuse_different_parameters(views)
-        union = sorted({number for view in views.values() for number in view.owned})
-        if unknown := set(union) - owned.keys() or any(len(view.others) != len(others) for view in views.values()):
-            raise RankMismatchError(
-                f"rank {self._group.world.rank} has left the training loop, and others begin to train parameters that it "
-                f"{'has not built or has frozen' if unknown else 'cannot tell apart, since no optimizer owns them'}. "
-                "Let all ranks take the same way until every backward has run once."
-            )
-        agreed = [*(owned[number] for number in union), *others]
+        described = {number: each for view in views.values() for number, each in view.owned.items()}
+        union = sorted(described)
+        agreed = [*(self._own(number, described[number], owned) for number in union), *others]
         self._take_same_values([agreed[place] for place in differing(views.values(), union)], len(agreed), min(views))
-        made_alike = alike(bare, views.values())
+        made_alike = [bare[place] for place in alike(views.values())]
         if not (agreed or made_alike or owned):
             return None, {}
         varies = any(len(view.owned) < len(union) for view in views.values())
-        sparse = frozenset(id(owned[number]) for number in union if all(number in v.sparse for v in views.values() if number in v.owned))
+        sparsely = [all(number in view.sparse for view in views.values() if number in view.owned) for number in union]
+        sparse = frozenset(id(p) for p, is_sparse in zip(agreed, sparsely, strict=False) if is_sparse)
         return self._averager([*agreed, *made_alike], sparse, varies), {id(leaf): leaf for leaf in made_alike}
+
+    def _own(self, number: tuple[int, int], described: Described, owned: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+        """This rank's parameter of that number; where it has none like it (frozen, or not built), one that stands in for it."""
+        mine = owned.get(number)
+        if mine is None or (tuple(mine.shape), mine.dtype) != described.kind:
+            return described.stand_in(self._group.device)
+        return mine
+
+    def _stand_ins(self, view: View) -> tuple[Mapping[tuple[int, int], torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """What a rank that has left has in the place of what one that has not told of in ``view``."""
+        others, bare = ([each.stand_in(self._group.device) for each in told] for told in (view.others, view.bare))
+        return self._loop.once_owned(), others, bare
 
     def _take_same_values(self, different: list[torch.Tensor], total: int, source: int) -> None:
         """Take rank ``source``'s values of parameters that the ranks have built ``different``."""
@@ -264,9 +273,16 @@ class DDP:
                 if known.fits(parameters, sparse):
                     return known
         self._built += 1
-        averager = Averager(self._group, self._built, parameters, sparse, varies, misfit=self._meetings.go_astray, **self._options())
+        averager = Averager(self._group, self._built, parameters, sparse, varies, misfit=self._go_astray, **self._options())
         self._averagers[averager.number] = averager
         return averager
+
+    def _go_astray(self, others: list[torch.Tensor]) -> bool:
+        """A backward shows that its set does not fit: tell the others, unless all that is amiss are strays, of which they hear anyway."""
+        astray = not others or any(id(p) not in self._strays for p in others)
+        if astray:
+            self._meetings.go_astray()
+        return astray
 
     def _drop_averagers(self) -> None:
         """Let go of what no site uses any more."""
@@ -303,11 +319,11 @@ class DDP:
 
     def _average_strays(self, averager: Averager, weight: float) -> None:
         """Average what this backward left in parameters outside of its set, and take them into the set."""
-        owned = self._loop.owned()
-        mine = [number for number, p in owned.items() if id(p) in self._strays]
-        ranks = range(self._group.world.size)
-        numbers = {number for each in self._group.share(STRAYS, mine, ranks).values() for number in each}
-        strays = [owned[number] for number in sorted(numbers)]
+        owned = self._loop.once_owned()
+        mine = {number: described(p) for number, p in owned.items() if id(p) in self._strays}
+        told = self._group.share(STRAYS, mine, range(self._group.world.size))
+        numbered = {number: each for view in told.values() for number, each in view.items()}
+        strays = [self._own(number, each, owned) for number, each in sorted(numbered.items())]
         grads = [torch.zeros_like(p) if p.grad is None or not weight else p.grad.to_dense() for p in strays]
         *sums, weights = all_reduced([*grads, torch.tensor(weight, dtype=torch.float64)], self._group)
         for p, total in zip(strays, sums, strict=True):

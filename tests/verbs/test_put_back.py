@@ -29,6 +29,7 @@ OWNERS = (
     ReduceLROnPlateau,
     logging.Logger,
     DistributedDataParallel,
+    nn.DataParallel,
 )
 
 
