@@ -41,6 +41,7 @@ class View:
         sparse: the numbers of the owned ones that get sparse gradients.
         reenters: whether backwards are called inside of it, as re-entrant checkpointing does.
         averagers: the numbers of the averagers that are in use.
+        generation: of the loop.
     """
 
     location: str
@@ -50,6 +51,7 @@ class View:
     sparse: frozenset[tuple[int, int]]
     reenters: bool
     averagers: frozenset[int]
+    generation: int
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -34,6 +34,9 @@ does not fit this rank's losses any more."""
 EXACT = 1e-4
 """Weights whose mean is this close to 1 are all there."""
 
+BACKWARD = torch.autograd.backward
+"""torch's own, which is none of the user's calls."""
+
 T = TypeVar("T")
 
 
@@ -115,7 +118,6 @@ class Averager:
         # of the first parameter's dtype if that can be: its bucket is the last, and so is the signal
         like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
         dtype, device = (torch.float32, group.device) if like is None else (like.dtype, like.device)
-        self._kinds = _kinds(self.parameters)
         self._told_weight = 1.0
         self._copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._facts = facts = torch.ones(len(self.parameters) + 4, dtype=dtype, device=device)
@@ -127,14 +129,6 @@ class Averager:
         dense = [p for p in self.parameters if id(p) not in sparse]
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *dense]
         self._ddp = Reducer(_Holder(ordered, sparse), init_sync=False, **options)
-
-    def fits(self, parameters: Sequence[torch.Tensor], sparse: frozenset[int]) -> bool:
-        """Whether it was built for just these ``parameters``, and they still are of the dtypes and on the devices of then."""
-        return (
-            len(parameters) == len(self.parameters)
-            and all(p is mine for p, mine in zip(parameters, self.parameters, strict=True))
-            and (sparse, _kinds(parameters)) == (self.sparse, self._kinds)
-        )
 
     def run(self, call: Backward, weight: float) -> Noticed:
         """Run the backward ``call`` and leave the averages in ``.grad``.
@@ -239,7 +233,7 @@ class Averager:
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 touched = [_Touch.apply(self.sparse, *parameters)] if parameters else []
-                torch.autograd.backward((*touched, *roots))
+                BACKWARD((*touched, *roots))
         finally:
             for p in frozen:
                 p.requires_grad_(False)
@@ -309,10 +303,6 @@ def _in_new_thread(build: Callable[[], T]) -> T:
     thread.start()
     thread.join()
     return built[0]
-
-
-def _kinds(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device]]:
-    return [(p.dtype, p.device) for p in parameters]
 
 
 def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:

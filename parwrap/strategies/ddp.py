@@ -8,7 +8,7 @@ reaches is in no set of that site, so its ``grad`` stays ``None`` as in a single
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,7 @@ class DDP:
         self._group, self._meetings, self._loop, self._options = group, group.meetings, loop, options
         self._sites: dict[tuple, _Site] = {}
         self._averagers: dict[int, Averager] = {}
+        self._shared: dict[int, Any] = {}
         self._built = 0
         self._strays: dict[int, torch.Tensor] = {}
         self._armed: Averager | None = None
@@ -200,6 +201,7 @@ class DDP:
             sparse=frozenset(number_of[key] for key in sparsely_used(call.beginnings) if key in number_of),
             reenters=site.reenters or self._nested or reenters(call.beginnings),
             averagers=frozenset(self._averagers),
+            generation=self._loop.generation,
         )
         views = self._group.exchange(FIRST_BACKWARD, view)
         refuse_different_parameters(views)
@@ -215,8 +217,7 @@ class DDP:
     def _answer_first(self, detail: int, present: list[int]) -> None:
         """Others agree on a site, and this rank has left: it only gets to know their averager."""
         views = self._group.share(FIRST_BACKWARD, None, present)
-        live = next(iter(views.values())).averagers
-        self._averagers = {number: averager for number, averager in self._averagers.items() if number in live}
+        self._keep_averagers(next(iter(views.values())).averagers)
         self._agree(views, *self._stand_ins(next(iter(views.values()))))
 
     def _agree(
@@ -237,7 +238,10 @@ class DDP:
         varies = any(len(view.owned) < len(union) for view in views.values())
         sparsely = [all(number in view.sparse for view in views.values() if number in view.owned) for number in union]
         sparse = frozenset(id(p) for p, is_sparse in zip(agreed, sparsely, strict=False) if is_sparse)
-        return self._averager([*agreed, *made_alike], sparse, varies), {id(leaf): leaf for leaf in made_alike}
+        # sites that reach the same share an averager; which those are must be found alike by a rank that has stand-ins
+        kinds = tuple((number, described[number].kind) for number in union)
+        which = None if others or made_alike or varies else (kinds, tuple(sparsely), next(iter(views.values())).generation)
+        return self._averager([*agreed, *made_alike], sparse, varies, which), {id(leaf): leaf for leaf in made_alike}
 
     def _own(self, number: tuple[int, int], described: Described, owned: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
         """This rank's parameter of that number; where it has none like it (frozen, or not built), one that stands in for it."""
@@ -267,15 +271,18 @@ class DDP:
         if self._loop.backwards:
             self._meetings.take_state(source)  # they have drifted apart, and so has what the optimizers keep
 
-    def _averager(self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool) -> Averager:
-        if not varies:
-            for known in self._averagers.values():
-                if known.fits(parameters, sparse):
-                    return known
+    def _averager(self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool, which: Any = None) -> Averager:
+        """An averager of ``parameters``; the one that there is of ``which``, if that says all about them."""
+        shared = next((number for number, known in self._shared.items() if known == which), None)
+        if shared is not None:
+            return self._averagers[shared]
         self._built += 1
-        averager = Averager(self._group, self._built, parameters, sparse, varies, misfit=self._go_astray, **self._options())
-        self._averagers[averager.number] = averager
-        return averager
+        self._averagers[self._built] = Averager(
+            self._group, self._built, parameters, sparse, varies, misfit=self._go_astray, **self._options()
+        )
+        if which is not None:
+            self._shared[self._built] = which
+        return self._averagers[self._built]
 
     def _go_astray(self, others: list[torch.Tensor]) -> bool:
         """A backward shows that its set does not fit: tell the others, unless all that is amiss are strays, of which they hear anyway."""
@@ -287,7 +294,11 @@ class DDP:
     def _drop_averagers(self) -> None:
         """Let go of what no site uses any more."""
         used = {site.averager.number for site in self._sites.values() if site.averager}
-        self._averagers = {number: averager for number, averager in self._averagers.items() if number in used}
+        self._keep_averagers(used)
+
+    def _keep_averagers(self, numbers: Collection[int]) -> None:
+        self._averagers = {number: averager for number, averager in self._averagers.items() if number in numbers}
+        self._shared = {number: which for number, which in self._shared.items() if number in numbers}
 
     def _watch(self, owned: Iterable[torch.Tensor]) -> None:
         """Notice gradients of parameters that a site was not known to reach: it takes another way now, or a checkpoint hides them."""

@@ -416,8 +416,10 @@ def test_ddp_lets_go_of_the_parameters():
 
 @pytest.mark.ranks(2)
 def test_each_set_of_parameters_has_one_ddp_however_many_call_sites():
-    weight = nn.Parameter(torch.ones(3))
-    strategy = DDP(current(), Loop(), dict)
+    weight, loop = nn.Parameter(torch.ones(3)), Loop()
+    strategy = DDP(current(), loop, dict)
+    optimizer = torch.optim.SGD([weight])
+    loop.own_parameters(optimizer)
     from parwrap.verbs.backward import Backward
 
     for _ in range(3):
