@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parwrap.collectives import all_reduced
+from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.strategies.graph import reached
 from parwrap.verbs.backward import Backward
@@ -129,6 +130,16 @@ class Averager:
         dense = [p for p in self.parameters if id(p) not in sparse]
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *dense]
         self._ddp = Reducer(_Holder(ordered, sparse), init_sync=False, **options)
+
+    def stand_for(self, leaves: Iterable[torch.Tensor]) -> None:
+        """From now on average ``leaves``, which were made anew in the place of the parameters, in :meth:`run_then_average`."""
+        new = tuple(leaves)
+        if [p.shape for p in new] != [p.shape for p in self.parameters]:
+            raise UsageError(
+                f"a backward has reached {len(new)} leaf tensors in the place of {len(self.parameters)} of other shapes: the ranks cannot "
+                "tell which is which. Make them nn.Parameters of an optimizer, or change them in place under torch.no_grad()."
+            )
+        self.parameters = new
 
     def run(self, call: Backward, weight: float) -> Noticed:
         """Run the backward ``call`` and leave the averages in ``.grad``.
