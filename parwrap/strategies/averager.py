@@ -274,7 +274,12 @@ class Averager:
         """The same for a GPU, which the host must not wait for: it divides by itself, and what was noticed is known a step later."""
         facts: torch.Tensor = self._signal.grad  # type: ignore[assignment]
         factor = torch.where((facts[WEIGHT] - 1).abs() > EXACT, 1 / facts[WEIGHT], torch.ones_like(facts[WEIGHT]))
-        torch._foreach_mul_([p.grad.data for p in self.parameters if p.grad is not None], factor)
+        grads = [p.grad.data for p in self.parameters if p.grad is not None]
+        if dense := [grad for grad in grads if not grad.is_sparse]:
+            torch._foreach_mul_(dense, factor)
+        for grad in grads:
+            if grad.is_sparse:
+                grad.mul_(factor)
         before, self._copied = self._copied, (torch.empty(2, dtype=facts.dtype, pin_memory=True), torch.cuda.Event())
         self._copied[0].copy_(facts[STRAYS:], non_blocking=True)
         self._copied[1].record()
