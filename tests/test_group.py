@@ -28,7 +28,7 @@ def test_a_rank_that_never_comes_is_named():
         with pytest.raises(RankMismatchError, match=r"rank 0 waited 0.3 s for rank 1 at the same point \(lunch\), in vain.*raise timeout="):
             mine.exchange("lunch", None)
         with pytest.raises(RankMismatchError, match=r"for rank 1 at the same point \(tea\)"):
-            mine.wait_for_any(["never"], 1, "tea")
+            mine.wait_until(lambda: False, 1, "tea")
     parwrap.barrier()
 
 
