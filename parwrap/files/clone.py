@@ -266,7 +266,7 @@ class CloneFiles:
             return not self._places.exempt(key) and self._view.get(key) is None and self._view.hidden(key, self._view.since)
 
     def _existing(self, key: str, path: Any) -> str:
-        if not self._view.exists(key):
+        if not self._view.exists(key) and not self._view.removed_ahead(key):
             raise missing(path)
         return key
 

@@ -66,7 +66,6 @@ class RankZeroFiles:
     ) -> Any:
         """``open``: what is written is announced when it is closed."""
         if not writes(mode):
-            self._read(file)
             return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
         key = self._descriptors.pop(file, None) if isinstance(file, int) and closefd else self._written(file)
         if key is None or opener is not None or not is_valid(mode, encoding, errors, newline):
@@ -119,10 +118,6 @@ class RankZeroFiles:
         """The key of the file that is written when ``path`` is opened for it."""
         key = self._places.writes(path, dir_fd)
         return key and self._places.followed(key)
-
-    def _read(self, file: Any) -> None:
-        if isinstance(file, (str, os.PathLike)) and os.path.basename(file) in self._announced.names and self._places.acts():
-            self._announced.read(self._places.followed(self._places.key(file)))
 
     @contextmanager
     def _begun(self, key: str, replaces: bool, in_place: bool = False) -> Iterator[None]:

@@ -71,11 +71,8 @@ class Announced:
     def __init__(self, group: Group, topic: str) -> None:
         self._group, self._topic = group, topic
         self._records: dict[str, Record] = {}
-        self._read: dict[str, int] = {}
         self._kept: deque[_Kept] = deque()
         self._lock = threading.RLock()
-        self.names: set[str] = set()
-        """The last parts of all these paths: whatever else is read need not be looked up."""
 
     def begin(self, key: str, replaces: bool, in_place: bool = False) -> None:
         """Another version is about to be written.
@@ -88,9 +85,8 @@ class Announced:
         now = self._group.clock
         with self._lock, passing():
             record = self._records.setdefault(key, Record())
-            self.names.add(os.path.basename(key))
-            touched = max(record.clock, self._read.get(key, -1)) == now
-            if replaces and touched and record.begun == record.closed and _is_file(key):
+            self._let_go(now)
+            if replaces and (record.closed or not in_place) and record.begun == record.closed and _is_file(key):
                 self._keep(key, record, now)
                 if in_place:
                     with suppress(OSError):
@@ -121,11 +117,6 @@ class Announced:
                 record.created = None
             self._tell(key)
 
-    def read(self, key: str) -> None:
-        """Rank 0 reads the path, and so clones will."""
-        if key in self._records:
-            self._read[key] = self._group.clock
-
     def below(self, folder: str) -> list[str]:
         """The paths below ``folder`` that rank 0 has written."""
         with self._lock:
@@ -142,7 +133,6 @@ class Announced:
 
     def _keep(self, key: str, record: Record, now: int) -> None:
         """Keep what a clone that is slower has not read yet: an open file stays when its name goes."""
-        self._let_go(now)
         file = os.open(key, os.O_RDONLY)
         self._kept.append(_Kept(now, file, key, str(record.closed)))
         record.kept[str(record.closed)] = f"/proc/{os.getpid()}/fd/{file}"
