@@ -18,9 +18,12 @@ from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone, open_group, world_size
 from parwrap.world import read_world
 
-__all__ = ["all_ranks", "any_rank", "barrier", "broadcast", "gather", "group_for", "reduce_mean", "reduce_sum"]
+__all__ = ["all_ranks", "all_reduced", "any_rank", "barrier", "broadcast", "gather", "group_for", "reduce_mean", "reduce_sum"]
 
 CPU = torch.device("cpu")
+
+MOST_DESCRIBED = 8
+"""Tensors of a collective that are compared between ranks before it is begun: shapes that differ would end the process."""
 
 
 def barrier() -> None:
@@ -112,8 +115,13 @@ def all_ranks(flag: Any) -> bool:
     return reduce_sum(int(bool(flag))) == world_size()
 
 
-def group_for(name: str) -> Group | None:
-    """The group on which the collective ``name`` runs, or ``None`` where this rank is the only one."""
+def group_for(name: str, of: str = "") -> Group | None:
+    """The group on which the collective ``name`` runs, once all ranks are there; ``None`` where this rank is the only one.
+
+    Args:
+        name: of the function, for error texts.
+        of: what it is given, which must be the same on all ranks.
+    """
     group = open_group()
     if group is None:
         if read_world(os.environ).size > 1:
@@ -127,6 +135,7 @@ def group_for(name: str) -> Group | None:
             f"parwrap.{name}() would wait for ever: only this rank runs what @parwrap.rank_zero_only guards. "
             "Call it outside of that function."
         )
+    group.meet(f"parwrap.{name} of {of}" if of else f"parwrap.{name}")
     return group
 
 
@@ -149,18 +158,22 @@ def _moved(x: Any, device: torch.device) -> Any:
     return _map(x, lambda leaf: leaf.detach().to(device) if isinstance(leaf, torch.Tensor) else leaf)
 
 
+def _described(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" if tensor.dim() else str(tensor.dtype).removeprefix("torch.")
+
+
 def _detached(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _reduce(name: str, x: Any, finish: Callable[[Any, int], Any]) -> Any:
-    group = group_for(name)
     leaves: list[torch.Tensor] = []
     _map(x, lambda leaf: leaves.append(_as_tensor(name, leaf)))
+    group = group_for(name, of=", ".join(_described(leaf) for leaf in leaves[:MOST_DESCRIBED]))
     size = 1
     if group is not None:
         size = group.world.size
-        leaves = _all_reduced(leaves, group)
+        leaves = all_reduced(leaves, group)
     totals = iter(leaves)
 
     def result(leaf: Any) -> Any:
@@ -184,7 +197,7 @@ def _as_tensor(name: str, leaf: Any) -> torch.Tensor:
     raise UsageError(f"parwrap.{name}() takes tensors, numbers and dicts, lists and tuples of them, not {type(leaf).__name__} ({leaf!r}).")
 
 
-def _all_reduced(leaves: list[torch.Tensor], group: Group) -> list[torch.Tensor]:
+def all_reduced(leaves: list[torch.Tensor], group: Group) -> list[torch.Tensor]:
     """The sums of ``leaves`` over the ranks, one collective for each dtype."""
     home = group.device if group.backend == "nccl" else CPU
     reduced = list(leaves)

@@ -1,6 +1,6 @@
-"""The process group of a :class:`World`: starting and stopping it, who this rank is, and meeting the others by way of its store.
+"""The process group of a :class:`World`: starting and stopping it, who this rank is, and telling the others by way of its store.
 
-Only this file starts a process group. What users call to reduce and gather is in ``collectives.py``.
+Only this file starts a process group. Who meets whom is in ``meetings.py``; what users call to reduce and gather in ``collectives.py``.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import os
 import pickle
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from parwrap import mailbox
 from parwrap.device import choose_backend, choose_device
-from parwrap.errors import RankMismatchError
+from parwrap.meetings import Meetings
 from parwrap.world import World, read_world
 
 __all__ = [
@@ -53,6 +53,7 @@ class Group:
         device: where this rank trains, and where its numbers are put to be reduced.
         store: a key-value store that all ranks share, for what must not cost a collective.
         timeout: how long to wait for another rank.
+        meetings: this rank's meetings with the others; ``None``, as ``store``, for a group that the user's own code has started.
     """
 
     world: World
@@ -60,56 +61,59 @@ class Group:
     device: torch.device
     store: Any
     timeout: timedelta
-    _meetings: Counter = field(default_factory=Counter)
+    meetings: Any
 
-    def meeting(self, topic: str) -> str:
-        """A new key in the store, the same on all ranks: ranks meet in the order in which they come to ``topic``."""
-        self._meetings[topic] += 1
-        return f"{topic}/{self._meetings[topic]}"
+    def meet(self, kind: str) -> list[int]:
+        """Wait for the other ranks, as in :meth:`Meetings.wait`; returns those that came for ``kind``."""
+        return self.meetings.wait(kind) if self.meetings else list(range(self.world.size))
 
-    def exchange(self, topic: str, value: Any) -> list[Any]:
-        """Every rank's ``value``, in the order of ranks, by way of the store; ranks meet in the order of their calls.
+    def key(self, topic: str) -> str:
+        """A key in the store for ``topic``, the same on all ranks and new after each meeting."""
+        return f"{topic}/{self.meetings.number}"
+
+    def exchange(self, topic: str, value: Any) -> dict[int, Any]:
+        """Meet for ``topic``, and have the ``value`` of every rank that came for it, by rank.
 
         Args:
             topic: what the value is, for the error text.
             value: anything small that pickles.
 
         Raises:
-            RankMismatchError: a rank did not come in time.
+            RankMismatchError: a rank did not come in time, or came for something that cannot be put off.
         """
-        meeting = self.meeting(topic)
-        self.store.set(f"{meeting}/{self.world.rank}", pickle.dumps(value))
-        return [pickle.loads(self.fetch(f"{meeting}/{rank}", rank, topic)) for rank in range(self.world.size)]
+        return self.share(topic, value, self.meet(topic))
+
+    def share(self, topic: str, value: Any, among: Iterable[int]) -> dict[int, Any]:
+        """The ``value`` of each rank ``among`` those that are at the same point, by rank; this rank's own may be left out."""
+        key = self.key(topic)
+        self.store.set(f"{key}/{self.world.rank}", pickle.dumps(value))
+        return {rank: pickle.loads(self.fetch(f"{key}/{rank}", rank, topic)) for rank in among}
 
     def fetch(self, key: str, owner: int, purpose: str) -> bytes:
-        """What rank ``owner`` stores under ``key``, waited for."""
+        """What rank ``owner``, which is at the same point, stores under ``key``."""
         try:
             self.store.wait([key], self.timeout)
         except RuntimeError as error:
             # each kind of store has an exception of its own
             if "timeout" not in str(error).lower():
                 raise
-            raise self._in_vain(owner, purpose) from None
+            raise self.meetings.in_vain(purpose, owner) from None
         return self.store.get(key)
 
     @property
     def clock(self) -> int:
         """How often this rank has met the others: at the same point of the script the same on all ranks."""
-        return dist.group.WORLD._get_sequence_number_for_group() + self._meetings.total()  # type: ignore[union-attr]
+        return self.meetings.number + dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
 
     def wait_until(self, ready: Callable[[], bool], owner: int, purpose: str) -> None:
         """Return when ``ready()``, which looks into the store for what rank ``owner`` puts there."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         while not ready():
+            self.meetings.fetching(purpose)
             if time.monotonic() > deadline:
-                raise self._in_vain(owner, purpose)
+                raise self.meetings.in_vain(purpose, owner)
             time.sleep(POLLING)
-
-    def _in_vain(self, owner: int, purpose: str) -> RankMismatchError:
-        return RankMismatchError(
-            f"rank {self.world.rank} waited {self.timeout.total_seconds():g} s for rank {owner} at the same point ({purpose}), in vain. "
-            "That rank has ended, is stuck or took another way through the script; if it is only slow, raise timeout=."
-        )
+        self.meetings.fetched()
 
 
 _current: Group | None = None
@@ -134,9 +138,11 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
     dist.init_process_group(
         backend, store=dist.PrefixStore(f"torch/{_opened}", store), rank=world.rank, world_size=world.size, timeout=timeout
     )
-    _current = Group(world, backend, device, dist.PrefixStore(f"parwrap/{_opened}", store), waiting)
+    store = dist.PrefixStore(f"parwrap/{_opened}", store)
     try:
-        yield _current
+        with mailbox.opened(world, store) as entries:
+            _current = Group(world, backend, device, store, waiting, Meetings(entries, waiting))
+            yield _current
     finally:
         _current = None
         if dist.is_initialized():
@@ -211,4 +217,4 @@ def open_group() -> Group | None:
     if not dist.is_initialized():
         return None
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return Group(World(dist.get_rank(), dist.get_world_size()), dist.get_backend(), device, store=None, timeout=PATIENCE)
+    return Group(World(dist.get_rank(), dist.get_world_size()), dist.get_backend(), device, store=None, timeout=PATIENCE, meetings=None)

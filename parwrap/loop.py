@@ -26,7 +26,7 @@ class Loop:
         evaluations: how many passes are open that only look at data, which all ranks do alike.
         looped: whether there has been a training pass at all.
         weight: how much this rank's part of the current batch counts in an average over ranks.
-        generation: how many times an optimizer has got new parameters.
+        generation: how many times an optimizer has got new parameters, or a module was moved or cast.
         changed: called with no arguments when training begins, or a pass or another optimizer does.
     """
 
@@ -80,6 +80,10 @@ class Loop:
         """``module.train(training)`` was called."""
         self._training.pop(module, None)
         self._training[module] = training
+
+    def moved(self) -> None:
+        """Parameters are of another dtype or on another device than before."""
+        self.generation += 1
 
     def ran_backward(self) -> None:
         self.backwards += 1

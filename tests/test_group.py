@@ -13,23 +13,26 @@ from parwrap.world import World
 
 
 @pytest.mark.ranks(2)
-def test_an_exchange_needs_no_collective():
-    with_collective = current().exchange("test", parwrap.rank() * 10)
-
-    assert [0, 10] == with_collective
-    assert [1, 11] == current().exchange("test", parwrap.rank() * 10 + 1)
+def test_an_exchange_gives_every_rank_the_values_of_all():
+    assert {0: 0, 1: 10} == current().exchange("test", parwrap.rank() * 10)
+    assert {0: 1, 1: 11} == current().exchange("test", parwrap.rank() * 10 + 1)
 
 
 @pytest.mark.ranks(2, timeout=30)
 def test_a_rank_that_never_comes_is_named():
     mine = current()
-    mine.timeout = timedelta(seconds=0.3)
-    if parwrap.rank() == 0:
-        with pytest.raises(RankMismatchError, match=r"rank 0 waited 0.3 s for rank 1 at the same point \(lunch\), in vain.*raise timeout="):
+    mine.timeout = mine.meetings.timeout = timedelta(seconds=0.3)
+    if parwrap.rank() == 1:
+        mine.store.wait(["gave up"])
+    else:
+        with pytest.raises(
+            RankMismatchError,
+            match=r"rank 0 waited 0.3 s for the other ranks at the same point .lunch.*, in vain.*Rank 1 has met nobody yet.*raise timeout=",
+        ):
             mine.exchange("lunch", None)
         with pytest.raises(RankMismatchError, match=r"for rank 1 at the same point \(tea\)"):
             mine.wait_until(lambda: False, 1, "tea")
-    parwrap.barrier()
+        mine.store.set("gave up", b"")
 
 
 @pytest.mark.ranks(2)
@@ -39,7 +42,7 @@ def test_groups_opened_one_after_the_other_do_not_read_each_others_keys(tmp_path
     meeting_place = World(world.rank, world.size, launcher="test", init_method=f"file://{tmp_path}/store")
     for round in range(3):
         with opened(meeting_place, "gloo") as opened_group:
-            assert [(round, 0), (round, 1)] == opened_group.exchange("round", (round, world.rank))
+            assert {0: (round, 0), 1: (round, 1)} == opened_group.exchange("round", (round, world.rank))
             assert parwrap.reduce_sum(1) == 2
         assert not dist.is_initialized()
 

@@ -28,6 +28,8 @@ from parwrap.streams import Streams
 
 __all__ = ["Loaders", "TrainingData"]
 
+AGREEMENT = "training loader"
+
 ANOTHER_LOADER = 1_000_003
 """Apart by this, the seeds of two loaders never meet in a later epoch; zipped loaders must not pair a sample with itself."""
 
@@ -89,6 +91,8 @@ class Loaders:
         began: Callable[[TrainingData], None],
     ) -> None:
         self._group, self._loop, self._streams, self._split, self._began = group, loop, streams, split, began
+        if group:
+            group.meetings.answer(AGREEMENT, lambda detail, present: None)  # who has left shares out nothing
         self._rank, self._size = (group.world.rank, group.world.size) if group else (0, 1)
         self._histories: weakref.WeakKeyDictionary[DataLoader, _History] = weakref.WeakKeyDictionary()
         self._shuffled_seen = False
@@ -196,7 +200,7 @@ class Loaders:
             return dataset, seed
         indices = np.asarray(dataset.indices) if isinstance(dataset, Subset) else None
         digest = indices is not None and hashlib.sha256(indices.tobytes()).hexdigest()
-        answers = self._group.exchange("training loader", (len(dataset), digest, seed))
+        answers = list(self._group.exchange(AGREEMENT, (len(dataset), digest, seed)).values())
         lengths = [length for length, _, _ in answers]
         if len(set(lengths)) > 1:
             raise RankMismatchError(

@@ -25,6 +25,7 @@ from parwrap.files.clone import CloneFiles
 from parwrap.files.rank_zero import RankZeroFiles
 from parwrap.group import Group
 from parwrap.loop import Loop
+from parwrap.meetings import END
 from parwrap.patching import aliases, installed
 from parwrap.strategies.averager import Reducer
 from parwrap.strategies.ddp import DDP
@@ -33,6 +34,7 @@ from parwrap.strategies.single import Single
 from parwrap.streams import Streams, get_state, seed_all, set_state
 from parwrap.verbs import patches
 from parwrap.voices import Voice, Voices
+from parwrap.watch import watched
 from parwrap.world import launch_variables, read_world
 
 __all__ = ["Options", "distributed"]
@@ -53,6 +55,7 @@ class Options:
     bucket_cap_mb: float = 25
     timeout: float | timedelta | None = None
     gradient_as_bucket_view: bool = False
+    hang_after: float = 60
 
     def __post_init__(self) -> None:
         if self.batch not in BATCHES:
@@ -69,6 +72,9 @@ class Options:
             raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of megabytes above 0.")
         if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
             raise UsageError(f"timeout={self.timeout!r} is not a number of seconds above 0.")
+
+        if not self.hang_after > 0:
+            raise UsageError(f"hang_after={self.hang_after!r} is not a number of seconds above 0.")
 
     @property
     def patience(self) -> timedelta | None:
@@ -89,6 +95,7 @@ class distributed(ScopeDecorator):
             of every batch, so that the run has the numbers of a single process.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
         timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
+        hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
         gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
 
     Raises:
@@ -142,7 +149,7 @@ def _opened(options: Options, module: str | None, hidden: Iterable[str] = ()) ->
         group = outer or grouped.enter_context(groups.opened(read_world(os.environ), options.backend, options.patience))
         _session = _Session(group, options, leave_group=grouped.close)
         try:
-            with _session.patched(module, hidden):
+            with _session.patched(module, hidden), _session.met():
                 yield
         finally:
             _session = None
@@ -162,7 +169,7 @@ class _Session:
         self._loop = Loop()
         self._streams = Streams(group.world.rank if group else 0)
         self._data: TrainingData | None = None
-        self._announced = False
+        self._announced = self._aside = False
         self._undo = ExitStack()
 
     @contextmanager
@@ -175,6 +182,28 @@ class _Session:
                 everything += aliases(everything, sys.modules[module])
             self._undo.enter_context(installed(everything))
             yield
+
+    @contextmanager
+    def met(self) -> Iterator[None]:
+        """Ranks leave together: those that are through first answer the others until they are."""
+        group = self._group
+        if group is None:
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                self._leave(group)
+            else:
+                group.meetings.fail(error)
+            raise
+        else:
+            self._leave(group)
+
+    def _leave(self, group: Group) -> None:
+        if groups.current() is group and not self._aside:
+            group.meetings.wait(END, place="")
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:
@@ -198,6 +227,7 @@ class _Session:
         """The script distributes itself: take everything off and let it."""
         if isinstance(instance, Reducer):
             return
+        self._aside = True
         self._undo.close()
         if instance is None:
             self._leave_group()
@@ -206,6 +236,9 @@ class _Session:
     def _start(self) -> list[Any]:
         """Put the random streams in step and make the actors."""
         group, loop = self._group, self._loop
+        if group is not None:
+            group.meetings.begin()
+            self._undo.callback(group.meetings.begin)
         if self._options.seed is not None:
             seed_all(self._options.seed)
         elif group is not None:
@@ -222,8 +255,9 @@ class _Session:
         files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
         self._undo.enter_context(voices.silenced())
         self._undo.callback(ddp.close)
-        self._undo.push(lambda kind, error, traceback: files.close(failed=kind is not None))
-        return [*actors, ddp, InStep(loop), voices, files, self]
+        self._undo.callback(files.close)
+        self._undo.enter_context(watched(group.meetings, group.world.rank, self._options.hang_after))
+        return [*actors, ddp, InStep(group, loop), voices, files, self]
 
     def _stop(self) -> None:
         """Passes that outlive the session must not switch streams any more."""

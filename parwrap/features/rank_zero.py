@@ -87,7 +87,7 @@ class rank_zero_first(ScopeDecorator):
             yield
             return
         place = f"node {group.world.node_rank}" if self._local else "all nodes"
-        through = group.meeting(f"rank_zero_first on {place}")
+        through = group.key(f"rank_zero_first on {place}")
         first = (group.world.local_rank if self._local else group.world.rank) == 0
         with alone():
             if first:
@@ -112,7 +112,7 @@ def _meeting_group(name: str) -> Group | None:
 
 def _shared(group: Group, function: Callable, args: tuple, kwargs: dict) -> Any:
     """Rank 0's result on every rank; an exception there ends the waiting of the others."""
-    outcome = group.meeting("rank_zero_only")
+    outcome = group.key("rank_zero_only")
     if group.world.rank > 0:
         failure = group.fetch(outcome, 0, f"rank_zero_only {describe(function)}").decode()
         if failure:

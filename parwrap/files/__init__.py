@@ -6,7 +6,6 @@
     clone.py       actor above rank 0: lets calls act on the clone's view instead
     view.py        what a clone sees: files as rank 0 has them at the same point of the script, or else its own scratch
     versions.py    how often rank 0 has written a path and when, announced and awaited by way of the store
-    answers.py     rank 0's thread that tells a waiting clone that a version will not come
     places.py      which paths are subject to all this, and under which name
     listing.py     directories as a clone sees them
     handles.py     an open file that tells when it is closed

@@ -33,10 +33,10 @@ class CloneFiles:
 
     def __init__(self, group: Group) -> None:
         self._places = Places()
-        self._view = View(Awaited(group, group.meeting("files")), self._places)
+        self._view = View(Awaited(group, group.key("files")), self._places)
         self._descriptors: dict[int, str] = {}
 
-    def close(self, failed: bool) -> None:
+    def close(self) -> None:
         """Let everything through from now on; what only this rank has seen is gone."""
         self._places.open = False
         self._view.close()

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from parwrap.files.answers import Answers
 from parwrap.files.checkpoint import on_own_gpu, write_beside
 from parwrap.files.handles import is_valid, opened, writes
 from parwrap.files.places import Places, passing
@@ -27,17 +26,14 @@ class RankZeroFiles:
     """
 
     def __init__(self, group: Group) -> None:
-        topic = group.meeting("files")
         self._places = Places()
-        self._announced = Announced(group, topic)
-        self._answers = Answers(group, topic)
+        self._announced = Announced(group, group.key("files"))
         self._descriptors: dict[int, str] = {}
 
-    def close(self, failed: bool) -> None:
+    def close(self) -> None:
         """Let everything through from now on, and let nobody wait any more."""
         self._places.open = False
-        self._answers.close()
-        self._announced.close(waits=not failed)
+        self._announced.close()
 
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
         """``torch.save``: a file appears whole or not at all."""

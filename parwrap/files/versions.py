@@ -25,8 +25,11 @@ __all__ = ["Announced", "Awaited", "Outcome", "Record"]
 MOST_KEPT = 64
 """How many files that have been replaced or removed rank 0 holds open for slower ranks, between two meetings."""
 
-IMPATIENCE = 0.05
-"""Seconds after which a clone asks whether rank 0 has passed the point where it waits."""
+DELIVERY = 0.5
+"""Seconds that an announcement may take to the store, while everybody sees at once that rank 0 has gone on."""
+
+AHEAD = 8
+"""How many meetings the host of a rank with a GPU may be ahead of the others."""
 
 
 @dataclass
@@ -38,6 +41,7 @@ class Record:
         closed: how many of them are there.
         clock: when the latest began.
         before: how many were there when the ranks had last met before that.
+        stood: whether the path was there then.
         created: when rank 0 made what was not there before; ``None`` for what was.
         kept: versions that have been replaced, and from where they can still be read.
     """
@@ -46,6 +50,7 @@ class Record:
     closed: int = 0
     clock: int = -1
     before: int = 0
+    stood: bool = False
     created: int | None = None
     kept: dict[str, str] = field(default_factory=dict)
 
@@ -85,19 +90,20 @@ class Announced:
         now = self._group.clock
         with self._lock, passing():
             record = self._records.setdefault(key, Record())
-            self._let_go(now)
-            if replaces and (record.closed or not in_place) and record.begun == record.closed and _is_file(key):
-                self._keep(key, record, now)
-                if in_place:
-                    with suppress(OSError):
-                        os.unlink(key)  # a clone that has opened it reads on
+            there = os.path.lexists(key)
             if record.clock < now:
-                record.before = record.closed
-            if record.created is None and not _there(key):
+                record.before, record.stood = record.closed, there
+            if record.created is None and not there:
                 record.created = now
+            self._let_go(now)
+            # what the user had there before is written anew in its place, as it would be otherwise
+            keeps = replaces and (record.closed or not in_place) and record.begun == record.closed and self._keep(key, record, now)
             record.begun += 1
             record.clock = now
             self._tell(key)
+            if keeps and in_place:
+                with suppress(OSError):
+                    os.unlink(key)  # a clone that has opened it reads on
 
     def finish(self, key: str, gone: bool = False) -> None:
         """The version is there, or the path is gone."""
@@ -113,8 +119,9 @@ class Announced:
         with self._lock:
             record = self._records[key]
             record.begun -= 1
-            if record.begun == 0 and not _there(key):
-                record.created = None
+            with passing():
+                if not os.path.lexists(key):
+                    record.created = None
             self._tell(key)
 
     def below(self, folder: str) -> list[str]:
@@ -122,24 +129,24 @@ class Announced:
         with self._lock:
             return [key for key in self._records if key.startswith(f"{folder}/")]
 
-    def close(self, waits: bool) -> None:
-        """No further version will come; ``waits`` for clones that may still read what has been replaced."""
+    def close(self) -> None:
+        """No further version will come."""
         self._group.store.set(f"{self._topic}/ended", b"")
-        self._let_go(self._group.clock)
-        for rank in range(1, self._group.world.size) if waits and self._kept else ():
-            self._group.fetch(f"{self._topic}/through/{rank}", rank, "the end of what reads files that rank 0 has replaced")
         while self._kept:
             os.close(self._kept.popleft().file)
 
-    def _keep(self, key: str, record: Record, now: int) -> None:
+    def _keep(self, key: str, record: Record, now: int) -> bool:
         """Keep what a clone that is slower has not read yet: an open file stays when its name goes."""
+        if os.path.islink(key) or not os.path.isfile(key) or not os.access(key, os.R_OK):
+            return False
         file = os.open(key, os.O_RDONLY)
         self._kept.append(_Kept(now, file, key, str(record.closed)))
         record.kept[str(record.closed)] = f"/proc/{os.getpid()}/fd/{file}"
+        return True
 
     def _let_go(self, now: int) -> None:
         """Close what all ranks have had the time to read, since they have met."""
-        while self._kept and (self._kept[0].clock < now or len(self._kept) > MOST_KEPT):
+        while self._kept and (self._kept[0].clock + AHEAD < now or len(self._kept) > MOST_KEPT):
             kept = self._kept.popleft()
             del self._records[kept.key].kept[kept.version]
             self._tell(kept.key)
@@ -147,16 +154,6 @@ class Announced:
 
     def _tell(self, key: str) -> None:
         self._group.store.set(f"{self._topic}/of/{key}", json.dumps(astuple(self._records[key])))
-
-
-def _there(path: str) -> bool:
-    with passing():
-        return os.path.lexists(path)
-
-
-def _is_file(path: str) -> bool:
-    """Whether a file of its own has this name, not a link."""
-    return os.path.isfile(path) and not os.path.islink(path)
 
 
 class Outcome(enum.Enum):
@@ -181,7 +178,9 @@ class Awaited:
     def record(self, key: str) -> Record | None:
         """What rank 0 has done to the path so far."""
         name = f"{self._topic}/of/{key}"
-        return Record(*json.loads(self._store.get(name))) if self._store.check([name]) else None
+        # the second look comes after whatever was on its way to the store at the first
+        there = self._store.check([name]) or self._store.check([name])
+        return Record(*json.loads(self._store.get(name))) if there else None
 
     def before(self, key: str) -> int:
         """How many versions there were when this rank last met the others."""
@@ -198,7 +197,7 @@ class Awaited:
     def removed_ahead(self, key: str) -> bool:
         """Whether the path is not there only since rank 0 is ahead."""
         record = self.record(key)
-        return record is not None and record.created is None and record.clock >= self._group.clock
+        return record is not None and record.stood and record.clock >= self._group.clock
 
     def replaced(self, key: str, version: int) -> bool:
         """Whether rank 0 has begun a later version that a clone must not see."""
@@ -210,39 +209,29 @@ class Awaited:
         Raises:
             RankMismatchError: neither has happened within the group's timeout.
         """
-        record = Record()
-        outcome = None
-        answer = ""
-        began = time.monotonic()
+        record, outcome = Record(), None
+        passed: float | None = None
 
         def settled() -> bool:
-            nonlocal record, outcome, answer
-            # asked first: what rank 0 has announced before it has passed is there
-            passed = answer and any(self._store.check([name]) for name in (answer, f"{self._topic}/ended"))
+            nonlocal record, outcome, passed
             record = self.record(key) or Record()
             if self._replaced(record, version):
                 outcome = Outcome.REPLACED
             elif record.closed >= version:
                 outcome = Outcome.THERE
-            elif passed:
+            elif passed is None:
+                passed = time.monotonic() if self._passed() else None
+            elif time.monotonic() > passed + DELIVERY:
                 outcome = Outcome.NEVER
-            elif not answer and time.monotonic() - began > IMPATIENCE:
-                answer = self._ask()
             return outcome is not None
 
         self._group.wait_until(settled, 0, f"version {version} of {key}")
         assert outcome is not None
         return outcome, record
 
-    def close(self) -> None:
-        """This rank will read nothing more."""
-        self._store.set(f"{self._topic}/through/{self._group.world.rank}", b"")
+    def _passed(self) -> bool:
+        """Whether rank 0 has passed the point of the script where this rank is."""
+        return self._group.meetings.passed(0) or self._store.check([f"{self._topic}/ended"])
 
     def _replaced(self, record: Record | None, version: int) -> bool:
         return record is not None and record.begun > version and record.clock >= self._group.clock
-
-    def _ask(self) -> str:
-        """Ask rank 0 whether it has met the others more often than this rank; the key of its answer."""
-        number = self._store.add(f"{self._topic}/questions", 1)
-        self._store.set(f"{self._topic}/question/{number}", str(self._group.clock))
-        return f"{self._topic}/answer/{number}"

@@ -253,7 +253,6 @@ class View:
 
     def close(self) -> None:
         """Remove all scratch."""
-        self._awaited.close()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 

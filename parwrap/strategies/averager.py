@@ -4,38 +4,68 @@
 reducer, is called just before the real backward; torch's hooks then average and overlap as usual. Which parameters belong
 to which backward is decided by ``ddp.py``.
 
-The holder has one parameter of its own, the *signal*. Its product with a flag for each parameter that this rank's loss
-reaches is one more root of the same backward, so that the flags become its gradient, travel within the buckets and cost no
-collective of their own. The root is a scalar because torch imports sympy to check an explicit gradient.
+The holder has one parameter of its own, the *signal*: the facts that the ranks tell each other are its gradient, so they travel
+within the buckets and cost no collective. It comes last in every backward, so no bucket waits for it but its own, and what has
+been noticed during the backward is told as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from parwrap.collectives import all_reduced
+from parwrap.group import Group
 from parwrap.strategies.graph import reached
 from parwrap.verbs.backward import Backward
 
-__all__ = ["Averager", "Reducer"]
+__all__ = ["Averager", "Noticed", "Reducer"]
 
-LOOKED = 0.0
-"""The last flag of a rank that has looked at its graph, so that its other flags are exact; of the others it is 1, as all their flags."""
+CLAIMED, WEIGHT, STRAYS, MISFIT = -4, -3, -2, -1
+"""The facts behind the flags that say which parameters this rank's loss reaches: whether those flags are only claimed, since the
+graph was not looked at; how much this rank counts in the average; whether gradients came outside of the set; whether the set
+does not fit this rank's losses any more."""
+
+EXACT = 1e-4
+"""Weights whose mean is this close to 1 are all there."""
+
+T = TypeVar("T")
+
+
+class Noticed(NamedTuple):
+    """What at least one rank has noticed in a backward."""
+
+    strays: bool = False
+    misfit: bool = False
 
 
 class Reducer(DistributedDataParallel):
     """parwrap's own use of DDP, to be told from the user's."""
 
 
+class _SparselyUsed(nn.Embedding):
+    """By this DDP can tell that the gradient of ``weight`` will be sparse."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        nn.Module.__init__(self)
+        self.sparse = True
+        self._parameters["weight"] = weight  # type: ignore[assignment]
+
+
 class _Holder(nn.Module):
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], sparse: frozenset[int]) -> None:
         super().__init__()
         # register_parameter takes nothing but nn.Parameter, and a hand-written SGD has bare tensors
-        self._parameters.update({str(index): parameter for index, parameter in enumerate(parameters)})  # type: ignore[misc]
+        for index, parameter in enumerate(parameters):
+            if id(parameter) in sparse:
+                self.add_module(f"sparse {index}", _SparselyUsed(parameter))
+            else:
+                self._parameters[str(index)] = parameter  # type: ignore[assignment]
 
     def forward(self) -> None:
         """DDP arms its reducer around this call."""
@@ -45,57 +75,130 @@ class _Touch(torch.autograd.Function):
     """Makes parameters take part in a backward with no gradient of their own."""
 
     @staticmethod
-    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.count = len(parameters)
+    def forward(ctx: Any, sparse: frozenset[int], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.nothing = [_sparse_nothing(p) if id(p) in sparse else None for p in parameters]
         return torch.zeros((), device=parameters[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
-        return (None,) * ctx.count
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        return (None, *ctx.nothing)
 
 
 class Averager:
     """Averages the gradients of ``parameters`` over the ranks in each backward that it is told to run.
 
     Args:
+        group: the process group.
+        number: by which the ranks tell their averagers apart.
         parameters: the leaf tensors, in the order in which the forward uses them; the same on every rank.
+        sparse: the ids of those that get sparse gradients.
         varies: whether backwards are known to reach only some of the parameters now and then.
+        misfit: called in a backward that shows that the set does not fit any more.
         options: for ``DistributedDataParallel``, such as ``bucket_cap_mb``.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], varies: bool, **options: Any) -> None:
-        self.parameters = tuple(parameters)
+    def __init__(
+        self,
+        group: Group,
+        number: int,
+        parameters: Sequence[torch.Tensor],
+        sparse: frozenset[int],
+        varies: bool,
+        misfit: Callable[[], None],
+        **options: Any,
+    ) -> None:
+        self._misfit = misfit
+        self.number, self.parameters = number, tuple(parameters)
         self.ids = frozenset(id(p) for p in self.parameters)
-        self._varies = varies
-        # of the last parameter's dtype if that can be, since its bucket goes first and so does the signal
-        last = self.parameters[-1]
-        dtype = last.dtype if last.dtype.is_floating_point else torch.float32
-        self._signal = nn.Parameter(torch.zeros(len(self.parameters) + 1, dtype=dtype, device=last.device))
-        self._ddp = Reducer(_Holder((*self.parameters, self._signal)), init_sync=False, **options)
+        self._group, self.sparse, self._varies = group, sparse, varies
+        # of the first parameter's dtype if that can be: its bucket is the last, and so is the signal
+        like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
+        dtype, device = (torch.float32, group.device) if like is None else (like.dtype, like.device)
+        self._kinds = _kinds(self.parameters)
+        self._told_weight = 1.0
+        self._copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._facts = facts = torch.ones(len(self.parameters) + 4, dtype=dtype, device=device)
+        facts[STRAYS:] = 0
+        self._signal = nn.Parameter(torch.zeros_like(facts))
+        self._signal.register_hook(lambda grad: facts.clone())
+        # autograd takes the nodes of one device in the order of age, the newest first, and counts anew in each thread
+        self._root = _in_new_thread(self._signal.sum)
+        dense = [p for p in self.parameters if id(p) not in sparse]
+        ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *dense]
+        self._ddp = Reducer(_Holder(ordered, sparse), init_sync=False, **options)
 
-    def run(self, call: Backward) -> bool:
+    def fits(self, parameters: Sequence[torch.Tensor], sparse: frozenset[int]) -> bool:
+        """Whether it was built for just these ``parameters``, and they still are of the dtypes and on the devices of then."""
+        return (
+            len(parameters) == len(self.parameters)
+            and all(p is mine for p, mine in zip(parameters, self.parameters, strict=True))
+            and (sparse, _kinds(parameters)) == (self.sparse, self._kinds)
+        )
+
+    def run(self, call: Backward, weight: float) -> Noticed:
         """Run the backward ``call`` and leave the averages in ``.grad``.
 
-        Returns:
-            Whether the set still fits: false once a parameter of it is frozen, or others are reached instead.
+        Args:
+            call: of a loss that was multiplied by ``weight`` already.
+            weight: how much this rank counts; 1 if all count the same.
         """
-        self._signal.grad = None
+        self._tell(call, weight)
         self._arm()
-        call.with_root(self._root(call), self._signal).run()
-        try:
-            self._ddp._check_reducer_finalized()
-        except RuntimeError:
-            return self._complete(call)
-        return True
+        call.with_root(self._root, self._signal).run()
+        if not self._finished():
+            self._touch_the_rest(call)
+        return self._noticed()
 
-    def _root(self, call: Backward) -> torch.Tensor:
-        """A scalar whose gradient for the signal is the flags; new for each backward, since autograd takes the newest nodes first
-        and no bucket is sent before that of the signal."""
-        with torch.enable_grad():
-            if not self._varies:
-                return self._signal.sum()
+    def run_then_average(self, call: Backward, weight: float) -> Noticed:
+        """The same where gradients cannot go through a bucket: they get a graph of their own, or come several times."""
+        self._tell(call, weight)
+        call.with_root(self._root, self._signal).run()
+        return self._average()
+
+    def answer(self) -> Noticed:
+        """Take part in the :meth:`run` of other ranks with nothing to contribute."""
+        self._let_go()
+        self._arm()
+        self._touch(self.parameters, self._root)
+        self._drop_unused(list(enumerate(self.parameters)))
+        return self._noticed()
+
+    def answer_then_average(self) -> Noticed:
+        """Take part in the :meth:`run_then_average` of other ranks with nothing to contribute."""
+        self._let_go()
+        self._signal.grad = self._facts.clone()
+        return self._average()
+
+    def note_stray(self) -> None:
+        """A gradient came outside of the set, in the backward that runs."""
+        self._facts.data[STRAYS] = 1
+
+    def others(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters among ``leaves`` that are not in the set."""
+        return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in self.ids]
+
+    def note_misfit(self) -> None:
+        """The set does not fit this rank's losses any more, which the others are told in the next backward."""
+        self._facts.data[MISFIT] = 1
+
+    def _tell(self, call: Backward, weight: float) -> None:
+        """Set what this rank knows before the backward; ``.data``, because autograd may hold the facts of the last."""
+        facts = self._facts.data
+        if self._varies:
             leaves = {id(leaf) for leaf in reached(call.beginnings)}
-            return torch.dot(self._signal, self._signal.new_tensor([*(id(p) in leaves for p in self.parameters), LOOKED]))
+            facts[:CLAIMED] = facts.new_tensor([id(p) in leaves for p in self.parameters])
+            facts[CLAIMED] = 0
+        if self._told_weight != weight:
+            facts[WEIGHT] = self._told_weight = weight
+        self._signal.grad = None
+
+    def _let_go(self) -> None:
+        """Contribute nothing: not even the gradients of before, which DDP would send."""
+        self._facts.data[:STRAYS] = 0
+        self._varies, self._told_weight = True, 0.0  # the flags must be set anew before this rank's next backward
+        self._signal.grad = None
+        for p in self.parameters:
+            p.grad = None
 
     def _arm(self) -> None:
         """Have the reducer expect every parameter in the next backward."""
@@ -107,22 +210,116 @@ class Averager:
             with torch.enable_grad():
                 self._ddp()
 
-    def _complete(self, call: Backward) -> bool:
+    def _finished(self) -> bool:
+        try:
+            self._ddp._check_reducer_finalized()
+        except RuntimeError:
+            return False
+        return True
+
+    def _touch_the_rest(self, call: Backward) -> None:
         """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
         self._varies = True
         leaves = {id(leaf): leaf for leaf in reached(call.beginnings)}
         missing = [(index, p) for index, p in enumerate(self.parameters) if id(p) not in leaves]
-        frozen = [p for _, p in missing if not p.requires_grad]
         without = [(index, p) for index, p in missing if p.grad is None]
+        if any(not p.requires_grad for _, p in missing) or self.others(leaves.values()):
+            self._misfit()  # before the others can get to the end of this backward
+            self._facts.data[MISFIT] = 1
+        self._touch([p for _, p in missing])
+        self._drop_unused(without)
+
+    def _touch(self, parameters: Sequence[torch.Tensor], *roots: torch.Tensor) -> None:
+        """Have ``parameters``, frozen ones too, take part in a backward of ``roots`` with nothing."""
+        frozen = [p for p in parameters if not p.requires_grad]
         for p in frozen:
             p.requires_grad_(True)
-        with torch.enable_grad():
-            call.original(_Touch.apply(*(p for _, p in missing)))
-        for p in frozen:
-            p.requires_grad_(False)
-        *used, not_looked = self._signal.grad.tolist()  # type: ignore[union-attr]
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                touched = [_Touch.apply(self.sparse, *parameters)] if parameters else []
+                torch.autograd.backward((*touched, *roots))
+        finally:
+            for p in frozen:
+                p.requires_grad_(False)
+
+    def _drop_unused(self, without: list[tuple[int, torch.Tensor]]) -> None:
+        """What no rank has used keeps no gradient, as in a single process."""
+        facts = self._signal.grad.tolist()  # type: ignore[union-attr]
         for index, p in without:
-            # flags of a rank that had not looked claim too much; then an average of nothing but zeros tells, the same on all ranks
-            if not (p.grad.any() if not_looked else used[index]):  # type: ignore[union-attr]
+            # claimed flags say too much; then an average of nothing but zeros tells, the same on all ranks
+            if not (_is_something(p.grad) if facts[CLAIMED] else facts[index]):
                 p.grad = None
-        return not frozen and not any(isinstance(leaf, nn.Parameter) and key not in self.ids for key, leaf in leaves.items())
+
+    def _noticed(self) -> Noticed:
+        """Divide by what was contributed rather than by the number of ranks, and find out what was noticed."""
+        if self._facts.is_cuda:
+            return self._noticed_later()
+        _, weight, strays, misfit = self._signal.grad[CLAIMED:].tolist()  # type: ignore[index]
+        if abs(weight - 1) > EXACT:
+            for p in self.parameters:
+                if p.grad is not None:
+                    p.grad.data.mul_(1 / weight)
+        if strays or misfit:
+            self._facts.data[STRAYS:] = 0
+        return Noticed(strays > 0, misfit > 0)
+
+    def _noticed_later(self) -> Noticed:
+        """The same for a GPU, which the host must not wait for: it divides by itself, and what was noticed is known a step later."""
+        facts: torch.Tensor = self._signal.grad  # type: ignore[assignment]
+        factor = torch.where((facts[WEIGHT] - 1).abs() > EXACT, 1 / facts[WEIGHT], torch.ones_like(facts[WEIGHT]))
+        torch._foreach_mul_([p.grad.data for p in self.parameters if p.grad is not None], factor)
+        before, self._copied = self._copied, (torch.empty(2, dtype=facts.dtype, pin_memory=True), torch.cuda.Event())
+        self._copied[0].copy_(facts[STRAYS:], non_blocking=True)
+        self._copied[1].record()
+        if before is None:
+            return Noticed()
+        before[1].synchronize()
+        strays, misfit = before[0].tolist()
+        if strays or misfit:
+            self._facts.data[STRAYS:] = 0
+            self._copied = None
+        return Noticed(strays > 0, misfit > 0)
+
+    def _average(self) -> Noticed:
+        """Average the gradients there are, and the signal's, after a backward."""
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in self.parameters]
+        signal: torch.Tensor = self._signal.grad  # type: ignore[assignment]
+        *sums, signal = all_reduced([*grads, signal.detach()], self._group)
+        size = self._group.world.size
+        self._signal.grad = signal.to(self._facts) / size
+        for p, total in zip(self.parameters, sums, strict=True):
+            average = (total / size).to(p)
+            if p.grad is None and not average.any():
+                continue
+            if id(p) in self.sparse:
+                p.grad = average.to_sparse(1)
+            elif p.grad is None:
+                p.grad = average
+            else:
+                p.grad.data.copy_(average)
+        return self._noticed()
+
+
+def _in_new_thread(build: Callable[[], T]) -> T:
+    """What ``build`` returns when it is called where nothing was done before."""
+    built: list[T] = []
+    thread = threading.Thread(target=lambda: built.append(build()))
+    thread.start()
+    thread.join()
+    return built[0]
+
+
+def _kinds(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device]]:
+    return [(p.dtype, p.device) for p in parameters]
+
+
+def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        torch.zeros((1, 0), dtype=torch.int64), torch.zeros((0, *like.shape[1:]), dtype=like.dtype), like.shape, device=like.device
+    )
+
+
+def _is_something(grad: torch.Tensor | None) -> bool:
+    if grad is None:
+        return False
+    return bool(grad._nnz()) if grad.is_sparse else bool(grad.any())

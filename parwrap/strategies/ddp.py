@@ -8,8 +8,7 @@ reaches is in no set of that site, so its ``grad`` stays ``None`` as in a single
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parwrap.collectives import reduce_mean
+from parwrap.collectives import all_reduced
 from parwrap.errors import RankMismatchError
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
-from parwrap.strategies.averager import Averager
-from parwrap.strategies.graph import call_site, location, reached
+from parwrap.mailbox import Meeting
+from parwrap.meetings import BACKWARD, FIRST_BACKWARD, THEN_AVERAGED
+from parwrap.sites import call_site, location
+from parwrap.strategies.agreement import View, alike, described, differing, refuse_different_parameters
+from parwrap.strategies.averager import Averager, Noticed
+from parwrap.strategies.graph import reached, reenters, sparsely_used
+from parwrap.strategies.state import take_state
 from parwrap.verbs.backward import Backward
 
 __all__ = ["DDP"]
@@ -33,6 +37,9 @@ SETTLING = 2
 MOST_SITES = 64
 """A script that makes a new call site for every step must not fill the memory with buckets."""
 
+OTHERS = "parameters that were not reached before"
+STRAYS = "gradients outside of the known set"
+
 
 @dataclass
 class _Site:
@@ -41,25 +48,10 @@ class _Site:
     visits: int = 0
     generation: int = -1
     averager: Averager | None = None
+    meeting: Meeting | None = None
     bare: dict[int, torch.Tensor] = field(default_factory=dict)
     frozen: tuple[torch.Tensor, ...] = ()
-
-
-@dataclass(frozen=True)
-class _View:
-    """What one rank tells the others about a backward.
-
-    Attributes:
-        location: file and line that called it.
-        owned: shape and checksum of the parameters that it reaches and an optimizer owns, by ``Loop.owned``'s number.
-        others: shape and checksum of those that no optimizer owns.
-        bare: shape and checksum of leaf tensors that are no ``nn.Parameter``: inputs, or parameters of a hand-written SGD.
-    """
-
-    location: str
-    owned: dict[tuple[int, int], tuple[tuple[int, ...], int]]
-    others: list[tuple[tuple[int, ...], int]]
-    bare: list[tuple[tuple[int, ...], int]]
+    reenters: bool = False
 
 
 class DDP:
@@ -72,24 +64,31 @@ class DDP:
     """
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], dict[str, Any]]) -> None:
-        self._group, self._loop, self._options = group, loop, options
+        self._group, self._meetings, self._loop, self._options = group, group.meetings, loop, options
         self._sites: dict[tuple, _Site] = {}
-        self._averagers: weakref.WeakValueDictionary[tuple[int, ...], Averager] = weakref.WeakValueDictionary()
+        self._averagers: dict[int, Averager] = {}
+        self._built = 0
         self._strays: dict[int, torch.Tensor] = {}
-        self._armed: frozenset[int] = frozenset()
+        self._armed: Averager | None = None
         self._watched: list[torch.utils.hooks.RemovableHandle] = []
-        self._running = False
+        self._running = self._nested = False
+        self._immediate = self._meetings.immediate and group.device.type == "cpu"
+        self._meetings.take_state = lambda source: take_state(group, loop, self._averaged(), source)
+        self._meetings.answer(FIRST_BACKWARD, self._answer_first)
+        self._meetings.answer(BACKWARD, lambda number, present: self._answer(number, Averager.answer))
+        self._meetings.answer(THEN_AVERAGED, lambda number, present: self._answer(number, Averager.answer_then_average))
 
     def backward(self, call: Backward) -> None:
         """Run ``call`` and average what it leaves in the gradients."""
         if self._running or is_alone():
+            self._nested = True
             call.run()
             return
-        self._running, self._armed = True, frozenset()
+        self._running, self._nested = True, False
         try:
             self._average(call)
         finally:
-            self._running = False
+            self._running, self._armed = False, None
         self._loop.ran_backward()
 
     def close(self) -> None:
@@ -97,7 +96,12 @@ class DDP:
         for handle in self._watched:
             handle.remove()
         self._sites.clear()
+        self._averagers.clear()
         self._watched.clear()
+
+    def _averaged(self) -> dict[tuple[int, int], torch.Tensor]:
+        """The parameters whose gradients are averaged, numbered alike on all ranks."""
+        return {(each.number, place): p for each in self._averagers.values() for place, p in enumerate(each.parameters)}
 
     def _average(self, call: Backward) -> None:
         key = call_site()
@@ -105,41 +109,66 @@ class DDP:
         if site.visits < SETTLING or site.generation != self._loop.generation or any(p.requires_grad for p in site.frozen):
             self._settle(site, call)
         site.visits += 1
-        if self._loop.weight != 1.0:
-            call = call.scaled(self._loop.weight)
-        if site.averager is None:
+        averager, meeting, weight = site.averager, site.meeting, self._loop.weight
+        if weight != 1.0:
+            call = call.scaled(weight)
+        if averager is None or meeting is None:
             call.run()
-        elif call.options.get("create_graph"):
-            # a gradient with a graph of its own cannot go through a bucket
-            self._armed = site.averager.ids
-            call.run()
-            self._average_now([p for p in site.averager.parameters if p.grad is not None])
-        else:
-            self._run(site, site.averager, call)
-        if self._strays:
-            self._average_strays(site)
-
-    def _run(self, site: _Site, averager: Averager, call: Backward) -> None:
-        fits, self._armed = False, averager.ids
+            return
+        then = site.reenters or call.options.get("create_graph")
+        if then:
+            meeting = Meeting(THEN_AVERAGED, meeting.place, meeting.detail)
+        self._meetings.go_ahead(meeting)
+        self._armed = averager
         try:
-            fits = averager.run(call)
-        finally:
-            if not fits:
-                # other parameters than before, or a backward that failed half way: start afresh
-                self._averagers.pop(_key(averager.parameters), None)
-                site.averager, site.visits = None, 0
-        if not fits:
-            others = [
-                leaf for leaf in reversed(reached(call.beginnings)) if isinstance(leaf, nn.Parameter) and id(leaf) not in averager.ids
-            ]
-            self._strays = {key: p for key, p in self._strays.items() if not any(p is other for other in others)}
-            self._average_now([p for p in others if p.grad is not None])
+            noticed = (averager.run_then_average if then else averager.run)(call, weight)
+        except BaseException:
+            site.averager, site.visits = None, 0  # it failed half way: start afresh
+            raise
+        self._meetings.compare(meeting)
+        astray = self._immediate and self._meetings.any_astray()
+        self._meetings.through()
+        if self._nested and not site.reenters:
+            averager.note_misfit()
+        others = averager.others(reversed(reached(call.beginnings))) if astray else []
+        self._follow(averager, noticed, weight, others if astray else None)
+        if astray or any(noticed):
+            self._drop_averagers()
 
-    def _average_now(self, parameters: list[torch.Tensor]) -> None:
-        """Average the gradients of ``parameters`` after a backward, in place."""
-        grads = [p.grad for p in parameters]
-        for grad, average in zip(grads, reduce_mean(grads), strict=True):
-            grad.data.copy_(average)  # type: ignore[union-attr]
+    def _answer(self, number: int, take_part: Callable[[Averager], Noticed]) -> None:
+        """Take part in the backward of others, with nothing to contribute."""
+        averager = self._averagers.get(number)
+        if averager is None:
+            raise RankMismatchError(
+                f"rank {self._group.world.rank} has left the training loop, and others train parameters that it does not know. "
+                "Build all optimizers before the loop, or let all ranks take the same number of steps."
+            )
+        self._running = True  # the backward in it is none of the user's
+        try:
+            noticed = take_part(averager)
+        finally:
+            self._running = False
+        astray = self._immediate and self._meetings.any_astray()
+        self._follow(averager, noticed, weight=0.0, others=[] if astray else None)
+        self._loop.ran_backward()
+
+    def _follow(self, averager: Averager, noticed: Noticed, weight: float, others: list[torch.Tensor] | None) -> None:
+        """What all ranks do together after a backward in which one has noticed something.
+
+        Args:
+            averager: of the backward.
+            noticed: what was told by it.
+            weight: of this rank.
+            others: parameters that the backward of this rank has reached beside those of ``averager``, if one has gone astray.
+        """
+        if others is not None:
+            self._average_others(others, weight)
+        if noticed.strays:
+            self._average_strays(averager, weight)
+        if noticed.misfit or others is not None:
+            for site in self._sites.values():
+                if site.averager is averager:
+                    site.averager, site.visits = None, 0
 
     def _new_site(self, key: tuple) -> _Site:
         if len(self._sites) >= MOST_SITES:
@@ -161,50 +190,88 @@ class DDP:
         mine = {id(p): p for p in (*known, *reversed(leaves.values())) if is_parameter(p) and p.requires_grad}
         others = [p for key, p in mine.items() if key not in number_of]
         bare = [leaf for leaf in reversed(leaves.values()) if not is_parameter(leaf) and (afresh or id(leaf) in site.bare)]
-        view = _View(
-            location(),
-            owned={number_of[key]: _described(p) for key, p in mine.items() if key in number_of},
-            others=[_described(p) for p in others],
-            bare=[_described(leaf) for leaf in bare],
+        place = location()
+        view = View(
+            place,
+            owned={number_of[key]: described(p) for key, p in mine.items() if key in number_of},
+            others=[described(p) for p in others],
+            bare=[described(leaf) for leaf in bare],
+            sparse=frozenset(number_of[key] for key in sparsely_used(call.beginnings) if key in number_of),
+            reenters=site.reenters or self._nested or reenters(call.beginnings),
+            averagers=frozenset(self._averagers),
         )
-        views = self._group.exchange("backward", view)
-        _refuse_different_parameters(views)
-
-        union = sorted({number for each in views for number in each.owned})
-        agreed = [owned[number] for number in union] + others
-        checksums = [{each.owned[number][1] for each in views if number in each.owned} for number in union]
-        checksums += [{checksum for _, checksum in each} for each in zip(*(each.others for each in views), strict=True)]
-        self._take_same_values([p for p, each in zip(agreed, checksums, strict=True) if len(each) > 1], len(agreed))
-        alike = _made_alike(bare, views)
-
+        views = self._group.exchange(FIRST_BACKWARD, view)
+        site.averager, site.bare = self._agree(views, owned, others, bare)
         site.generation = self._loop.generation
         site.visits = 0 if afresh else site.visits
-        site.bare = {id(leaf): leaf for leaf in alike}
-        varies = any(len(each.owned) < len(union) for each in views)
-        site.averager = self._averager([*agreed, *alike], varies) if agreed or alike else None
+        site.reenters = any(each.reenters for each in views.values())
+        site.meeting = Meeting(BACKWARD, place, site.averager.number) if site.averager else None
         site.frozen = tuple(p for p in everything.values() if not p.requires_grad)
+        self._drop_averagers()
         self._watch(owned.values())
 
-    def _take_same_values(self, different: list[torch.Tensor], total: int) -> None:
-        """Take rank 0's values of parameters that the ranks have built ``different``."""
+    def _answer_first(self, detail: int, present: list[int]) -> None:
+        """Others agree on a site, and this rank has left: it only gets to know their averager."""
+        views = self._group.share(FIRST_BACKWARD, None, present)
+        live = next(iter(views.values())).averagers
+        self._averagers = {number: averager for number, averager in self._averagers.items() if number in live}
+        self._agree(views, self._loop.owned(), [], [])
+
+    def _agree(
+        self,
+        views: Mapping[int, View],
+        owned: Mapping[tuple[int, int], torch.Tensor],
+        others: list[torch.Tensor],
+        bare: list[torch.Tensor],
+    ) -> tuple[Averager | None, dict[int, torch.Tensor]]:
+        """The averager of what any rank reaches, and the leaf tensors in it that are no ``nn.Parameter``; the same on all ranks."""
+        refuse_different_parameters(views)
+        union = sorted({number for view in views.values() for number in view.owned})
+        if unknown := set(union) - owned.keys() or any(len(view.others) != len(others) for view in views.values()):
+            raise RankMismatchError(
+                f"rank {self._group.world.rank} has left the training loop, and others begin to train parameters that it "
+                f"{'has not built or has frozen' if unknown else 'cannot tell apart, since no optimizer owns them'}. "
+                "Let all ranks take the same way until every backward has run once."
+            )
+        agreed = [*(owned[number] for number in union), *others]
+        self._take_same_values([agreed[place] for place in differing(views.values(), union)], len(agreed), min(views))
+        made_alike = alike(bare, views.values())
+        if not (agreed or made_alike or owned):
+            return None, {}
+        varies = any(len(view.owned) < len(union) for view in views.values())
+        sparse = frozenset(id(owned[number]) for number in union if all(number in v.sparse for v in views.values() if number in v.owned))
+        return self._averager([*agreed, *made_alike], sparse, varies), {id(leaf): leaf for leaf in made_alike}
+
+    def _take_same_values(self, different: list[torch.Tensor], total: int, source: int) -> None:
+        """Take rank ``source``'s values of parameters that the ranks have built ``different``."""
         if not different:
             return
         warnings.warn(
             f"parwrap: {len(different)} of {total} parameters had different values on different ranks when training began; "
-            "rank 0's are taken. Seed before the model is built, or build it inside the decorated function.",
+            f"rank {source}'s are taken. Seed before the model is built, or build it inside the decorated function.",
             stacklevel=2,
         )
         for p in different:
             values = p.detach().contiguous()
-            dist.broadcast(values, 0)
+            dist.broadcast(values, source)
             p.data.copy_(values)  # .data: the graph of the running step has saved these tensors, and must not find them changed
+        if self._loop.backwards:
+            self._meetings.take_state(source)  # they have drifted apart, and so has what the optimizers keep
 
-    def _averager(self, parameters: list[torch.Tensor], varies: bool) -> Averager:
-        key = _key(parameters)
-        averager = self._averagers.get(key)
-        if averager is None or varies:
-            averager = self._averagers[key] = Averager(parameters, varies, **self._options())
+    def _averager(self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool) -> Averager:
+        if not varies:
+            for known in self._averagers.values():
+                if known.fits(parameters, sparse):
+                    return known
+        self._built += 1
+        averager = Averager(self._group, self._built, parameters, sparse, varies, misfit=self._meetings.go_astray, **self._options())
+        self._averagers[averager.number] = averager
         return averager
+
+    def _drop_averagers(self) -> None:
+        """Let go of what no site uses any more."""
+        used = {site.averager.number for site in self._sites.values() if site.averager}
+        self._averagers = {number: averager for number, averager in self._averagers.items() if number in used}
 
     def _watch(self, owned: Iterable[torch.Tensor]) -> None:
         """Notice gradients of parameters that a site was not known to reach: it takes another way now, or a checkpoint hides them."""
@@ -215,56 +282,39 @@ class DDP:
         self._watched = [p.register_post_accumulate_grad_hook(self._stray) for p in owned if id(p) not in in_all]
 
     def _stray(self, parameter: torch.Tensor) -> None:
-        if self._running and id(parameter) not in self._armed:
+        if self._armed is not None and id(parameter) not in self._armed.ids:
             self._strays[id(parameter)] = parameter
+            self._armed.note_stray()
 
-    def _average_strays(self, site: _Site) -> None:
+    def _average_others(self, others: list[torch.Tensor], weight: float) -> None:
+        """Average what this backward left in parameters that no optimizer is known to own."""
+        others = [p for p in others if id(p) not in self._strays]
+        told = self._group.share(OTHERS, [tuple(p.shape) for p in others], range(self._group.world.size))
+        shapes: list[tuple[int, ...]] = next((each for each in told.values() if each), [])
+        if any(each and each != shapes for each in told.values()):
+            raise RankMismatchError(
+                f"the ranks have reached different new parameters in one backward, of shapes {told}. "
+                "Give them to an optimizer, so that the ranks can tell which is which."
+            )
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in others] or [torch.zeros(shape) for shape in shapes]
+        *sums, weights = all_reduced([*grads, torch.tensor(weight, dtype=torch.float64)], self._group)
+        for p, total in zip(others, sums, strict=False):
+            p.grad = (total / weights.item()).to(p)
+
+    def _average_strays(self, averager: Averager, weight: float) -> None:
         """Average what this backward left in parameters outside of its set, and take them into the set."""
         owned = self._loop.owned()
         mine = [number for number, p in owned.items() if id(p) in self._strays]
-        numbers = {number for each in self._group.exchange("gradient outside the known set", mine) for number in each}
+        ranks = range(self._group.world.size)
+        numbers = {number for each in self._group.share(STRAYS, mine, ranks).values() for number in each}
         strays = [owned[number] for number in sorted(numbers)]
-        for p in strays:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        self._average_now(strays)
+        grads = [torch.zeros_like(p) if p.grad is None or not weight else p.grad.to_dense() for p in strays]
+        *sums, weights = all_reduced([*grads, torch.tensor(weight, dtype=torch.float64)], self._group)
+        for p, total in zip(strays, sums, strict=True):
+            p.grad = (total / weights.item()).to(p)
         self._strays.clear()
-        known = () if site.averager is None else site.averager.parameters
-        site.averager = self._averager([*known, *strays], varies=False)
+        extended = self._averager([*averager.parameters, *strays], averager.sparse, varies=True)
+        for site in self._sites.values():
+            if site.averager is averager and site.meeting:
+                site.averager, site.meeting = extended, Meeting(BACKWARD, site.meeting.place, extended.number)
         self._watch(p for p in owned.values() if p.requires_grad)
-
-
-def _made_alike(bare: list[torch.Tensor], views: list[_View]) -> list[torch.Tensor]:
-    """Those of the ``bare`` leaf tensors that are the same on all ranks: made alike, hence parameters; inputs differ."""
-    if any(len(view.bare) != len(bare) for view in views):
-        return []
-    return [leaf for leaf, *each in zip(bare, *(view.bare for view in views), strict=True) if len(set(each)) == 1]
-
-
-def _refuse_different_parameters(views: list[_View]) -> None:
-    """Parameters that no optimizer owns are told apart by their order in the graph, which must be the same on all ranks."""
-    shapes: dict[tuple[int, int], set] = {}
-    for view in views:
-        for number, (shape, _) in view.owned.items():
-            shapes.setdefault(number, set()).add(shape)
-    if any(len(each) > 1 for each in shapes.values()) or len({tuple(shape for shape, _ in view.others) for view in views}) > 1:
-        where = "; ".join(f"rank {rank} at {view.location} reaches {len(view.owned) + len(view.others)}" for rank, view in enumerate(views))
-        raise RankMismatchError(
-            f"the ranks are in backwards of different parameters: {where}. Give the parameters to an optimizer before the first "
-            "backward, so that the ranks can tell which is which, or let all ranks take the same way."
-        )
-
-
-def _key(parameters: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    return tuple(id(p) for p in parameters)
-
-
-def _described(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
-    return tuple(tensor.shape), _checksum(tensor)
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    """The sum of the bit patterns: the same for the same values, and different for two random initialisations."""
-    octets = tensor.detach().reshape(-1).view(torch.uint8)
-    if octets.numel() % 8 or octets.storage_offset() % 8:
-        return int(octets.sum())
-    return int(octets.view(torch.int64).sum())  # whole words need no copy, which a sum of narrower integers makes

@@ -1,21 +1,14 @@
-"""What a backward reaches and where it was called from: reading the autograd graph and the call stack, changing neither."""
+"""What a backward reaches: reading the autograd graph without changing it."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterable
-from types import FrameType
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["call_site", "location", "reached"]
-
-DEPTH = 12
-"""Frames that tell one call site from another: enough to see through a script's own helper functions."""
-
-_OURS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sys.modules["parwrap"]))
+__all__ = ["reached", "reenters", "sparsely_used"]
 
 
 def reached(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -25,39 +18,49 @@ def reached(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     >>> [leaf is weight for leaf in reached([(weight * x).sum()])]
     [True]
     """
+    found = {id(node.variable): node.variable for node in _nodes(tensors) if hasattr(node, "variable")}
+    return list(found.values())
+
+
+def sparsely_used(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of the leaf tensors that would get a sparse gradient: they are used by embeddings with ``sparse=True`` and nothing else.
+
+    >>> embedding = torch.nn.Embedding(5, 2, sparse=True)
+    >>> sparsely_used([embedding(torch.tensor([1])).sum()]) == {id(embedding.weight)}
+    True
+    """
+    sparse: set[int] = set()
+    dense: set[int] = set()
+    for node in _nodes(tensors):
+        for following, _ in node.next_functions:
+            if hasattr(following, "variable"):
+                (sparse if getattr(node, "_saved_sparse", False) else dense).add(id(following.variable))
+    return sparse - dense
+
+
+def reenters(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a backward of ``tensors`` calls others inside of it, as re-entrant checkpointing does: its leaves are hidden.
+
+    >>> reenters([torch.nn.Parameter(torch.ones(2)).sum()])
+    False
+    """
+    return any(node.name().startswith("CheckpointFunction") for node in _nodes(tensors))
+
+
+def _nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of the graph behind ``tensors``, each once, newest first as far as one path goes."""
     nodes = [
         tensor.node if isinstance(tensor, GradientEdge) else get_gradient_edge(tensor).node for tensor in tensors if _differentiable(tensor)
     ]
-    found = {}
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        if hasattr(node, "variable"):
-            found[id(node.variable)] = node.variable
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
-    return list(found.values())
 
 
 def _differentiable(tensor: torch.Tensor | GradientEdge) -> bool:
     return isinstance(tensor, GradientEdge) or tensor.requires_grad
-
-
-def call_site() -> tuple:
-    """A key for where in the user's script the running call comes from; two helpers' callers have different keys."""
-    frame: FrameType | None = sys._getframe(1)
-    key: list[int] = []
-    while frame is not None and len(key) < 2 * DEPTH:
-        key += (id(frame.f_code), frame.f_lasti)  # a code object hashes all that is in it, which takes longer than the walk
-        frame = frame.f_back
-    return tuple(key)
-
-
-def location() -> str:
-    """File and line in the user's script that the running call comes from."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

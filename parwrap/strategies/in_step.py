@@ -13,33 +13,50 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parwrap.collectives import reduce_mean
-from parwrap.group import is_alone
+from parwrap.collectives import all_reduced
+from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
 
 __all__ = ["InStep"]
 
+EVALUATION = "evaluation"
+METRIC = "ReduceLROnPlateau.step"
+CLOSURE = "loss of a closure"
 
 SENT = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
+Layout = list[tuple[torch.dtype, int]]
+"""The dtype and the number of elements of each tensor that is sent."""
+
 
 class InStep:
-    """Keeps ranks in step where their own numbers would lead them apart."""
+    """Keeps ranks in step where their own numbers would lead them apart.
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+    Args:
+        group: the process group.
+        loop: what the training loop has done so far.
+    """
+
+    def __init__(self, group: Group, loop: Loop) -> None:
+        self._group, self._loop = group, loop
         self._synced: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        group.meetings.answer(EVALUATION, lambda detail, present: self._take_buffers([], present))
+        for kind in (METRIC, CLOSURE):
+            group.meetings.answer(kind, lambda detail, present: self._weighted_sum(0.0, weight=0.0))
 
     def metric(self, metric: Any) -> Any:
         """The mean over ranks of what ``ReduceLROnPlateau`` looks at, or learning rates drift apart."""
-        return metric if is_alone() else reduce_mean(float(metric))
+        return metric if is_alone() else self._mean(METRIC, float(metric), weight=1.0)
 
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose loss is the mean over ranks: LBFGS decides by it how often it goes on."""
 
         def with_mean() -> Any:
             loss = closure()
-            return loss if loss is None or is_alone() else reduce_mean(loss * self._loop.weight)
+            if loss is None or is_alone():
+                return loss
+            mean = self._mean(CLOSURE, float(loss), self._loop.weight)
+            return torch.full_like(loss, mean, requires_grad=False) if isinstance(loss, torch.Tensor) else mean
 
         return with_mean
 
@@ -53,13 +70,28 @@ class InStep:
             # what a collective cannot carry (sparse, expanded, rare dtypes) is no running statistic
             if buffer.layout == torch.strided and buffer.is_contiguous() and buffer.dtype in SENT:
                 alike.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-        for buffers in alike.values():
-            _take_rank_zeros(buffers)
+        self._take_buffers(list(alike.values()), self._group.meet(EVALUATION))
 
+    def _mean(self, kind: str, value: float, weight: float) -> float:
+        self._group.meet(kind)
+        total, weights = self._weighted_sum(value * weight, weight)
+        return total / weights
 
-@torch.no_grad()
-def _take_rank_zeros(buffers: list[torch.Tensor]) -> None:
-    flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-    dist.broadcast(flat, 0)
-    for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-        buffer.copy_(values.view_as(buffer))
+    def _weighted_sum(self, value: float, weight: float) -> list[float]:
+        return all_reduced([torch.tensor([value, weight], dtype=torch.float64)], self._group)[0].tolist()
+
+    @torch.no_grad()
+    def _take_buffers(self, alike: list[list[torch.Tensor]], present: list[int]) -> None:
+        """Take the buffers of the lowest rank that is there; a rank that has come for something else lets them pass."""
+        source = min(present)
+        flats = [torch.cat([buffer.reshape(-1) for buffer in buffers]) for buffers in alike]
+        if len(present) < self._group.world.size:
+            layout: Layout = [(flat.dtype, flat.numel()) for flat in flats]
+            layout = self._group.share("buffers", layout, present)[source]
+            if self._group.world.rank not in present:
+                flats = [torch.empty(numel, dtype=dtype, device=self._group.device) for dtype, numel in layout]
+        for flat in flats:
+            dist.broadcast(flat, source)
+        for buffers, flat in zip(alike, flats, strict=False):
+            for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(values.view_as(buffer))

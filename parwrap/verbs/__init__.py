@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from parwrap.patching import Patch
-from parwrap.verbs import backward, disk, files, foreign, loader, mode, optimizer, output, schedule
+from parwrap.verbs import backward, disk, files, foreign, loader, mode, moving, optimizer, output, schedule
 
 __all__ = ["VERBS", "patches"]
 
@@ -22,6 +22,7 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "own_parameters": optimizer.own_parameters_patches,
     "closure": optimizer.closure_patches,
     "set_mode": mode.patches,
+    "moved": moving.patches,
     "metric": schedule.patches,
     "save": files.save_patches,
     "open": disk.open_patches,

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parwrap.group import current
 from parwrap.strategies.averager import Averager
 from parwrap.verbs.backward import Backward
 
@@ -15,7 +16,8 @@ STEPS = 4
 @pytest.mark.ranks(2)
 def test_the_first_bucket_is_sent_while_the_backward_still_runs():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    averager = Averager(tuple(model.parameters()), varies=False, bucket_cap_mb=0.01)
+    model(torch.ones(2, 64))  # the nodes of what comes now are not the first of this process
+    averager = Averager(current(), 1, tuple(model.parameters()), frozenset(), varies=False, misfit=lambda: None, bucket_cap_mb=0.01)
     events = []
 
     def send(state, bucket):
@@ -27,6 +29,6 @@ def test_the_first_bucket_is_sent_while_the_backward_still_runs():
     for _ in range(STEPS):
         events.clear()
         loss = model(torch.ones(2, 64)).sum()
-        averager.run(Backward((loss,), (None,), {}, torch.autograd.backward))
+        averager.run(Backward((loss,), (None,), {}, torch.autograd.backward), weight=1.0)
 
     assert events.index("bucket sent") < events.index("last gradient")

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from parwrap.strategies.graph import call_site, location, reached
+from parwrap.sites import call_site, location
+from parwrap.strategies.graph import reached
 
 
 def test_only_leaves_that_would_get_a_gradient_are_reached():

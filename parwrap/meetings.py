@@ -1,0 +1,265 @@
+"""How ranks meet: who goes ahead, who waits, and who answers for having nothing to contribute.
+
+A backward is entered without waiting, so a regular run pays only the writing of an entry. At every other meeting a rank waits until
+all have come. While it waits it *answers* the others: it takes part in the backwards that they begin with nothing to contribute, so
+nobody hangs when ranks part ways. Once all wait, the meeting that counts most takes place; ranks that came for another one
+answer it and wait on. Ranks that have answered backwards are *stale*: before anything else they take over the state of a rank that has not.
+
+What it means to answer a meeting is known to the actor that holds such meetings. Nothing is sent here; see ``mailbox.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+
+from parwrap.errors import RankMismatchError
+from parwrap.mailbox import PART, Entry, Mailbox, Meeting, State
+from parwrap.sites import location
+
+__all__ = ["BACKWARD", "END", "FIRST_BACKWARD", "THEN_AVERAGED", "Meetings"]
+
+BACKWARD = "backward"
+THEN_AVERAGED = "backward, averaged afterwards"
+FIRST_BACKWARD = "first backward of a site"
+END = "the end of its script or function"
+
+POLLING = 5e-5
+"""Seconds between two looks at the others, at first."""
+LONGEST_POLLING = 2e-3
+GRACE = 5.0
+"""Seconds for a launcher to end the ranks after one has failed; its error is the one to be shown."""
+
+Answer = Callable[[int, list[int]], None]
+"""Called with the meeting's detail and the ranks that hold it."""
+
+
+class Meetings:
+    """The meetings of this rank with the others, in the order in which they take place.
+
+    Args:
+        mailbox: what the ranks have written.
+        timeout: how long to wait for another rank.
+
+    Attributes:
+        take_state: called with the rank whose state the stale ones shall take over; on all ranks.
+    """
+
+    def __init__(self, mailbox: Mailbox, timeout: timedelta) -> None:
+        self._mailbox, self.timeout = mailbox, timeout
+        self._rank, self._ranks = mailbox.world.rank, range(mailbox.world.size)
+        self._part, self._number = 0, 1
+        self._stale = False
+        self._warned = False
+        self._answers: dict[str, Answer] = {}
+        self.take_state: Callable[[int], None] = lambda source: None
+
+    @property
+    def number(self) -> int:
+        """The number of the next meeting, the same on all ranks that wait for it."""
+        return self._number
+
+    def answer(self, kind: str, answer: Answer) -> None:
+        """Have ``answer`` called when others meet for ``kind`` and this rank has come for something else."""
+        self._answers[kind] = answer
+
+    def go_ahead(self, meeting: Meeting) -> None:
+        """Enter ``meeting`` without waiting for the others.
+
+        Raises:
+            RankMismatchError: another rank has gone ahead to another meeting.
+        """
+        self._mailbox.write(self._number, meeting, State.CONTRIBUTING)
+        self.compare(meeting)
+
+    def compare(self, meeting: Meeting) -> None:
+        """Raise if a rank is known to be in another meeting than this one, which goes on."""
+        if not self._mailbox.agreed(self._number, meeting):
+            elsewhere = [entry for entry in self._mailbox.read_all(self._number) if entry and entry.state is State.CONTRIBUTING]
+            if len({entry.meeting.identity for entry in elsewhere}) > 1:
+                raise RankMismatchError(
+                    f"the ranks are in different meetings at the same time: {_told(elsewhere)}. Their gradients cannot be averaged with "
+                    "each other. Have all ranks call the same backward in the same order, or sum the losses and call it once."
+                )
+
+    def go_astray(self) -> None:
+        """In the backward that this rank went ahead to, it does something that the others must follow."""
+        self._mailbox.go_astray(self._number)
+
+    def any_astray(self) -> bool:
+        """Whether a rank does, in the backward that all have just been through; asked only if :attr:`immediate`."""
+        return self._mailbox.any_astray(self._number)
+
+    @property
+    def immediate(self) -> bool:
+        """Whether all ranks see at once what one has written."""
+        return self._mailbox.immediate
+
+    def through(self) -> None:
+        """This rank is through with the meeting that it went ahead to."""
+        self._mailbox.done(self._number)
+        self._number += 1
+
+    def wait(self, kind: str, place: str | None = None) -> list[int]:
+        """Meet all other ranks for ``kind``, answering what they do before they come.
+
+        Returns:
+            The ranks that came for it; the others answer it.
+
+        Raises:
+            RankMismatchError: the ranks have come for different things, one has failed, or one does not come in time.
+        """
+        meeting = Meeting(kind, location() if place is None else place)
+        deadline, polling = time.monotonic() + self.timeout.total_seconds(), POLLING
+        self._mailbox.waiting = True
+        try:
+            while True:
+                self._mailbox.write(self._number, meeting, State.WAITING, self._stale)
+                entries = self._mailbox.read_all(self._number)
+                if self._answer_begun(entries):
+                    continue
+                came = self._all_came(entries)
+                if came:
+                    present = self._meet(came)
+                    if self._rank in present:
+                        return present
+                    deadline = time.monotonic() + self.timeout.total_seconds()
+                    continue
+                self._raise_if_failed(entries)
+                if time.monotonic() > deadline:
+                    raise self.in_vain(str(meeting), None)
+                time.sleep(polling)
+                polling = min(1.5 * polling, LONGEST_POLLING)
+        finally:
+            self._mailbox.waiting = False
+
+    def fetching(self, purpose: str) -> None:
+        """This rank waits for another's file."""
+        if threading.current_thread() is threading.main_thread():  # others have no place in the mailbox
+            self._mailbox.waiting = True
+            self._mailbox.write(self._number, Meeting(purpose, location()), State.FETCHING)
+
+    def fetched(self) -> None:
+        """The waiting is over."""
+        if threading.current_thread() is threading.main_thread():
+            self._mailbox.waiting = False
+            self._mailbox.done(self._number)
+
+    def passed(self, rank: int) -> bool:
+        """Whether ``rank`` has come to the meeting that is the next for this one, and so has passed this point of the script."""
+        entry = self._mailbox.read(rank, self._number)
+        self._raise_if_failed([entry])
+        return entry is not None and entry.state not in (State.FETCHING, State.FAILED)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank leaves with ``error``: tell those who would wait for it."""
+        self._mailbox.write(self._number, Meeting(f"{type(error).__name__}: {error}".partition("\n")[0], location()), State.FAILED)
+
+    def begin(self) -> None:
+        """Begin another part of the run, with nothing to answer yet; numbers start afresh, wherever an error has ended the last."""
+        self._part += 1
+        self._number = (self._part << PART) + 1
+        self._stale = False
+        self._answers = {}
+        self.take_state = lambda source: None
+
+    def in_vain(self, what: str, owner: int | None) -> RankMismatchError:
+        """The error of having waited too long, for rank ``owner`` or for any."""
+        whom = "the other ranks" if owner is None else f"rank {owner}"
+        return RankMismatchError(
+            f"rank {self._rank} waited {self.timeout.total_seconds():g} s for {whom} at the same point ({what}), in vain. "
+            f"{self.whereabouts()} That rank has ended, is stuck or took another way through the script; if it is only slow, raise timeout=."
+        )
+
+    def whereabouts(self) -> str:
+        """Where every rank is, in one sentence each."""
+        lines = []
+        for rank in self._ranks:
+            entry, inside = self._mailbox.last(rank)
+            where = self._mailbox.where[rank]
+            if entry is None:
+                state = "has met nobody yet"
+            elif entry.state is State.FAILED:
+                state = f"has failed with {entry.meeting}"
+            elif inside:
+                state = f"is in {entry.meeting} for {time.time() - entry.since:.0f} s"
+            else:
+                state = f"has left {entry.meeting} and is in the script" + (f" at {where}" if where else "")
+            lines.append(f"Rank {rank} {state}.")
+        return " ".join(lines)
+
+    def waited(self, seconds: float) -> bool:
+        """Whether any rank has been in a meeting for longer than that."""
+        now = time.time()
+        return any(entry and inside and now - entry.since > seconds for entry, inside in map(self._mailbox.last, self._ranks))
+
+    def tell_where(self, place: str) -> None:
+        """Let the others know that this rank is at ``place`` in its script."""
+        self._mailbox.tell_where(place)
+
+    def _answer_begun(self, entries: list[Entry | None]) -> bool:
+        """Answer the meeting to which another rank has gone ahead, if there is one."""
+        begun = next((entry for entry in entries if entry and entry.state is State.CONTRIBUTING), None)
+        if begun is None:
+            return False
+        self._mailbox.write(self._number, begun.meeting, State.ANSWERING)
+        self._stale = True
+        self._answers[begun.meeting.kind](begun.meeting.detail, [])
+        self.through()
+        return True
+
+    def _all_came(self, entries: list[Entry | None]) -> list[Entry]:
+        """The entries of all ranks once all of them wait, or have been found waiting; else an empty list."""
+        came = [entry for entry in entries if entry and entry.state in (State.WAITING, State.MET)]
+        return came if len(came) == len(entries) else []
+
+    def _meet(self, came: list[Entry]) -> list[int]:
+        """Hold the meeting that counts most among those that ranks ``came`` for; returns the ranks that came for it."""
+        chosen = max((entry.meeting for entry in came), key=self._precedence)
+        present = [entry.rank for entry in came if entry.meeting.identity == chosen.identity]
+        others = [entry for entry in came if entry.rank not in present]
+        if others and chosen.kind not in self._answers:
+            raise RankMismatchError(
+                f"the ranks have come to different points of the script, and each would wait for the others for ever: {_told(came)}. "
+                "Have all ranks take the same way there, or guard what only one shall do with @parwrap.rank_zero_only."
+            )
+        mine = next(entry.meeting for entry in came if entry.rank == self._rank)
+        self._mailbox.write(self._number, mine, State.MET, self._stale)
+        if any(entry.stale for entry in came):
+            self._catch_up(came)
+        if self._rank not in present and chosen.kind in self._answers:
+            self._answers[chosen.kind](chosen.detail, present)
+        self.through()
+        return present
+
+    def _precedence(self, meeting: Meeting) -> tuple[int, str]:
+        """Most is what belongs to a backward, then what the others can answer, then what users call; leaving comes last."""
+        if meeting.kind == END:
+            return 0, ""
+        return (3 if meeting.kind == FIRST_BACKWARD else 2 if meeting.kind in self._answers else 1), meeting.kind
+
+    def _catch_up(self, came: list[Entry]) -> None:
+        """The stale ranks take over the state of the lowest that is not."""
+        behind = [entry for entry in came if entry.stale]
+        source = min(entry.rank for entry in came if not entry.stale)
+        if self._rank == 0 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"parwrap: {_told(behind)}, and other ranks have trained on in the meantime. Their gradients were averaged without it, and "
+                f"it now has the weights, buffers, optimizers and schedulers of rank {source}. This is said once.",
+                stacklevel=2,
+            )
+        self.take_state(source)
+        self._stale = False
+
+    def _raise_if_failed(self, entries: list[Entry | None]) -> None:
+        failed = next((entry for entry in entries if entry and entry.state is State.FAILED), None)
+        if failed and time.time() > failed.since + GRACE:
+            raise RankMismatchError(f"rank {failed.rank} has failed with {failed.meeting}, and rank {self._rank} waits for it in vain.")
+
+
+def _told(entries: list[Entry]) -> str:
+    return "; ".join(f"rank {entry.rank} is at {entry.meeting}" for entry in entries)

@@ -1,0 +1,38 @@
+"""Places in the user's script: where a running call comes from, read off the call stack."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+import torch
+
+__all__ = ["call_site", "innermost", "location"]
+
+DEPTH = 12
+"""Frames that tell one call site from another: enough to see through a script's own helper functions."""
+
+_OURS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sys.modules["parwrap"]))
+
+
+def call_site() -> tuple:
+    """A key for where in the user's script the running call comes from; two helpers' callers have different keys."""
+    frame: FrameType | None = sys._getframe(1)
+    key: list[int] = []
+    while frame is not None and len(key) < 2 * DEPTH:
+        key += (id(frame.f_code), frame.f_lasti)  # a code object hashes all that is in it, which takes longer than the walk
+        frame = frame.f_back
+    return tuple(key)
+
+
+def location() -> str:
+    """File and line in the user's script that the running call comes from."""
+    return innermost(sys._getframe(1))
+
+
+def innermost(frame: FrameType) -> str:
+    """File and line of the innermost of the frames around ``frame`` that is neither torch's nor parwrap's."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
