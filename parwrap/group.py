@@ -108,12 +108,14 @@ class Group:
     def wait_until(self, ready: Callable[[], bool], owner: int, purpose: str) -> None:
         """Return when ``ready()``, which looks into the store for what rank ``owner`` puts there."""
         deadline = time.monotonic() + self.timeout.total_seconds()
-        while not ready():
-            self.meetings.fetching(purpose)
-            if time.monotonic() > deadline:
-                raise self.meetings.in_vain(purpose, owner)
-            time.sleep(POLLING)
-        self.meetings.fetched()
+        try:
+            while not ready():
+                self.meetings.fetching(purpose)
+                if time.monotonic() > deadline:
+                    raise self.meetings.in_vain(purpose, owner)
+                time.sleep(POLLING)
+        finally:
+            self.meetings.fetched()
 
 
 _current: Group | None = None

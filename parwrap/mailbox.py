@@ -120,6 +120,7 @@ class Mailbox:
 
     Attributes:
         waiting: whether this rank waits for what others write.
+        written: the meeting that this rank has entered last, with its number.
         immediate: whether it is seen at once by all ranks when one has written something.
 
     >>> mailbox = Mailbox(World(), bytearray(Mailbox.size(World())))
@@ -131,6 +132,7 @@ class Mailbox:
     def __init__(self, world: World, memory: Any) -> None:
         self.world, self._memory = world, memory
         self.waiting, self.immediate = False, isinstance(memory, mmap.mmap)
+        self.written: tuple[int, Meeting] | None = None
         self._rows = np.frombuffer(memory, dtype=ROW, count=world.size)
         ring, mine = self._rows["ring"], self._rows[world.rank]
         self._numbers, self._identities, self._astray = ring["number"], ring["identity"], ring["astray"]
@@ -154,6 +156,13 @@ class Mailbox:
         mine["astray"][slot] = False
         mine["since"][slot] = time.time()
         mine["number"][slot] = number
+        self.written = number, meeting
+
+    def take_back(self, number: int) -> None:
+        """This rank does not come to the ``number``-th meeting, if it has entered that."""
+        if self.written and self.written[0] == number:
+            self._mine["number"][_slot(number)] = 0
+            self.written = None
 
     def done(self, number: int) -> None:
         """This rank is through with the ``number``-th meeting."""

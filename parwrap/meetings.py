@@ -52,6 +52,7 @@ class Meetings:
         self._mailbox, self.timeout = mailbox, timeout
         self._rank, self._ranks = mailbox.world.rank, range(mailbox.world.size)
         self._part, self._number = 0, 1
+        self._fetching = False
         self._stale = False
         self._warned = False
         self._answers: dict[str, Answer] = {}
@@ -117,7 +118,8 @@ class Meetings:
         self._mailbox.waiting = True
         try:
             while True:
-                self._mailbox.write(self._number, meeting, State.WAITING, self._stale)
+                if self._mailbox.written != (self._number, meeting):
+                    self._mailbox.write(self._number, meeting, State.WAITING, self._stale)
                 entries = self._mailbox.read_all(self._number)
                 if self._answer_begun(entries):
                     continue
@@ -137,16 +139,17 @@ class Meetings:
             self._mailbox.waiting = False
 
     def fetching(self, purpose: str) -> None:
-        """This rank waits for another's file."""
-        if threading.current_thread() is threading.main_thread():  # others have no place in the mailbox
-            self._mailbox.waiting = True
+        """This rank waits for another's file: tell, unless it is in a meeting, or not in its main thread."""
+        inside = self._mailbox.written is not None and self._mailbox.written[0] == self._number
+        if not self._fetching and not inside and threading.current_thread() is threading.main_thread():
+            self._fetching = self._mailbox.waiting = True
             self._mailbox.write(self._number, Meeting(purpose, location()), State.FETCHING)
 
     def fetched(self) -> None:
         """The waiting is over."""
-        if threading.current_thread() is threading.main_thread():
-            self._mailbox.waiting = False
-            self._mailbox.done(self._number)
+        if self._fetching and threading.current_thread() is threading.main_thread():
+            self._fetching = self._mailbox.waiting = False
+            self._mailbox.take_back(self._number)
 
     def passed(self, rank: int) -> bool:
         """Whether ``rank`` has come to the meeting that is the next for this one, and so has passed this point of the script."""
@@ -156,7 +159,7 @@ class Meetings:
 
     def fail(self, error: BaseException) -> None:
         """This rank leaves with ``error``: tell those who would wait for it."""
-        self._mailbox.write(self._number, Meeting(f"{type(error).__name__}: {error}".partition("\n")[0], location()), State.FAILED)
+        self._mailbox.write(self._number, Meeting(f"{type(error).__name__}: {error}".partition("\n")[0]), State.FAILED)
 
     def begin(self) -> None:
         """Begin another part of the run, with nothing to answer yet; numbers start afresh, wherever an error has ended the last."""
@@ -171,7 +174,7 @@ class Meetings:
         whom = "the other ranks" if owner is None else f"rank {owner}"
         return RankMismatchError(
             f"rank {self._rank} waited {self.timeout.total_seconds():g} s for {whom} at the same point ({what}), in vain. "
-            f"{self.whereabouts()} That rank has ended, is stuck or took another way through the script; if it is only slow, raise timeout=."
+            f"{self.whereabouts()} Who is missing has ended, is stuck or took another way; if it is only slow, raise timeout=."
         )
 
     def whereabouts(self) -> str:

@@ -1,0 +1,172 @@
+"""Who goes ahead, who waits and who answers, with real ranks."""
+
+import re
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import parwrap
+from parwrap import mailbox
+from parwrap.errors import RankMismatchError
+from parwrap.group import current
+from parwrap.meetings import Meetings
+
+
+def answered(meetings, kind):
+    """The details of the meetings of ``kind`` that this rank answers from now on."""
+    details = []
+    meetings.answer(kind, lambda detail, present: details.append((detail, present)))
+    return details
+
+
+@pytest.mark.ranks(3)
+def test_all_that_came_for_the_same_meet():
+    assert [0, 1, 2] == current().meetings.wait("lunch")
+
+
+@pytest.mark.ranks(3)
+def test_who_waits_for_something_else_answers_and_waits_on():
+    meetings = current().meetings
+    lunches = answered(meetings, "lunch")
+    if parwrap.rank() == 1:
+        assert [1] == meetings.wait("lunch")
+
+    assert [0, 1, 2] == meetings.wait("tea")
+    assert ([] if parwrap.rank() == 1 else [(0, [1])]) == lunches
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_what_cannot_be_answered_is_an_error_on_all_ranks_that_names_both_places():
+    meetings = current().meetings
+    with pytest.raises(RankMismatchError, match=r"each would wait.*rank 0 is at lunch \(.*test_meetings.py:\d+\); rank 1 is at tea \("):
+        meetings.wait("lunch" if parwrap.rank() == 0 else "tea")
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_a_reduction_and_a_barrier_do_not_wait_for_each_other():
+    with pytest.raises(RankMismatchError, match=r"rank 0 is at parwrap.reduce_sum of int64 .*; rank 1 is at parwrap.barrier"):
+        parwrap.reduce_sum(1) if parwrap.rank() == 0 else parwrap.barrier()
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_different_shapes_are_an_error_before_they_end_the_process():
+    with pytest.raises(RankMismatchError, match=r"parwrap.reduce_sum of \[2\] float32 .*parwrap.reduce_sum of \[3\] float32"):
+        parwrap.reduce_sum(torch.ones(2 + parwrap.rank()))
+
+
+def test_different_backwards_at_the_same_time_end_the_run_by_naming_both_places(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("""
+import torch, parwrap
+one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
+for step in range(5):
+    for number in (1, 0) if step == 4 and parwrap.rank() else (0, 1):
+        if number:
+            one(torch.ones(1, 2)).sum().backward()
+        else:
+            other(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+""")
+    ended = subprocess.run(
+        [sys.executable, "-m", "parwrap.run", "--nproc-per-node", "2", script], capture_output=True, text=True, timeout=60
+    )
+
+    assert ended.returncode
+    assert "RankMismatchError: the ranks are in different meetings at the same time" in ended.stderr
+    assert re.search(r"rank 0 is at backward \(\S+train.py:10\); rank 1 is at backward \(\S+train.py:8\)", ended.stderr)
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_that_ends_early_answers_and_takes_the_weights_of_the_others():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    steps = {0: 2, 1: 5, 2: 4}[parwrap.rank()]
+
+    @parwrap.distributed
+    def train():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (-(parwrap.rank() + 1.0) * model.weight).sum().backward()
+            optimizer.step()
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train()
+
+    # two steps of all, two of ranks 1 and 2, one of rank 1 alone: each the mean of those that contribute
+    assert model.weight.item() == pytest.approx(2 * 2.0 + 2 * 2.5 + 2.0)
+    if parwrap.rank() == 0:
+        assert 1 == len([each for each in said if "rank 0 is at the end of its script or function" in str(each.message)])
+
+
+@pytest.mark.ranks(2)
+def test_optimizer_scheduler_buffers_and_kept_gradients_are_taken_over():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    @parwrap.distributed
+    def train():
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for _ in range(2 if parwrap.rank() else 4):
+            optimizer.zero_grad()
+            model(torch.randn(4, 2)).square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+        model.eval()  # a meeting: who comes first answers the other's backwards
+        return optimizer.state_dict(), scheduler.state_dict()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer, scheduler = train()
+    mine = {"weights": model.state_dict(), "moments": optimizer["state"], "lr": optimizer["param_groups"][0]["lr"]}
+    mine |= {"scheduler": scheduler["last_epoch"], "gradients": [p.grad for p in model.parameters()]}
+    first, second = parwrap.gather(mine)
+
+    assert str(first) == str(second)
+    assert (4, 0.1 / 16) == (first["scheduler"], first["lr"])
+
+
+@pytest.mark.ranks(2, timeout=40)
+def test_ranks_on_different_nodes_part_ways_too():
+    group = current()
+    apart = replace(group.world, local_rank=0, local_size=1, node_rank=group.world.rank)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    with mailbox.opened(apart, dist.PrefixStore("apart", group.store)) as entries:
+        group.meetings = Meetings(entries, timedelta(seconds=30))
+        with parwrap.distributed(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            for _ in range(2 + 2 * parwrap.rank()):
+                optimizer.zero_grad()
+                (-(parwrap.rank() + 1.0) * model.weight).sum().backward()
+                optimizer.step()
+
+        assert model.weight.item() == pytest.approx(2 * 1.5 + 2 * 2.0)
+        group.meetings.wait("the end of the test")
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_a_rank_that_fails_is_named_by_those_who_wait_for_it():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("parwrap.meetings.GRACE", 0.1)
+        if parwrap.rank() == 1:
+            with pytest.raises(ZeroDivisionError), parwrap.distributed():
+                raise ZeroDivisionError("by hand")
+            current().store.wait(["named"])
+        else:
+            with (
+                pytest.raises(RankMismatchError, match="rank 1 has failed with ZeroDivisionError: by hand"),
+                parwrap.distributed(),
+            ):
+                pass
+            current().store.set("named", b"")

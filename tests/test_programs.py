@@ -1,0 +1,72 @@
+"""A search for scripts that break parwrap: random small training programs, on one rank and on three.
+
+``PARWRAP_PROGRAMS=300 pytest tests/test_programs.py`` looks at more of them, at others each time.
+"""
+
+import math
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from programs import programs, run
+
+from parwrap._rank_launcher import start_fork_server
+
+MORE = os.environ.get("PARWRAP_PROGRAMS")
+
+search = settings(
+    max_examples=int(MORE or 20),
+    derandomize=not MORE,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=False,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server():
+    start_fork_server()
+
+
+def ended_well(results):
+    """Whether all ranks ended with a model; errors of parwrap's own are allowed, by name."""
+    assert [] == [result.stacks for result in results if result.stacks], "a rank hangs"
+    errors = [result.error for result in results if result.error]
+
+    assert [] == [error for error in errors if "ParwrapError" not in error[0]]
+    return not errors
+
+
+def largest(one, other):
+    """The largest difference of two nested lists of numbers."""
+    if isinstance(one, list):
+        return max((largest(*pair) for pair in zip(one, other, strict=True)), default=0.0)
+    return 0.0 if one == other or (math.isnan(one) and math.isnan(other)) else abs(one - other)
+
+
+@search
+@given(programs())
+def test_a_program_on_one_rank_does_what_it_does_without_parwrap(program):
+    (plain,), (wrapped,) = run(program, 0), run(program, 1)
+
+    assert plain == wrapped
+
+
+@search
+@given(programs())
+def test_a_program_on_three_ranks_ends_and_the_ranks_agree(program):
+    results = run(program, 3)
+    if ended_well(results):
+        for name in results[0].parameters:
+            assert results[0].state[name] == results[1].state[name] == results[2].state[name], name
+
+
+@search
+@given(programs().filter(lambda program: program.same_by_theory))
+def test_ranks_that_split_each_batch_come_to_the_weights_of_a_single_process(program):
+    (plain,), results = run(program, 0), run(program, 3, batch="global")
+
+    assert ended_well(results)
+    for name, value in plain.state.items():
+        assert largest(value, results[0].state[name]) < 1e-4, name
