@@ -40,6 +40,7 @@ class Loop:
         self.generation = 0
         self.changed: Callable[[], None] = lambda: None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._parameters: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
         self._training: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def find_optimizers(self) -> None:
@@ -53,6 +54,7 @@ class Loop:
         """``optimizer`` owns new parameters: it is being built, or it got another group."""
         if not any(known() is optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
+        self._parameters |= {number: weakref.ref(p) for number, p in self.owned().items()}
         self.trained = False
         self.generation += 1
         self.changed()
@@ -75,6 +77,10 @@ class Loop:
             for number, optimizer in self._alive()
             for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
         }
+
+    def once_owned(self) -> dict[tuple[int, int], torch.Tensor]:
+        """As :meth:`owned`, with the parameters that outlive their optimizer: a function may have returned that had it."""
+        return {number: p for number, known in self._parameters.items() if (p := known()) is not None} | self.owned()
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """``module.train(training)`` was called."""

@@ -233,9 +233,9 @@ class Meetings:
         self._mailbox.write(self._number, mine, State.MET, self._stale)
         if any(entry.stale for entry in came):
             self._catch_up(came)
+        self.through()
         if self._rank not in present and chosen.kind in self._answers:
             self._answers[chosen.kind](chosen.detail, present)
-        self.through()
         return present
 
     def _precedence(self, meeting: Meeting) -> tuple[int, str]:

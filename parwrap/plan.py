@@ -22,7 +22,7 @@ from parwrap.script import Script
 
 __all__ = ["LaunchPlan", "describe", "plan_launch"]
 
-SCOPE_OPTIONS = ("backend", "seed", "batch", "bucket_cap_mb", "timeout", "gradient_as_bucket_view")
+SCOPE_OPTIONS = ("backend", "seed", "batch", "bucket_cap_mb", "timeout", "hang_after", "gradient_as_bucket_view")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ONE_NODE = "parwrap"
 """The rendezvous backend of a node that need not wait for others; see ``agent.py``."""
@@ -164,6 +164,13 @@ def _parser() -> argparse.ArgumentParser:
         "--bucket-cap-mb", "--bucket_cap_mb", default=absent, type=_number, help="Size of DDP's gradient buckets in megabytes."
     )
     ours.add_argument("--timeout", default=absent, type=_number, help="Seconds that a rank waits for another.")
+    ours.add_argument(
+        "--hang-after",
+        "--hang_after",
+        default=absent,
+        type=_number,
+        help="Seconds after which rank 0 says where every rank is, if one still waits; by default 60.",
+    )
     ours.add_argument(
         "--gradient-as-bucket-view",
         "--gradient_as_bucket_view",

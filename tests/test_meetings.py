@@ -108,6 +108,35 @@ def test_a_rank_that_ends_early_answers_and_takes_the_weights_of_the_others():
         assert 1 == len([each for each in said if "rank 0 is at the end of its script or function" in str(each.message)])
 
 
+@pytest.mark.ranks(3)
+def test_a_rank_that_has_ended_answers_what_the_others_do_for_the_first_time():
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1, affine=False))
+    nn.init.zeros_(model[0].weight)
+
+    @parwrap.distributed
+    def train():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        (-1.0 * model[0].weight).sum().backward()
+        optimizer.step()
+        if parwrap.rank() == 0:
+            return
+        optimizer.zero_grad()
+        (-2.0 * parwrap.rank() * model[0].weight).sum().backward()
+        optimizer.step()
+        model[1].running_mean.fill_(parwrap.rank())
+        model.eval()
+        scheduler.step(parwrap.rank())
+        scheduler.step(4 - parwrap.rank())
+        assert optimizer.param_groups[0]["lr"] == 0.5  # by the means 1.5 and 2.5; on rank 2 alone it would have stayed
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train()
+
+    assert [1 + 3, 1] == [model[0].weight.item(), model[1].running_mean.item()]
+
+
 @pytest.mark.ranks(2)
 def test_optimizer_scheduler_buffers_and_kept_gradients_are_taken_over():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

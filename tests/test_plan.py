@@ -31,6 +31,7 @@ def plan(*argv: str, gpus: int = 0, cores: int = 8, **environ: str) -> LaunchPla
         (["--seed", "3", "train.py", "--lr=1"], Script("train.py", ("--lr=1",), scope={"seed": 3})),
         (["--batch=global", "--bucket_cap_mb", "5", "train.py"], Script("train.py", scope={"batch": "global", "bucket_cap_mb": 5.0})),
         (["--timeout", "9", "--backend", "gloo", "train.py"], Script("train.py", scope={"timeout": 9.0, "backend": "gloo"})),
+        (["--hang-after", "5", "train.py"], Script("train.py", scope={"hang_after": 5.0})),
         (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
         (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
         (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),

@@ -215,7 +215,7 @@ class DDP:
         views = self._group.share(FIRST_BACKWARD, None, present)
         live = next(iter(views.values())).averagers
         self._averagers = {number: averager for number, averager in self._averagers.items() if number in live}
-        self._agree(views, self._loop.owned(), [], [])
+        self._agree(views, self._loop.once_owned(), [], [])
 
     def _agree(
         self,
