@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from parwrap.decorator import ScopeDecorator
-from parwrap.files.places import every_rank_writing
+from parwrap.files.threads import every_rank_writing
 
 __all__ = ["every_rank_writes"]
 

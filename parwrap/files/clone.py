@@ -15,7 +15,8 @@ from typing import Any
 from parwrap.files.checkpoint import on_own_gpu
 from parwrap.files.handles import is_valid, opened, writes
 from parwrap.files.listing import Entries, seen
-from parwrap.files.places import Places, passing
+from parwrap.files.places import Places
+from parwrap.files.threads import passing
 from parwrap.files.versions import Awaited
 from parwrap.files.view import View, missing
 from parwrap.group import Group

@@ -11,14 +11,13 @@ import os
 import re
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+from parwrap.files.threads import here, passing
 from parwrap.group import is_alone
 
-__all__ = ["Places", "ancestors", "every_rank_writing", "passing"]
+__all__ = ["Places", "ancestors"]
 
 SYSTEM = ("/dev", "/proc", "/sys")
 
@@ -39,36 +38,6 @@ MOST_LINKS = 40
 """How many links are followed, as in Linux; the system itself finds those that lead in circles."""
 
 
-class _Here(threading.local):
-    """What holds for this thread: how many blocks are open that pass everything on, or in which every rank writes."""
-
-    passing = 0
-    every_rank = 0
-
-
-_here = _Here()
-
-
-@contextmanager
-def passing() -> Iterator[None]:
-    """What this thread does to files in the block is parwrap's own: it is passed on as it is."""
-    _here.passing += 1
-    try:
-        yield
-    finally:
-        _here.passing -= 1
-
-
-@contextmanager
-def every_rank_writing() -> Iterator[None]:
-    """In the block this thread writes for its own rank."""
-    _here.every_rank += 1
-    try:
-        yield
-    finally:
-        _here.every_rank -= 1
-
-
 class Places:
     """Tells exempt paths from others, in the process that makes it, until it is closed."""
 
@@ -82,7 +51,7 @@ class Places:
 
     def acts(self) -> bool:
         """Whether what this thread does now is subject to the rule at all."""
-        return self.open and not _here.passing and not is_alone(here=True) and self.in_process()
+        return self.open and not here.passing and not is_alone(here=True) and self.in_process()
 
     def in_process(self) -> bool:
         """Whether this is the process that made it, not one that was forked since."""
@@ -93,7 +62,7 @@ class Places:
         if not self.acts() or isinstance(path, int):
             return None
         key = self.key(path, dir_fd)
-        if _here.every_rank or _called_by_tempfile():
+        if here.every_rank or _called_by_tempfile():
             self._own.add(key)
             return None
         return None if self.exempt(key) else key

@@ -10,7 +10,8 @@ from typing import Any
 
 from parwrap.files.checkpoint import on_own_gpu, write_beside
 from parwrap.files.handles import is_valid, opened, writes
-from parwrap.files.places import Places, passing
+from parwrap.files.places import Places
+from parwrap.files.threads import passing
 from parwrap.files.versions import Announced
 from parwrap.group import Group
 from parwrap.verbs.disk import WRITING, Change

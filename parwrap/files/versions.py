@@ -17,7 +17,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 
-from parwrap.files.places import passing
+from parwrap.files.threads import passing
 from parwrap.group import Group
 
 __all__ = ["Announced", "Awaited", "Outcome", "Record"]

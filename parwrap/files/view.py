@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from parwrap.errors import RankMismatchError
-from parwrap.files.places import Places, ancestors, passing
+from parwrap.files.places import Places, ancestors
+from parwrap.files.threads import passing
 from parwrap.files.versions import Awaited, Outcome
 
 __all__ = ["Entry", "View", "missing"]
