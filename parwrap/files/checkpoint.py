@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from parwrap.files.listing import PART
+from parwrap.files.versions import PART
 
 __all__ = ["on_own_gpu", "write_beside"]
 

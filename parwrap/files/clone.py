@@ -9,6 +9,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -44,7 +45,7 @@ class CloneFiles:
 
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
         """``torch.save``: to a path nothing is written, since checkpoints are large and all ranks have the same."""
-        key = self._places.writes(file) if isinstance(file, (str, os.PathLike)) else None
+        key = self._written(file) if isinstance(file, (str, os.PathLike)) else None
         if key is None:
             write(file)
             return
@@ -70,19 +71,21 @@ class CloneFiles:
         """``open``: for writing a scratch file, for reading what rank 0 has at the same point."""
         rest = buffering, encoding, errors, newline
         if not writes(mode):
-            if isinstance(file, int) or opener is not None or not self._may_differ(file):
-                stream = original(file, mode, *rest, closefd, opener)
-                if not isinstance(file, int) and os.fstat(stream.fileno()).st_ctime >= self._view.since and self._is_hidden(file):
+            if isinstance(file, int) or opener is not None:
+                return original(file, mode, *rest, closefd, opener)
+            if not self._may_differ(file):
+                with suppress(FileNotFoundError):
+                    stream = original(file, mode, *rest)
+                    if os.fstat(stream.fileno()).st_ctime < self._view.since:
+                        return stream
                     stream.close()
-                    raise missing(file)
-                return stream
             return self._read(file, lambda path: original(path, mode, *rest))
         if opener is not None or not is_valid(mode, encoding, errors, newline):
             return original(file, mode, *rest, closefd, opener)
         if isinstance(file, int):
             known = self._descriptors.pop(file, None) if closefd else None
             return opened(file, file, partial(self._finish, known), mode, *rest) if known else original(file, mode, *rest, closefd)
-        known = self._places.writes(file)
+        known = self._written(file)
         if known is None:
             return original(file, mode, *rest)
         key, scratch = self._begin(known, file, keep="a" in mode or "r" in mode, new="x" in mode, must_exist="r" in mode)
@@ -96,7 +99,7 @@ class CloneFiles:
         """``os.open``."""
         if not flags & WRITING:
             return original(path, flags, mode, dir_fd=dir_fd) if dir_fd else self.look("open", original, path, (flags, mode), {})
-        key = self._places.writes(path, dir_fd)
+        key = self._written(path, dir_fd)
         if key is None:
             return original(path, flags, mode, dir_fd=dir_fd)
         new = flags & os.O_CREAT and flags & os.O_EXCL
@@ -116,9 +119,8 @@ class CloneFiles:
         """``os.stat`` and the like: of what rank 0 has at the same point."""
         if isinstance(path, int) or kwargs.get("dir_fd") is not None or not self._may_differ(path):
             result = original(path, *args, **kwargs)
-            if type(result) is os.stat_result and result.st_ctime >= self._view.since and self._is_hidden(path):
-                raise missing(path)
-            return result
+            if type(result) is not os.stat_result or result.st_ctime < self._view.since or isinstance(path, int) or "dir_fd" in kwargs:
+                return result
         follow = name not in ("lstat", "readlink") and kwargs.get("follow_symlinks", True)
         try:
             return self._read(path, lambda place: original(place, *args, **kwargs), follow)
@@ -143,7 +145,7 @@ class CloneFiles:
 
     def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.chmod``, ``os.utime`` and the like: of scratch only."""
-        key = self._places.writes(path, kwargs.get("dir_fd"))
+        key = self._written(path, kwargs.get("dir_fd"))
         if key is None:
             return original(path, *args, **kwargs)
         with passing():
@@ -155,7 +157,7 @@ class CloneFiles:
 
     def change(self, change: Change) -> Any:
         """A call that makes, removes or moves paths: in the view."""
-        gone, made = (self._places.writes(*path) if path else None for path in (change.gone, change.made))
+        gone, made = (self._written(*path) if path else None for path in (change.gone, change.made))
         if change.name in ("rename", "replace"):
             return self._move(change, gone, made)
         if gone is None and made is None:
@@ -229,16 +231,23 @@ class CloneFiles:
             self._view.moved(gone, made)
             return None
 
+    def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
+        """The key of a path that is about to be changed, or ``None`` if that happens as it is: then its folder is really there."""
+        key = self._places.writes(path, dir_fd)
+        if key is None and self._view.names and self._places.looks() and not isinstance(path, int):
+            folder = os.path.dirname(self._places.key(path, dir_fd))
+            with passing():
+                self._view.make(folder, waits=self._places.in_process())
+        return key
+
     def _may_differ(self, path: Any) -> bool:
         """Whether this rank may see something else at ``path`` than what is on the disk; quick, since it is asked of every path."""
-        return self._view.concerns(os.path.basename(os.fsdecode(path)))
+        return self._view.concerns((path if type(path) is str else os.fsdecode(path)).rpartition("/")[2])
 
     def _read(self, path: Any, read: Callable[[Any], Any], follow: bool = True) -> Any:
         """``read`` applied to where ``path`` is to be read."""
-        if not self._places.open:
-            return read(path)
         child = not self._places.in_process()
-        if not child and not self._places.acts():
+        if not self._places.looks() or not (child or self._places.acts()):
             return read(path)
         with passing():
             key = self._places.key(path)
@@ -258,13 +267,6 @@ class CloneFiles:
             except FileNotFoundError:
                 raise missing(path) from None
             return result
-
-    def _is_hidden(self, path: Any) -> bool:
-        if not self._places.acts():
-            return False
-        with passing():
-            key = self._places.key(path)
-            return not self._places.exempt(key) and self._view.get(key) is None and self._view.hidden(key, self._view.since)
 
     def _existing(self, key: str, path: Any) -> str:
         if not self._view.exists(key) and not self._view.removed_ahead(key):
@@ -286,12 +288,14 @@ class CloneFiles:
         """The key of a file that is about to be written, and where."""
         with passing():
             key = self._view.followed(key)
-            there = self._view.exists(key)
-            if new and there:
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-            if must_exist and not there:
-                raise missing(path)
-            self._check_folder(key, path)
+            entry = self._view.get(key)
+            if entry is None or entry.kind == "gone" or new:  # else a log that is appended to would be looked up each time
+                there = self._view.exists(key)
+                if new and there:
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+                if must_exist and not there:
+                    raise missing(path)
+                self._check_folder(key, path)
             return key, self._view.begin(key, keep)
 
     def _finish(self, key: str) -> None:

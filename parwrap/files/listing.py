@@ -6,12 +6,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from parwrap.files.versions import PART
 from parwrap.files.view import View
 
-__all__ = ["PART", "Entries", "seen"]
-
-PART = ".parwrap-"
-"""What the names begin with under which rank 0 writes what is renamed when it is whole."""
+__all__ = ["Entries", "seen"]
 
 
 class SeenEntry:

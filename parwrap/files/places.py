@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from parwrap.files.threads import here, passing
@@ -45,13 +46,18 @@ class Places:
         self.open = True
         self._process = os.getpid()
         self._own: set[str] = set()
+        self._known: dict[str, bool] = {}
         self._folders: dict[str, str] = {}
         self._links: dict[str, str] = {}
         self._caches: tuple[tuple[str | None, ...], tuple[str, ...]] = ((), ())
 
     def acts(self) -> bool:
         """Whether what this thread does now is subject to the rule at all."""
-        return self.open and not here.passing and not is_alone(here=True) and self.in_process()
+        return self.looks() and not is_alone(here=True) and self.in_process()
+
+    def looks(self) -> bool:
+        """Whether what this thread does now is looked at."""
+        return self.open and not here.passing
 
     def in_process(self) -> bool:
         """Whether this is the process that made it, not one that was forked since."""
@@ -63,7 +69,7 @@ class Places:
             return None
         key = self.key(path, dir_fd)
         if here.every_rank or _called_by_tempfile():
-            self._own.add(key)
+            self.own(key)
             return None
         return None if self.exempt(key) else key
 
@@ -104,21 +110,24 @@ class Places:
 
     def exempt(self, key: str) -> bool:
         """Whether the path of this name is real on every rank."""
-        roots = (*SYSTEM, *self._cache_roots())
-        return any(key == root or key.startswith(f"{root}/") for root in roots) or any(
-            above in self._own for above in (key, *ancestors(key))
-        )
+        known = self._known.get(key)
+        if known is None:
+            above = {key, *ancestors(key)}
+            known = self._known[key] = not above.isdisjoint((*SYSTEM, *self._cache_roots(), *self._own))
+        return known
 
     def own(self, key: str) -> None:
         """The path of this name, and all below it, belongs to this process from now on."""
         self._own.add(key)
+        self._known.clear()
 
     def _cache_roots(self) -> tuple[str, ...]:
         values = tuple(os.environ.get(variable) for variable in ("HOME", "TMPDIR", *CACHES))
         if self._caches[0] != values:
             named = [value or default for value, default in zip(values[2:], CACHES.values(), strict=True)]
-            user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-            named.append(os.path.join(tempfile.gettempdir(), f"torchinductor_{user}"))
+            with suppress(KeyError, OSError):  # a user without a name
+                user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+                named.append(os.path.join(tempfile.gettempdir(), f"torchinductor_{user}"))
             with passing():
                 self._caches = values, tuple(os.path.realpath(os.path.expanduser(name)) for name in named if name)
         return self._caches[1]

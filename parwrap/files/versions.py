@@ -11,16 +11,21 @@ from __future__ import annotations
 import enum
 import json
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 from parwrap.files.threads import passing
 from parwrap.group import Group
 
-__all__ = ["Announced", "Awaited", "Outcome", "Record"]
+__all__ = ["PART", "Announced", "Awaited", "Outcome", "Record"]
+
+PART = ".parwrap-"
+"""What the names begin with under which rank 0 writes what is renamed when it is ready; nobody is to see them."""
 
 MOST_KEPT = 64
 """How many files that have been replaced or removed rank 0 holds open for slower ranks, between two meetings."""
@@ -102,8 +107,7 @@ class Announced:
             record.clock = now
             self._tell(key)
             if keeps and in_place:
-                with suppress(OSError):
-                    os.unlink(key)  # a clone that has opened it reads on
+                _renew(key)  # a clone that has opened it reads on
 
     def finish(self, key: str, gone: bool = False) -> None:
         """The version is there, or the path is gone."""
@@ -153,7 +157,16 @@ class Announced:
             os.close(kept.file)
 
     def _tell(self, key: str) -> None:
-        self._group.store.set(f"{self._topic}/of/{key}", json.dumps(astuple(self._records[key])))
+        self._group.store.set(f"{self._topic}/of/{key}", json.dumps(list(vars(self._records[key]).values())))
+
+
+def _renew(path: str) -> None:
+    """Put an empty file in the place of that at ``path``, which is there all the time."""
+    with suppress(OSError):
+        file, beside = tempfile.mkstemp(prefix=PART, dir=os.path.dirname(path))
+        os.close(file)
+        shutil.copymode(path, beside)
+        os.replace(beside, path)
 
 
 class Outcome(enum.Enum):
@@ -175,6 +188,11 @@ class Awaited:
     def __init__(self, group: Group, topic: str) -> None:
         self._group, self._topic, self._store = group, topic, group.store
 
+    @property
+    def clock(self) -> int:
+        """How often this rank has met the others."""
+        return self._group.clock
+
     def record(self, key: str) -> Record | None:
         """What rank 0 has done to the path so far."""
         name = f"{self._topic}/of/{key}"
@@ -187,24 +205,37 @@ class Awaited:
         record = self.record(key)
         if record is None:
             return 0
-        return record.closed if record.clock < self._group.clock else record.before
+        return record.closed if record.clock < self.clock else record.before
 
-    def hidden(self, key: str) -> bool:
-        """Whether the path is there only since rank 0 is ahead."""
+    def present(self, key: str) -> str | None:
+        """Where to read a path that this rank has not changed and rank 0 may have; ``None`` if it is there only since rank 0 is ahead."""
         record = self.record(key)
-        return record is not None and record.created is not None and record.created >= self._group.clock
+        if record is None or record.clock < self.clock:
+            return key if os.path.lexists(key) else None
+        if record.created is not None and record.created >= self.clock:
+            return None
+        return record.kept.get(str(record.before)) or (key if os.path.lexists(key) else None)
 
     def removed_ahead(self, key: str) -> bool:
         """Whether the path is not there only since rank 0 is ahead."""
         record = self.record(key)
-        return record is not None and record.stood and record.clock >= self._group.clock
+        return record is not None and record.stood and record.clock >= self.clock
 
-    def replaced(self, key: str, version: int) -> bool:
-        """Whether rank 0 has begun a later version that a clone must not see."""
-        return self._replaced(self.record(key), version)
+    def replaced(self, key: str, version: int, own: int) -> bool:
+        """Whether rank 0 has begun a later version than :meth:`wait` would wait for."""
+        record = self.record(key)
+        return record is not None and self._replaced(record, self._wanted(record, version, own))
 
-    def wait(self, key: str, version: int) -> tuple[Outcome, Record]:
+    def wait(self, key: str, version: int, own: int) -> tuple[Outcome, Record, int]:
         """Until rank 0 has closed ``version`` of the path, or will not any more.
+
+        Args:
+            key: the path.
+            version: by this rank's count.
+            own: how many of them this rank has closed since it last met the others.
+
+        Returns:
+            What has become of it, rank 0's record, and the number of the version by rank 0's count.
 
         Raises:
             RankMismatchError: neither has happened within the group's timeout.
@@ -215,9 +246,10 @@ class Awaited:
         def settled() -> bool:
             nonlocal record, outcome, passed
             record = self.record(key) or Record()
-            if self._replaced(record, version):
+            wanted = self._wanted(record, version, own)
+            if self._replaced(record, wanted):
                 outcome = Outcome.REPLACED
-            elif record.closed >= version:
+            elif record.closed >= wanted:
                 outcome = Outcome.THERE
             elif passed is None:
                 passed = time.monotonic() if self._passed() else None
@@ -227,11 +259,16 @@ class Awaited:
 
         self._group.wait_until(settled, 0, f"version {version} of {key}")
         assert outcome is not None
-        return outcome, record
+        return outcome, record, self._wanted(record, version, own) if outcome is Outcome.REPLACED else record.closed
 
     def _passed(self) -> bool:
         """Whether rank 0 has passed the point of the script where this rank is."""
         return self._group.meetings.passed(0) or self._store.check([f"{self._topic}/ended"])
 
-    def _replaced(self, record: Record | None, version: int) -> bool:
-        return record is not None and record.begun > version and record.clock >= self._group.clock
+    def _wanted(self, record: Record, version: int, own: int) -> int:
+        """Rank 0 may have written more often, by its own numbers: the versions before the last meeting are then known from it."""
+        return max(version, record.before + own) if record.clock >= self.clock else version
+
+    def _replaced(self, record: Record, version: int) -> bool:
+        """Whether rank 0 has begun a later one since this rank last met the others."""
+        return record.begun > version and record.clock >= self.clock

@@ -22,6 +22,9 @@ from parwrap.files.versions import Awaited, Outcome
 
 __all__ = ["Entry", "View", "missing"]
 
+PATIENCE = 10
+"""Seconds that a child process, which has no store, waits for a folder to be made by rank 0."""
+
 SLACK = 5
 """Seconds by which the clock of a file system may differ from this machine's."""
 
@@ -31,7 +34,9 @@ class Entry:
     """A path that this rank has changed.
 
     Attributes:
-        version: how many versions of it this rank has closed.
+        version: how many versions of it there are, by this rank's count.
+        clock: when this rank closed the latest.
+        own: how many it has closed since the ranks had last met before that.
         kind: ``"file"``, ``"folder"``, ``"link"`` or ``"gone"``.
         scratch: where this rank's own copy is; a checkpoint has none.
         writers: how many open files write to it.
@@ -39,6 +44,8 @@ class Entry:
     """
 
     version: int
+    clock: int = -1
+    own: int = 0
     kind: str = "file"
     scratch: str | None = None
     writers: int = 0
@@ -77,7 +84,7 @@ class View:
         """Another version of the path, closed."""
         with self.lock:
             entry = self.entry(key)
-            entry.version += 1
+            self._count(entry)
             if entry.scratch and entry.scratch != scratch:
                 _drop(entry.scratch)
             entry.kind, entry.scratch, entry.whole = kind, scratch, whole
@@ -137,19 +144,22 @@ class View:
     def replaced(self, key: str, path: str) -> bool:
         """Whether rank 0 has begun to replace what :meth:`readable` has found at ``path``, which was opened in the meantime."""
         entry = self._entries.get(key)
-        return entry is not None and path == key and self._awaited.replaced(key, entry.version)
+        if entry is None:
+            return self._real(key) != path
+        return path == key and self._awaited.replaced(key, entry.version, self._own(entry))
 
     def _awaited_file(self, key: str, entry: Entry) -> str:
-        outcome, record = self._awaited.wait(key, entry.version)
+        outcome, record, version = self._awaited.wait(key, entry.version, self._own(entry))
+        with self.lock:
+            entry.version = version  # rank 0 may decide otherwise, by its own numbers: count on from there
         if outcome is not Outcome.REPLACED:
             with self.lock:
-                entry.version = max(record.closed, 0)  # rank 0 may decide otherwise, by its own numbers: count on from there
                 if entry.kind == "folder" and entry.whole:
                     entry.whole = False
                     self.whole.discard(key)
             if os.path.lexists(key):
                 return key
-        elif os.path.exists(kept := record.kept.get(str(entry.version), "")):
+        elif os.path.exists(kept := record.kept.get(str(version), "")):
             return kept
         if entry.scratch and os.path.lexists(entry.scratch):
             return entry.scratch
@@ -174,12 +184,12 @@ class View:
         try:
             changed = os.lstat(key).st_ctime
         except OSError:
-            return None
-        return None if waits and self.hidden(key, changed) else key
+            changed = self.since  # rank 0 may have removed it
+        return self._awaited.present(key) if waits and changed >= self.since else key
 
     def hidden(self, key: str, changed: float) -> bool:
         """Whether the path, which the disk says was ``changed`` then, is there only since rank 0 is ahead."""
-        return changed >= self.since and self._awaited.hidden(key)
+        return changed >= self.since and self._awaited.present(key) is None
 
     def settle(self) -> None:
         """Forget of removed folders that they stand for all below, once rank 0 has removed them too."""
@@ -210,7 +220,31 @@ class View:
         with self.lock:
             entry = self._entries[key]
             entry.writers -= 1
-            entry.version += not failed
+            if not failed:
+                self._count(entry)
+
+    def make(self, folder: str, waits: bool) -> None:
+        """Have a folder that this rank has made on the disk too, once rank 0 has made it or will not."""
+        entry = self._entries.get(folder)
+        if entry is None or entry.kind != "folder" or os.path.isdir(folder):
+            return
+        if waits:
+            self._awaited.wait(folder, entry.version, self._own(entry))
+        else:  # a child process, which cannot ask
+            deadline = time.monotonic() + PATIENCE
+            while not os.path.isdir(folder) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        os.makedirs(folder, exist_ok=True)
+
+    def _count(self, entry: Entry) -> None:
+        """Another version is closed."""
+        now = self._awaited.clock
+        entry.own = entry.own + 1 if entry.clock == now else 1
+        entry.version += 1
+        entry.clock = now
+
+    def _own(self, entry: Entry) -> int:
+        return entry.own if entry.clock == self._awaited.clock else 0
 
     def moved(self, source: str, key: str) -> None:
         """``source``, with all below it, is now at ``key``."""
