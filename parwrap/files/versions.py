@@ -30,6 +30,9 @@ PART = ".parwrap-"
 MOST_KEPT = 64
 """How many files that have been replaced or removed rank 0 holds open for slower ranks, between two meetings."""
 
+MOST_COPIED = 2**24
+"""The bytes of a file of an earlier run that is copied for slower ranks when it is first written to."""
+
 DELIVERY = 0.5
 """Seconds that an announcement may take to the store, while everybody sees at once that rank 0 has gone on."""
 
@@ -101,12 +104,11 @@ class Announced:
             if record.created is None and not there:
                 record.created = now
             self._let_go(now)
-            # what the user had there before is written anew in its place, as it would be otherwise
-            keeps = replaces and (record.closed or not in_place) and record.begun == record.closed and self._keep(key, record, now)
+            keeps = record.begun == record.closed and (replaces or not record.begun) and self._keep(key, record, now, copy=not replaces)
             record.begun += 1
             record.clock = now
             self._tell(key)
-            if keeps and in_place:
+            if keeps and replaces and in_place:
                 _renew(key)  # a clone that has opened it reads on
 
     def finish(self, key: str, gone: bool = False) -> None:
@@ -139,11 +141,13 @@ class Announced:
         while self._kept:
             os.close(self._kept.popleft().file)
 
-    def _keep(self, key: str, record: Record, now: int) -> bool:
-        """Keep what a clone that is slower has not read yet: an open file stays when its name goes."""
+    def _keep(self, key: str, record: Record, now: int, copy: bool) -> bool:
+        """Keep what a clone that is slower has not read yet: an open file stays when its name goes; what changes is copied."""
         if os.path.islink(key) or not os.path.isfile(key) or not os.access(key, os.R_OK):
             return False
-        file = os.open(key, os.O_RDONLY)
+        if copy and os.path.getsize(key) > MOST_COPIED:
+            return False
+        file = _copied(key) if copy else os.open(key, os.O_RDONLY)
         self._kept.append(_Kept(now, file, key, str(record.closed)))
         record.kept[str(record.closed)] = f"/proc/{os.getpid()}/fd/{file}"
         return True
@@ -158,6 +162,14 @@ class Announced:
 
     def _tell(self, key: str) -> None:
         self._group.store.set(f"{self._topic}/of/{key}", json.dumps(list(vars(self._records[key]).values())))
+
+
+def _copied(path: str) -> int:
+    """An open copy of the file at ``path``, without a name."""
+    with open(path, "rb") as present, tempfile.TemporaryFile() as copy:
+        shutil.copyfileobj(present, copy)
+        copy.flush()
+        return os.dup(copy.fileno())
 
 
 def _renew(path: str) -> None:

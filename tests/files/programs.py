@@ -412,3 +412,80 @@ def modes_that_do_not_exist(rank):
         except (ValueError, OSError, LookupError) as error:
             errors.append(str(error))
     return errors
+
+
+@program
+def log_of_an_earlier_run(rank):
+    seen = open("old.txt").read()
+    for number in range(3):
+        with open("old.txt", "a") as file:
+            file.write(f"{number}\n")
+    return seen, open("old.txt").read().splitlines()
+
+
+@program
+def state_read_and_written_of_an_earlier_run(rank):
+    seen = []
+    for _ in range(4):
+        state = json.load(open("old.json"))
+        seen.append(state)
+        with open("old.json", "w") as file:
+            json.dump([*state, len(state)], file)
+    return seen
+
+
+@program
+def replaced_whole_of_an_earlier_run(rank):
+    seen = []
+    for _ in range(4):
+        seen.append(torch.load("old.pt"))
+        torch.save(seen[-1] + 1, "old.pt")
+    os.remove("old.pt")
+    return seen, os.path.exists("old.pt")
+
+
+@program
+def edited_in_place_of_an_earlier_run(rank):
+    with open("old.txt", "r+") as file:
+        first = file.readline()
+        file.seek(0)
+        file.write("new")
+    os.truncate("old.txt", 4)
+    os.chmod("old.txt", 0o600)
+    os.utime("old.txt", (5, 5))
+    return first, open("old.txt").read()
+
+
+@program
+def moved_of_an_earlier_run(rank):
+    os.rename("old.txt", "older.txt")
+    shutil.move("old", "backup")
+    Path("old").mkdir()
+    Path("old/new.txt").write_text("new")
+    shutil.copytree("backup", "again")
+    return (
+        open("older.txt").read(),
+        sorted(os.listdir("backup")),
+        open("backup/a.txt").read(),
+        sorted(os.listdir("again")),
+        os.listdir("old"),
+    )
+
+
+@program
+def removed_of_an_earlier_run(rank):
+    shutil.rmtree("old")
+    os.remove("old.txt")
+    seen = [os.path.exists("old/a.txt"), os.path.isdir("old"), sorted(os.listdir())]
+    os.makedirs("old")
+    Path("old/b.txt").write_text("new")
+    return seen, os.path.exists("old/a.txt"), os.listdir("old"), open("old/b.txt").read()
+
+
+@program
+def resumed_from_an_earlier_run(rank):
+    start = torch.load("old.pt") if os.path.isfile("old.pt") else 0
+    for epoch in range(start + 1, start + 4):
+        torch.save(epoch, "old.pt")
+        torch.save(epoch, f"epoch{epoch}.pt")
+    return start, sorted(glob.glob("*.pt"))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 import parwrap
 from parwrap.group import alone
@@ -50,10 +51,25 @@ def run(program, folder):
         os.chdir(folder.parent)
 
 
+def leave_files(folder):
+    """What an earlier run has left behind."""
+    folder.mkdir()
+    (folder / "old").mkdir()
+    (folder / "old" / "a.txt").write_text("a")
+    (folder / "old" / "b.txt").write_text("b")
+    (folder / "old.txt").write_text("old\n")
+    (folder / "old.json").write_text("[0]")
+    torch.save(1, folder / "old.pt")
+
+
 def check(program, folder, size):
     scratch = set(os.listdir(os.environ.get("TMPDIR", "/tmp")))
     for late in range(2):
         together = folder / f"{late}"
+        if program.__name__.endswith("an_earlier_run") and parwrap.rank() == 0:
+            leave_files(together)
+            leave_files(folder / "reference")
+        parwrap.barrier()
         with slow(program, parwrap.rank() % 2 == late), parwrap.distributed(timeout=20):
             seen = run(program, together)
         everybody = parwrap.gather(seen)
@@ -65,6 +81,7 @@ def check(program, folder, size):
             assert tree(folder / "reference") == tree(together)
             for path in sorted((folder / "reference").rglob("*"), reverse=True):
                 path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+            (folder / "reference").rmdir()
         parwrap.barrier()
     assert not [name for name in set(os.listdir(os.environ.get("TMPDIR", "/tmp"))) - scratch if name.startswith("parwrap-scratch")]
 
