@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from parwrap.group import is_rank_zero, local_rank, rank, world_size
 
     distributed: Decorating
+    every_rank_writes: Decorating
     rank_zero_first: Decorating
     rank_zero_only: Decorating
 
@@ -23,6 +24,7 @@ _HOMES = {
     "parwrap.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
     "parwrap.errors": ("LaunchError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
     "parwrap.features.distributed": ("distributed",),
+    "parwrap.features.every_rank": ("every_rank_writes",),
     "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
     "parwrap.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
 }
@@ -39,6 +41,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "distributed",
+    "every_rank_writes",
     "gather",
     "is_rank_zero",
     "local_rank",

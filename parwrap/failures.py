@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from parwrap.files.threads import passing
+
 __all__ = ["Failure", "Recorder", "exit_status", "read_failures", "report"]
 
 
@@ -112,7 +114,8 @@ class Recorder(AbstractContextManager):
             text=self._shown(error) if raised else _message(error),
             exception=f"{type(error).__qualname__}: {error}".splitlines()[0].removesuffix(": "),
         )
-        failure.write(self._directory)
+        with passing():  # on every rank
+            failure.write(self._directory)
         if self._log.exists() or not self._is_last:  # what the launcher reports is neither in this rank's log nor of an earlier attempt
             print(failure, file=sys.__stderr__)
 

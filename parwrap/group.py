@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -99,20 +100,27 @@ class Group:
             raise self.meetings.in_vain(purpose, owner) from None
         return self.store.get(key)
 
-    def wait_for_any(self, keys: Sequence[str], owner: int, purpose: str) -> None:
-        """Return when rank ``owner``, which may be anywhere, has stored one of ``keys``; what it has begun meanwhile is answered."""
+    @property
+    def clock(self) -> int:
+        """How often this rank has met the others: at the same point of the script the same on all ranks."""
+        return self.meetings.number + dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+
+    def wait_until(self, ready: Callable[[], bool], owner: int, purpose: str) -> None:
+        """Return when ``ready()``, which looks into the store for what rank ``owner`` puts there."""
         deadline = time.monotonic() + self.timeout.total_seconds()
-        while not any(self.store.check([key]) for key in keys):
-            self.meetings.while_fetching(purpose)
-            if time.monotonic() > deadline:
-                raise self.meetings.in_vain(purpose, owner)
-            time.sleep(POLLING)
-        self.meetings.fetched()
+        try:
+            while not ready():
+                self.meetings.fetching(purpose)
+                if time.monotonic() > deadline:
+                    raise self.meetings.in_vain(purpose, owner)
+                time.sleep(POLLING)
+        finally:
+            self.meetings.fetched()
 
 
 _current: Group | None = None
 _opened = 0
-_alone = 0
+_alone: list[int] = []
 
 
 @contextmanager
@@ -151,17 +159,16 @@ def current() -> Group | None:
 @contextmanager
 def alone() -> Iterator[None]:
     """While only this rank runs the block: nothing in it may wait for the others."""
-    global _alone
-    _alone += 1
+    _alone.append(threading.get_ident())
     try:
         yield
     finally:
-        _alone -= 1
+        _alone.pop()
 
 
-def is_alone() -> bool:
-    """Whether only this rank runs what runs now."""
-    return _alone > 0
+def is_alone(here: bool = False) -> bool:
+    """Whether only this rank runs what runs now; with ``here``, whether it does so in this very thread."""
+    return bool(_alone) and (not here or threading.get_ident() in _alone)
 
 
 def _world() -> World:

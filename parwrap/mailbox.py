@@ -62,7 +62,7 @@ class State(IntEnum):
     WAITING = 1
     """It is there, and waits for the others to come."""
     FETCHING = 2
-    """It waits for a file or a value of another rank, not for a meeting."""
+    """It waits for a file of another rank, not for a meeting."""
     CONTRIBUTING = 3
     """It has gone ahead and counts on the others to come."""
     ANSWERING = 4

@@ -10,6 +10,7 @@ What it means to answer a meeting is known to the actor that holds such meetings
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -25,8 +26,6 @@ BACKWARD = "backward"
 THEN_AVERAGED = "backward, averaged afterwards"
 FIRST_BACKWARD = "first backward of a site"
 END = "the end of its script or function"
-RESUME = "another backward"
-"""A rank that was left behind, while it waited for a file, comes back."""
 
 POLLING = 5e-5
 """Seconds between two looks at the others, at first."""
@@ -53,6 +52,7 @@ class Meetings:
         self._mailbox, self.timeout = mailbox, timeout
         self._rank, self._ranks = mailbox.world.rank, range(mailbox.world.size)
         self._part, self._number = 0, 1
+        self._fetching = False
         self._stale = False
         self._warned = False
         self._answers: dict[str, Answer] = {}
@@ -73,8 +73,6 @@ class Meetings:
         Raises:
             RankMismatchError: another rank has gone ahead to another meeting.
         """
-        if self._stale:
-            self.wait(RESUME)
         self._mailbox.write(self._number, meeting, State.CONTRIBUTING)
         self.compare(meeting)
 
@@ -140,18 +138,24 @@ class Meetings:
         finally:
             self._mailbox.waiting = False
 
-    def while_fetching(self, purpose: str) -> None:
-        """Called again and again by who waits for another rank's file or value: answers what the others have begun."""
-        self._mailbox.waiting = True
-        meeting = Meeting(purpose, location())
-        if self._mailbox.written != (self._number, meeting):
-            self._mailbox.write(self._number, meeting, State.FETCHING, self._stale)
-        self._answer_begun(self._mailbox.read_all(self._number))
+    def fetching(self, purpose: str) -> None:
+        """This rank waits for another's file: tell, unless it is in a meeting, or not in its main thread."""
+        inside = self._mailbox.written is not None and self._mailbox.written[0] == self._number
+        if not self._fetching and not inside and threading.current_thread() is threading.main_thread():
+            self._fetching = self._mailbox.waiting = True
+            self._mailbox.write(self._number, Meeting(purpose, location()), State.FETCHING)
 
     def fetched(self) -> None:
         """The waiting is over."""
-        self._mailbox.waiting = False
-        self._mailbox.take_back(self._number)
+        if self._fetching and threading.current_thread() is threading.main_thread():
+            self._fetching = self._mailbox.waiting = False
+            self._mailbox.take_back(self._number)
+
+    def passed(self, rank: int) -> bool:
+        """Whether ``rank`` has come to the meeting that is the next for this one, and so has passed this point of the script."""
+        entry = self._mailbox.read(rank, self._number)
+        self._raise_if_failed([entry])
+        return entry is not None and entry.state not in (State.FETCHING, State.FAILED)
 
     def fail(self, error: BaseException) -> None:
         """This rank leaves with ``error``: tell those who would wait for it."""
@@ -220,7 +224,7 @@ class Meetings:
         chosen = max((entry.meeting for entry in came), key=self._precedence)
         present = [entry.rank for entry in came if entry.meeting.identity == chosen.identity]
         others = [entry for entry in came if entry.rank not in present]
-        if others and chosen.kind not in (*self._answers, RESUME):
+        if others and chosen.kind not in self._answers:
             raise RankMismatchError(
                 f"the ranks have come to different points of the script, and each would wait for the others for ever: {_told(came)}. "
                 "Have all ranks take the same way there, or guard what only one shall do with @parwrap.rank_zero_only."
@@ -236,9 +240,9 @@ class Meetings:
 
     def _precedence(self, meeting: Meeting) -> tuple[int, str]:
         """Most is what belongs to a backward, then what the others can answer, then what users call; leaving comes last."""
-        if meeting.kind in (END, RESUME):
-            return (0 if meeting.kind == END else 1), ""
-        return (4 if meeting.kind == FIRST_BACKWARD else 3 if meeting.kind in self._answers else 2), meeting.kind
+        if meeting.kind == END:
+            return 0, ""
+        return (3 if meeting.kind == FIRST_BACKWARD else 2 if meeting.kind in self._answers else 1), meeting.kind
 
     def _catch_up(self, came: list[Entry]) -> None:
         """The stale ranks take over the state of the lowest that is not."""

@@ -19,10 +19,11 @@ from typing import Any
 import torch.distributed as dist
 
 from parwrap import group as groups
-from parwrap.clones import Clones, Voice
 from parwrap.data.loaders import Loaders, TrainingData
 from parwrap.decorator import ScopeDecorator
 from parwrap.errors import UsageError
+from parwrap.files.clone import CloneFiles
+from parwrap.files.rank_zero import RankZeroFiles
 from parwrap.group import Group
 from parwrap.loop import Loop
 from parwrap.meetings import END
@@ -34,6 +35,7 @@ from parwrap.strategies.in_step import InStep
 from parwrap.strategies.single import Single
 from parwrap.streams import Streams, get_state, seed_all, set_state
 from parwrap.verbs import patches
+from parwrap.voices import Voice, Voices
 from parwrap.watch import watched
 from parwrap.world import launch_variables, read_world
 
@@ -251,11 +253,13 @@ class _Session:
             actors += [loop, Loaders(group, loop, self._streams, lambda: self._options.batch == "global", self._began)]
         if group is None:
             return [*actors, *([Single(loop)] if actors else []), Voice()]
-        clones, ddp = Clones(group), DDP(group, loop, self._ddp_options)
-        self._undo.enter_context(clones.silenced())
+        voices, ddp = Voices(group.world.rank), DDP(group, loop, self._ddp_options)
+        files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
+        self._undo.enter_context(voices.silenced())
         self._undo.callback(ddp.close)
+        self._undo.callback(files.close)
         self._undo.enter_context(watched(group.meetings, group.world.rank, self._options.hang_after))
-        return [*actors, ddp, InStep(group, loop), Bypasses(group, loop), clones, self]
+        return [*actors, ddp, InStep(group, loop), Bypasses(group, loop), voices, files, self]
 
     def _stop(self) -> None:
         """Passes that outlive the session must not switch streams any more."""

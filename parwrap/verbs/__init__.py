@@ -1,4 +1,4 @@
-"""One file for each torch verb that is intercepted; each only forwards the call to a method of an actor.
+"""One file for each verb that is intercepted; each only forwards the call to a method of an actor.
 
 ``VERBS`` maps the actor's method to the file that calls it, so an actor says what it takes part in by having the method.
 """
@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from parwrap.patching import Patch
-from parwrap.verbs import backward, data_parallel, files, foreign, grad, loader, mode, moving, optimizer, output, schedule
+from parwrap.verbs import backward, data_parallel, disk, files, foreign, grad, loader, mode, moving, optimizer, output, schedule
 
 __all__ = ["VERBS", "patches"]
 
@@ -28,6 +28,13 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "moved": moving.patches,
     "metric": schedule.patches,
     "save": files.save_patches,
+    "open": disk.open_patches,
+    "open_descriptor": disk.open_descriptor_patches,
+    "close_descriptor": disk.close_descriptor_patches,
+    "change": disk.change_patches,
+    "attribute": disk.attribute_patches,
+    "look": disk.look_patches,
+    "listing": disk.listing_patches,
     "speak": output.speak_patches,
     "log": output.log_patches,
     "foreign": foreign.patches,

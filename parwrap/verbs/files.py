@@ -25,7 +25,7 @@ def save_patches(actor: Any) -> list[Patch]:
 def load_patches(actor: Any) -> list[Patch]:
     def load(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         def with_file(f: Any, map_location: Any = None, *rest: Any, **options: Any) -> Any:
-            return actor.load(f, map_location, lambda location: wrapped(f, location, *rest, **options))
+            return actor.load(map_location, lambda location: wrapped(f, location, *rest, **options))
 
         return with_file(*args, **kwargs)
 

@@ -1,13 +1,18 @@
 """Every patch is undone: the identical object is there again after return, exceptions, nesting and recursion."""
 
 import builtins
+import bz2
+import io
 import logging
 import os
+import shutil
 import sys
+import tarfile
 
 import pytest
 import torch
 import torch.distributed as dist
+from numpy.lib._datasource import _FileOpeners
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -30,6 +35,12 @@ OWNERS = (
     logging.Logger,
     DistributedDataParallel,
     nn.DataParallel,
+    os,
+    io,
+    shutil,
+    tarfile,
+    bz2,
+    _FileOpeners,
 )
 
 

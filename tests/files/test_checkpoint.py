@@ -1,75 +1,12 @@
 import io
-import logging
 import os
 import sys
 import time
-import warnings
-from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 import torch
-from tqdm import tqdm
 
 import parwrap
-
-
-def heard(speak):
-    """What each rank writes to stdout and stderr."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), parwrap.distributed():
-        speak()
-    return parwrap.gather((out.getvalue(), err.getvalue()))
-
-
-@pytest.mark.ranks(2)
-def test_rank_zero_prints_and_force_lets_everybody():
-    def speak():
-        print("hello")
-        print("it is", parwrap.rank(), force=True)
-        print("beside", parwrap.rank(), force=True, file=sys.stderr)
-        sys.stdout.write("written\n")
-
-    assert [("hello\nit is 0\nwritten\n", "beside 0\n"), ("it is 1\n", "beside 1\n")] == heard(speak)
-
-
-@pytest.mark.ranks(2)
-def test_bars_warnings_and_loggers_are_rank_zeros():
-    def speak():
-        list(tqdm(range(3)))
-        warnings.warn("careful", stacklevel=1)
-        handler = logging.StreamHandler()
-        logging.getLogger("train").addHandler(handler)
-        logging.getLogger("train").warning("epoch")
-
-    (_, first), other = heard(speak)
-
-    assert all(word in first for word in ("3/3", "careful", "epoch"))
-    assert ("", "") == other
-
-
-@pytest.mark.ranks(2)
-def test_errors_are_heard_from_every_rank_with_its_number():
-    def speak():
-        if parwrap.rank() == 1:
-            logging.getLogger("train").error("lost %s", "it")
-
-    assert [("", ""), ("", "[rank 1] ERROR:train:lost it\n")] == heard(speak)
-
-
-@pytest.mark.ranks(2)
-def test_print_to_a_file_of_the_users_own_is_left_alone():
-    own = io.StringIO()
-    with parwrap.distributed():
-        print("mine", file=own)
-
-    assert ["mine\n"] * 2 == parwrap.gather(own.getvalue())
-
-
-def test_one_rank_takes_force_too(capsys):
-    with parwrap.distributed():
-        print("hello", force=True)
-
-    assert "hello\n" == capsys.readouterr().out
 
 
 @pytest.mark.ranks(3)
@@ -155,3 +92,47 @@ def test_weights_load_to_the_gpu_that_a_rank_sees(tmp_path):
         torch.save(torch.ones(1, device="cuda"), tmp_path / "x.pt")
 
         assert torch.load(tmp_path / "x.pt").is_cuda
+
+
+@pytest.mark.ranks(2)
+def test_the_bytes_and_rights_are_those_of_a_plain_save(tmp_path):
+    path, plain = tmp_path / "best model.pt", tmp_path / "plain" / "best model.pt"
+    with parwrap.distributed():
+        torch.save(torch.ones(3), path)
+        parwrap.barrier()
+    if parwrap.rank() == 0:
+        plain.parent.mkdir()
+        torch.save(torch.ones(3), plain)
+
+        assert plain.read_bytes() == path.read_bytes()
+        assert plain.stat().st_mode == path.stat().st_mode
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.ranks(2)
+def test_a_rank_that_is_behind_loads_what_rank_zero_has_replaced_or_removed_since(slow, tmp_path):
+    path, loaded = tmp_path / "x.pt", []
+    with parwrap.distributed():
+        for number in range(3):
+            torch.save((number, parwrap.rank()), path)
+            if parwrap.rank() == slow:
+                time.sleep(0.1)
+            loaded.append(torch.load(path))
+        os.remove(path)
+
+    assert [(number, 0) for number in range(3)] == loaded
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_files_that_are_held_for_others_are_let_go_when_the_ranks_have_met(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    with parwrap.distributed():
+        for number in range(100):
+            torch.save(number, tmp_path / "x.pt")
+            if number < 80:
+                parwrap.barrier()
+        held = len(os.listdir("/proc/self/fd")) - len(before)
+
+    assert held <= 40
+    assert before == os.listdir("/proc/self/fd")

@@ -1,0 +1,303 @@
+"""The actor on the files of a rank above 0: what it changes is changed in its own view, what it reads is as rank 0 has it.
+
+What the view holds, and how it waits for rank 0, is left to ``view.py``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from parwrap.files.checkpoint import on_own_gpu
+from parwrap.files.handles import is_valid, opened, writes
+from parwrap.files.listing import Entries, seen
+from parwrap.files.places import Places
+from parwrap.files.threads import passing
+from parwrap.files.versions import Awaited
+from parwrap.files.view import View, missing
+from parwrap.group import Group
+from parwrap.verbs.disk import WRITING, Change
+
+__all__ = ["CloneFiles"]
+
+
+class CloneFiles:
+    """Keeps a clone's effects on files to the clone.
+
+    Args:
+        group: the process group.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._places = Places()
+        self._view = View(Awaited(group, group.key("files")), self._places)
+        self._descriptors: dict[int, str] = {}
+
+    def close(self) -> None:
+        """Let everything through from now on; what only this rank has seen is gone."""
+        self._places.open = False
+        self._view.close()
+
+    def save(self, file: Any, write: Callable[[Any], None]) -> None:
+        """``torch.save``: to a path nothing is written, since checkpoints are large and all ranks have the same."""
+        key = self._written(file) if isinstance(file, (str, os.PathLike)) else None
+        if key is None:
+            write(file)
+            return
+        with passing():
+            self._view.changed(self._view.followed(key), "file")
+
+    def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
+        """``torch.load``, which opens its file by ``open``; the weights go to this rank's own device."""
+        return read(on_own_gpu(location))
+
+    def open(
+        self,
+        original: Callable,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: Any = None,
+        errors: Any = None,
+        newline: Any = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        """``open``: for writing a scratch file, for reading what rank 0 has at the same point."""
+        rest = buffering, encoding, errors, newline
+        if not writes(mode):
+            if isinstance(file, int) or opener is not None:
+                return original(file, mode, *rest, closefd, opener)
+            if not self._may_differ(file):
+                with suppress(FileNotFoundError):
+                    stream = original(file, mode, *rest)
+                    if os.fstat(stream.fileno()).st_ctime < self._view.since:
+                        return stream
+                    stream.close()
+            return self._read(file, lambda path: original(path, mode, *rest))
+        if opener is not None or not is_valid(mode, encoding, errors, newline):
+            return original(file, mode, *rest, closefd, opener)
+        if isinstance(file, int):
+            known = self._descriptors.pop(file, None) if closefd else None
+            return opened(file, file, partial(self._finish, known), mode, *rest) if known else original(file, mode, *rest, closefd)
+        known = self._written(file)
+        if known is None:
+            return original(file, mode, *rest)
+        key, scratch = self._begin(known, file, keep="a" in mode or "r" in mode, new="x" in mode, must_exist="r" in mode)
+        try:
+            return opened(scratch, file, partial(self._finish, key), mode.replace("x", "w"), *rest)
+        except BaseException:
+            self._view.finish(key, failed=True)
+            raise
+
+    def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        """``os.open``."""
+        if not flags & WRITING:
+            return original(path, flags, mode, dir_fd=dir_fd) if dir_fd else self.look("open", original, path, (flags, mode), {})
+        key = self._written(path, dir_fd)
+        if key is None:
+            return original(path, flags, mode, dir_fd=dir_fd)
+        new = flags & os.O_CREAT and flags & os.O_EXCL
+        key, scratch = self._begin(key, path, keep=not flags & os.O_TRUNC, new=bool(new), must_exist=not flags & os.O_CREAT)
+        descriptor = original(scratch, (flags | os.O_CREAT) & ~os.O_EXCL, mode)
+        self._descriptors[descriptor] = key
+        return descriptor
+
+    def close_descriptor(self, original: Callable, descriptor: int) -> None:
+        """``os.close``."""
+        key = self._descriptors.pop(descriptor, None)
+        original(descriptor)
+        if key is not None:
+            self._finish(key)
+
+    def look(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
+        """``os.stat`` and the like: of what rank 0 has at the same point."""
+        if isinstance(path, int) or kwargs.get("dir_fd") is not None or not self._may_differ(path):
+            result = original(path, *args, **kwargs)
+            if type(result) is not os.stat_result or result.st_ctime < self._view.since or isinstance(path, int) or "dir_fd" in kwargs:
+                return result
+        follow = name not in ("lstat", "readlink") and kwargs.get("follow_symlinks", True)
+        try:
+            return self._read(path, lambda place: original(place, *args, **kwargs), follow)
+        except FileNotFoundError:
+            if name == "access":
+                return False
+            raise
+
+    def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
+        """``os.listdir`` and ``os.scandir``."""
+        path = "." if path is None else path
+        if isinstance(path, int) or not self._places.acts() or self._places.exempt(key := self._places.key(path)):
+            return original(path)
+        with passing():
+            key = self._view.followed(key)
+            if not self._view.concerns(os.path.basename(key)) and os.stat(path).st_ctime < self._view.since:
+                return original(path)
+            found = seen(self._view, key)
+        if name == "scandir":
+            return Entries(path, found)
+        return [os.fsencode(each) for each in found] if isinstance(os.fspath(path), bytes) else list(found)
+
+    def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
+        """``os.chmod``, ``os.utime`` and the like: of scratch only."""
+        key = self._written(path, kwargs.get("dir_fd"))
+        if key is None:
+            return original(path, *args, **kwargs)
+        with passing():
+            key = self._existing(key, path)
+            entry = self._view.get(key)
+            if entry and entry.scratch:
+                return original(entry.scratch, *args, **{name: value for name, value in kwargs.items() if name != "dir_fd"})
+            return None
+
+    def change(self, change: Change) -> Any:
+        """A call that makes, removes or moves paths: in the view."""
+        gone, made = (self._written(*path) if path else None for path in (change.gone, change.made))
+        if change.name in ("rename", "replace"):
+            return self._move(change, gone, made)
+        if gone is None and made is None:
+            return change.run()
+        with passing():
+            return getattr(self, f"_{change.name}")(change, gone or made)
+
+    def _mkdir(self, change: Change, key: str) -> None:
+        key = self._free(key, change.made)
+        before = self._view.get(key)
+        # what was below a folder that was removed is gone only when rank 0 has removed it
+        self._view.changed(key, "folder", self._view.fresh(folder=True), whole=before is not None and before.whole)
+
+    def _truncate(self, change: Change, key: str) -> None:
+        key, scratch = self._begin(key, change.made, keep=True, must_exist=True)
+        os.truncate(scratch, *change.options[0])
+        self._view.finish(key)
+
+    def _remove(self, change: Change, key: str) -> None:
+        entry = self._view.get(key)
+        if (entry is None or entry.kind == "gone") and not self._view.exists(key) and not self._view.removed_ahead(key):
+            raise missing(change.gone[0])  # type: ignore[index]
+        self._view.changed(key, "gone")
+
+    _unlink = _remove
+
+    def _rmdir(self, change: Change, key: str) -> None:
+        if self._view.exists(key) and seen(self._view, key, waits=False):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), change.gone[0])  # type: ignore[index]
+        self._remove(change, key)
+
+    def _rmtree(self, change: Change, key: str) -> None:
+        if not self._view.exists(key) and not self._view.removed_ahead(key):
+            change.run()  # which fails as it is asked to
+            return
+        self._remove_all(key)
+
+    def _remove_all(self, key: str) -> None:
+        for below in self._view.below(key):
+            if self._view.exists(below):
+                self._view.changed(below, "gone")
+        self._view.changed(key, "gone", whole=True)
+
+    def _symlink(self, change: Change, key: str) -> None:
+        key = self._free(key, change.made)
+        scratch = self._view.fresh()
+        os.symlink(change.target, scratch)
+        self._view.changed(key, "link", scratch, os.fsdecode(change.target))
+
+    def _link(self, change: Change, key: str) -> None:
+        key = self._free(key, change.made)
+        path, descriptor = change.source  # type: ignore[misc]
+        source = self._view.followed(self._existing(self._places.key(path, descriptor), path))
+        self._view.changed(key, "file", self._view.copied(source))
+
+    def _move(self, change: Change, gone: str | None, made: str | None) -> Any:
+        """``os.rename`` and ``os.replace``, where either path may be exempt."""
+        if gone is None and made is None:
+            return change.run()
+        with passing():
+            if gone is None:
+                scratch = self._view.fresh()
+                shutil.move(change.gone[0], scratch)  # type: ignore[index]
+                self._view.changed(made, "file", scratch)  # type: ignore[arg-type]
+                return None
+            gone = self._existing(gone, change.gone[0])  # type: ignore[index]
+            if made is None:
+                shutil.copyfile(self._view.readable(gone), change.made[0])  # type: ignore[index]
+                self._view.changed(gone, "gone")
+                return None
+            self._view.moved(gone, made)
+            return None
+
+    def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
+        """The key of a path that is about to be changed, or ``None`` if that happens as it is: then its folder is really there."""
+        key = self._places.writes(path, dir_fd)
+        if key is None and self._view.names and self._places.looks() and not isinstance(path, int):
+            folder = os.path.dirname(self._places.key(path, dir_fd))
+            with passing():
+                self._view.make(folder, waits=self._places.in_process())
+        return key
+
+    def _may_differ(self, path: Any) -> bool:
+        """Whether this rank may see something else at ``path`` than what is on the disk; quick, since it is asked of every path."""
+        return self._view.concerns((path if type(path) is str else os.fsdecode(path)).rpartition("/")[2])
+
+    def _read(self, path: Any, read: Callable[[Any], Any], follow: bool = True) -> Any:
+        """``read`` applied to where ``path`` is to be read."""
+        child = not self._places.in_process()
+        if not self._places.looks() or not (child or self._places.acts()):
+            return read(path)
+        with passing():
+            key = self._places.key(path)
+            if self._places.exempt(key):
+                return read(path)
+            view = self._view
+            if not child:
+                view.settle()
+            try:
+                named, key = key, view.followed(key) if follow else key
+                place = view.readable(key, waits=not child)
+                result = read(path if place == named else place)
+                if not child and hasattr(result, "read") and view.replaced(key, place):
+                    # opened a moment too late
+                    result.close()
+                    result = read(view.readable(key))
+            except FileNotFoundError:
+                raise missing(path) from None
+            return result
+
+    def _existing(self, key: str, path: Any) -> str:
+        if not self._view.exists(key) and not self._view.removed_ahead(key):
+            raise missing(path)
+        return key
+
+    def _free(self, key: str, path: Any) -> str:
+        """``key``, at which something new can be made."""
+        if self._view.exists(key):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path[0])
+        self._check_folder(key, path[0])
+        return key
+
+    def _check_folder(self, key: str, path: Any) -> None:
+        if not self._view.exists(self._view.followed(os.path.dirname(key))):
+            raise missing(path)
+
+    def _begin(self, key: str, path: Any, keep: bool, new: bool = False, must_exist: bool = False) -> tuple[str, str]:
+        """The key of a file that is about to be written, and where."""
+        with passing():
+            key = self._view.followed(key)
+            entry = self._view.get(key)
+            if entry is None or entry.kind == "gone" or new:  # else a log that is appended to would be looked up each time
+                there = self._view.exists(key)
+                if new and there:
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+                if must_exist and not there:
+                    raise missing(path)
+                self._check_folder(key, path)
+            return key, self._view.begin(key, keep)
+
+    def _finish(self, key: str) -> None:
+        if self._places.open and self._places.in_process():
+            self._view.finish(key)

@@ -1,0 +1,79 @@
+"""An open file that tells when it is closed, however that comes about: by ``close()``, a ``with`` block or when it is dropped.
+
+Built of the same parts as what ``open`` returns; only the innermost of them is a subclass.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["is_valid", "opened", "writes"]
+
+
+class _Watched(io.FileIO):
+    """A raw file that calls ``closed`` once, after it has been closed."""
+
+    _told: Callable[[], None] | None = None
+
+    def watch(self, closed: Callable[[], None], name: Any) -> None:
+        self._told = closed
+        self.name = name
+
+    def close(self) -> None:
+        told, self._told = self._told, None
+        try:
+            super().close()
+        finally:
+            if told:
+                told()
+
+
+def writes(mode: Any) -> bool:
+    """Whether ``open`` with this ``mode`` may change the file.
+
+    >>> writes("rb"), writes("r+"), writes("at")
+    (False, True, True)
+    """
+    return isinstance(mode, str) and not {"w", "a", "x", "+"}.isdisjoint(mode)
+
+
+def is_valid(mode: str, encoding: Any, errors: Any, newline: Any) -> bool:
+    """Whether ``open`` takes these together."""
+    kinds = set(mode)
+    return (
+        len(kinds) == len(mode)
+        and kinds <= set("rwaxbt+")
+        and len(kinds & set("rwax")) == 1
+        and not {"b", "t"} <= kinds
+        and ("b" not in kinds or (encoding, errors, newline) == (None, None, None))
+    )
+
+
+def opened(file: Any, name: Any, closed: Callable[[], None], mode: str, buffering: int, encoding: Any, errors: Any, newline: Any) -> Any:
+    """What ``open(file, mode, ...)`` returns, with another ``name``; it calls ``closed`` when it has been closed.
+
+    Args:
+        file: the path, or a file descriptor, that is really opened.
+        name: what the file says it is.
+        closed: called with no arguments.
+        mode: and the rest: as for ``open``.
+    """
+    text = "b" not in mode
+    raw = _Watched(file, mode.replace("t", ""))
+    stream: Any = raw
+    try:
+        if buffering == 0 and text:
+            raise ValueError("can't have unbuffered text I/O")
+        if buffering != 0:
+            size = buffering if buffering > 1 else max(getattr(raw, "_blksize", 0), io.DEFAULT_BUFFER_SIZE)
+            stream = io.BufferedRandom(raw, size) if "+" in mode else io.BufferedWriter(raw, size)
+        if text:
+            stream = io.TextIOWrapper(stream, encoding, errors, newline, line_buffering=buffering == 1 or raw.isatty())
+            stream.mode = mode
+    except BaseException:
+        raw.close()
+        raise
+    raw.watch(closed, name)
+    return stream

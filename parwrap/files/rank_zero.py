@@ -1,0 +1,141 @@
+"""The actor on rank 0's files: every call acts as it is, and what becomes of which path is announced to the clones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from parwrap.files.checkpoint import on_own_gpu, write_beside
+from parwrap.files.handles import is_valid, opened, writes
+from parwrap.files.places import Places
+from parwrap.files.threads import passing
+from parwrap.files.versions import Announced
+from parwrap.group import Group
+from parwrap.verbs.disk import WRITING, Change
+
+__all__ = ["RankZeroFiles"]
+
+
+class RankZeroFiles:
+    """Announces every version of a file that clones may wait for.
+
+    Args:
+        group: the process group.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._places = Places()
+        self._announced = Announced(group, group.key("files"))
+        self._descriptors: dict[int, str] = {}
+
+    def close(self) -> None:
+        """Let everything through from now on, and let nobody wait any more."""
+        self._places.open = False
+        self._announced.close()
+
+    def save(self, file: Any, write: Callable[[Any], None]) -> None:
+        """``torch.save``: a file appears whole or not at all."""
+        if not isinstance(file, (str, os.PathLike)):
+            write(file)
+            return
+        key = self._written(file)
+        with self._version(key), passing():
+            write_beside(os.fspath(file), write)
+
+    def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
+        """``torch.load``, which opens its file by ``open``."""
+        return read(on_own_gpu(location))
+
+    def open(
+        self,
+        original: Callable,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: Any = None,
+        errors: Any = None,
+        newline: Any = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        """``open``: what is written is announced when it is closed."""
+        if not writes(mode):
+            return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        key = self._descriptors.pop(file, None) if isinstance(file, int) and closefd else self._written(file)
+        if key is None or opener is not None or not is_valid(mode, encoding, errors, newline):
+            return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        if isinstance(file, int):
+            return opened(file, file, partial(self._finish, key), mode, buffering, encoding, errors, newline)
+        with self._begun(key, replaces="w" in mode, in_place=True):
+            return opened(file, file, partial(self._finish, key), mode, buffering, encoding, errors, newline)
+
+    def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        """``os.open``."""
+        key = self._written(path, dir_fd) if flags & WRITING else None
+        if key is None:
+            return original(path, flags, mode, dir_fd=dir_fd)
+        with self._begun(key, replaces=bool(flags & os.O_TRUNC), in_place=True):
+            descriptor = original(path, flags, mode, dir_fd=dir_fd)
+        self._descriptors[descriptor] = key
+        return descriptor
+
+    def close_descriptor(self, original: Callable, descriptor: int) -> None:
+        """``os.close``."""
+        key = self._descriptors.pop(descriptor, None)
+        original(descriptor)
+        if key is not None:
+            self._finish(key)
+
+    def change(self, change: Change) -> Any:
+        """A call that makes, removes or moves paths."""
+        gone, made = (self._places.writes(*path) if path else None for path in (change.gone, change.made))
+        if change.name == "mkdir" and made and os.path.lexists(made):
+            return change.run()  # which fails
+        moved = [key for key in self._announced.below(gone) if os.path.lexists(key)] if gone else []
+        with passing(), ExitStack() as versions:
+            for key in [made, *(made + key[len(gone) :] for key in moved)] if made else ():  # type: ignore[arg-type]
+                versions.enter_context(self._version(key, replaces=change.name != "truncate"))
+            for key in [gone, *moved] if gone else ():
+                versions.enter_context(self._version(key, gone=True))
+            result = change.run()
+            self._keep_links(change, gone, made)
+            return result
+
+    def _keep_links(self, change: Change, gone: str | None, made: str | None) -> None:
+        target = self._places.target(gone) if gone else change.target and os.fsdecode(change.target)
+        if made:
+            self._places.link(made, target)
+        if gone:
+            self._places.link(gone, None)
+
+    def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
+        """The key of the file that is written when ``path`` is opened for it."""
+        key = self._places.writes(path, dir_fd)
+        return key and self._places.followed(key)
+
+    @contextmanager
+    def _begun(self, key: str, replaces: bool, in_place: bool = False) -> Iterator[None]:
+        """A version that is begun, unless the block fails."""
+        self._announced.begin(key, replaces, in_place)
+        try:
+            yield
+        except BaseException:
+            self._announced.cancel(key)
+            raise
+
+    @contextmanager
+    def _version(self, key: str | None, gone: bool = False, replaces: bool = True) -> Iterator[None]:
+        """A version of ``key``, if it is subject to the rule, that is there after the block."""
+        if key is None:
+            yield
+            return
+        with self._begun(key, replaces):
+            yield
+        self._announced.finish(key, gone)
+
+    def _finish(self, key: str) -> None:
+        if self._places.open and self._places.in_process():
+            self._announced.finish(key)

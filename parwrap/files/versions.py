@@ -1,0 +1,286 @@
+"""How often rank 0 has written each path and when: announced in the store by rank 0, awaited there by the clones.
+
+A version of a path is whatever makes it another: a close after writing, a rename onto it, its removal, a folder made. *When* is
+counted in meetings of the ranks, :attr:`Group.clock`, which is the same on all ranks at the same point of a script: what rank 0
+did at an earlier count lies in a clone's past, and what it did at the clone's own may be in its future. Nothing here is a
+collective.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from parwrap.files.threads import passing
+from parwrap.group import Group
+
+__all__ = ["PART", "Announced", "Awaited", "Outcome", "Record"]
+
+PART = ".parwrap-"
+"""What the names begin with under which rank 0 writes what is renamed when it is ready; nobody is to see them."""
+
+MOST_KEPT = 64
+"""How many files that have been replaced or removed rank 0 holds open for slower ranks, between two meetings."""
+
+MOST_COPIED = 2**24
+"""The bytes of a file of an earlier run that is copied for slower ranks when it is first written to."""
+
+DELIVERY = 0.5
+"""Seconds that an announcement may take to the store, while everybody sees at once that rank 0 has gone on."""
+
+AHEAD = 8
+"""How many meetings the host of a rank with a GPU may be ahead of the others."""
+
+
+@dataclass
+class Record:
+    """What rank 0 has done to one path.
+
+    Attributes:
+        begun: how many versions it has begun.
+        closed: how many of them are there.
+        clock: when the latest began.
+        before: how many were there when the ranks had last met before that.
+        stood: whether the path was there then.
+        created: when rank 0 made what was not there before; ``None`` for what was.
+        kept: versions that have been replaced, and from where they can still be read.
+    """
+
+    begun: int = 0
+    closed: int = 0
+    clock: int = -1
+    before: int = 0
+    stood: bool = False
+    created: int | None = None
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A file that is held open though it has been replaced: since when, and which version of which path it is."""
+
+    clock: int
+    file: int
+    key: str
+    version: str
+
+
+class Announced:
+    """Rank 0's side: announces before a path is touched, and when its new version is there.
+
+    Args:
+        group: the process group.
+        topic: what all its keys in the store begin with.
+    """
+
+    def __init__(self, group: Group, topic: str) -> None:
+        self._group, self._topic = group, topic
+        self._records: dict[str, Record] = {}
+        self._kept: deque[_Kept] = deque()
+        self._lock = threading.RLock()
+
+    def begin(self, key: str, replaces: bool, in_place: bool = False) -> None:
+        """Another version is about to be written.
+
+        Args:
+            key: the path.
+            replaces: nothing of the present version will be left.
+            in_place: the same file is written anew.
+        """
+        now = self._group.clock
+        with self._lock, passing():
+            record = self._records.setdefault(key, Record())
+            there = os.path.lexists(key)
+            if record.clock < now:
+                record.before, record.stood = record.closed, there
+            if record.created is None and not there:
+                record.created = now
+            self._let_go(now)
+            keeps = record.begun == record.closed and (replaces or not record.begun) and self._keep(key, record, now, copy=not replaces)
+            record.begun += 1
+            record.clock = now
+            self._tell(key)
+            if keeps and replaces and in_place:
+                _renew(key)  # a clone that has opened it reads on
+
+    def finish(self, key: str, gone: bool = False) -> None:
+        """The version is there, or the path is gone."""
+        with self._lock:
+            record = self._records[key]
+            record.closed += 1
+            if gone:
+                record.created = None
+            self._tell(key)
+
+    def cancel(self, key: str) -> None:
+        """The version that was begun has failed."""
+        with self._lock:
+            record = self._records[key]
+            record.begun -= 1
+            with passing():
+                if not os.path.lexists(key):
+                    record.created = None
+            self._tell(key)
+
+    def below(self, folder: str) -> list[str]:
+        """The paths below ``folder`` that rank 0 has written."""
+        with self._lock:
+            return [key for key in self._records if key.startswith(f"{folder}/")]
+
+    def close(self) -> None:
+        """No further version will come."""
+        self._group.store.set(f"{self._topic}/ended", b"")
+        while self._kept:
+            os.close(self._kept.popleft().file)
+
+    def _keep(self, key: str, record: Record, now: int, copy: bool) -> bool:
+        """Keep what a clone that is slower has not read yet: an open file stays when its name goes; what changes is copied."""
+        if os.path.islink(key) or not os.path.isfile(key) or not os.access(key, os.R_OK):
+            return False
+        if copy and os.path.getsize(key) > MOST_COPIED:
+            return False
+        file = _copied(key) if copy else os.open(key, os.O_RDONLY)
+        self._kept.append(_Kept(now, file, key, str(record.closed)))
+        record.kept[str(record.closed)] = f"/proc/{os.getpid()}/fd/{file}"
+        return True
+
+    def _let_go(self, now: int) -> None:
+        """Close what all ranks have had the time to read, since they have met."""
+        while self._kept and (self._kept[0].clock + AHEAD < now or len(self._kept) > MOST_KEPT):
+            kept = self._kept.popleft()
+            del self._records[kept.key].kept[kept.version]
+            self._tell(kept.key)
+            os.close(kept.file)
+
+    def _tell(self, key: str) -> None:
+        self._group.store.set(f"{self._topic}/of/{key}", json.dumps(list(vars(self._records[key]).values())))
+
+
+def _copied(path: str) -> int:
+    """An open copy of the file at ``path``, without a name."""
+    with open(path, "rb") as present, tempfile.TemporaryFile() as copy:
+        shutil.copyfileobj(present, copy)
+        copy.flush()
+        return os.dup(copy.fileno())
+
+
+def _renew(path: str) -> None:
+    """Put an empty file in the place of that at ``path``, which is there all the time."""
+    with suppress(OSError):
+        file, beside = tempfile.mkstemp(prefix=PART, dir=os.path.dirname(path))
+        os.close(file)
+        shutil.copymode(path, beside)
+        os.replace(beside, path)
+
+
+class Outcome(enum.Enum):
+    """What has become of a version that a clone waits for."""
+
+    THERE = "rank 0's file is what the clone should see"
+    REPLACED = "rank 0 has gone on to a later one"
+    NEVER = "rank 0 has passed this point without it"
+
+
+class Awaited:
+    """A clone's side: looks up what rank 0 has announced, and waits for it.
+
+    Args:
+        group: the process group.
+        topic: what all keys in the store begin with.
+    """
+
+    def __init__(self, group: Group, topic: str) -> None:
+        self._group, self._topic, self._store = group, topic, group.store
+
+    @property
+    def clock(self) -> int:
+        """How often this rank has met the others."""
+        return self._group.clock
+
+    def record(self, key: str) -> Record | None:
+        """What rank 0 has done to the path so far."""
+        name = f"{self._topic}/of/{key}"
+        # the second look comes after whatever was on its way to the store at the first
+        there = self._store.check([name]) or self._store.check([name])
+        return Record(*json.loads(self._store.get(name))) if there else None
+
+    def before(self, key: str) -> int:
+        """How many versions there were when this rank last met the others."""
+        record = self.record(key)
+        if record is None:
+            return 0
+        return record.closed if record.clock < self.clock else record.before
+
+    def present(self, key: str) -> str | None:
+        """Where to read a path that this rank has not changed and rank 0 may have; ``None`` if it is there only since rank 0 is ahead."""
+        record = self.record(key)
+        if record is None or record.clock < self.clock:
+            return key if os.path.lexists(key) else None
+        if record.created is not None and record.created >= self.clock:
+            return None
+        return record.kept.get(str(record.before)) or (key if os.path.lexists(key) else None)
+
+    def removed_ahead(self, key: str) -> bool:
+        """Whether the path is not there only since rank 0 is ahead."""
+        record = self.record(key)
+        return record is not None and record.stood and record.clock >= self.clock
+
+    def replaced(self, key: str, version: int, own: int) -> bool:
+        """Whether rank 0 has begun a later version than :meth:`wait` would wait for."""
+        record = self.record(key)
+        return record is not None and self._replaced(record, self._wanted(record, version, own))
+
+    def wait(self, key: str, version: int, own: int) -> tuple[Outcome, Record, int]:
+        """Until rank 0 has closed ``version`` of the path, or will not any more.
+
+        Args:
+            key: the path.
+            version: by this rank's count.
+            own: how many of them this rank has closed since it last met the others.
+
+        Returns:
+            What has become of it, rank 0's record, and the number of the version by rank 0's count.
+
+        Raises:
+            RankMismatchError: neither has happened within the group's timeout.
+        """
+        record, outcome = Record(), None
+        passed: float | None = None
+
+        def settled() -> bool:
+            nonlocal record, outcome, passed
+            record = self.record(key) or Record()
+            wanted = self._wanted(record, version, own)
+            if self._replaced(record, wanted):
+                outcome = Outcome.REPLACED
+            elif record.closed >= wanted:
+                outcome = Outcome.THERE
+            elif passed is None:
+                passed = time.monotonic() if self._passed() else None
+            elif time.monotonic() > passed + DELIVERY:
+                outcome = Outcome.NEVER
+            return outcome is not None
+
+        self._group.wait_until(settled, 0, f"version {version} of {key}")
+        assert outcome is not None
+        return outcome, record, self._wanted(record, version, own) if outcome is Outcome.REPLACED else record.closed
+
+    def _passed(self) -> bool:
+        """Whether rank 0 has passed the point of the script where this rank is."""
+        return self._group.meetings.passed(0) or self._store.check([f"{self._topic}/ended"])
+
+    def _wanted(self, record: Record, version: int, own: int) -> int:
+        """Rank 0 may have written more often, by its own numbers: the versions before the last meeting are then known from it."""
+        return max(version, record.before + own) if record.clock >= self.clock else version
+
+    def _replaced(self, record: Record, version: int) -> bool:
+        """Whether rank 0 has begun a later one since this rank last met the others."""
+        return record.begun > version and record.clock >= self.clock

@@ -1,0 +1,163 @@
+"""Which version of a file a rank gets to read, also where ranks write differently often."""
+
+import os
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import parwrap
+from parwrap.errors import RankMismatchError
+from parwrap.group import current
+
+
+def by(rank):
+    return parwrap.rank() == rank
+
+
+@pytest.mark.ranks(3)
+def test_everybody_reads_what_rank_zero_writes_however_late_it_is(tmp_path):
+    path, read = tmp_path / "a.txt", []
+    with parwrap.distributed():
+        for number in range(3):
+            if by(number % 3):
+                time.sleep(0.1)
+            path.write_text(f"{number} by {parwrap.rank()}")
+            read.append(path.read_text())
+
+    assert [f"{number} by 0" for number in range(3)] == read
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_writes_more_often_than_rank_zero_reads_rank_zeros(tmp_path):
+    """As when each rank judges by its own loss whether it is the best."""
+    path = tmp_path / "best.txt"
+    with parwrap.distributed(timeout=30):
+        path.write_text("first")
+        if by(1):
+            path.write_text("never written")
+
+        assert "first" == path.read_text()
+        parwrap.barrier()
+        path.write_text(f"second by {parwrap.rank()}")  # from here on they agree again
+
+        assert "second by 0" == path.read_text()
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.ranks(2)
+def test_a_rank_whose_file_rank_zero_never_writes_does_not_wait_for_ever(there, tmp_path):
+    path = tmp_path / "best.txt"
+    if there and by(0):
+        path.write_text("from an earlier run")
+    parwrap.barrier()
+    with parwrap.distributed(timeout=30):
+        if by(1):
+            path.write_text("mine")
+        seen = path.exists(), path.read_text() if by(1) or there else None
+        parwrap.barrier()
+
+    assert [(there, "from an earlier run" if there else None), (True, "from an earlier run" if there else "mine")] == parwrap.gather(seen)
+    assert there == path.exists()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_rank_zero_has_left_behind_at_the_end_does_not_wait_for_it(tmp_path):
+    with parwrap.distributed(timeout=30):
+        if by(1):
+            torch.save("mine", tmp_path / "x.pt")
+            with pytest.raises(FileNotFoundError):
+                torch.load(tmp_path / "x.pt")
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_writes_less_often_than_rank_zero_reads_the_last_once_they_have_met(tmp_path):
+    path = tmp_path / "best.txt"
+    with parwrap.distributed(timeout=30):
+        path.write_text("first")
+        if by(0):
+            path.write_text("second")
+        parwrap.barrier()
+
+        assert "second" == path.read_text()
+        path.write_text("third")
+
+        assert "third" == path.read_text()
+
+
+@pytest.mark.ranks(2)
+def test_what_only_rank_zero_has_written_is_seen_once_they_have_met(tmp_path):
+    path = tmp_path / "only.txt"
+    with parwrap.distributed():
+        if by(0):
+            path.write_text("only")
+        parwrap.barrier()
+
+        assert (True, "only", ["only.txt"]) == (path.exists(), path.read_text(), os.listdir(tmp_path))
+        path.write_text("all")
+
+        assert "all" == path.read_text()
+
+
+@pytest.mark.ranks(2)
+def test_what_only_rank_zero_has_written_alone_is_seen_at_once(tmp_path):
+    path = tmp_path / "only.txt"
+    with parwrap.distributed():
+        with parwrap.rank_zero_first():
+            if not path.exists():
+                path.write_text(f"by {parwrap.rank()}")
+
+        assert "by 0" == path.read_text()
+
+
+@pytest.mark.ranks(2)
+def test_what_rank_zero_makes_ahead_is_not_seen_before_its_time(tmp_path):
+    with parwrap.distributed():
+        if by(1):
+            current().store.wait(["made"])
+        seen = [path.exists() for path in (tmp_path / "folder", tmp_path / "folder" / "a.txt")]
+        seen.append(os.listdir(tmp_path))
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "a.txt").write_text("a")
+        if by(0):
+            current().store.set("made", b"")
+
+    assert [False, False, []] == seen
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_waiting_ends_with_the_timeout_and_says_for_what(tmp_path):
+    path = tmp_path / "a.txt"
+    with parwrap.distributed():
+        current().timeout = current().meetings.timeout = timedelta(seconds=0.5)
+        if by(1):
+            path.write_text("mine")
+            with pytest.raises(
+                RankMismatchError, match=r"rank 1 waited 0.5 s for rank 0 at the same point \(version 1 of .*a.txt\), in vain"
+            ):
+                path.read_text()
+            current().store.set("gave up", b"")
+        else:
+            current().store.wait(["gave up"])
+
+
+@pytest.mark.ranks(2)
+def test_the_wait_for_a_file_is_a_matter_of_its_own_for_a_thread(tmp_path):
+    read = []
+
+    def write_and_read():
+        Path(tmp_path, "a.txt").write_text(f"by {parwrap.rank()}")
+        read.append(Path(tmp_path, "a.txt").read_text())
+
+    with parwrap.distributed():
+        if by(0):
+            time.sleep(0.2)
+        thread = threading.Thread(target=write_and_read)
+        thread.start()
+        total = parwrap.reduce_sum(1)
+        thread.join()
+
+    assert (2, ["by 0"]) == (total, read)
