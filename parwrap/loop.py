@@ -43,6 +43,7 @@ class Loop:
         self.changed: Callable[[], None] = lambda: None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._parameters: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
+        self._sizes: dict[int, int] = {}
         self._training: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def find_optimizers(self) -> None:
@@ -56,7 +57,8 @@ class Loop:
         """``optimizer`` owns new parameters: it is being built, or it got another group."""
         if not any(known() is optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
-        self._parameters |= {number: weakref.ref(p) for number, p in self.owned().items()}
+        self._remember_parameters()
+        self._sizes = {number: sum(len(group["params"]) for group in each.param_groups) for number, each in self.numbered_optimizers()}
         self.trained = False
         self.generation += 1
         self.changed()
@@ -88,6 +90,20 @@ class Loop:
         """``module.train(training)`` was called."""
         self._training.pop(module, None)
         self._training[module] = training
+
+    def look_for_parameters(self) -> None:
+        """Notice parameters that were put into the groups of an optimizer by hand."""
+        grown = False
+        for number, optimizer in self.numbered_optimizers():
+            size = sum(len(group["params"]) for group in optimizer.param_groups)
+            grown |= size > self._sizes.get(number, 0)
+            self._sizes[number] = size
+        if grown:
+            self._remember_parameters()
+            self.generation += 1
+
+    def _remember_parameters(self) -> None:
+        self._parameters |= {number: weakref.ref(p) for number, p in self.owned().items()}
 
     def moved(self) -> None:
         """Parameters are of another dtype or on another device than before."""

@@ -24,7 +24,7 @@ __all__ = ["BACKWARD", "END", "FIRST_BACKWARD", "THEN_AVERAGED", "Meetings"]
 
 BACKWARD = "backward"
 THEN_AVERAGED = "backward, averaged afterwards"
-FIRST_BACKWARD = "first backward of a site"
+FIRST_BACKWARD = "its first backward here"
 END = "the end of its script or function"
 
 POLLING = 5e-5
@@ -45,6 +45,8 @@ class Meetings:
         timeout: how long to wait for another rank.
 
     Attributes:
+        phase: called to know how far this rank's script has come: ranks in different phases do not meet, but those who are ahead
+            answer the others. A number that grows.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
     """
 
@@ -56,6 +58,7 @@ class Meetings:
         self._stale = False
         self._warned = False
         self._answers: dict[str, Answer] = {}
+        self.phase: Callable[[], int] = lambda: 0
         self.take_state: Callable[[int], None] = lambda source: None
 
     @property
@@ -82,7 +85,7 @@ class Meetings:
             elsewhere = [entry for entry in self._mailbox.read_all(self._number) if entry and entry.state is State.CONTRIBUTING]
             if len({entry.meeting.identity for entry in elsewhere}) > 1:
                 raise RankMismatchError(
-                    f"the ranks are in different meetings at the same time: {_told(elsewhere)}. Their gradients cannot be averaged with "
+                    f"the ranks are in different backwards at the same time: {_told(elsewhere)}. Their gradients cannot be averaged with "
                     "each other. Have all ranks call the same backward in the same order, or sum the losses and call it once."
                 )
 
@@ -91,7 +94,7 @@ class Meetings:
         self._mailbox.go_astray(self._number)
 
     def any_astray(self) -> bool:
-        """Whether a rank does, in the backward that all have just been through; asked only if :attr:`immediate`."""
+        """Whether a rank does, in the backward that runs, once nothing is left to be sent; asked only if :attr:`immediate`."""
         return self._mailbox.any_astray(self._number)
 
     @property
@@ -113,7 +116,7 @@ class Meetings:
         Raises:
             RankMismatchError: the ranks have come for different things, one has failed, or one does not come in time.
         """
-        meeting = Meeting(kind, location() if place is None else place)
+        meeting = Meeting(kind, location() if place is None else place, self.phase() if kind in self._answers else 0)
         deadline, polling = time.monotonic() + self.timeout.total_seconds(), POLLING
         self._mailbox.waiting = True
         try:
@@ -122,6 +125,7 @@ class Meetings:
                     self._mailbox.write(self._number, meeting, State.WAITING, self._stale)
                 entries = self._mailbox.read_all(self._number)
                 if self._answer_begun(entries):
+                    deadline = time.monotonic() + self.timeout.total_seconds()
                     continue
                 came = self._all_came(entries)
                 if came:
@@ -167,6 +171,7 @@ class Meetings:
         self._number = (self._part << PART) + 1
         self._stale = False
         self._answers = {}
+        self.phase = lambda: 0
         self.take_state = lambda source: None
 
     def in_vain(self, what: str, owner: int | None) -> RankMismatchError:
@@ -238,11 +243,13 @@ class Meetings:
             self._answers[chosen.kind](chosen.detail, present)
         return present
 
-    def _precedence(self, meeting: Meeting) -> tuple[int, str]:
-        """Most is what belongs to a backward, then what the others can answer, then what users call; leaving comes last."""
-        if meeting.kind == END:
-            return 0, ""
-        return (3 if meeting.kind == FIRST_BACKWARD else 2 if meeting.kind in self._answers else 1), meeting.kind
+    def _precedence(self, meeting: Meeting) -> tuple[int, int, bool, str]:
+        """Most is what the others can answer, then what users call; leaving comes last.
+
+        Of what can be answered, what ranks do in an earlier phase comes first, and of that what belongs to a backward.
+        """
+        importance = 0 if meeting.kind == END else 2 if meeting.kind in self._answers else 1
+        return importance, -meeting.detail, meeting.kind == FIRST_BACKWARD, meeting.kind
 
     def _catch_up(self, came: list[Entry]) -> None:
         """The stale ranks take over the state of the lowest that is not."""
@@ -251,8 +258,9 @@ class Meetings:
         if self._rank == 0 and not self._warned:
             self._warned = True
             warnings.warn(
-                f"parwrap: {_told(behind)}, and other ranks have trained on in the meantime. Their gradients were averaged without it, and "
-                f"it now has the weights, buffers, optimizers and schedulers of rank {source}. This is said once.",
+                f"parwrap: {_told(behind)}, and other ranks have trained on in the meantime: it ran fewer batches (by a break, a return or "
+                "an exception of its own?). Their gradients were averaged without it, and it now has the weights, buffers, optimizers and "
+                f"schedulers of rank {source}. This is said once.",
                 stacklevel=2,
             )
         self.take_state(source)

@@ -15,7 +15,7 @@ from parwrap.sites import innermost
 
 __all__ = ["watched"]
 
-LOOKS = 4
+LOOKS = 10
 """How often the thread looks during the time that is thought too long."""
 
 

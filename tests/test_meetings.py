@@ -80,7 +80,7 @@ for step in range(5):
     )
 
     assert ended.returncode
-    assert "RankMismatchError: the ranks are in different meetings at the same time" in ended.stderr
+    assert "RankMismatchError: the ranks are in different backwards at the same time" in ended.stderr
     assert re.search(r"rank 0 is at backward \(\S+train.py:10\); rank 1 is at backward \(\S+train.py:8\)", ended.stderr)
 
 
@@ -223,3 +223,85 @@ def test_a_rank_that_fails_is_named_by_those_who_wait_for_it():
             ):
                 pass
             current().store.set("named", b"")
+
+
+@pytest.mark.ranks(3)
+def test_steps_that_only_one_rank_takes_are_named_at_the_end_and_undone():
+    model = nn.Linear(2, 1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with parwrap.distributed():
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(5):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                if step != 3 or parwrap.rank() == 1:
+                    optimizer.step()
+
+    assert 1 == len([each for each in said if "2 parameters have different values on different ranks in the end" in str(each.message)])
+    assert 1 == len({str(each) for each in parwrap.gather(model.state_dict())})
+
+
+@pytest.mark.ranks(2, timeout=40)
+def test_ranks_in_different_calls_of_one_function_do_not_mix_them_up():
+    model = nn.Linear(2, 1)
+
+    def train(steps):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(4, 2)).square().mean().backward()
+            optimizer.step()
+
+    with parwrap.distributed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(6):
+            train(3 + (number + parwrap.rank()) % 3 * 4)
+
+    assert 1 == len({str(each) for each in parwrap.gather(model.state_dict())})
+
+
+@pytest.mark.ranks(2, timeout=40)
+def test_a_model_is_cast_when_all_ranks_have_come_there_and_evaluated_in_inference_mode():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+
+    @torch.inference_mode()
+    def evaluate():
+        return model.eval()(torch.ones(3, 2, dtype=model[0].weight.dtype))
+
+    with parwrap.distributed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for epoch in range(4):
+            if epoch == 2:
+                model.double()
+                optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            model.train()
+            for step in range(8):
+                if step == 3 + parwrap.rank() * 2:
+                    break
+                optimizer.zero_grad()
+                model(torch.randn(4, 2, dtype=model[0].weight.dtype)).square().mean().backward()
+                optimizer.step()
+            evaluate()
+
+    assert 1 == len({str(each) for each in parwrap.gather(model.state_dict())})
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_a_gradient_outside_of_the_known_set_is_averaged_while_a_rank_answers():
+    first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    nn.init.ones_(first.weight)
+    nn.init.zeros_(second.weight)
+    with parwrap.distributed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.5)
+        for step in range(8 if parwrap.rank() == 0 else 4):
+            optimizer.zero_grad()
+            loss = 0 * first.weight.sum()
+            if step == 6:
+                loss = loss - second.weight.sum()
+            loss.backward()
+            optimizer.step()
+
+    assert [0.5] == [round(second.weight.item(), 6)]

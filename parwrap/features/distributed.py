@@ -172,6 +172,7 @@ class _Session:
         self._streams = Streams(group.world.rank if group else 0)
         self._data: TrainingData | None = None
         self._announced = self._aside = False
+        self._left_together: Callable[[], None] = lambda: None
         self._undo = ExitStack()
 
     @contextmanager
@@ -206,6 +207,7 @@ class _Session:
     def _leave(self, group: Group) -> None:
         if groups.current() is group and not self._aside:
             group.meetings.wait(END, place="")
+            self._left_together()
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:
@@ -257,6 +259,7 @@ class _Session:
         files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
         self._undo.enter_context(voices.silenced())
         self._undo.callback(ddp.close)
+        self._left_together = ddp.leave
         self._undo.callback(files.close)
         self._undo.enter_context(watched(group.meetings, group.world.rank, self._options.hang_after))
         return [*actors, ddp, InStep(group, loop), Bypasses(group, loop), voices, files, self]
@@ -291,7 +294,7 @@ class _Session:
         size, seed = group.world.size, self._streams.seed()
         facts = [f"{size} ranks", f"{group.backend} on {group.device}", "ddp"]
         if data is None:
-            facts.append("no DataLoader was iterated: every rank trains on the same data")
+            facts.append("no DataLoader was shared out: every rank trains on the same data")
         else:
             facts.append(f"batch {data.batch_size} per rank, {data.global_batch} global" if data.batch_size else "batches dealt out")
             facts.append(f"{data.samples} samples / {size} ranks" if data.samples else "samples without a length")

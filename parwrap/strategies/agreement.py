@@ -42,6 +42,8 @@ class View:
         reenters: whether backwards are called inside of it, as re-entrant checkpointing does.
         averagers: the numbers of the averagers that are in use.
         generation: of the loop.
+        owns: whether there is an optimizer at all.
+        visits: how often this site was visited before.
     """
 
     location: str
@@ -52,6 +54,8 @@ class View:
     reenters: bool
     averagers: frozenset[int]
     generation: int
+    owns: bool
+    visits: int
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -95,7 +99,8 @@ def refuse_different_parameters(views: Mapping[int, View]) -> None:
             kinds.setdefault(number, set()).add(each.kind)
     if any(len(each) > 1 for each in kinds.values()) or len({tuple(each.kind for each in view.others) for view in views.values()}) > 1:
         where = "; ".join(
-            f"rank {rank} at {view.location} reaches {len(view.owned) + len(view.others)}" for rank, view in sorted(views.items())
+            f"rank {rank} at {view.location} reaches {len(view.owned)} of optimizers and {len(view.others)} of none"
+            for rank, view in sorted(views.items())
         )
         raise RankMismatchError(
             f"the ranks are in backwards of different parameters: {where}. Give the parameters to an optimizer before the first "

@@ -12,7 +12,7 @@ been noticed during the backward is told as well.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,13 +27,12 @@ from parwrap.verbs.backward import Backward
 
 __all__ = ["Averager", "Noticed", "Reducer"]
 
-CLAIMED, WEIGHT, STRAYS, MISFIT = -4, -3, -2, -1
-"""The facts behind the flags that say which parameters this rank's loss reaches: whether those flags are only claimed, since the
-graph was not looked at; how much this rank counts in the average; whether gradients came outside of the set; whether the set
-does not fit this rank's losses any more."""
+WEIGHT, STRAYS, MISFIT = -3, -2, -1
+"""The facts behind the flags that say which parameters this rank's loss reaches: how much this rank counts in the average; whether
+gradients came outside of the set; whether the set does not fit this rank's losses any more."""
 
 EXACT = 1e-4
-"""Weights whose mean is this close to 1 are all there."""
+"""Weights whose mean is this close to 1 are all there; in a dtype that rounds more coarsely, as close as it can tell."""
 
 BACKWARD = torch.autograd.backward
 """torch's own, which is none of the user's calls."""
@@ -97,9 +96,13 @@ class Averager:
         parameters: the leaf tensors, in the order in which the forward uses them; the same on every rank.
         sparse: the ids of those that get sparse gradients.
         varies: whether backwards are known to reach only some of the parameters now and then.
-        misfit: called in a backward that reaches other parameters, which it is given, or that does not reach some since they are
-            frozen; returns whether the set does not fit any more.
+        astray: called in a backward that does something the other ranks do not expect, before they can be through with it.
         options: for ``DistributedDataParallel``, such as ``bucket_cap_mb``.
+
+    Attributes:
+        missed: the places of the parameters that this rank's last backward did not reach although it was expected to.
+        misfits: whether the last backward has shown that the set does not fit any more: it reaches others, or some are frozen.
+        at_once: whether what was noticed must be known at the end of each backward, also on a GPU.
     """
 
     def __init__(
@@ -109,10 +112,12 @@ class Averager:
         parameters: Sequence[torch.Tensor],
         sparse: frozenset[int],
         varies: bool,
-        misfit: Callable[[list[torch.Tensor]], bool],
+        astray: Callable[[], None],
         **options: Any,
     ) -> None:
-        self._misfit = misfit
+        self._astray = astray
+        self.missed: frozenset[int] = frozenset()
+        self.misfits = self.at_once = False
         self.number, self.parameters = number, tuple(parameters)
         self.ids = frozenset(id(p) for p in self.parameters)
         self._group, self.sparse, self._varies = group, sparse, varies
@@ -120,8 +125,10 @@ class Averager:
         like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
         dtype, device = (torch.float32, group.device) if like is None else (like.dtype, like.device)
         self._told_weight = 1.0
+        self._without: frozenset[int] = frozenset()
         self._copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
-        self._facts = facts = torch.ones(len(self.parameters) + 4, dtype=dtype, device=device)
+        self._tolerance = max(EXACT, group.world.size * torch.finfo(dtype).eps)
+        self._facts = facts = torch.ones(len(self.parameters) + 3, dtype=dtype, device=device)
         facts[STRAYS:] = 0
         self._signal = nn.Parameter(torch.zeros_like(facts))
         self._signal.register_hook(lambda grad: facts.clone())
@@ -166,7 +173,8 @@ class Averager:
         self._let_go()
         self._arm()
         self._touch(self.parameters, self._root)
-        self._drop_unused(list(enumerate(self.parameters)))
+        self.drop(self._unused())
+        self.missed = frozenset(range(len(self.parameters)))
         return self._noticed()
 
     def answer_then_average(self) -> Noticed:
@@ -192,17 +200,18 @@ class Averager:
         facts = self._facts.data
         if self._varies:
             leaves = {id(leaf) for leaf in reached(call.beginnings)}
-            facts[:CLAIMED] = facts.new_tensor([id(p) in leaves for p in self.parameters])
-            facts[CLAIMED] = 0
+            facts[:WEIGHT] = facts.new_tensor([id(p) in leaves for p in self.parameters])
         if self._told_weight != weight:
             facts[WEIGHT] = self._told_weight = weight
         self._signal.grad = None
+        self.missed, self.misfits, self._without = frozenset(), False, frozenset()
 
     def _let_go(self) -> None:
         """Contribute nothing: not even the gradients of before, which DDP would send."""
         self._facts.data[:STRAYS] = 0
         self._varies, self._told_weight = True, 0.0  # the flags must be set anew before this rank's next backward
-        self._signal.grad = None
+        self._signal.grad, self.misfits = None, False
+        self._without = frozenset(range(len(self.parameters)))
         for p in self.parameters:
             p.grad = None
 
@@ -225,16 +234,19 @@ class Averager:
 
     def _touch_the_rest(self, call: Backward) -> None:
         """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
-        self._varies = True
         leaves = {id(leaf): leaf for leaf in reached(call.beginnings)}
-        missing = [(index, p) for index, p in enumerate(self.parameters) if id(p) not in leaves]
-        without = [(index, p) for index, p in missing if p.grad is None]
-        others = self.others(leaves.values())
-        # before the other ranks can get to the end of this backward
-        if (others or any(not p.requires_grad for _, p in missing)) and self._misfit(others):
-            self._facts.data[MISFIT] = 1
+        missing = [(place, p) for place, p in enumerate(self.parameters) if id(p) not in leaves]
+        self._without = frozenset(place for place, p in missing if p.grad is None)
+        self.misfits = bool(self.others(leaves.values())) or any(not p.requires_grad for _, p in missing)
+        if self.misfits or not self._varies:
+            self.missed = frozenset(place for place, _ in missing)
+            self._astray()
+        if self.misfits:
+            self.note_misfit()
+        known, self._varies = self._varies, True
         self._touch([p for _, p in missing])
-        self._drop_unused(without)
+        if known:
+            self.drop(self._unused())
 
     def _touch(self, parameters: Sequence[torch.Tensor], *roots: torch.Tensor) -> None:
         """Have ``parameters``, frozen ones too, take part in a backward of ``roots`` with nothing."""
@@ -249,20 +261,22 @@ class Averager:
             for p in frozen:
                 p.requires_grad_(False)
 
-    def _drop_unused(self, without: list[tuple[int, torch.Tensor]]) -> None:
-        """What no rank has used keeps no gradient, as in a single process."""
-        facts = self._signal.grad.tolist()  # type: ignore[union-attr]
-        for index, p in without:
-            # claimed flags say too much; then an average of nothing but zeros tells, the same on all ranks
-            if not (_is_something(p.grad) if facts[CLAIMED] else facts[index]):
-                p.grad = None
+    def _unused(self) -> frozenset[int]:
+        """The places of the parameters that no rank has used, as far as was told."""
+        flags = self._signal.grad[:WEIGHT].tolist()  # type: ignore[index]
+        return frozenset(place for place, flag in enumerate(flags) if not flag)
+
+    def drop(self, unused: Collection[int]) -> None:
+        """What no rank has used keeps no gradient, as in a single process; ``unused`` are places."""
+        for place in self._without.intersection(unused):
+            self.parameters[place].grad = None
 
     def _noticed(self) -> Noticed:
         """Divide by what was contributed rather than by the number of ranks, and find out what was noticed."""
-        if self._facts.is_cuda:
+        if self._facts.is_cuda and not self.at_once:
             return self._noticed_later()
-        _, weight, strays, misfit = self._signal.grad[CLAIMED:].tolist()  # type: ignore[index]
-        if abs(weight - 1) > EXACT:
+        weight, strays, misfit = self._signal.grad[WEIGHT:].tolist()  # type: ignore[index]
+        if abs(weight - 1) > self._tolerance:
             for p in self.parameters:
                 if p.grad is not None:
                     p.grad.data.mul_(1 / weight)
@@ -273,7 +287,7 @@ class Averager:
     def _noticed_later(self) -> Noticed:
         """The same for a GPU, which the host must not wait for: it divides by itself, and what was noticed is known a step later."""
         facts: torch.Tensor = self._signal.grad  # type: ignore[assignment]
-        factor = torch.where((facts[WEIGHT] - 1).abs() > EXACT, 1 / facts[WEIGHT], torch.ones_like(facts[WEIGHT]))
+        factor = torch.where((facts[WEIGHT] - 1).abs() > self._tolerance, 1 / facts[WEIGHT], torch.ones_like(facts[WEIGHT]))
         grads = [p.grad.data for p in self.parameters if p.grad is not None]
         if dense := [grad for grad in grads if not grad.is_sparse]:
             torch._foreach_mul_(dense, factor)
@@ -295,13 +309,15 @@ class Averager:
     def _average(self) -> Noticed:
         """Average the gradients there are, and the signal's, after a backward."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in self.parameters]
-        signal: torch.Tensor = self._signal.grad  # type: ignore[assignment]
-        *sums, signal = all_reduced([*grads, signal.detach()], self._group)
+        signal = self._signal.grad.detach()  # type: ignore[union-attr]
+        signal[:WEIGHT] = signal.new_tensor([p.grad is not None for p in self.parameters])  # a checkpoint may hide what is reached
+        *sums, signal = all_reduced([*grads, signal], self._group)
         size = self._group.world.size
         self._signal.grad = signal.to(self._facts) / size
-        for p, total in zip(self.parameters, sums, strict=True):
+        unused = self._unused()
+        for place, (p, total) in enumerate(zip(self.parameters, sums, strict=True)):
             average = (total / size).to(p)
-            if p.grad is None and not average.any():
+            if place in unused:
                 continue
             if id(p) in self.sparse:
                 p.grad = average.to_sparse(1)
@@ -325,9 +341,3 @@ def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(
         torch.zeros((1, 0), dtype=torch.int64), torch.zeros((0, *like.shape[1:]), dtype=like.dtype), like.shape, device=like.device
     )
-
-
-def _is_something(grad: torch.Tensor | None) -> bool:
-    if grad is None:
-        return False
-    return bool(grad._nnz()) if grad.is_sparse else bool(grad.any())

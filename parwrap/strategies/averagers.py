@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from parwrap.group import Group
 from parwrap.loop import Loop
-from parwrap.strategies.agreement import Described, View, alike, differing
+from parwrap.strategies.agreement import Described, View, alike, checksum, differing
 from parwrap.strategies.averager import Averager
 from parwrap.strategies.state import take_state
 
@@ -28,14 +28,12 @@ class Averagers:
     Args:
         group: the process group.
         loop: what the training loop has done so far.
-        misfit: given to each; see :class:`Averager`.
+        astray: given to each; see :class:`Averager`.
         options: gives what ``DistributedDataParallel`` shall get, such as ``bucket_cap_mb``.
     """
 
-    def __init__(
-        self, group: Group, loop: Loop, misfit: Callable[[list[torch.Tensor]], bool], options: Callable[[], dict[str, Any]]
-    ) -> None:
-        self._group, self._loop, self._misfit, self._options = group, loop, misfit, options
+    def __init__(self, group: Group, loop: Loop, astray: Callable[[], None], options: Callable[[], dict[str, Any]]) -> None:
+        self._group, self._loop, self._astray, self._options = group, loop, astray, options
         self._all: dict[int, Averager] = {}
         self._shared: dict[int, Any] = {}
         self._built = 0
@@ -48,6 +46,10 @@ class Averagers:
     def numbers(self) -> frozenset[int]:
         """Those that are in use."""
         return frozenset(self._all)
+
+    def ids(self) -> frozenset[int]:
+        """The ids of all parameters whose gradients are averaged."""
+        return frozenset().union(*(averager.ids for averager in self._all.values()))
 
     def keep(self, numbers: Collection[int]) -> None:
         """Let go of all but ``numbers``."""
@@ -74,7 +76,7 @@ class Averagers:
         agreed = [*(self.own(number, told[number], owned) for number in union), *others]
         self._take_same_values([agreed[place] for place in differing(views.values(), union)], len(agreed), min(views))
         made_alike = [bare[place] for place in alike(views.values())]
-        if not (agreed or made_alike or owned):
+        if not (agreed or made_alike or any(view.owns for view in views.values())):
             return None, {}
         varies = any(len(view.owned) < len(union) for view in views.values())
         sparsely = [all(number in view.sparse for view in views.values() if number in view.owned) for number in union]
@@ -101,7 +103,7 @@ class Averagers:
         if not different:
             return
         warnings.warn(
-            f"parwrap: {len(different)} of {total} parameters had different values on different ranks when training began; "
+            f"parwrap: {len(different)} of {total} parameters have different values on different ranks; "
             f"rank {source}'s are taken. Seed before the model is built, or build it inside the decorated function.",
             stacklevel=2,
         )
@@ -118,10 +120,27 @@ class Averagers:
         if shared is not None:
             return self._all[shared]
         self._built += 1
-        self._all[self._built] = Averager(self._group, self._built, parameters, sparse, varies, misfit=self._misfit, **self._options())
+        self._all[self._built] = Averager(self._group, self._built, parameters, sparse, varies, astray=self._astray, **self._options())
         if which is not None:
             self._shared[self._built] = which
         return self._all[self._built]
+
+    def compare_at_end(self) -> None:
+        """All ranks leave: have rank 0's weights everywhere if a rank has taken steps of its own."""
+        if not self._loop.backwards:
+            return
+        mine = {number: checksum(p) for number, p in self._loop.once_owned().items()}
+        told = self._group.share("weights at the end", mine, range(self._group.world.size)).values()
+        different = [number for number, value in mine.items() if any(each.get(number, value) != value for each in told)]
+        # all ranks do this alike, whichever of the parameters they know
+        if any(len({each[number] for each in told if number in each}) > 1 for number in set().union(*told)):
+            warnings.warn(
+                f"parwrap: {len(different)} parameters have different values on different ranks in the end, though their gradients were "
+                "averaged: an optimizer has stepped, or weights were changed, by a decision of one rank alone, such as random.random(). "
+                "Rank 0's are taken. Have parwrap.broadcast(decision) decide for all.",
+                stacklevel=2,
+            )
+            self.take_state(0)
 
     def take_state(self, source: int) -> None:
         """Take over the state of rank ``source``; called on all ranks."""

@@ -35,7 +35,8 @@ SETTLING = 2
 MOST_SITES = 64
 """A script that makes a new call site for every step must not fill the memory with buckets."""
 
-OTHERS = "parameters that were not reached before"
+MOVING = "a cast or move of the model"
+ASTRAY = "what was missed or not expected"
 STRAYS = "gradients outside of the known set"
 
 
@@ -76,12 +77,14 @@ class DDP:
     def __init__(self, group: Group, loop: Loop, options: Callable[[], dict[str, Any]]) -> None:
         self._group, self._meetings, self._loop = group, group.meetings, loop
         self._sites: dict[tuple, _Site] = {}
-        self._averagers = Averagers(group, loop, self._go_astray, options)
+        self._averagers = Averagers(group, loop, self._meetings.go_astray, options)
         self._strays: dict[int, torch.Tensor] = {}
         self._armed: Averager | None = None
         self._watched: list[torch.utils.hooks.RemovableHandle] = []
         self._running = self._nested = False
         self._immediate = self._meetings.immediate and group.device.type == "cpu"
+        self._meetings.phase = lambda: loop.generation
+        self._meetings.answer(MOVING, lambda detail, present: None)
         self._meetings.answer(FIRST_BACKWARD, self._answer_first)
         self._meetings.answer(BACKWARD, lambda number, present: self._answer(number, Averager.answer))
         self._meetings.answer(THEN_AVERAGED, lambda number, present: self._answer(number, Averager.answer_then_average))
@@ -99,6 +102,18 @@ class DDP:
             self._running, self._armed = False, None
         self._loop.ran_backward()
 
+    def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
+        """Give the parameters of ``module`` another device or dtype, once no rank trains them as they are any more."""
+        if not is_alone() and any(id(p) in self._averagers.ids() for p in module.parameters()):
+            self._group.meet(MOVING)
+        moved = apply()
+        self._loop.moved()
+        return moved
+
+    def leave(self) -> None:
+        """All ranks have come to the end together."""
+        self._averagers.compare_at_end()
+
     def close(self) -> None:
         """Let go of the user's parameters: every hook on them is removed."""
         for handle in self._watched:
@@ -110,6 +125,7 @@ class DDP:
     def _average(self, call: Backward) -> None:
         key = call_site()
         site = self._sites.get(key) or self._new_site(key)
+        self._loop.look_for_parameters()
         if site.visits < SETTLING or site.generation != self._loop.generation or any(p.requires_grad for p in site.frozen):
             self._settle(site, call)
         site.visits += 1
@@ -127,20 +143,19 @@ class DDP:
         self._meetings.go_ahead(meeting)
         self._armed = averager
         try:
+            if _is_power_of_two(site.visits) and averager.others(reached(call.beginnings)):
+                self._meetings.go_astray()  # it has all of the set, and more that no hook is on
             noticed = (averager.run_then_average if then else averager.run)(call, weight)
+            self._meetings.compare(meeting)
+            if self._nested and not site.reenters:
+                averager.note_misfit()
+            self._follow(averager, noticed, weight, reversed(reached(call.beginnings)))
         except BaseException:
             site.averager, site.visits = None, 0  # it failed half way: start afresh
-            self._meetings.through()
+            self._strays.clear()
             raise
-        self._meetings.compare(meeting)
-        astray = self._immediate and self._meetings.any_astray()
-        self._meetings.through()
-        if self._nested and not site.reenters:
-            averager.note_misfit()
-        others = averager.others(reversed(reached(call.beginnings))) if astray else []
-        self._follow(averager, noticed, weight, others if astray else None)
-        if astray or any(noticed):
-            self._drop_averagers()
+        finally:
+            self._meetings.through()
 
     def _answer(self, number: int, take_part: Callable[[Averager], Noticed]) -> None:
         """Take part in the backward of others, with nothing to contribute."""
@@ -152,30 +167,32 @@ class DDP:
             )
         self._running = True  # the backward in it is none of the user's
         try:
-            noticed = take_part(averager)
+            with torch.inference_mode(False):
+                self._follow(averager, take_part(averager), weight=0.0, leaves=())
         finally:
             self._running = False
-        astray = self._immediate and self._meetings.any_astray()
-        self._follow(averager, noticed, weight=0.0, others=[] if astray else None)
         self._loop.ran_backward()
 
-    def _follow(self, averager: Averager, noticed: Noticed, weight: float, others: list[torch.Tensor] | None) -> None:
+    def _follow(self, averager: Averager, noticed: Noticed, weight: float, leaves: Iterable[torch.Tensor]) -> None:
         """What all ranks do together after a backward in which one has noticed something.
 
         Args:
             averager: of the backward.
             noticed: what was told by it.
             weight: of this rank.
-            others: parameters that the backward of this rank has reached beside those of ``averager``, if one has gone astray.
+            leaves: what the backward of this rank has reached.
         """
-        if others is not None:
-            self._average_others(others, weight)
+        misfit = noticed.misfit
+        if self._immediate and self._meetings.any_astray():
+            misfit |= self._look_closer(averager, weight, averager.others(leaves))
         if noticed.strays:
             self._average_strays(averager, weight)
-        if noticed.misfit or others is not None:
+        if misfit:
             for site in self._sites.values():
                 if site.averager is averager:
                     site.averager, site.visits = None, 0
+        if weight and (misfit or noticed.strays):
+            self._drop_averagers()
 
     def _new_site(self, key: tuple) -> _Site:
         if len(self._sites) >= MOST_SITES:
@@ -186,8 +203,8 @@ class DDP:
         """Agree with the other ranks on the parameters that ``site`` reaches."""
         afresh = site.visits == 0 or site.generation != self._loop.generation
         known = () if afresh or site.averager is None else site.averager.parameters
-        everything = self._loop.owned()
-        owned = {number: p for number, p in everything.items() if p.requires_grad}
+        # not by who is alive: whether an optimizer in a cycle of garbage still is differs between ranks
+        owned = {number: p for number, p in sorted(self._loop.once_owned().items()) if p.requires_grad}
         number_of = {id(p): number for number, p in owned.items()}
         leaves = {id(leaf): leaf for leaf in reached(call.beginnings)}
 
@@ -210,6 +227,8 @@ class DDP:
             reenters=site.reenters or self._nested or reenters(call.beginnings),
             averagers=self._averagers.numbers(),
             generation=self._loop.generation,
+            owns=bool(owned),
+            visits=0 if afresh else site.visits,
         )
         views = self._group.exchange(FIRST_BACKWARD, view)
         refuse_different_parameters(views)
@@ -219,23 +238,22 @@ class DDP:
         site.reenters = any(each.reenters for each in views.values())
         site.remakes = remade and bool(site.bare)
         site.meeting = Meeting(BACKWARD, place, site.averager.number) if site.averager else None
-        site.frozen = tuple(p for p in everything.values() if not p.requires_grad)
+        site.frozen = tuple(p for p in self._loop.owned().values() if not p.requires_grad)
         self._drop_averagers()
         self._watch(owned.values())
 
+    @torch.inference_mode(False)
     def _answer_first(self, detail: int, present: list[int]) -> None:
         """Others agree on a site, and this rank has left: it only gets to know their averager."""
         views = self._group.share(FIRST_BACKWARD, None, present)
         told = next(iter(views.values()))
         self._averagers.keep(told.averagers)
-        self._averagers.agree(views, *self._averagers.stand_ins(told))
-
-    def _go_astray(self, others: list[torch.Tensor]) -> bool:
-        """A backward shows that its set does not fit: tell the others, unless all that is amiss are strays, of which they hear anyway."""
-        astray = not others or any(id(p) not in self._strays for p in others)
-        if astray:
-            self._meetings.go_astray()
-        return astray
+        averager, _ = self._averagers.agree(views, *self._averagers.stand_ins(told))
+        for site in self._sites.values():
+            # this rank has been there too, and need not ask again when it comes back
+            if averager and site.meeting and site.meeting.place == told.location and site.generation == told.generation:
+                site.averager, site.visits = averager, told.visits + 1
+                site.meeting = Meeting(BACKWARD, told.location, averager.number)
 
     def _drop_averagers(self) -> None:
         """Let go of what no site uses any more."""
@@ -249,41 +267,59 @@ class DDP:
         sets = [site.averager.ids for site in self._sites.values() if site.averager]
         in_all = frozenset.intersection(*sets) if sets else frozenset()
         self._watched = [p.register_post_accumulate_grad_hook(self._stray) for p in owned if id(p) not in in_all]
+        for site in self._sites.values():
+            if site.averager:
+                site.averager.at_once = bool(self._watched)
 
     def _stray(self, parameter: torch.Tensor) -> None:
         if self._armed is not None and id(parameter) not in self._armed.ids:
             self._strays[id(parameter)] = parameter
             self._armed.note_stray()
 
-    def _average_others(self, others: list[torch.Tensor], weight: float) -> None:
-        """Average what this backward left in parameters that no optimizer is known to own."""
+    def _look_closer(self, averager: Averager, weight: float, others: list[torch.Tensor]) -> bool:
+        """One rank has missed parameters, or reached others that no optimizer is known to own: find out, and average those.
+
+        Returns:
+            Whether the set does not fit any more.
+        """
         others = [p for p in others if id(p) not in self._strays]
-        told = self._group.share(OTHERS, [tuple(p.shape) for p in others], range(self._group.world.size))
-        shapes: list[tuple[int, ...]] = next((each for each in told.values() if each), [])
-        if any(each and each != shapes for each in told.values()):
+        mine = (averager.missed, averager.misfits, [described(p).kind for p in others])
+        told = self._group.share(ASTRAY, mine, range(self._group.world.size)).values()
+        averager.drop(frozenset.intersection(*(missed for missed, _, _ in told)))
+        kinds: list[Any] = next((each for _, _, each in told if each), [])
+        if any(each and each != kinds for _, _, each in told):
             raise RankMismatchError(
-                f"the ranks have reached different new parameters in one backward, of shapes {told}. "
+                f"the ranks have reached different new parameters in one backward, of shapes {[each for _, _, each in told]}. "
                 "Give them to an optimizer, so that the ranks can tell which is which."
             )
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in others] or [torch.zeros(shape) for shape in shapes]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in others]
+        grads = grads or [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
         *sums, weights = all_reduced([*grads, torch.tensor(weight, dtype=torch.float64)], self._group)
         for p, total in zip(others, sums, strict=False):
             p.grad = (total / weights.item()).to(p)
+        return bool(kinds) or any(misfits for _, misfits, _ in told)
 
     def _average_strays(self, averager: Averager, weight: float) -> None:
         """Average what this backward left in parameters outside of its set, and take them into the set."""
         owned = self._loop.once_owned()
-        mine = {number: described(p) for number, p in owned.items() if id(p) in self._strays}
+        mine = {number: (described(p), p.grad.is_sparse) for number, p in owned.items() if id(p) in self._strays}  # type: ignore[union-attr]
         told = self._group.share(STRAYS, mine, range(self._group.world.size))
         numbered = {number: each for view in told.values() for number, each in view.items()}
-        strays = [self._averagers.own(number, each, owned) for number, each in sorted(numbered.items())]
+        strays = [self._averagers.own(number, each, owned) for number, (each, _) in sorted(numbered.items())]
+        sparse = averager.sparse.union(id(p) for p, (_, (_, is_sparse)) in zip(strays, sorted(numbered.items()), strict=True) if is_sparse)
         grads = [torch.zeros_like(p) if p.grad is None or not weight else p.grad.to_dense() for p in strays]
         *sums, weights = all_reduced([*grads, torch.tensor(weight, dtype=torch.float64)], self._group)
         for p, total in zip(strays, sums, strict=True):
-            p.grad = (total / weights.item()).to(p)
+            average = (total / weights.item()).to(p)
+            p.grad = average.to_sparse(1) if id(p) in sparse else average
         self._strays.clear()
-        extended = self._averagers.build([*averager.parameters, *strays], averager.sparse, varies=True)
+        extended = self._averagers.build([*averager.parameters, *strays], sparse, varies=True)
         for site in self._sites.values():
             if site.averager is averager and site.meeting:
                 site.averager, site.meeting = extended, Meeting(BACKWARD, site.meeting.place, extended.number)
         self._watch(p for p in owned.values() if p.requires_grad)
+
+
+def _is_power_of_two(number: int) -> bool:
+    """Ever more rarely, so that it costs nothing in the end."""
+    return number & (number - 1) == 0

@@ -22,6 +22,7 @@ from parwrap.loop import Loop
 __all__ = ["take_state"]
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def take_state(group: Group, loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor], source: int) -> None:
     """Make this rank's state that of rank ``source``; called on all ranks, and changes nothing on that one.

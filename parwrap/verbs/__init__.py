@@ -25,7 +25,7 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "grad": grad.patches,
     "data_parallel": data_parallel.patches,
     "set_mode": mode.patches,
-    "moved": moving.patches,
+    "move": moving.patches,
     "metric": schedule.patches,
     "save": files.save_patches,
     "open": disk.open_patches,

@@ -75,6 +75,8 @@ def _bound(
     options: dict[str, Any] = {"retain_graph": retain_graph, "create_graph": create_graph}
     if inputs is not None:
         options["inputs"] = (
-            (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs.values() if isinstance(inputs, dict) else inputs)
+            (inputs,)
+            if isinstance(inputs, (torch.Tensor, GradientEdge))
+            else tuple(inputs.values() if isinstance(inputs, dict) else inputs)
         )
     return Backward(tensors, tuple(grad_tensors), options, original)

@@ -1,10 +1,11 @@
-"""``module.to(...)``, ``.cuda()``, ``.half()``: tell ``actor.moved`` once parameters have got another device or dtype."""
+"""``module.to(...)``, ``.cuda()``, ``.half()``: hand those that give parameters another device or dtype to ``actor.move``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from parwrap.patching import Patch
@@ -17,20 +18,23 @@ def patches(actor: Any) -> list[Patch]:
     inside = False
 
     def apply(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
-        nonlocal inside
+        def run() -> nn.Module:
+            nonlocal inside
+            inside = True
+            try:
+                return wrapped(*args, **kwargs)
+            finally:
+                inside = False
+
         if inside:
             return wrapped(*args, **kwargs)
-        inside, before = True, _kinds(instance)
-        try:
-            result = wrapped(*args, **kwargs)
-        finally:
-            inside = False
-        if _kinds(instance) != before:
-            actor.moved()
-        return result
+        return actor.move(instance, run) if _changes(instance, *args, **kwargs) else run()
 
     return [Patch(nn.Module, "_apply", apply)]
 
 
-def _kinds(module: nn.Module) -> list[Any]:
-    return [(p.dtype, p.device) for p in module.parameters()]
+def _changes(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], *rest: Any, **options: Any) -> bool:
+    """Whether ``function`` makes other kinds of tensors of those that the parameters are; it is tried on empty ones."""
+    kinds = {(p.dtype, p.device) for p in module.parameters()}
+    made = [(kind, function(torch.empty(0, dtype=kind[0], device=kind[1]))) for kind in kinds]
+    return any((tensor.dtype, tensor.device) != kind for kind, tensor in made)

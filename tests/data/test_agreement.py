@@ -275,7 +275,7 @@ def test_the_same_data_is_compared_once_and_nothing_is_said():
         for loader in loaders * 3:
             setup.train(loader)
 
-    assert {"first backward of a site"} >= set(met)
+    assert {"its first backward here"} >= set(met)
 
 
 @pytest.mark.ranks(2)

@@ -278,7 +278,7 @@ def test_bare_tensors_made_alike_are_parameters_and_inputs_are_not():
 def test_weights_built_differently_become_rank_zeros_with_a_warning():
     seed_all(parwrap.rank())
     model = nn.Linear(3, 1)
-    with parwrap.distributed(), pytest.warns(UserWarning, match="2 of 2 parameters had different values"):
+    with parwrap.distributed(), pytest.warns(UserWarning, match="2 of 2 parameters have different values"):
         train(model, model, DataLoader(TensorDataset(torch.randn(8, 3), torch.randn(8, 1)), batch_size=4), epochs=2)
 
     assert same_on_all_ranks(model)
@@ -289,7 +289,9 @@ def test_different_parameters_on_different_ranks_are_refused_by_name():
     weights = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
     with (
         parwrap.distributed(),
-        pytest.raises(RankMismatchError, match=r"different parameters: rank 0 at .*test_ddp.py:\d+ reaches 1; rank 1 at"),
+        pytest.raises(
+            RankMismatchError, match=r"different parameters: rank 0 at .*test_ddp.py:\d+ reaches 0 of optimizers and 1 of none; rank 1"
+        ),
     ):
         weights[parwrap.rank()].sum().backward()
 
@@ -435,6 +437,37 @@ def test_inputs_that_are_made_anew_for_each_step_are_not():
             (model(x) * (parwrap.rank() + 1)).sum().backward()
 
             assert [[parwrap.rank() + 1.0] * 2] == x.grad.tolist()
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_of_zeros_on_one_rank_is_one_on_all():
+    used, rare = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    with parwrap.distributed():
+        optimizer = torch.optim.AdamW([used, rare], lr=0.1)
+        for step in range(8):
+            optimizer.zero_grad()
+            everything = step < 2 or (step == 5 and parwrap.rank() == 1)
+            (used.sum() + (0 * rare.sum() if everything else 0)).backward()
+
+            assert (step < 2 or step == 5) == (rare.grad is not None), step
+            optimizer.step()
+
+    assert 1 == len({str(each) for each in parwrap.gather(rare.detach())})
+
+
+@pytest.mark.ranks(2)
+def test_parameters_put_into_a_group_by_hand_are_averaged():
+    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    with parwrap.distributed():
+        optimizer = torch.optim.SGD([one], lr=0.1)
+        for step in range(6):
+            if step == 3:
+                optimizer.param_groups[0]["params"].append(other)
+            optimizer.zero_grad()
+            ((one + (other if step >= 3 else 0)) * (parwrap.rank() + 1.0)).sum().backward()
+
+            assert step < 3 or [1.5, 1.5] == other.grad.tolist(), step
+            optimizer.step()
 
 
 @pytest.mark.ranks(2)
