@@ -22,6 +22,7 @@ class Loop:
     Attributes:
         backwards: how many backwards have run.
         trained: whether one has run since the last optimizer was built.
+        batches: how many batches passes over loaders have yielded.
         passes: how many training passes over loaders are open.
         evaluations: how many passes are open that only look at data, which all ranks do alike.
         looped: whether there has been a training pass at all.
@@ -33,6 +34,7 @@ class Loop:
     def __init__(self) -> None:
         self.backwards = 0
         self.trained = False
+        self.batches = 0
         self.passes = 0
         self.evaluations = 0
         self.looped = False
@@ -61,10 +63,10 @@ class Loop:
 
     def optimizers(self) -> Iterator[torch.optim.Optimizer]:
         """The optimizers that are alive, in the order in which they were built."""
-        return (optimizer for _, optimizer in self._alive())
+        return (optimizer for _, optimizer in self.numbered_optimizers())
 
-    def _alive(self) -> Iterator[tuple[int, torch.optim.Optimizer]]:
-        """The optimizers that are alive, with the number that each was built as."""
+    def numbered_optimizers(self) -> Iterator[tuple[int, torch.optim.Optimizer]]:
+        """The optimizers that are alive, with the number that each was built as, the same on all ranks."""
         return ((number, optimizer) for number, known in enumerate(self._optimizers) if (optimizer := known()) is not None)
 
     def owned(self) -> dict[tuple[int, int], torch.Tensor]:
@@ -74,7 +76,7 @@ class Loop:
         """
         return {
             (number, place): p
-            for number, optimizer in self._alive()
+            for number, optimizer in self.numbered_optimizers()
             for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
         }
 
@@ -105,6 +107,9 @@ class Loop:
     def closed_pass(self) -> None:
         self.passes -= 1
         self.changed()
+
+    def drew_batch(self) -> None:
+        self.batches += 1
 
     def opened_evaluation(self) -> None:
         self.evaluations += 1

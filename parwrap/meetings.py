@@ -256,7 +256,8 @@ class Meetings:
                 stacklevel=2,
             )
         self.take_state(source)
-        self._stale = False
+        # who has ended sees nothing of what the others' scripts do after this, such as loading weights, and takes it at the end
+        self._stale = self._stale and any(entry.rank == self._rank and entry.meeting.kind == END for entry in came)
 
     def _raise_if_failed(self, entries: list[Entry | None]) -> None:
         failed = next((entry for entry in entries if entry and entry.state is State.FAILED), None)

@@ -84,6 +84,30 @@ for step in range(5):
     assert re.search(r"rank 0 is at backward \(\S+train.py:10\); rank 1 is at backward \(\S+train.py:8\)", ended.stderr)
 
 
+@pytest.mark.ranks(2)
+def test_a_regular_run_has_no_collectives_and_waits_beside_its_backwards():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    counted = []
+    with pytest.MonkeyPatch.context() as patched, parwrap.distributed():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(8):
+            if step == 3:
+                for owner, name in [
+                    (Meetings, "wait"),
+                    (dist, "all_reduce"),
+                    (dist, "broadcast"),
+                    (dist, "all_gather_object"),
+                    (dist, "barrier"),
+                ]:
+                    patched.setattr(owner, name, lambda *args, name=name, **options: counted.append(name))
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+        patched.undo()
+
+    assert [] == counted
+
+
 @pytest.mark.ranks(3)
 def test_a_rank_that_ends_early_answers_and_takes_the_weights_of_the_others():
     model = nn.Linear(1, 1, bias=False)

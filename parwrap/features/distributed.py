@@ -7,6 +7,7 @@ function returns or raises, every patch is taken off again. What each verb then 
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,7 @@ from parwrap.loop import Loop
 from parwrap.meetings import END
 from parwrap.patching import aliases, installed
 from parwrap.strategies.averager import Reducer
+from parwrap.strategies.bypasses import Bypasses
 from parwrap.strategies.ddp import DDP
 from parwrap.strategies.in_step import InStep
 from parwrap.strategies.single import Single
@@ -257,7 +259,7 @@ class _Session:
         self._undo.callback(ddp.close)
         self._undo.callback(files.close)
         self._undo.enter_context(watched(group.meetings, group.world.rank, self._options.hang_after))
-        return [*actors, ddp, InStep(group, loop), voices, files, self]
+        return [*actors, ddp, InStep(group, loop), Bypasses(group, loop), voices, files, self]
 
     def _stop(self) -> None:
         """Passes that outlive the session must not switch streams any more."""
@@ -296,7 +298,9 @@ class _Session:
         print(f"parwrap: {', '.join(facts)}, seed {seed}", file=sys.stderr)
 
 
+@functools.cache
 def _stand_aside(what: str) -> None:
+    """Said once, however often a decorated function runs."""
     if groups.is_rank_zero():
         print(
             f"parwrap: this script calls {what} itself, so parwrap stands aside: it shares out no data and averages no gradients here. "

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from parwrap.errors import RankMismatchError
 
-__all__ = ["View", "alike", "described", "differing", "refuse_different_parameters"]
+__all__ = ["Described", "View", "alike", "checksum", "described", "differing", "refuse_different_parameters"]
 
-Described = tuple[tuple[int, ...], int]
-"""The shape of a tensor and a checksum of its values."""
+
+class Described(NamedTuple):
+    """What is told of a tensor: its shape and dtype, and a checksum of its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    checksum: int
+
+    @property
+    def kind(self) -> tuple[tuple[int, ...], torch.dtype]:
+        return self.shape, self.dtype
+
+    def stand_in(self, device: torch.device) -> torch.Tensor:
+        """A tensor for a rank that does not have this one, and takes part in what others do with it."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device, requires_grad=True)
 
 
 @dataclass(frozen=True)
@@ -27,6 +41,7 @@ class View:
         sparse: the numbers of the owned ones that get sparse gradients.
         reenters: whether backwards are called inside of it, as re-entrant checkpointing does.
         averagers: the numbers of the averagers that are in use.
+        generation: of the loop.
     """
 
     location: str
@@ -36,38 +51,49 @@ class View:
     sparse: frozenset[tuple[int, int]]
     reenters: bool
     averagers: frozenset[int]
+    generation: int
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """The sum of the bit patterns: the same for the same values, and different for two random initialisations."""
+    if tensor.layout != torch.strided:
+        return 0
+    octets = tensor.detach().reshape(-1).view(torch.uint8)
+    if octets.numel() % 8 or octets.storage_offset() % 8:
+        return int(octets.sum())
+    return int(octets.view(torch.int64).sum())  # whole words need no copy, which a sum of narrower integers makes
 
 
 def described(tensor: torch.Tensor) -> Described:
     """What is told of ``tensor``.
 
     >>> described(torch.zeros(2, 3))
-    ((2, 3), 0)
+    Described(shape=(2, 3), dtype=torch.float32, checksum=0)
     """
-    return tuple(tensor.shape), _checksum(tensor)
+    return Described(tuple(tensor.shape), tensor.dtype, checksum(tensor))
 
 
 def differing(views: Collection[View], owned: Sequence[tuple[int, int]]) -> list[int]:
     """The places of the parameters whose values differ between ranks, in ``owned`` followed by the others."""
-    checksums = [{view.owned[number][1] for view in views if number in view.owned} for number in owned]
-    checksums += [{checksum for _, checksum in each} for each in zip(*(view.others for view in views), strict=True)]
+    checksums = [{view.owned[number].checksum for view in views if number in view.owned} for number in owned]
+    checksums += [{other.checksum for other in each} for each in zip(*(view.others for view in views), strict=True)]
     return [place for place, each in enumerate(checksums) if len(each) > 1]
 
 
-def alike(bare: Sequence[torch.Tensor], views: Collection[View]) -> list[torch.Tensor]:
-    """Those of the ``bare`` leaf tensors that are the same on all ranks: made alike, hence parameters; inputs differ."""
-    if any(len(view.bare) != len(bare) for view in views):
+def alike(views: Collection[View]) -> list[int]:
+    """The places of the bare leaf tensors that are the same on all ranks: made alike, hence parameters; inputs differ."""
+    if len({len(view.bare) for view in views}) > 1:
         return []
-    return [leaf for leaf, *each in zip(bare, *(view.bare for view in views), strict=True) if len(set(each)) == 1]
+    return [place for place, each in enumerate(zip(*(view.bare for view in views), strict=True)) if len(set(each)) == 1]
 
 
 def refuse_different_parameters(views: Mapping[int, View]) -> None:
     """Parameters that no optimizer owns are told apart by their order in the graph, which must be the same on all ranks."""
-    shapes: dict[tuple[int, int], set] = {}
+    kinds: dict[tuple[int, int], set] = {}
     for view in views.values():
-        for number, (shape, _) in view.owned.items():
-            shapes.setdefault(number, set()).add(shape)
-    if any(len(each) > 1 for each in shapes.values()) or len({tuple(shape for shape, _ in view.others) for view in views.values()}) > 1:
+        for number, each in view.owned.items():
+            kinds.setdefault(number, set()).add(each.kind)
+    if any(len(each) > 1 for each in kinds.values()) or len({tuple(each.kind for each in view.others) for view in views.values()}) > 1:
         where = "; ".join(
             f"rank {rank} at {view.location} reaches {len(view.owned) + len(view.others)}" for rank, view in sorted(views.items())
         )
@@ -75,11 +101,3 @@ def refuse_different_parameters(views: Mapping[int, View]) -> None:
             f"the ranks are in backwards of different parameters: {where}. Give the parameters to an optimizer before the first "
             "backward, so that the ranks can tell which is which, or let all ranks take the same way."
         )
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    """The sum of the bit patterns: the same for the same values, and different for two random initialisations."""
-    octets = tensor.detach().reshape(-1).view(torch.uint8)
-    if octets.numel() % 8 or octets.storage_offset() % 8:
-        return int(octets.sum())
-    return int(octets.view(torch.int64).sum())  # whole words need no copy, which a sum of narrower integers makes

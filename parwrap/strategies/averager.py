@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parwrap.collectives import all_reduced
+from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.strategies.graph import reached
 from parwrap.verbs.backward import Backward
@@ -33,6 +34,9 @@ does not fit this rank's losses any more."""
 
 EXACT = 1e-4
 """Weights whose mean is this close to 1 are all there."""
+
+BACKWARD = torch.autograd.backward
+"""torch's own, which is none of the user's calls."""
 
 T = TypeVar("T")
 
@@ -93,7 +97,8 @@ class Averager:
         parameters: the leaf tensors, in the order in which the forward uses them; the same on every rank.
         sparse: the ids of those that get sparse gradients.
         varies: whether backwards are known to reach only some of the parameters now and then.
-        misfit: called in a backward that shows that the set does not fit any more.
+        misfit: called in a backward that reaches other parameters, which it is given, or that does not reach some since they are
+            frozen; returns whether the set does not fit any more.
         options: for ``DistributedDataParallel``, such as ``bucket_cap_mb``.
     """
 
@@ -104,7 +109,7 @@ class Averager:
         parameters: Sequence[torch.Tensor],
         sparse: frozenset[int],
         varies: bool,
-        misfit: Callable[[], None],
+        misfit: Callable[[list[torch.Tensor]], bool],
         **options: Any,
     ) -> None:
         self._misfit = misfit
@@ -114,7 +119,6 @@ class Averager:
         # of the first parameter's dtype if that can be: its bucket is the last, and so is the signal
         like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
         dtype, device = (torch.float32, group.device) if like is None else (like.dtype, like.device)
-        self._kinds = _kinds(self.parameters)
         self._told_weight = 1.0
         self._copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._facts = facts = torch.ones(len(self.parameters) + 4, dtype=dtype, device=device)
@@ -127,13 +131,15 @@ class Averager:
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *dense]
         self._ddp = Reducer(_Holder(ordered, sparse), init_sync=False, **options)
 
-    def fits(self, parameters: Sequence[torch.Tensor], sparse: frozenset[int]) -> bool:
-        """Whether it was built for just these ``parameters``, and they still are of the dtypes and on the devices of then."""
-        return (
-            len(parameters) == len(self.parameters)
-            and all(p is mine for p, mine in zip(parameters, self.parameters, strict=True))
-            and (sparse, _kinds(parameters)) == (self.sparse, self._kinds)
-        )
+    def stand_for(self, leaves: Iterable[torch.Tensor]) -> None:
+        """From now on average ``leaves``, which were made anew in the place of the parameters, in :meth:`run_then_average`."""
+        new = tuple(leaves)
+        if [p.shape for p in new] != [p.shape for p in self.parameters]:
+            raise UsageError(
+                f"a backward has reached {len(new)} leaf tensors in the place of {len(self.parameters)} of other shapes: the ranks cannot "
+                "tell which is which. Make them nn.Parameters of an optimizer, or change them in place under torch.no_grad()."
+            )
+        self.parameters = new
 
     def run(self, call: Backward, weight: float) -> Noticed:
         """Run the backward ``call`` and leave the averages in ``.grad``.
@@ -223,8 +229,9 @@ class Averager:
         leaves = {id(leaf): leaf for leaf in reached(call.beginnings)}
         missing = [(index, p) for index, p in enumerate(self.parameters) if id(p) not in leaves]
         without = [(index, p) for index, p in missing if p.grad is None]
-        if any(not p.requires_grad for _, p in missing) or self.others(leaves.values()):
-            self._misfit()  # before the others can get to the end of this backward
+        others = self.others(leaves.values())
+        # before the other ranks can get to the end of this backward
+        if (others or any(not p.requires_grad for _, p in missing)) and self._misfit(others):
             self._facts.data[MISFIT] = 1
         self._touch([p for _, p in missing])
         self._drop_unused(without)
@@ -237,7 +244,7 @@ class Averager:
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 touched = [_Touch.apply(self.sparse, *parameters)] if parameters else []
-                torch.autograd.backward((*touched, *roots))
+                BACKWARD((*touched, *roots))
         finally:
             for p in frozen:
                 p.requires_grad_(False)
@@ -267,7 +274,12 @@ class Averager:
         """The same for a GPU, which the host must not wait for: it divides by itself, and what was noticed is known a step later."""
         facts: torch.Tensor = self._signal.grad  # type: ignore[assignment]
         factor = torch.where((facts[WEIGHT] - 1).abs() > EXACT, 1 / facts[WEIGHT], torch.ones_like(facts[WEIGHT]))
-        torch._foreach_mul_([p.grad.data for p in self.parameters if p.grad is not None], factor)
+        grads = [p.grad.data for p in self.parameters if p.grad is not None]
+        if dense := [grad for grad in grads if not grad.is_sparse]:
+            torch._foreach_mul_(dense, factor)
+        for grad in grads:
+            if grad.is_sparse:
+                grad.mul_(factor)
         before, self._copied = self._copied, (torch.empty(2, dtype=facts.dtype, pin_memory=True), torch.cuda.Event())
         self._copied[0].copy_(facts[STRAYS:], non_blocking=True)
         self._copied[1].record()
@@ -307,10 +319,6 @@ def _in_new_thread(build: Callable[[], T]) -> T:
     thread.start()
     thread.join()
     return built[0]
-
-
-def _kinds(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device]]:
-    return [(p.dtype, p.device) for p in parameters]
 
 
 def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:

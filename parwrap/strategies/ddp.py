@@ -7,13 +7,11 @@ reaches is in no set of that site, so its ``grad`` stays ``None`` as in a single
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from parwrap.collectives import all_reduced
@@ -23,10 +21,10 @@ from parwrap.loop import Loop
 from parwrap.mailbox import Meeting
 from parwrap.meetings import BACKWARD, FIRST_BACKWARD, THEN_AVERAGED
 from parwrap.sites import call_site, location
-from parwrap.strategies.agreement import View, alike, described, differing, refuse_different_parameters
+from parwrap.strategies.agreement import View, described, refuse_different_parameters
 from parwrap.strategies.averager import Averager, Noticed
+from parwrap.strategies.averagers import Averagers
 from parwrap.strategies.graph import reached, reenters, sparsely_used
-from parwrap.strategies.state import take_state
 from parwrap.verbs.backward import Backward
 
 __all__ = ["DDP"]
@@ -43,7 +41,18 @@ STRAYS = "gradients outside of the known set"
 
 @dataclass
 class _Site:
-    """What is known of one place in the script that calls backward."""
+    """What is known of one place in the script that calls backward.
+
+    Attributes:
+        visits: how often it was visited since it was looked at from the start.
+        generation: the loop's, when the ranks agreed on it.
+        averager: of the parameters that it reaches; ``None`` where there is nothing to train.
+        meeting: of its next backward.
+        bare: the leaf tensors among those parameters that are no ``nn.Parameter``, by id.
+        frozen: parameters of optimizers that were frozen then.
+        reenters: whether backwards are called inside of it.
+        remakes: whether its parameters are leaf tensors that the script makes anew for each step.
+    """
 
     visits: int = 0
     generation: int = -1
@@ -52,6 +61,7 @@ class _Site:
     bare: dict[int, torch.Tensor] = field(default_factory=dict)
     frozen: tuple[torch.Tensor, ...] = ()
     reenters: bool = False
+    remakes: bool = False
 
 
 class DDP:
@@ -64,16 +74,14 @@ class DDP:
     """
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], dict[str, Any]]) -> None:
-        self._group, self._meetings, self._loop, self._options = group, group.meetings, loop, options
+        self._group, self._meetings, self._loop = group, group.meetings, loop
         self._sites: dict[tuple, _Site] = {}
-        self._averagers: dict[int, Averager] = {}
-        self._built = 0
+        self._averagers = Averagers(group, loop, self._go_astray, options)
         self._strays: dict[int, torch.Tensor] = {}
         self._armed: Averager | None = None
         self._watched: list[torch.utils.hooks.RemovableHandle] = []
         self._running = self._nested = False
         self._immediate = self._meetings.immediate and group.device.type == "cpu"
-        self._meetings.take_state = lambda source: take_state(group, loop, self._averaged(), source)
         self._meetings.answer(FIRST_BACKWARD, self._answer_first)
         self._meetings.answer(BACKWARD, lambda number, present: self._answer(number, Averager.answer))
         self._meetings.answer(THEN_AVERAGED, lambda number, present: self._answer(number, Averager.answer_then_average))
@@ -96,12 +104,8 @@ class DDP:
         for handle in self._watched:
             handle.remove()
         self._sites.clear()
-        self._averagers.clear()
+        self._averagers.keep(())
         self._watched.clear()
-
-    def _averaged(self) -> dict[tuple[int, int], torch.Tensor]:
-        """The parameters whose gradients are averaged, numbered alike on all ranks."""
-        return {(each.number, place): p for each in self._averagers.values() for place, p in enumerate(each.parameters)}
 
     def _average(self, call: Backward) -> None:
         key = call_site()
@@ -115,7 +119,9 @@ class DDP:
         if averager is None or meeting is None:
             call.run()
             return
-        then = site.reenters or call.options.get("create_graph")
+        if site.remakes:
+            averager.stand_for(reversed(reached(call.beginnings)))
+        then = site.reenters or site.remakes or call.options.get("create_graph")
         if then:
             meeting = Meeting(THEN_AVERAGED, meeting.place, meeting.detail)
         self._meetings.go_ahead(meeting)
@@ -124,6 +130,7 @@ class DDP:
             noticed = (averager.run_then_average if then else averager.run)(call, weight)
         except BaseException:
             site.averager, site.visits = None, 0  # it failed half way: start afresh
+            self._meetings.through()
             raise
         self._meetings.compare(meeting)
         astray = self._immediate and self._meetings.any_astray()
@@ -190,6 +197,9 @@ class DDP:
         mine = {id(p): p for p in (*known, *reversed(leaves.values())) if is_parameter(p) and p.requires_grad}
         others = [p for key, p in mine.items() if key not in number_of]
         bare = [leaf for leaf in reversed(leaves.values()) if not is_parameter(leaf) and (afresh or id(leaf) in site.bare)]
+        remade = not (afresh or mine or bare) and bool(site.bare)
+        if remade:
+            bare = list(reversed(leaves.values()))
         place = location()
         view = View(
             place,
@@ -198,13 +208,16 @@ class DDP:
             bare=[described(leaf) for leaf in bare],
             sparse=frozenset(number_of[key] for key in sparsely_used(call.beginnings) if key in number_of),
             reenters=site.reenters or self._nested or reenters(call.beginnings),
-            averagers=frozenset(self._averagers),
+            averagers=self._averagers.numbers(),
+            generation=self._loop.generation,
         )
         views = self._group.exchange(FIRST_BACKWARD, view)
-        site.averager, site.bare = self._agree(views, owned, others, bare)
+        refuse_different_parameters(views)
+        site.averager, site.bare = self._averagers.agree(views, owned, others, bare)
         site.generation = self._loop.generation
         site.visits = 0 if afresh else site.visits
         site.reenters = any(each.reenters for each in views.values())
+        site.remakes = remade and bool(site.bare)
         site.meeting = Meeting(BACKWARD, place, site.averager.number) if site.averager else None
         site.frozen = tuple(p for p in everything.values() if not p.requires_grad)
         self._drop_averagers()
@@ -213,65 +226,21 @@ class DDP:
     def _answer_first(self, detail: int, present: list[int]) -> None:
         """Others agree on a site, and this rank has left: it only gets to know their averager."""
         views = self._group.share(FIRST_BACKWARD, None, present)
-        live = next(iter(views.values())).averagers
-        self._averagers = {number: averager for number, averager in self._averagers.items() if number in live}
-        self._agree(views, self._loop.once_owned(), [], [])
+        told = next(iter(views.values()))
+        self._averagers.keep(told.averagers)
+        self._averagers.agree(views, *self._averagers.stand_ins(told))
 
-    def _agree(
-        self,
-        views: Mapping[int, View],
-        owned: Mapping[tuple[int, int], torch.Tensor],
-        others: list[torch.Tensor],
-        bare: list[torch.Tensor],
-    ) -> tuple[Averager | None, dict[int, torch.Tensor]]:
-        """The averager of what any rank reaches, and the leaf tensors in it that are no ``nn.Parameter``; the same on all ranks."""
-        refuse_different_parameters(views)
-        union = sorted({number for view in views.values() for number in view.owned})
-        if unknown := set(union) - owned.keys() or any(len(view.others) != len(others) for view in views.values()):
-            raise RankMismatchError(
-                f"rank {self._group.world.rank} has left the training loop, and others begin to train parameters that it "
-                f"{'has not built or has frozen' if unknown else 'cannot tell apart, since no optimizer owns them'}. "
-                "Let all ranks take the same way until every backward has run once."
-            )
-        agreed = [*(owned[number] for number in union), *others]
-        self._take_same_values([agreed[place] for place in differing(views.values(), union)], len(agreed), min(views))
-        made_alike = alike(bare, views.values())
-        if not (agreed or made_alike or owned):
-            return None, {}
-        varies = any(len(view.owned) < len(union) for view in views.values())
-        sparse = frozenset(id(owned[number]) for number in union if all(number in v.sparse for v in views.values() if number in v.owned))
-        return self._averager([*agreed, *made_alike], sparse, varies), {id(leaf): leaf for leaf in made_alike}
-
-    def _take_same_values(self, different: list[torch.Tensor], total: int, source: int) -> None:
-        """Take rank ``source``'s values of parameters that the ranks have built ``different``."""
-        if not different:
-            return
-        warnings.warn(
-            f"parwrap: {len(different)} of {total} parameters had different values on different ranks when training began; "
-            f"rank {source}'s are taken. Seed before the model is built, or build it inside the decorated function.",
-            stacklevel=2,
-        )
-        for p in different:
-            values = p.detach().contiguous()
-            dist.broadcast(values, source)
-            p.data.copy_(values)  # .data: the graph of the running step has saved these tensors, and must not find them changed
-        if self._loop.backwards:
-            self._meetings.take_state(source)  # they have drifted apart, and so has what the optimizers keep
-
-    def _averager(self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool) -> Averager:
-        if not varies:
-            for known in self._averagers.values():
-                if known.fits(parameters, sparse):
-                    return known
-        self._built += 1
-        averager = Averager(self._group, self._built, parameters, sparse, varies, misfit=self._meetings.go_astray, **self._options())
-        self._averagers[averager.number] = averager
-        return averager
+    def _go_astray(self, others: list[torch.Tensor]) -> bool:
+        """A backward shows that its set does not fit: tell the others, unless all that is amiss are strays, of which they hear anyway."""
+        astray = not others or any(id(p) not in self._strays for p in others)
+        if astray:
+            self._meetings.go_astray()
+        return astray
 
     def _drop_averagers(self) -> None:
         """Let go of what no site uses any more."""
         used = {site.averager.number for site in self._sites.values() if site.averager}
-        self._averagers = {number: averager for number, averager in self._averagers.items() if number in used}
+        self._averagers.keep(used)
 
     def _watch(self, owned: Iterable[torch.Tensor]) -> None:
         """Notice gradients of parameters that a site was not known to reach: it takes another way now, or a checkpoint hides them."""
@@ -303,17 +272,17 @@ class DDP:
 
     def _average_strays(self, averager: Averager, weight: float) -> None:
         """Average what this backward left in parameters outside of its set, and take them into the set."""
-        owned = self._loop.owned()
-        mine = [number for number, p in owned.items() if id(p) in self._strays]
-        ranks = range(self._group.world.size)
-        numbers = {number for each in self._group.share(STRAYS, mine, ranks).values() for number in each}
-        strays = [owned[number] for number in sorted(numbers)]
+        owned = self._loop.once_owned()
+        mine = {number: described(p) for number, p in owned.items() if id(p) in self._strays}
+        told = self._group.share(STRAYS, mine, range(self._group.world.size))
+        numbered = {number: each for view in told.values() for number, each in view.items()}
+        strays = [self._averagers.own(number, each, owned) for number, each in sorted(numbered.items())]
         grads = [torch.zeros_like(p) if p.grad is None or not weight else p.grad.to_dense() for p in strays]
         *sums, weights = all_reduced([*grads, torch.tensor(weight, dtype=torch.float64)], self._group)
         for p, total in zip(strays, sums, strict=True):
             p.grad = (total / weights.item()).to(p)
         self._strays.clear()
-        extended = self._averager([*averager.parameters, *strays], averager.sparse, varies=True)
+        extended = self._averagers.build([*averager.parameters, *strays], averager.sparse, varies=True)
         for site in self._sites.values():
             if site.averager is averager and site.meeting:
                 site.averager, site.meeting = extended, Meeting(BACKWARD, site.meeting.place, extended.number)

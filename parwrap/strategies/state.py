@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,65 +28,84 @@ def take_state(group: Group, loop: Loop, averaged: Mapping[tuple[int, int], torc
 
     Args:
         group: the process group.
-        loop: knows the optimizers that are alive.
-        averaged: the parameters whose gradients are averaged, numbered alike on all ranks; an optimizer may be gone by now.
+        loop: knows the optimizers.
+        averaged: the parameters whose gradients are averaged, numbered alike on all ranks.
         source: a rank that has missed nothing.
     """
-    mine = group.world.rank == source
-    parameters: dict[Any, torch.Tensor] = {("averaged", number): p for number, p in averaged.items()}
-    parameters |= {("owned", number): p for number, p in loop.owned().items()}
-    name_of = {id(p): name for name, p in reversed(parameters.items())}  # the first name of each
-    tensors = dict(parameters) | _buffers(name_of)
-    gradients = {name: p.grad for name, p in parameters.items()}
+    sends = group.world.rank == source
+    tensors = _named(loop, averaged)
     objects = _optimizers_and_schedulers(loop)
+    names: dict[int, list[Any]] = {}
+    for name, named in tensors.items():
+        names.setdefault(id(named), []).append(name)
+    mine = [(tensors[known[0]], known) for known in names.values()]
 
-    layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items() if name_of.get(id(tensor), name) == name]
-    graded = [(name, p.shape, p.dtype) for name, p in parameters.items() if name_of[id(p)] == name and p.grad is not None]
-    box: list[Any] = [layout, graded, {name: each.state_dict() for name, each in objects.items()}] if mine else [None] * 3
-    dist.broadcast_object_list(box, source)
-    layout, graded, states = box
-
-    values = _broadcast(group, tensors if mine else None, layout, source)
-    grads = _broadcast(group, gradients if mine else None, graded, source)
-    if mine:
-        return
-    for name, value in values.items():
-        if name in tensors and tensors[name].shape == value.shape:
-            tensors[name].data.copy_(value)
-    for p in parameters.values():
-        if name_of[id(p)] in values:
-            grad = grads.get(name_of[id(p)])
-            p.grad = None if grad is None else grad.to(p)
-    for name, state in states.items():
-        if name in objects:
-            objects[name].load_state_dict(state)
+    told: list[Any] = [None, None]
+    if sends:
+        told = [[_Told(known, t.shape, t.dtype, t.grad is not None if t.is_leaf else False) for t, known in mine]]
+        told += [{name: each.state_dict() for name, each in objects.items()}]
+    dist.broadcast_object_list(told, source)
+    layout, states = told
+    for index, each in enumerate(layout):
+        tensor: torch.Tensor | None = mine[index][0] if sends else next((tensors[name] for name in each.names if name in tensors), None)
+        values = _broadcast(group, tensor if sends else None, each, source)
+        grad = _broadcast(group, tensor.grad if sends and tensor is not None else None, each, source) if each.has_grad else None
+        if not sends and tensor is not None and tensor.shape == values.shape:
+            tensor.data.copy_(values)
+            if tensor.requires_grad or tensor.grad is not None:
+                tensor.grad = None if grad is None else grad.to(tensor)
+    if not sends:
+        for name, state in states.items():
+            if name in objects and _sizes(objects[name].state_dict()) == _sizes(state):
+                objects[name].load_state_dict(state)
 
 
-def _broadcast(group: Group, tensors: Mapping[Any, Any] | None, layout: list[Any], source: int) -> dict[Any, torch.Tensor]:
-    """The tensors of ``layout`` as rank ``source`` has them; ``tensors`` are given there."""
+def _sizes(state: Mapping[str, Any]) -> list[int]:
+    """How many parameters there are in each group of an optimizer, which may have got more on another rank."""
+    return [len(group["params"]) for group in state.get("param_groups", ())]
+
+
+class _Told(NamedTuple):
+    """What is told of a tensor before it is sent; a rank knows it by one of its names, or not at all."""
+
+    names: list[Any]
+    shape: torch.Size
+    dtype: torch.dtype
+    has_grad: bool
+
+
+def _broadcast(group: Group, tensor: torch.Tensor | None, told: _Told, source: int) -> torch.Tensor:
+    """The values of ``tensor``, which is given on rank ``source``."""
     home = group.device if group.backend == "nccl" else CPU
-    received = {}
-    for name, shape, dtype in layout:
-        received[name] = torch.empty(shape, dtype=dtype, device=home) if tensors is None else tensors[name].to_dense().to(home, copy=True)
-        dist.broadcast(received[name], source)
-    return received
+    values = torch.empty(told.shape, dtype=told.dtype, device=home) if tensor is None else tensor.detach().to_dense().to(home, copy=True)
+    dist.broadcast(values, source)
+    return values
 
 
-def _buffers(name_of: Mapping[int, Any]) -> dict[Any, torch.Tensor]:
-    """The buffers of every module that has parameters with a name, by the first of these and the buffer's own."""
-    found: dict[Any, torch.Tensor] = {}
-    for module in _alive(nn.Module):
-        names = [name_of[id(p)] for p in module.parameters() if id(p) in name_of]
-        if names:
-            found |= {("buffer", names[0], len(names), name): buffer for name, buffer in module.named_buffers()}
-    return found
+def _named(loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor]) -> dict[Any, torch.Tensor]:
+    """Parameters and buffers by names that are the same on all ranks: by their place in a model, in an optimizer or in an average.
+
+    A model is known by the first of its parameters that an optimizer has had, for one rank may own more of it than another.
+    """
+    owned = loop.once_owned()
+    number_of = {id(p): number for number, p in owned.items()}
+    modules = _alive(nn.Module)
+    inner = {id(child) for module in modules for child in module.children()}
+    tensors: dict[Any, torch.Tensor] = {}
+    for module in modules:
+        known = [(number_of[id(p)], path) for path, p in module.named_parameters() if id(p) in number_of]
+        if known and id(module) not in inner:
+            for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+                tensors["model", min(known), path] = tensor
+    tensors |= {("owned", number): p for number, p in owned.items()}
+    return tensors | {("averaged", number): p for number, p in averaged.items()}
 
 
 def _optimizers_and_schedulers(loop: Loop) -> dict[Any, Any]:
     """By the number of the optimizer, and of the scheduler among those of its optimizer, in the order of age."""
     found: dict[Any, Any] = {}
     schedulers = _alive(LRScheduler)
-    for number, optimizer in enumerate(loop.optimizers()):
+    for number, optimizer in loop.numbered_optimizers():
         found[number] = optimizer
         own = [scheduler for scheduler in schedulers if getattr(scheduler, "optimizer", None) is optimizer]
         found |= {(number, place): scheduler for place, scheduler in enumerate(own)}

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from parwrap.patching import Patch
-from parwrap.verbs import backward, disk, files, foreign, loader, mode, moving, optimizer, output, schedule
+from parwrap.verbs import backward, data_parallel, disk, files, foreign, grad, loader, mode, moving, optimizer, output, schedule
 
 __all__ = ["VERBS", "patches"]
 
@@ -21,6 +21,9 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "backward": backward.patches,
     "own_parameters": optimizer.own_parameters_patches,
     "closure": optimizer.closure_patches,
+    "step": optimizer.step_patches,
+    "grad": grad.patches,
+    "data_parallel": data_parallel.patches,
     "set_mode": mode.patches,
     "moved": moving.patches,
     "metric": schedule.patches,

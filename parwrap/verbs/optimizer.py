@@ -1,4 +1,4 @@
-"""``Optimizer(...)``, ``add_param_group`` and ``step(closure)``: hand them to ``actor.own_parameters`` and ``actor.closure``.
+"""``Optimizer(...)``, ``add_param_group`` and ``step(closure)``: hand them to ``actor.own_parameters``, ``step`` and ``closure``.
 
 ``Optimizer.__init__`` rewrites ``step`` of every class that it first meets, so a patch on ``step`` could not be taken off
 again exactly. torch's own hook for all optimizers sees every ``step``, of classes made later too, and can exchange the
@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parwrap.patching import Patch
 
-__all__ = ["closure_patches", "own_parameters_patches"]
+__all__ = ["closure_patches", "own_parameters_patches", "step_patches"]
 
 
 def own_parameters_patches(actor: Any) -> list[Patch]:
@@ -39,12 +39,18 @@ def closure_patches(actor: Any) -> list[AbstractContextManager]:
             return args, {**kwargs, "closure": actor.closure(kwargs["closure"])}
         return None
 
-    @contextmanager
-    def hooked() -> Iterator[None]:
-        handle = register_optimizer_step_pre_hook(exchange)
-        try:
-            yield
-        finally:
-            handle.remove()
+    return [_hooked(exchange)]
 
-    return [hooked()]
+
+def step_patches(actor: Any) -> list[AbstractContextManager]:
+    """``actor.step(optimizer)`` is told of every step before it runs."""
+    return [_hooked(lambda optimizer, args, kwargs: actor.step(optimizer))]
+
+
+@contextmanager
+def _hooked(before_step: Callable[[Optimizer, tuple, dict], tuple[tuple, dict] | None]) -> Iterator[None]:
+    handle = register_optimizer_step_pre_hook(before_step)
+    try:
+        yield
+    finally:
+        handle.remove()

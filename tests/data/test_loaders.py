@@ -1,7 +1,9 @@
 """What each rank gets to see of a loader, in real scopes on real ranks."""
 
+import io
 import itertools
 import warnings
+from contextlib import redirect_stderr
 
 import pytest
 import torch
@@ -146,13 +148,54 @@ def test_the_batches_of_a_stream_are_dealt_out():
 
 
 @pytest.mark.ranks(2)
-def test_the_users_own_distributed_sampler_is_kept():
-    with parwrap.distributed():
-        sampler = DistributedSampler(range(10), shuffle=False)
-        loader = DataLoader(range(10), batch_size=1, sampler=sampler)
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_the_users_own_distributed_sampler_is_kept_and_its_epochs_are_the_users(batch):
+    heard = io.StringIO()
+    with redirect_stderr(heard), parwrap.distributed(batch=batch):
+        sampler = DistributedSampler(range(10), parwrap.world_size(), parwrap.rank())
+        setup, loader = Setup(), DataLoader(range(10), batch_size=1, sampler=sampler)
+        for epoch in (0, 0, 3):
+            sampler.set_epoch(epoch)
 
-        assert list(sampler) == Setup().train(loader)
+            assert list(sampler) == setup.train(loader)
         assert 5 == len(loader)
+    said = "parwrap: a DataLoader has a DistributedSampler of its own, for 2 replicas: it is kept."
+    assert parwrap.is_rank_zero() == (heard.getvalue().count(said) == 1)
+
+
+@pytest.mark.ranks(2)
+def test_own_distributed_samplers_that_all_ranks_made_for_rank_zero_become_each_ones_own():
+    """As with rank=int(os.environ.get("RANK", 0)), in a script that does not see RANK."""
+    with parwrap.distributed():
+        setup, sampler = Setup(), DistributedSampler(range(10), num_replicas=2, rank=0)
+        loader = DataLoader(range(10), batch_size=1, sampler=sampler)
+        with pytest.warns(UserWarning, match="made with rank=0 on more than one rank, so that they would train on the same share"):
+            seen = setup.train(loader)
+        expected = list(DistributedSampler(range(10), num_replicas=2, rank=parwrap.rank()))
+
+        assert expected == seen
+        sampler.set_epoch(1)
+        assert expected != setup.train(loader)
+        assert (0, 5) == (sampler.rank, len(loader))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_an_own_distributed_sampler_for_one_replica_is_shared_out(batch):
+    heard = io.StringIO()
+    with redirect_stderr(heard), parwrap.distributed(batch=batch):
+        setup, sampler = Setup(), DistributedSampler(range(12), num_replicas=1, rank=0)
+        loader = DataLoader(range(12), batch_size=2, sampler=sampler)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            order = list(sampler)
+            seen = setup.train(loader)
+
+            assert list(range(12)) == everyones(seen)
+            assert order[: 2 // (1 + (batch == "global"))] == parwrap.broadcast(seen)[: 2 // (1 + (batch == "global"))]
+        assert (3 if batch == "per_rank" else 6) == len(loader)
+    said = "has a DistributedSampler of its own, for 1 replica: what it draws is shared out among 2 ranks."
+    assert parwrap.is_rank_zero() == (heard.getvalue().count(said) == 1)
 
 
 @pytest.mark.ranks(2)
@@ -175,6 +218,49 @@ def test_lengths_are_those_of_what_a_rank_gets_to_see():
     with parwrap.distributed(batch="global"):
         assert 5 == len(train)
     assert 5 == len(train)
+
+
+@pytest.mark.ranks(2)
+def test_a_length_that_was_given_for_a_share_and_turns_out_whole_is_said():
+    with parwrap.distributed():
+        setup, train, test = Setup(), DataLoader(range(10)), DataLoader(range(8), shuffle=True)
+        lengths = len(train), len(test)
+        setup.train(train)
+        with (
+            torch.no_grad(),
+            pytest.warns(UserWarning, match=r"was 4 when.*and now it is 8: the loader is only looked at.*eval\(\)"),
+        ):
+            list(test)
+
+        assert (5, 4) == lengths
+        assert 8 == len(test)
+
+
+@pytest.mark.ranks(2)
+def test_a_length_that_was_given_for_the_whole_and_turns_out_a_share_is_said():
+    with parwrap.distributed():
+        setup, other, train = Setup(), DataLoader(range(8), shuffle=True), DataLoader(range(10))
+        lengths = len(other), len(train)
+        with pytest.warns(UserWarning, match=r"was 10 when.*and now it is 5: the loader is trained on.*this rank's share"):
+            setup.train(train)
+
+        assert (4, 10) == lengths
+
+
+@pytest.mark.ranks(2)
+def test_lengths_that_turn_out_right_are_not_talked_about():
+    with parwrap.distributed(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        setup, train, test = Setup(), DataLoader(range(10), shuffle=True), DataLoader(range(8))
+        lengths = len(train), len(test)
+        with torch.no_grad():  # a first look at the loss before training
+            list(train)
+        for _ in range(2):
+            setup.train(train)
+            with torch.no_grad():
+                list(test), list(train)
+
+        assert (5, 8) == lengths
 
 
 @pytest.mark.ranks(2)

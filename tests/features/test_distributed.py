@@ -188,3 +188,20 @@ def test_a_failing_function_leaves_nothing_behind_and_can_be_run_again():
 
     assert weights[0] == weights[1]
     assert sys.stdout is not None
+
+
+@pytest.mark.ranks(2)
+def test_that_a_script_is_left_alone_is_said_once():
+    def own():
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+
+    heard = io.StringIO()
+    is_rank_zero = parwrap.is_rank_zero()
+    with redirect_stderr(heard):
+        parwrap.distributed(own)()
+        for _ in range(2):
+            parwrap.distributed(nn.Linear(1, 1).forward)(torch.ones(1))
+
+    assert is_rank_zero == (1 == heard.getvalue().count("parwrap stands aside"))

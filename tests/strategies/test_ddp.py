@@ -415,9 +415,34 @@ def test_ddp_lets_go_of_the_parameters():
 
 
 @pytest.mark.ranks(2)
+def test_weights_that_are_made_anew_for_each_step_are_averaged():
+    weights = [torch.ones(3, requires_grad=True), torch.zeros(2, requires_grad=True)]
+    with parwrap.distributed():
+        for _ in range(5):
+            sum((weight * (parwrap.rank() + 1.0)).sum() for weight in weights).backward()
+            weights = [(weight - 0.1 * weight.grad).detach().requires_grad_() for weight in weights]
+
+    assert [0.25] * 3 + [-0.75] * 2 == pytest.approx(torch.cat(weights).tolist())
+
+
+@pytest.mark.ranks(2)
+def test_inputs_that_are_made_anew_for_each_step_are_not():
+    model = nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    with parwrap.distributed():
+        for _ in range(4):
+            x = torch.full((1, 2), parwrap.rank() + 1.0, requires_grad=True)
+            (model(x) * (parwrap.rank() + 1)).sum().backward()
+
+            assert [[parwrap.rank() + 1.0] * 2] == x.grad.tolist()
+
+
+@pytest.mark.ranks(2)
 def test_each_set_of_parameters_has_one_ddp_however_many_call_sites():
-    weight = nn.Parameter(torch.ones(3))
-    strategy = DDP(current(), Loop(), dict)
+    weight, loop = nn.Parameter(torch.ones(3)), Loop()
+    strategy = DDP(current(), loop, dict)
+    optimizer = torch.optim.SGD([weight])
+    loop.own_parameters(optimizer)
     from parwrap.verbs.backward import Backward
 
     for _ in range(3):

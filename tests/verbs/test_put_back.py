@@ -34,6 +34,7 @@ OWNERS = (
     ReduceLROnPlateau,
     logging.Logger,
     DistributedDataParallel,
+    nn.DataParallel,
     os,
     io,
     shutil,

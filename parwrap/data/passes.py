@@ -1,0 +1,77 @@
+"""The iterators of one pass over a loader: what it yields, and when it is over.
+
+What a pass is for, and which batches it has, is decided by ``loaders.py`` and ``shares.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from parwrap.streams import Streams
+
+__all__ = ["Pass", "SharedDraws"]
+
+
+class SharedDraws:
+    """What a sampler yields, each drawn on the shared streams, so that all ranks draw the same."""
+
+    def __init__(self, indices: Any, streams: Streams) -> None:
+        self._indices, self._streams = indices, streams
+
+    def __iter__(self) -> Iterator:
+        with self._streams.shared():
+            drawing = iter(self._indices)
+        nothing = object()
+        while True:
+            with self._streams.shared():
+                drawn = next(drawing, nothing)
+            if drawn is nothing:
+                return
+            yield drawn
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+class Pass:
+    """The iterator of one pass; tells ``closed(exhausted)`` once, when it ends, fails or is dropped.
+
+    Args:
+        batches: what the pass yields.
+        closed: called with whether the pass has come to its end.
+        drawn: called after each batch.
+    """
+
+    def __init__(self, batches: Iterator, closed: Callable[[bool], None], drawn: Callable[[], None] | None = None) -> None:
+        self._batches, self._closed, self._drawn = batches, closed, drawn
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except BaseException as ended:
+            self._close(isinstance(ended, StopIteration))
+            raise
+        if self._drawn:
+            self._drawn()
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __del__(self) -> None:
+        self._close(False)
+
+    def _close(self, exhausted: bool) -> None:
+        closed, self._closed = self._closed, _ignore
+        closed(exhausted)
+
+
+def _ignore(exhausted: bool) -> None:
+    pass

@@ -1,0 +1,129 @@
+"""The averagers that are in use, numbered alike on all ranks: finding the one of a set of parameters, or building it.
+
+Every rank builds the same ones in the same order. So does a rank that has left the training loop, with tensors that stand in for those that
+it does not have, and can take part in the others' backwards. When to agree on a set is ``ddp.py``'s.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parwrap.group import Group
+from parwrap.loop import Loop
+from parwrap.strategies.agreement import Described, View, alike, differing
+from parwrap.strategies.averager import Averager
+from parwrap.strategies.state import take_state
+
+__all__ = ["Averagers"]
+
+
+class Averagers:
+    """The averagers of one strategy.
+
+    Args:
+        group: the process group.
+        loop: what the training loop has done so far.
+        misfit: given to each; see :class:`Averager`.
+        options: gives what ``DistributedDataParallel`` shall get, such as ``bucket_cap_mb``.
+    """
+
+    def __init__(
+        self, group: Group, loop: Loop, misfit: Callable[[list[torch.Tensor]], bool], options: Callable[[], dict[str, Any]]
+    ) -> None:
+        self._group, self._loop, self._misfit, self._options = group, loop, misfit, options
+        self._all: dict[int, Averager] = {}
+        self._shared: dict[int, Any] = {}
+        self._built = 0
+        group.meetings.take_state = self.take_state
+
+    def get(self, number: int) -> Averager | None:
+        """The averager of that number, if this rank knows it."""
+        return self._all.get(number)
+
+    def numbers(self) -> frozenset[int]:
+        """Those that are in use."""
+        return frozenset(self._all)
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Let go of all but ``numbers``."""
+        self._all = {number: averager for number, averager in self._all.items() if number in numbers}
+        self._shared = {number: which for number, which in self._shared.items() if number in numbers}
+
+    def agree(
+        self,
+        views: Mapping[int, View],
+        owned: Mapping[tuple[int, int], torch.Tensor],
+        others: list[torch.Tensor],
+        bare: list[torch.Tensor],
+    ) -> tuple[Averager | None, dict[int, torch.Tensor]]:
+        """The averager of what any rank reaches, and the leaf tensors in it that are no ``nn.Parameter``; the same on all ranks.
+
+        Args:
+            views: what the ranks have told, by rank.
+            owned: this rank's parameters of optimizers, by number.
+            others: its parameters that no optimizer owns.
+            bare: its leaf tensors that are no ``nn.Parameter``.
+        """
+        told = {number: each for view in views.values() for number, each in view.owned.items()}
+        union = sorted(told)
+        agreed = [*(self.own(number, told[number], owned) for number in union), *others]
+        self._take_same_values([agreed[place] for place in differing(views.values(), union)], len(agreed), min(views))
+        made_alike = [bare[place] for place in alike(views.values())]
+        if not (agreed or made_alike or owned):
+            return None, {}
+        varies = any(len(view.owned) < len(union) for view in views.values())
+        sparsely = [all(number in view.sparse for view in views.values() if number in view.owned) for number in union]
+        sparse = frozenset(id(p) for p, is_sparse in zip(agreed, sparsely, strict=False) if is_sparse)
+        # sites that reach the same share an averager; which those are must be found alike by a rank that has stand-ins
+        kinds = tuple((number, told[number].kind) for number in union)
+        which = None if others or made_alike or varies else (kinds, tuple(sparsely), next(iter(views.values())).generation)
+        return self.build([*agreed, *made_alike], sparse, varies, which), {id(leaf): leaf for leaf in made_alike}
+
+    def own(self, number: tuple[int, int], told: Described, owned: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+        """This rank's parameter of that number; where it has none like it (frozen, or not built), one that stands in for it."""
+        mine = owned.get(number)
+        if mine is None or (tuple(mine.shape), mine.dtype) != told.kind:
+            return told.stand_in(self._group.device)
+        return mine
+
+    def stand_ins(self, view: View) -> tuple[Mapping[tuple[int, int], torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """What a rank that has left has in the place of what one that has not told of in ``view``."""
+        others, bare = ([each.stand_in(self._group.device) for each in told] for told in (view.others, view.bare))
+        return self._loop.once_owned(), others, bare
+
+    def _take_same_values(self, different: list[torch.Tensor], total: int, source: int) -> None:
+        """Take rank ``source``'s values of parameters that the ranks have built ``different``."""
+        if not different:
+            return
+        warnings.warn(
+            f"parwrap: {len(different)} of {total} parameters had different values on different ranks when training began; "
+            f"rank {source}'s are taken. Seed before the model is built, or build it inside the decorated function.",
+            stacklevel=2,
+        )
+        for p in different:
+            values = p.detach().contiguous()
+            dist.broadcast(values, source)
+            p.data.copy_(values)  # .data: the graph of the running step has saved these tensors, and must not find them changed
+        if self._loop.backwards:
+            self.take_state(source)  # they have drifted apart, and so has what the optimizers keep
+
+    def build(self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool, which: Any = None) -> Averager:
+        """An averager of ``parameters``; the one that there is of ``which``, if that says all about them."""
+        shared = next((number for number, known in self._shared.items() if known == which), None)
+        if shared is not None:
+            return self._all[shared]
+        self._built += 1
+        self._all[self._built] = Averager(self._group, self._built, parameters, sparse, varies, misfit=self._misfit, **self._options())
+        if which is not None:
+            self._shared[self._built] = which
+        return self._all[self._built]
+
+    def take_state(self, source: int) -> None:
+        """Take over the state of rank ``source``; called on all ranks."""
+        averaged = {(each.number, place): p for each in self._all.values() for place, p in enumerate(each.parameters)}
+        take_state(self._group, self._loop, averaged, source)
