@@ -13,7 +13,7 @@ import parwrap
 from parwrap.group import alone
 
 sys.path.insert(0, str(Path(__file__).parent))
-from programs import PROGRAMS
+from file_programs import PROGRAMS
 
 
 @contextmanager
@@ -90,3 +90,9 @@ def check(program, folder, size):
 @pytest.mark.ranks(2)
 def test_two_ranks_see_and_leave_what_one_does(program, tmp_path):
     check(program, tmp_path, 2)
+
+
+@pytest.mark.parametrize("program", PROGRAMS[::4], ids=lambda program: program.__name__)
+@pytest.mark.ranks(3)
+def test_three_ranks_do_too(program, tmp_path):
+    check(program, tmp_path, 3)
