@@ -20,7 +20,7 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch>=2.13", "wrapt>=2.5", "numpy"],
     extras_require={
-        "test": ["pytest>=8.1", "psutil", "tqdm", "matplotlib", "pandas", "tensorboard", "ruff", "mypy", *DIGITS],
+        "test": ["pytest>=8.1", "hypothesis", "psutil", "tqdm", "matplotlib", "pandas", "tensorboard", "ruff", "mypy", *DIGITS],
         "examples": DIGITS,
         "bench": [],
     },
