@@ -16,6 +16,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
+from parwrap._rank_launcher import _default_start_method_kept
+
 __all__ = ["Program", "Result", "programs", "run", "train"]
 
 FEATURES, CLASSES = 5, 3
@@ -236,7 +238,8 @@ def run(program, size, batch="per_rank"):
         for rank in range(max(size, 1)):
             ours, theirs = context.Pipe()
             process = context.Process(target=_rank, args=(program, rank, size, batch, folder, theirs))
-            process.start()
+            with _default_start_method_kept():
+                process.start()
             theirs.close()
             ranks.append((process, ours))
             undo.callback(process.join)

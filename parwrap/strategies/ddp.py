@@ -149,7 +149,7 @@ class DDP:
             self._meetings.compare(meeting)
             if self._nested and not site.reenters:
                 averager.note_misfit()
-            self._follow(averager, noticed, weight, reversed(reached(call.beginnings)))
+            self._follow(averager, noticed, weight, call)
         except BaseException:
             site.averager, site.visits = None, 0  # it failed half way: start afresh
             self._strays.clear()
@@ -168,22 +168,23 @@ class DDP:
         self._running = True  # the backward in it is none of the user's
         try:
             with torch.inference_mode(False):
-                self._follow(averager, take_part(averager), weight=0.0, leaves=())
+                self._follow(averager, take_part(averager), weight=0.0, call=None)
         finally:
             self._running = False
         self._loop.ran_backward()
 
-    def _follow(self, averager: Averager, noticed: Noticed, weight: float, leaves: Iterable[torch.Tensor]) -> None:
+    def _follow(self, averager: Averager, noticed: Noticed, weight: float, call: Backward | None) -> None:
         """What all ranks do together after a backward in which one has noticed something.
 
         Args:
             averager: of the backward.
             noticed: what was told by it.
             weight: of this rank.
-            leaves: what the backward of this rank has reached.
+            call: this rank's own backward, if it has contributed.
         """
         misfit = noticed.misfit
         if self._immediate and self._meetings.any_astray():
+            leaves = reversed(reached(call.beginnings)) if call else ()
             misfit |= self._look_closer(averager, weight, averager.others(leaves))
         if noticed.strays:
             self._average_strays(averager, weight)
