@@ -51,6 +51,11 @@ class Entry:
     writers: int = 0
     whole: bool = False
 
+    @property
+    def changeable(self) -> bool:
+        """Whether the scratch is this rank's own, and not what it has moved."""
+        return self.scratch is not None and not os.path.islink(self.scratch)
+
 
 class View:
     """The view of one clone; every method takes paths by their keys.
@@ -203,7 +208,7 @@ class View:
     def begin(self, key: str, keep: bool) -> str:
         """A file is about to be written: where to, with what is there now in it if ``keep``."""
         entry = self._entries.get(key)
-        present = entry.scratch if keep and entry and entry.kind == "file" else None
+        present = entry.scratch if keep and entry and entry.kind == "file" and entry.changeable else None
         if keep and present is None and self.exists(key):
             present = self.fresh(copy_of=self.readable(key))
         with self.lock:
@@ -253,9 +258,11 @@ class View:
             folder = self._is_folder(source)
             for old, new in pairs:
                 entry = self._entries.get(old)
-                kind, scratch = (entry.kind, entry.scratch) if entry else ("folder" if folder else "file", None)
                 if entry:
-                    entry.scratch = None
+                    kind, scratch, entry.scratch = entry.kind, entry.scratch, None
+                else:  # it stays where it was until rank 0 moves it
+                    kind, scratch = "folder" if folder else "file", self.fresh()
+                    os.symlink(old, scratch)
                 self.changed(new, kind, scratch, self._places.target(old), whole=folder and old == source)
                 self.changed(old, "gone", whole=folder and old == source)
 
