@@ -37,7 +37,7 @@ TEXT = 220
 CARRYING = 0.005
 """Seconds between two looks of the thread that carries entries across nodes."""
 
-GLANCE = 1.0
+LOOKING = 1.0
 """Seconds between two looks at the other nodes while this rank waits for nobody."""
 
 ENTRY = np.dtype(
@@ -54,6 +54,7 @@ ENTRY = np.dtype(
     align=True,
 )
 ROW = np.dtype([("done", "<i8"), ("where", f"S{TEXT}"), ("ring", ENTRY, RING)], align=True)
+GLANCE = np.dtype("<i8")
 
 
 class State(IntEnum):
@@ -134,34 +135,33 @@ class Mailbox:
         self.waiting, self.immediate = False, isinstance(memory, mmap.mmap)
         self.written: tuple[int, Meeting] | None = None
         self._rows = np.frombuffer(memory, dtype=ROW, count=world.size)
-        ring, mine = self._rows["ring"], self._rows[world.rank]
+        ring = self._rows["ring"]
         self._numbers, self._identities, self._astray = ring["number"], ring["identity"], ring["astray"]
-        self._mine = {name: mine["ring"][name] for name in ENTRY.names or ()}
+        self._ring, self._my_numbers = ring[world.rank], self._numbers[world.rank]
         self._done = self._rows["done"][world.rank : world.rank + 1]
+        # what is looked at after each backward lies together, so that one comparison of bytes does
+        self._glances = np.frombuffer(memory, dtype=GLANCE, offset=world.size * ROW.itemsize).reshape(RING, world.size)
+        self._my_glances = self._glances[:, world.rank]
+        self._expected = 0, b""
 
     @staticmethod
     def size(world: World) -> int:
         """The bytes that the entries of all ranks take."""
-        return world.size * ROW.itemsize
+        return world.size * (ROW.itemsize + RING * GLANCE.itemsize)
 
     def write(self, number: int, meeting: Meeting, state: State, stale: bool = False) -> None:
         """Enter the ``number``-th meeting."""
-        slot, mine = _slot(number), self._mine
-        mine["number"][slot] = 0  # nobody is to read it half written
-        mine["identity"][slot] = meeting.identity
-        mine["detail"][slot] = meeting.detail
-        mine["text"][slot] = meeting.text
-        mine["state"][slot] = state
-        mine["stale"][slot] = stale
-        mine["astray"][slot] = False
-        mine["since"][slot] = time.time()
-        mine["number"][slot] = number
+        slot = _slot(number)
+        # with no number at first: nobody is to read it half written
+        self._ring[slot] = (0, meeting.identity, meeting.detail, time.time(), state, stale, False, meeting.text)
+        self._my_numbers[slot] = number
+        self._my_glances[slot] = meeting.identity if state is State.CONTRIBUTING else 0
         self.written = number, meeting
 
     def take_back(self, number: int) -> None:
         """This rank does not come to the ``number``-th meeting, if it has entered that."""
         if self.written and self.written[0] == number:
-            self._mine["number"][_slot(number)] = 0
+            self._my_numbers[_slot(number)] = 0
             self.written = None
 
     def done(self, number: int) -> None:
@@ -174,9 +174,23 @@ class Mailbox:
         same = self._identities[:, slot] == meeting.identity
         return bool(same.all() or same[self._numbers[:, slot] == number].all())
 
+    def regular(self, number: int, meeting: Meeting) -> bool:
+        """Whether all ranks, known to have come to the ``number``-th meeting, went ahead to ``meeting`` with nothing to tell.
+
+        Across nodes this is not known at once, and ``False``.
+        """
+        if self._expected[0] != meeting.identity:
+            self._expected = meeting.identity, meeting.identity.to_bytes(GLANCE.itemsize, "little") * self.world.size
+        return self._glances[_slot(number)].tobytes() == self._expected[1]
+
+    def tell(self, number: int) -> None:
+        """This rank has something to tell in the ``number``-th meeting."""
+        self._my_glances[_slot(number)] = 0
+
     def go_astray(self, number: int) -> None:
         """In the ``number``-th meeting, this rank does something else than was expected of it."""
-        self._mine["astray"][_slot(number)] = True
+        self._ring["astray"][_slot(number)] = True
+        self.tell(number)
 
     def any_astray(self, number: int) -> bool:
         """Whether a rank has gone astray in the ``number``-th meeting, which is over."""
@@ -262,7 +276,7 @@ def _carried(mailbox: Mailbox, store: Any) -> Iterator[None]:
             if now != sent:
                 store.set(f"mailbox/{mine}", now)
                 sent = now
-            if mailbox.waiting or time.monotonic() > looked + GLANCE:
+            if mailbox.waiting or time.monotonic() > looked + LOOKING:
                 looked = time.monotonic()
                 for rank, row in zip(others, store.multi_get([f"mailbox/{rank}" for rank in others]), strict=True):
                     mailbox._rows[rank] = np.frombuffer(row, dtype=ROW)[0]

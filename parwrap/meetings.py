@@ -79,8 +79,17 @@ class Meetings:
         self._mailbox.write(self._number, meeting, State.CONTRIBUTING)
         self.compare(meeting)
 
-    def compare(self, meeting: Meeting) -> None:
-        """Raise if a rank is known to be in another meeting than this one, which goes on."""
+    def compare(self, meeting: Meeting) -> bool:
+        """Find out how the others are doing in this meeting, which goes on.
+
+        Returns:
+            Whether none of them has anything to tell; known once nothing is left to be sent, and only if :attr:`immediate`.
+
+        Raises:
+            RankMismatchError: a rank is known to be in another meeting than this one.
+        """
+        if self._mailbox.regular(self._number, meeting):
+            return True
         if not self._mailbox.agreed(self._number, meeting):
             elsewhere = [entry for entry in self._mailbox.read_all(self._number) if entry and entry.state is State.CONTRIBUTING]
             if len({entry.meeting.identity for entry in elsewhere}) > 1:
@@ -88,6 +97,11 @@ class Meetings:
                     f"the ranks are in different backwards at the same time: {_told(elsewhere)}. Their gradients cannot be averaged with "
                     "each other. Have all ranks call the same backward in the same order, or sum the losses and call it once."
                 )
+        return False
+
+    def tell(self) -> None:
+        """In the backward that this rank went ahead to, it has something to tell the others, which goes with its gradients."""
+        self._mailbox.tell(self._number)
 
     def go_astray(self) -> None:
         """In the backward that this rank went ahead to, it does something that the others must follow."""

@@ -58,6 +58,28 @@ def test_ranks_agree_unless_one_is_known_to_be_elsewhere():
     assert not theirs.agreed(1, Meeting("barrier", detail=1))
 
 
+def test_a_meeting_is_regular_when_all_went_ahead_to_it_with_nothing_to_tell():
+    ours, theirs = two_ranks()
+    backward = Meeting("backward", detail=1)
+    for number, speak_up in enumerate([lambda number: None, ours.tell, ours.go_astray, lambda number: None], start=1):
+        ours.write(number, backward, State.CONTRIBUTING)
+        theirs.write(number, backward, State.CONTRIBUTING)
+        speak_up(number)
+
+    assert [True, False, False, True] == [theirs.regular(number, backward) for number in range(1, 5)]
+    assert [False, False, True, False] == [theirs.any_astray(number) for number in range(1, 5)]
+    assert not theirs.regular(1, Meeting("backward", detail=2))
+
+
+def test_a_meeting_that_a_rank_answers_is_not_regular():
+    ours, theirs = two_ranks()
+    backward = Meeting("backward", detail=1)
+    ours.write(1, backward, State.CONTRIBUTING)
+    theirs.write(1, backward, State.ANSWERING)
+
+    assert not ours.regular(1, backward)
+
+
 def test_a_long_path_is_known_by_its_end():
     ours, theirs = two_ranks()
     ours.write(1, Meeting("barrier", "/very" * 100 + "/train.py:7"), State.WAITING)

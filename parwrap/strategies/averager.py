@@ -34,6 +34,8 @@ gradients came outside of the set; whether the set does not fit this rank's loss
 EXACT = 1e-4
 """Weights whose mean is this close to 1 are all there; in a dtype that rounds more coarsely, as close as it can tell."""
 
+NONE: frozenset[int] = frozenset()
+
 BACKWARD = torch.autograd.backward
 """torch's own, which is none of the user's calls."""
 
@@ -96,7 +98,6 @@ class Averager:
         parameters: the leaf tensors, in the order in which the forward uses them; the same on every rank.
         sparse: the ids of those that get sparse gradients.
         varies: whether backwards are known to reach only some of the parameters now and then.
-        astray: called in a backward that does something the other ranks do not expect, before they can be through with it.
         options: for ``DistributedDataParallel``, such as ``bucket_cap_mb``.
 
     Attributes:
@@ -112,12 +113,10 @@ class Averager:
         parameters: Sequence[torch.Tensor],
         sparse: frozenset[int],
         varies: bool,
-        astray: Callable[[], None],
         **options: Any,
     ) -> None:
-        self._astray = astray
-        self.missed: frozenset[int] = frozenset()
-        self.misfits = self.at_once = False
+        self.missed = self._without = NONE
+        self.misfits = self.at_once = self._to_tell = False
         self.number, self.parameters = number, tuple(parameters)
         self.ids = frozenset(id(p) for p in self.parameters)
         self._group, self.sparse, self._varies = group, sparse, varies
@@ -125,7 +124,6 @@ class Averager:
         like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
         dtype, device = (torch.float32, group.device) if like is None else (like.dtype, like.device)
         self._told_weight = 1.0
-        self._without: frozenset[int] = frozenset()
         self._copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._tolerance = max(EXACT, group.world.size * torch.finfo(dtype).eps)
         self._facts = facts = torch.ones(len(self.parameters) + 3, dtype=dtype, device=device)
@@ -148,8 +146,8 @@ class Averager:
             )
         self.parameters = new
 
-    def run(self, call: Backward, weight: float) -> Noticed:
-        """Run the backward ``call`` and leave the averages in ``.grad``.
+    def run(self, call: Backward, weight: float) -> None:
+        """Run the backward ``call`` and leave the averages in ``.grad``, for :meth:`noticed` to finish if a rank has told something.
 
         Args:
             call: of a loss that was multiplied by ``weight`` already.
@@ -160,32 +158,31 @@ class Averager:
         call.with_root(self._root, self._signal).run()
         if not self._finished():
             self._touch_the_rest(call)
-        return self._noticed()
 
-    def run_then_average(self, call: Backward, weight: float) -> Noticed:
+    def run_then_average(self, call: Backward, weight: float) -> None:
         """The same where gradients cannot go through a bucket: they get a graph of their own, or come several times."""
         self._tell(call, weight)
         call.with_root(self._root, self._signal).run()
-        return self._average()
+        self._average()
 
-    def answer(self) -> Noticed:
+    def answer(self) -> None:
         """Take part in the :meth:`run` of other ranks with nothing to contribute."""
         self._let_go()
         self._arm()
         self._touch(self.parameters, self._root)
         self.drop(self._unused())
         self.missed = frozenset(range(len(self.parameters)))
-        return self._noticed()
 
-    def answer_then_average(self) -> Noticed:
+    def answer_then_average(self) -> None:
         """Take part in the :meth:`run_then_average` of other ranks with nothing to contribute."""
         self._let_go()
         self._signal.grad = self._facts.clone()
-        return self._average()
+        self._average()
 
     def note_stray(self) -> None:
         """A gradient came outside of the set, in the backward that runs."""
         self._facts.data[STRAYS] = 1
+        self._group.meetings.tell()
 
     def others(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters among ``leaves`` that are not in the set."""
@@ -194,6 +191,7 @@ class Averager:
     def note_misfit(self) -> None:
         """The set does not fit this rank's losses any more, which the others are told in the next backward."""
         self._facts.data[MISFIT] = 1
+        self._to_tell = True
 
     def _tell(self, call: Backward, weight: float) -> None:
         """Set what this rank knows before the backward; ``.data``, because autograd may hold the facts of the last."""
@@ -203,8 +201,11 @@ class Averager:
             facts[:WEIGHT] = facts.new_tensor([id(p) in leaves for p in self.parameters])
         if self._told_weight != weight:
             facts[WEIGHT] = self._told_weight = weight
+        if weight != 1.0 or self._to_tell:
+            self._group.meetings.tell()
         self._signal.grad = None
-        self.missed, self.misfits, self._without = frozenset(), False, frozenset()
+        self.missed = self._without = NONE
+        self.misfits = False
 
     def _let_go(self) -> None:
         """Contribute nothing: not even the gradients of before, which DDP would send."""
@@ -227,7 +228,7 @@ class Averager:
 
     def _finished(self) -> bool:
         try:
-            self._ddp._check_reducer_finalized()
+            self._ddp.reducer._check_reducer_finalized()
         except RuntimeError:
             return False
         return True
@@ -240,7 +241,7 @@ class Averager:
         self.misfits = bool(self.others(leaves.values())) or any(not p.requires_grad for _, p in missing)
         if self.misfits or not self._varies:
             self.missed = frozenset(place for place, _ in missing)
-            self._astray()
+            self._group.meetings.go_astray()
         if self.misfits:
             self.note_misfit()
         known, self._varies = self._varies, True
@@ -271,7 +272,7 @@ class Averager:
         for place in self._without.intersection(unused):
             self.parameters[place].grad = None
 
-    def _noticed(self) -> Noticed:
+    def noticed(self) -> Noticed:
         """Divide by what was contributed rather than by the number of ranks, and find out what was noticed."""
         if self._facts.is_cuda and not self.at_once:
             return self._noticed_later()
@@ -281,7 +282,7 @@ class Averager:
                 if p.grad is not None:
                     p.grad.data.mul_(1 / weight)
         if strays or misfit:
-            self._facts.data[STRAYS:] = 0
+            self._forget()
         return Noticed(strays > 0, misfit > 0)
 
     def _noticed_later(self) -> Noticed:
@@ -302,11 +303,16 @@ class Averager:
         before[1].synchronize()
         strays, misfit = before[0].tolist()
         if strays or misfit:
-            self._facts.data[STRAYS:] = 0
+            self._forget()
             self._copied = None
         return Noticed(strays > 0, misfit > 0)
 
-    def _average(self) -> Noticed:
+    def _forget(self) -> None:
+        """All ranks know what this one had to tell."""
+        self._facts.data[STRAYS:] = 0
+        self._to_tell = False
+
+    def _average(self) -> None:
         """Average the gradients there are, and the signal's, after a backward."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in self.parameters]
         signal = self._signal.grad.detach()  # type: ignore[union-attr]
@@ -325,7 +331,6 @@ class Averager:
                 p.grad = average
             else:
                 p.grad.data.copy_(average)
-        return self._noticed()
 
 
 def _in_new_thread(build: Callable[[], T]) -> T:

@@ -28,12 +28,11 @@ class Averagers:
     Args:
         group: the process group.
         loop: what the training loop has done so far.
-        astray: given to each; see :class:`Averager`.
         options: gives what ``DistributedDataParallel`` shall get, such as ``bucket_cap_mb``.
     """
 
-    def __init__(self, group: Group, loop: Loop, astray: Callable[[], None], options: Callable[[], dict[str, Any]]) -> None:
-        self._group, self._loop, self._astray, self._options = group, loop, astray, options
+    def __init__(self, group: Group, loop: Loop, options: Callable[[], dict[str, Any]]) -> None:
+        self._group, self._loop, self._options = group, loop, options
         self._all: dict[int, Averager] = {}
         self._shared: dict[int, Any] = {}
         self._built = 0
@@ -120,7 +119,7 @@ class Averagers:
         if shared is not None:
             return self._all[shared]
         self._built += 1
-        self._all[self._built] = Averager(self._group, self._built, parameters, sparse, varies, astray=self._astray, **self._options())
+        self._all[self._built] = Averager(self._group, self._built, parameters, sparse, varies, **self._options())
         if which is not None:
             self._shared[self._built] = which
         return self._all[self._built]

@@ -22,7 +22,7 @@ from parwrap.mailbox import Meeting
 from parwrap.meetings import BACKWARD, FIRST_BACKWARD, THEN_AVERAGED
 from parwrap.sites import call_site, location
 from parwrap.strategies.agreement import View, described, refuse_different_parameters
-from parwrap.strategies.averager import Averager, Noticed
+from parwrap.strategies.averager import Averager
 from parwrap.strategies.averagers import Averagers
 from parwrap.strategies.graph import reached, reenters, sparsely_used
 from parwrap.verbs.backward import Backward
@@ -77,7 +77,7 @@ class DDP:
     def __init__(self, group: Group, loop: Loop, options: Callable[[], dict[str, Any]]) -> None:
         self._group, self._meetings, self._loop = group, group.meetings, loop
         self._sites: dict[tuple, _Site] = {}
-        self._averagers = Averagers(group, loop, self._meetings.go_astray, options)
+        self._averagers = Averagers(group, loop, options)
         self._strays: dict[int, torch.Tensor] = {}
         self._armed: Averager | None = None
         self._watched: list[torch.utils.hooks.RemovableHandle] = []
@@ -123,7 +123,7 @@ class DDP:
         self._watched.clear()
 
     def _average(self, call: Backward) -> None:
-        key = call_site()
+        key = call_site(passed=2)
         site = self._sites.get(key) or self._new_site(key)
         self._loop.look_for_parameters()
         if site.visits < SETTLING or site.generation != self._loop.generation or any(p.requires_grad for p in site.frozen):
@@ -145,11 +145,11 @@ class DDP:
         try:
             if _is_power_of_two(site.visits) and averager.others(reached(call.beginnings)):
                 self._meetings.go_astray()  # it has all of the set, and more that no hook is on
-            noticed = (averager.run_then_average if then else averager.run)(call, weight)
-            self._meetings.compare(meeting)
+            (averager.run_then_average if then else averager.run)(call, weight)
+            if not (self._meetings.compare(meeting) and self._immediate):
+                self._follow(averager, weight, call)
             if self._nested and not site.reenters:
                 averager.note_misfit()
-            self._follow(averager, noticed, weight, call)
         except BaseException:
             site.averager, site.visits = None, 0  # it failed half way: start afresh
             self._strays.clear()
@@ -157,7 +157,7 @@ class DDP:
         finally:
             self._meetings.through()
 
-    def _answer(self, number: int, take_part: Callable[[Averager], Noticed]) -> None:
+    def _answer(self, number: int, take_part: Callable[[Averager], None]) -> None:
         """Take part in the backward of others, with nothing to contribute."""
         averager = self._averagers.get(number)
         if averager is None:
@@ -168,20 +168,21 @@ class DDP:
         self._running = True  # the backward in it is none of the user's
         try:
             with torch.inference_mode(False):
-                self._follow(averager, take_part(averager), weight=0.0, call=None)
+                take_part(averager)
+                self._follow(averager, weight=0.0, call=None)
         finally:
             self._running = False
         self._loop.ran_backward()
 
-    def _follow(self, averager: Averager, noticed: Noticed, weight: float, call: Backward | None) -> None:
-        """What all ranks do together after a backward in which one has noticed something.
+    def _follow(self, averager: Averager, weight: float, call: Backward | None) -> None:
+        """What all ranks do together after a backward in which one has told something.
 
         Args:
             averager: of the backward.
-            noticed: what was told by it.
             weight: of this rank.
             call: this rank's own backward, if it has contributed.
         """
+        noticed = averager.noticed()
         misfit = noticed.misfit
         if self._immediate and self._meetings.any_astray():
             leaves = reversed(reached(call.beginnings)) if call else ()
