@@ -23,6 +23,7 @@ from parwrap.script import Script
 __all__ = ["LaunchPlan", "describe", "plan_launch"]
 
 SCOPE_OPTIONS = ("backend", "seed", "batch", "bucket_cap_mb", "timeout", "hang_after", "gradient_as_bucket_view")
+AMP_VALUES = ("auto", "bf16", "fp16", "O0", "O1", "O2", "O3")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ONE_NODE = "parwrap"
 """The rendezvous backend of a node that need not wait for others; see ``agent.py``."""
@@ -71,7 +72,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         nproc_per_node=environ.get("PET_NPROC_PER_NODE", str(gpus or 1)),
         start_method=environ.get("PET_START_METHOD", "forkserver"),
     )
-    arguments, unknown = parser.parse_known_args(argv)
+    arguments, unknown = parser.parse_known_args(_with_amp_value(parser, argv))
     if unknown:
         raise UsageError(_unknown(unknown[0], [option for action in parser._actions for option in action.option_strings]))
     options = {name: getattr(arguments, name) for name in SCOPE_OPTIONS if hasattr(arguments, name)}
@@ -82,7 +83,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
             f"--nproc-per-node {ranks} is more than the GPUs that torch can use here ({gpus}). "
             f"Start at most {gpus} ranks on this node, or add --backend gloo to let ranks share GPUs."
         )
-    script = _script(arguments, options)
+    script = _script(arguments, options, _features(arguments))
     if _meets_alone(arguments, nodes):
         arguments.rdzv_backend, arguments.rdzv_endpoint = ONE_NODE, "localhost"
     if arguments.master_port is None:
@@ -107,10 +108,11 @@ def describe(plan: LaunchPlan) -> str:
     many = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
     where = "1 node" if plan.nodes == (1, 1) else f"each of {'-'.join(map(str, dict.fromkeys(plan.nodes)))} nodes"
     scope = None if script.scope is None else ", ".join(f"{name}={value!r}" for name, value in script.scope.items())
+    features = [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in script.features.items()]
     facts = {
         "ranks": f"{many} on {where}",
         {"file": "script", "module": "module", "program": "program"}[script.kind]: shlex.join([script.target, *script.args]),
-        "inside": "nothing: it is only launched" if scope is None else f"parwrap.distributed({scope})",
+        "inside": "nothing: it is only launched" if scope is None else " ".join([f"parwrap.distributed({scope})", *features]),
     }
     if plan.in_this_process:
         return _columns({**facts, "started": "in this process"})
@@ -178,7 +180,45 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="As in DistributedDataParallel: saves memory, but gradients kept across steps change.",
     )
+    ours.add_argument(
+        "--amp",
+        default=absent,
+        metavar="DTYPE",
+        help=f"Mixed precision: {', '.join(AMP_VALUES)}; auto if left out, which is bf16 where the device has it.",
+    )
+    ours.add_argument("--sync-bn", "--sync_bn", default=absent, action="store_true", help="BatchNorm shares its statistics over ranks.")
+    ours.add_argument(
+        "--accumulate",
+        default=absent,
+        metavar="N",
+        type=_steps,
+        help="Take an optimizer step every N batches; auto for a script that accumulates by hand.",
+    )
     return parser
+
+
+def _with_amp_value(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """``argv`` with the value that a bare ``--amp`` leaves out, for which argparse would take the script's name."""
+    completed = list(argv)
+    for place, (argument, following) in enumerate(zip(argv, [*argv[1:], ""], strict=False)):
+        if argument == "--amp" and following not in AMP_VALUES:
+            before, _ = parser.parse_known_args([*argv[:place], "script"])
+            if not before.training_script_args:  # else this one is the script's own
+                completed[place] = "--amp=auto"
+            break
+    return completed
+
+
+def _features(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The decorators that options ask for, by name, with what they take."""
+    features: dict[str, dict[str, Any]] = {}
+    if hasattr(arguments, "amp"):
+        features["amp"] = {"level" if arguments.amp.startswith("O") else "dtype": arguments.amp}
+    if hasattr(arguments, "sync_bn"):
+        features["sync_bn"] = {}
+    if hasattr(arguments, "accumulate"):
+        features["accumulate"] = {"steps": arguments.accumulate}
+    return features
 
 
 def _whole(text: str) -> int:
@@ -186,6 +226,10 @@ def _whole(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number.") from None
+
+
+def _steps(text: str) -> int | str:
+    return text if text == "auto" else _whole(text)
 
 
 def _number(text: str) -> float:
@@ -228,10 +272,10 @@ def _ranks(asked: str, gpus: int, cores: int) -> int:
     return int(asked)
 
 
-def _script(arguments: argparse.Namespace, options: dict[str, Any]) -> Script:
+def _script(arguments: argparse.Namespace, options: dict[str, Any], features: dict[str, dict[str, Any]]) -> Script:
     target = arguments.training_script
-    if arguments.plain and options:
-        given = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+    if arguments.plain and (options or features):
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in [*options, *features])
         raise UsageError(f"--plain opens no scope, so there is nothing for {given} to act on: leave one of them out.")
     if arguments.no_python and arguments.module:
         raise UsageError("--no-python runs a program and --module a Python module: leave one of them out.")
@@ -248,15 +292,17 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any]) -> Script:
         raise LaunchError(
             f"there is no module {target}: it is looked for in the directory that the command runs in and among what is installed."
         )
-    if options:
-        from parwrap.features.distributed import distributed
+    if options or features:
+        import parwrap
 
-        distributed(**options)  # raises UsageError for values that it will not take
+        for name, chosen in {"distributed": options, **features}.items():
+            getattr(parwrap, name)(**chosen)  # raises UsageError for values that it will not take
     return Script(
         target=target,
         args=tuple(arguments.training_script_args),
         kind="module" if arguments.module else "program" if arguments.no_python else "file",
         scope=None if arguments.plain else options,
+        features=features,
         hand_local_rank=arguments.plain and not arguments.no_python and not arguments.use_env,
     )
 

@@ -19,9 +19,9 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -42,6 +42,7 @@ class Script:
         args: the arguments that follow it.
         kind: which of the three ``target`` is.
         scope: the options of the ``distributed`` that it runs in; ``None`` to only launch it.
+        features: what else it runs in: names of parwrap's decorators with their options.
         hand_local_rank: pass on the local rank as an argument if the script has an option for it.
     """
 
@@ -49,6 +50,7 @@ class Script:
     args: tuple[str, ...] = ()
     kind: Literal["file", "module", "program"] = "file"
     scope: Mapping[str, Any] | None = None
+    features: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     hand_local_rank: bool = False
 
 
@@ -121,12 +123,19 @@ def _run(script: Script, recorder: AbstractContextManager) -> None:
             _run_file(script.target)
 
 
-def _scope(script: Script) -> AbstractContextManager:
+@contextmanager
+def _scope(script: Script) -> Iterator[None]:
     if script.scope is None:
-        return nullcontext()
+        yield
+        return
+    import parwrap
     from parwrap.features.distributed import distributed
 
-    return distributed.script_scope(**script.scope)
+    with distributed.script_scope(**script.scope), ExitStack() as scopes:
+        features = [getattr(parwrap, name)(**options) for name, options in script.features.items()]
+        for feature in sorted(features, key=lambda feature: feature.layer):
+            scopes.enter_context(feature)
+        yield
 
 
 def _run_file(path: str) -> None:

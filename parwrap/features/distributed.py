@@ -27,14 +27,13 @@ from parwrap.files.rank_zero import RankZeroFiles
 from parwrap.group import Group
 from parwrap.loop import Loop
 from parwrap.meetings import END
-from parwrap.patching import aliases, installed
 from parwrap.strategies.averager import Reducer
 from parwrap.strategies.bypasses import Bypasses
 from parwrap.strategies.ddp import DDP
 from parwrap.strategies.in_step import InStep
 from parwrap.strategies.single import Single
 from parwrap.streams import Streams, get_state, seed_all, set_state
-from parwrap.verbs import patches
+from parwrap.verbs import acting
 from parwrap.voices import Voice, Voices
 from parwrap.watch import watched
 from parwrap.world import launch_variables, read_world
@@ -180,10 +179,7 @@ class _Session:
         """Everything installed, also under the names that ``module`` has imported; the variables ``hidden`` are not to be seen."""
         with self._undo:
             self._undo.enter_context(_without(hidden))
-            everything = [patch for actor in self._start() for patch in patches(actor)]
-            if module in sys.modules:
-                everything += aliases(everything, sys.modules[module])
-            self._undo.enter_context(installed(everything))
+            self._undo.enter_context(acting(self._start(), module))
             yield
 
     @contextmanager

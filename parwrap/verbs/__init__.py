@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from parwrap.patching import Patch
+from parwrap.patching import Patch, aliases, installed
 from parwrap.verbs import backward, data_parallel, disk, files, foreign, grad, loader, mode, moving, optimizer, output, schedule
 
-__all__ = ["VERBS", "patches"]
+__all__ = ["VERBS", "acting", "patches"]
 
 VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "load": files.load_patches,
@@ -48,3 +49,11 @@ def patches(actor: Any) -> list[Patch | AbstractContextManager]:
     []
     """
     return [patch for verb, of in VERBS.items() if hasattr(actor, verb) for patch in of(actor)]
+
+
+def acting(actors: Iterable[Any], module: str | None = None) -> AbstractContextManager:
+    """While this is held, ``actors`` act: around those that did before, and under the names that ``module`` has imported too."""
+    everything = [patch for actor in actors for patch in patches(actor)]
+    if module in sys.modules:
+        everything += aliases(everything, sys.modules[module])
+    return installed(everything)
