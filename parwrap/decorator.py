@@ -6,6 +6,7 @@ fresh scopes, so recursion and threads of calls do not share state. What a scope
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -29,6 +30,11 @@ class ScopeDecorator:
     """Scopes on one function open in ascending order."""
 
     def __new__(cls, function: Any = None, /, **options: Any) -> Any:
+        for name in options:
+            if name not in (known := cls.option_names()):
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known) or 'none'}."
+                raise UsageError(f"parwrap.{cls.__name__} has no option {name!r}; {hint}")
         decorator = super().__new__(cls)
         if function is None:
             return decorator
@@ -37,6 +43,11 @@ class ScopeDecorator:
 
     def __init__(self) -> None:
         self._entered: list[AbstractContextManager] = []
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """The options that it takes."""
+        return tuple(inspect.signature(cls.__init__).parameters)[1:]
 
     def scope(self, function: Callable | None) -> AbstractContextManager:
         """What to hold during one call of ``function``; ``None`` stands for a ``with`` block."""

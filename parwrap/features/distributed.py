@@ -6,7 +6,6 @@ function returns or raises, every patch is taken off again. What each verb then 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import sys
@@ -111,13 +110,11 @@ class distributed(ScopeDecorator):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        for name in options:
-            known = [field.name for field in fields(Options)]
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}."
-                raise UsageError(f"parwrap.distributed has no option {name!r}; {hint}")
         self._given, self._options = options, Options(**options)
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(Options))
 
     def scope(self, function: Callable | None) -> AbstractContextManager:
         if _session is not None:
