@@ -33,6 +33,7 @@ BATCHES = 8
 
 def start_fork_server() -> None:
     """Start the process that imports torch once for all ranks; ``torch._dynamo`` is what the first optimizer imports, in a second."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # nobody trains with code that is compiled anew in each process
     os.environ["OMP_NUM_THREADS"] = "1"
     forkserver.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
     forkserver.ensure_running()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,6 +49,8 @@ class Loop:
 
     def find_optimizers(self) -> None:
         """Take note of the optimizers that were built before anybody watched, in the order in which they were."""
+        if not any(getattr(kind.step, "hooked", False) for kind in _kinds(torch.optim.Optimizer)):
+            return  # building the first of a kind leaves this mark; the list of all that is alive takes megabytes
         gc.collect()  # which leaves all that is alive in one list, the oldest first
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.optim.Optimizer) and hasattr(thing, "param_groups"):
@@ -157,3 +160,10 @@ class Loop:
     def drawing(self) -> bool:
         """Whether random numbers are drawn for data and dropout now, rather than for what ranks build and arrange alike."""
         return self.trained and not self.evaluations and (self.passes > 0 or not self.looped)
+
+
+def _kinds(kind: Any) -> Iterator[Any]:
+    """``kind`` and all that derive from it."""
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _kinds(derived)

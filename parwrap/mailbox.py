@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 import tempfile
 import threading
 import time
@@ -18,8 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
-
-import numpy as np
 
 from parwrap.world import World
 
@@ -40,21 +39,15 @@ CARRYING = 0.005
 LOOKING = 1.0
 """Seconds between two looks at the other nodes while this rank waits for nobody."""
 
-ENTRY = np.dtype(
-    [
-        ("number", "<i8"),
-        ("identity", "<i8"),
-        ("detail", "<i8"),
-        ("since", "<f8"),
-        ("state", "u1"),
-        ("stale", "?"),
-        ("astray", "?"),
-        ("text", f"S{TEXT}"),
-    ],
-    align=True,
-)
-ROW = np.dtype([("done", "<i8"), ("where", f"S{TEXT}"), ("ring", ENTRY, RING)], align=True)
-GLANCE = np.dtype("<i8")
+# in native order, in which a number is written at once
+NUMBER = struct.Struct("q")
+IDENTIFIED = struct.Struct("q q")
+HEAD = struct.Struct(f"q {TEXT}s 28x")
+"""The number of the last meeting that a rank is through with, and where it is."""
+ENTRY = struct.Struct(f"q q q d B ? ? {TEXT}s x")
+"""Number, identity, detail, since, state, stale, astray, text."""
+ASTRAY = struct.calcsize("q q q d B ?")
+ROW = HEAD.size + RING * ENTRY.size
 
 
 class State(IntEnum):
@@ -134,78 +127,71 @@ class Mailbox:
         self.world, self._memory = world, memory
         self.waiting, self.immediate = False, isinstance(memory, mmap.mmap)
         self.written: tuple[int, Meeting] | None = None
-        self._rows = np.frombuffer(memory, dtype=ROW, count=world.size)
-        ring = self._rows["ring"]
-        self._numbers, self._identities, self._astray = ring["number"], ring["identity"], ring["astray"]
-        self._ring, self._my_numbers = ring[world.rank], self._numbers[world.rank]
-        self._done = self._rows["done"][world.rank : world.rank + 1]
         # what is looked at after each backward lies together, so that one comparison of bytes does
-        self._glances = np.frombuffer(memory, dtype=GLANCE, offset=world.size * ROW.itemsize).reshape(RING, world.size)
-        self._my_glances = self._glances[:, world.rank]
+        self._rows = world.size * RING * NUMBER.size
+        self._mine = self._row(world.rank)
         self._expected = 0, b""
 
     @staticmethod
     def size(world: World) -> int:
         """The bytes that the entries of all ranks take."""
-        return world.size * (ROW.itemsize + RING * GLANCE.itemsize)
+        return world.size * (RING * NUMBER.size + ROW)
 
     def write(self, number: int, meeting: Meeting, state: State, stale: bool = False) -> None:
         """Enter the ``number``-th meeting."""
-        slot = _slot(number)
-        # with no number at first: nobody is to read it half written
-        self._ring[slot] = (0, meeting.identity, meeting.detail, time.time(), state, stale, False, meeting.text)
-        self._my_numbers[slot] = number
-        self._my_glances[slot] = meeting.identity if state is State.CONTRIBUTING else 0
+        at = self._mine + _in_row(number)
+        NUMBER.pack_into(self._memory, at, 0)  # nobody is to read it half written
+        ENTRY.pack_into(self._memory, at, 0, meeting.identity, meeting.detail, time.time(), state, stale, False, meeting.text)
+        NUMBER.pack_into(self._memory, at, number)
+        self._show(number, self.world.rank, meeting.identity if state is State.CONTRIBUTING else 0)
         self.written = number, meeting
 
     def take_back(self, number: int) -> None:
         """This rank does not come to the ``number``-th meeting, if it has entered that."""
         if self.written and self.written[0] == number:
-            self._my_numbers[_slot(number)] = 0
+            NUMBER.pack_into(self._memory, self._mine + _in_row(number), 0)
             self.written = None
 
     def done(self, number: int) -> None:
         """This rank is through with the ``number``-th meeting."""
-        self._done[0] = number
+        NUMBER.pack_into(self._memory, self._mine, number)
+
+    def regular(self, number: int, meeting: Meeting) -> bool:
+        """Whether all ranks that are known to be in the ``number``-th meeting went ahead to ``meeting``, with nothing to tell.
+
+        Who has not come yet counts with what it did ``KEPT`` meetings ago.
+        """
+        if self._expected[0] != meeting.identity:
+            self._expected = meeting.identity, NUMBER.pack(meeting.identity) * self.world.size
+        begin = self._shown(number, 0)
+        return self._memory[begin : begin + self.world.size * NUMBER.size] == self._expected[1]
 
     def agreed(self, number: int, meeting: Meeting) -> bool:
         """Whether no rank is known to be in another meeting with that number."""
-        slot = _slot(number)
-        same = self._identities[:, slot] == meeting.identity
-        return bool(same.all() or same[self._numbers[:, slot] == number].all())
-
-    def regular(self, number: int, meeting: Meeting) -> bool:
-        """Whether all ranks, known to have come to the ``number``-th meeting, went ahead to ``meeting`` with nothing to tell.
-
-        Across nodes this is not known at once, and ``False``.
-        """
-        if self._expected[0] != meeting.identity:
-            self._expected = meeting.identity, meeting.identity.to_bytes(GLANCE.itemsize, "little") * self.world.size
-        return self._glances[_slot(number)].tobytes() == self._expected[1]
+        elsewhere = (IDENTIFIED.unpack_from(self._memory, self._row(rank) + _in_row(number)) for rank in range(self.world.size))
+        return all(written != number or identity == meeting.identity for written, identity in elsewhere)
 
     def tell(self, number: int) -> None:
         """This rank has something to tell in the ``number``-th meeting."""
-        self._my_glances[_slot(number)] = 0
+        self._show(number, self.world.rank, 0)
 
     def go_astray(self, number: int) -> None:
         """In the ``number``-th meeting, this rank does something else than was expected of it."""
-        self._ring["astray"][_slot(number)] = True
+        self._memory[self._mine + _in_row(number) + ASTRAY] = True
         self.tell(number)
 
     def any_astray(self, number: int) -> bool:
         """Whether a rank has gone astray in the ``number``-th meeting, which is over."""
-        return bool(self._astray[:, _slot(number)].any())
+        return any(self._memory[self._row(rank) + _in_row(number) + ASTRAY] for rank in range(self.world.size))
 
     def read(self, rank: int, number: int) -> Entry | None:
         """What ``rank`` has written about the ``number``-th meeting, if it has come there."""
-        ring = self._rows[rank]["ring"]
-        entry = ring[_slot(number)].copy()
-        if not number or entry["number"] != number or ring[_slot(number)]["number"] != number:
+        at = self._row(rank) + _in_row(number)
+        written, _, detail, since, state, stale, _, text = ENTRY.unpack_from(self._memory, at)
+        if not number or written != number or NUMBER.unpack_from(self._memory, at) != (number,):
             return None
-        kind, _, place = bytes(entry["text"]).decode(errors="replace").partition("\n")
-        return Entry(
-            rank, number, Meeting(kind, place, int(entry["detail"])), State(entry["state"]), bool(entry["stale"]), float(entry["since"])
-        )
+        kind, _, place = text.rstrip(b"\0").decode(errors="replace").partition("\n")
+        return Entry(rank, number, Meeting(kind, place, detail), State(state), stale, since)
 
     def read_all(self, number: int) -> list[Entry | None]:
         """What every rank has written about the ``number``-th meeting."""
@@ -213,23 +199,49 @@ class Mailbox:
 
     def last(self, rank: int) -> tuple[Entry | None, bool]:
         """The last meeting that ``rank`` has entered, and whether it is still in there."""
-        row = self._rows[rank]
-        entry = self.read(rank, int(row["ring"]["number"].max()))
-        return entry, entry is not None and entry.number > row["done"]
+        row = self._row(rank)
+        numbers = [NUMBER.unpack_from(self._memory, row + HEAD.size + slot * ENTRY.size)[0] for slot in range(RING)]
+        entry = self.read(rank, max(numbers))
+        return entry, entry is not None and entry.number > HEAD.unpack_from(self._memory, row)[0]
 
     @property
     def where(self) -> list[str]:
         """The places where ranks were when they last told."""
-        return [bytes(place).decode(errors="replace") for place in self._rows["where"]]
+        heads = [HEAD.unpack_from(self._memory, self._row(rank)) for rank in range(self.world.size)]
+        return [place.rstrip(b"\0").decode(errors="replace") for _, place in heads]
 
     def tell_where(self, place: str) -> None:
         """This rank is at ``place`` in its script."""
-        self._rows[self.world.rank]["where"] = place.encode()[-TEXT:]
+        (done,) = NUMBER.unpack_from(self._memory, self._mine)
+        HEAD.pack_into(self._memory, self._mine, done, place.encode()[-TEXT:])
+
+    def row(self) -> bytes:
+        """All that this rank has written, for :meth:`take_row` of the others."""
+        return bytes(self._memory[self._mine : self._mine + ROW])
+
+    def take_row(self, rank: int, row: bytes) -> None:
+        """What ``rank`` has written elsewhere."""
+        begin = self._row(rank)
+        self._memory[begin : begin + ROW] = row
+
+    def _row(self, rank: int) -> int:
+        return self._rows + rank * ROW
+
+    def _shown(self, number: int, rank: int) -> int:
+        return (_slot(number) * self.world.size + rank) * NUMBER.size
+
+    def _show(self, number: int, rank: int, identity: int) -> None:
+        """``identity`` is what others see at a glance of ``rank`` in the ``number``-th meeting."""
+        NUMBER.pack_into(self._memory, self._shown(number, rank), identity)
 
 
 def _slot(number: int) -> int:
     """Where the entry of the ``number``-th meeting is; the ends of one part and the beginnings of the next do not meet there."""
     return number % KEPT + KEPT * ((number >> PART) % PARTS)
+
+
+def _in_row(number: int) -> int:
+    return HEAD.size + _slot(number) * ENTRY.size
 
 
 @contextmanager
@@ -267,19 +279,19 @@ def _carried(mailbox: Mailbox, store: Any) -> Iterator[None]:
     """Carry entries between nodes for as long as this is held."""
     store, stopped = store.clone(), threading.Event()
     mine, others = mailbox.world.rank, [rank for rank in range(mailbox.world.size) if rank != mailbox.world.rank]
-    store.set(f"mailbox/{mine}", bytes(ROW.itemsize))
+    store.set(f"mailbox/{mine}", bytes(ROW))
 
     def carry() -> None:
         sent, looked = b"", 0.0
         while not stopped.wait(CARRYING):
-            now = mailbox._rows[mine].tobytes()
+            now = mailbox.row()
             if now != sent:
                 store.set(f"mailbox/{mine}", now)
                 sent = now
             if mailbox.waiting or time.monotonic() > looked + LOOKING:
                 looked = time.monotonic()
                 for rank, row in zip(others, store.multi_get([f"mailbox/{rank}" for rank in others]), strict=True):
-                    mailbox._rows[rank] = np.frombuffer(row, dtype=ROW)[0]
+                    mailbox.take_row(rank, row)
 
     thread = threading.Thread(target=carry, name="parwrap mailbox", daemon=True)
     thread.start()
