@@ -12,7 +12,13 @@ from parwrap.errors import UsageError
 
 __all__ = ["named"]
 
-NAMES = {"Half": torch.float16, "BFloat16": torch.bfloat16}
+NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
+
+SAYING = [
+    {dtype: text.replace("DTYPE", name) for dtype, name in NAMES.items()}
+    for text in (r"\"(\w+)\" not implemented for 'DTYPE'", r"([\w.]+): Low precision dtypes not supported. Got DTYPE")
+]
+"""What torch says in such a case, by dtype."""
 
 
 @contextmanager
@@ -21,11 +27,11 @@ def named(device: str, dtype: torch.dtype | None) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
-        missing = re.search(r"""["'](\w+)["'] not implemented for ['"](\w+)['"]""", str(error))
-        if missing is None or NAMES.get(missing[2]) is not dtype or dtype is None:
+        operation = dtype is not None and next((match[1] for each in SAYING if (match := re.search(each[dtype], str(error)))), "")
+        if not operation:
             raise
-        instead = "parwrap.amp(dtype='bf16') has more of them" if dtype is torch.float16 else "leave parwrap.amp away"
+        instead = "use parwrap.amp(dtype='bf16'), or" if dtype is torch.float16 else "leave parwrap.amp away, or"
         raise UsageError(
-            f"{missing[1]} is not there for {str(dtype).removeprefix('torch.')} on {device}: {instead}, and a part of the script "
-            "computes in float32 in `with parwrap.amp(level='O0'):`."
+            f"{operation} is not there for {str(dtype).removeprefix('torch.')} on {device}: {instead} give it float32 tensors in "
+            "`with parwrap.amp(level='O0'):`."
         ) from error
