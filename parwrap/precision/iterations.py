@@ -24,15 +24,19 @@ class Iterations:
 
     def __init__(self, over: Callable[[bool], None]) -> None:
         self._over = over
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._taking_part: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 
     def expect(self, optimizer: Optimizer) -> None:
-        """``optimizer`` is there, and may step in each iteration."""
-        self._taking_part.add(optimizer)
+        """``optimizer`` is there; if that is new, it may step in each iteration."""
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            self._taking_part.add(optimizer)
 
     def forget(self) -> None:
         """Another training begins, with optimizers of its own."""
+        self._known.clear()
         self._taking_part.clear()
         self._stepped.clear()
 
