@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from parwrap.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
     from parwrap.decorator import Decorating
     from parwrap.errors import LaunchError, ParwrapError, RankMismatchError, RankZeroError, UsageError
+    from parwrap.features.amp import amp_state
     from parwrap.group import is_rank_zero, local_rank, rank, world_size
 
+    amp: Decorating
     distributed: Decorating
     every_rank_writes: Decorating
     rank_zero_first: Decorating
@@ -23,6 +25,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "parwrap.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
     "parwrap.errors": ("LaunchError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
+    "parwrap.features.amp": ("amp", "amp_state"),
     "parwrap.features.distributed": ("distributed",),
     "parwrap.features.every_rank": ("every_rank_writes",),
     "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
@@ -37,6 +40,8 @@ __all__ = [
     "RankZeroError",
     "UsageError",
     "all_ranks",
+    "amp",
+    "amp_state",
     "any_rank",
     "barrier",
     "broadcast",

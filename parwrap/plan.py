@@ -23,7 +23,7 @@ from parwrap.script import Script
 __all__ = ["LaunchPlan", "describe", "plan_launch"]
 
 SCOPE_OPTIONS = ("backend", "seed", "batch", "bucket_cap_mb", "timeout", "hang_after", "gradient_as_bucket_view")
-AMP_VALUES = ("auto", "bf16", "fp16", "O0", "O1", "O2", "O3")
+AMP_VALUES = ("auto", "bf16", "fp16", "bfloat16", "float16", "O0", "O1", "O2", "O3")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ONE_NODE = "parwrap"
 """The rendezvous backend of a node that need not wait for others; see ``agent.py``."""

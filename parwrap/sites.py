@@ -8,7 +8,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["call_site", "innermost", "location"]
+__all__ = ["call_site", "innermost", "is_ours", "location"]
 
 DEPTH = 10
 """Frames that tell one call site from another: enough to see through a script's own helper functions."""
@@ -23,6 +23,8 @@ def call_site(passed: int = 0) -> tuple:
         passed: how many frames of parwrap's own it has come through, the caller of this not counted.
     """
     frame: FrameType | None = sys._getframe(1 + passed)
+    while frame is not None and is_ours(frame):  # as many as there are actors
+        frame = frame.f_back
     key: list[int] = []
     while frame is not None and len(key) < 2 * DEPTH:
         key += (id(frame.f_code), frame.f_lasti)  # a code object hashes all that is in it, which takes longer than the walk
@@ -37,6 +39,11 @@ def location() -> str:
 
 def innermost(frame: FrameType) -> str:
     """File and line of the innermost of the frames around ``frame`` that is neither torch's nor parwrap's."""
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame.f_back is not None and is_ours(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Whether ``frame`` runs code of torch or of parwrap."""
+    return frame.f_code.co_filename.startswith(_OURS)

@@ -38,6 +38,14 @@ def test_step_times_are_written_as_json(tmp_path):
     assert len(run.stdout.splitlines()) == 3
 
 
+def test_the_benchmark_for_gpus_says_so_where_there_is_none():
+    command = [sys.executable, ROOT / "benchmarks" / "amp_gpu.py", "--pairs=2", "--steps=2"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    printed = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    assert "torch can use no GPU here: nothing is measured.\n" == printed
+
+
 @pytest.mark.parametrize(
     ("samples", "met"),
     [

@@ -33,6 +33,11 @@ def plan(*argv: str, gpus: int = 0, cores: int = 8, **environ: str) -> LaunchPla
         (["--timeout", "9", "--backend", "gloo", "train.py"], Script("train.py", scope={"timeout": 9.0, "backend": "gloo"})),
         (["--hang-after", "5", "train.py"], Script("train.py", scope={"hang_after": 5.0})),
         (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
+        (["--amp", "train.py"], Script("train.py", scope={}, features={"amp": {"dtype": "auto"}})),
+        (["--amp", "bf16", "train.py", "--amp", "O1"], Script("train.py", ("--amp", "O1"), scope={}, features={"amp": {"dtype": "bf16"}})),
+        (["--amp=float16", "train.py"], Script("train.py", scope={}, features={"amp": {"dtype": "float16"}})),
+        (["--amp", "O2", "--seed", "3", "train.py"], Script("train.py", scope={"seed": 3}, features={"amp": {"level": "O2"}})),
+        (["train.py", "--amp"], Script("train.py", ("--amp",), scope={})),
         (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
         (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),
         (["--plain", "--use_env", "train.py"], Script("train.py", scope=None)),
@@ -248,6 +253,18 @@ def test_what_is_not_there_is_named(argv, gpus, text):
         plan(*argv, gpus=gpus)
 
     assert str(refusal.value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [("fp8", "dtype='fp8' is not a dtype for mixed precision"), ("O4", "level='O4' is not one of Apex's levels")]
+)
+def test_options_of_other_decorators_are_checked_by_them(value, text):
+    with pytest.raises(UsageError, match=text):
+        plan(f"--amp={value}", "train.py")
+
+
+def test_show_mixed_precision():
+    assert "inside     parwrap.distributed(seed=1) amp(dtype='bf16')" in describe(plan("--seed", "1", "--amp", "bf16", "train.py"))
 
 
 def test_options_of_the_scope_are_checked_by_the_scope():

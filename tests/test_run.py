@@ -319,3 +319,38 @@ def test_values_that_torch_refuses_are_refused_likewise(run, script):
     status, _, stderr = run("--nproc-per-node", "2", "--redirects", "9", script(""))
 
     assert (status, stderr.partition(" does")[0]) == (2, "parwrap.run: 9")
+
+
+PRECISION = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(64, 4)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(12):
+    for inputs, targets in DataLoader(TensorDataset(x, x[:, :1]), batch_size=8, shuffle=True):
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        loss = nn.functional.mse_loss(outputs, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+print(outputs.dtype, next(model.parameters()).dtype, loss.item() < 0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "printed"),
+    [
+        (["--amp"], "torch.bfloat16 torch.float32 True"),
+        (["--amp", "fp16"], "torch.float16 torch.float32 True"),
+        (["--amp", "O2", "--nproc-per-node", "2"], "torch.float32 torch.float32 True"),
+        (["--amp", "fp16", "--nproc-per-node", "2"], "torch.float16 torch.float32 True"),
+    ],
+)
+def test_a_plain_script_trains_in_mixed_precision(run, script, options, printed):
+    status, stdout, _ = run(*options, script(PRECISION))
+
+    assert (0, f"{printed}\n") == (status, stdout)

@@ -11,7 +11,25 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from parwrap.patching import Patch, aliases, installed
-from parwrap.verbs import backward, data_parallel, disk, files, foreign, grad, loader, mode, moving, optimizer, output, schedule
+from parwrap.verbs import (
+    autocast,
+    backward,
+    calling,
+    data_parallel,
+    disk,
+    files,
+    foreign,
+    grad,
+    loader,
+    mode,
+    moving,
+    optimizer,
+    output,
+    retaining,
+    schedule,
+    skipping,
+    state,
+)
 
 __all__ = ["VERBS", "acting", "patches"]
 
@@ -23,6 +41,14 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "own_parameters": optimizer.own_parameters_patches,
     "closure": optimizer.closure_patches,
     "step": optimizer.step_patches,
+    "stepped": optimizer.stepped_patches,
+    "skips": skipping.patches,
+    "state_dict": state.save_patches,
+    "load_state_dict": state.load_patches,
+    "retain_grad": retaining.patches,
+    "enter_autocast": autocast.autocast_patches,
+    "scale_by_hand": autocast.scaler_patches,
+    "call": calling.patches,
     "grad": grad.patches,
     "data_parallel": data_parallel.patches,
     "set_mode": mode.patches,

@@ -1,4 +1,4 @@
-"""``Optimizer(...)``, ``add_param_group`` and ``step(closure)``: hand them to ``actor.own_parameters``, ``step`` and ``closure``.
+"""``Optimizer(...)``, ``add_param_group`` and ``step(closure)``: tell ``actor.own_parameters``, ``step``, ``stepped`` and ``closure``.
 
 ``Optimizer.__init__`` rewrites ``step`` of every class that it first meets, so a patch on ``step`` could not be taken off
 again exactly. torch's own hook for all optimizers sees every ``step``, of classes made later too, and can exchange the
@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parwrap.patching import Patch
 
-__all__ = ["closure_patches", "own_parameters_patches", "step_patches"]
+__all__ = ["closure_patches", "own_parameters_patches", "step_patches", "stepped_patches"]
 
 
 def own_parameters_patches(actor: Any) -> list[Patch]:
@@ -47,9 +47,14 @@ def step_patches(actor: Any) -> list[AbstractContextManager]:
     return [_hooked(lambda optimizer, args, kwargs: actor.step(optimizer))]
 
 
+def stepped_patches(actor: Any) -> list[AbstractContextManager]:
+    """``actor.stepped(optimizer)`` is told of every step after it has run, unless it has raised."""
+    return [_hooked(lambda optimizer, args, kwargs: actor.stepped(optimizer), register_optimizer_step_post_hook)]
+
+
 @contextmanager
-def _hooked(before_step: Callable[[Optimizer, tuple, dict], tuple[tuple, dict] | None]) -> Iterator[None]:
-    handle = register_optimizer_step_pre_hook(before_step)
+def _hooked(hook: Callable[[Optimizer, tuple, dict], Any], register: Callable = register_optimizer_step_pre_hook) -> Iterator[None]:
+    handle = register(hook)
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 import builtins
 import bz2
+import contextlib
 import io
 import logging
 import os
@@ -16,7 +17,7 @@ from numpy.lib._datasource import _FileOpeners
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader
 
 import parwrap
@@ -41,6 +42,9 @@ OWNERS = (
     tarfile,
     bz2,
     _FileOpeners,
+    torch.Tensor,
+    torch.amp.autocast_mode.autocast,
+    torch.amp.GradScaler,
 )
 
 
@@ -50,10 +54,11 @@ class EveryVerb:
 
 
 def everything():
-    """All that a patch could have changed."""
-    found = {f"{owner.__name__}.{name}": value for owner in OWNERS for name, value in vars(owner).items()}
+    """All that a patch could have changed; pickle keeps names of slots in a class."""
+    found = {f"{owner.__name__}.{name}": value for owner in OWNERS for name, value in vars(owner).items() if name != "__slotnames__"}
     found |= {f"step of {cls}": vars(cls).get("step") for cls in torch.optim.Optimizer.__subclasses__()}
     found |= {f"hook {number} on step": hook for number, hook in _global_optimizer_pre_hooks.items()}
+    found |= {f"hook {number} after step": hook for number, hook in _global_optimizer_post_hooks.items()}
     found |= {f"environ {name}": sys.intern(value) for name, value in os.environ.items()}
     return found | {"stdout": sys.stdout, "stderr": sys.stderr}
 
@@ -111,6 +116,22 @@ def test_after_an_exception(again):
         parwrap.distributed(train)(fails=True, again=again)
 
     assert [] == changed(before)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_after_mixed_precision(level, fails):
+    train()
+    before = everything()
+    with contextlib.suppress(KeyError):
+        model = parwrap.amp(level=level)(parwrap.distributed(train))(fails=fails)
+
+        assert not hooks_on(model)
+        assert not any(p._backward_hooks for p in model.parameters())
+
+    assert [] == changed(before)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.ranks(2)

@@ -1,0 +1,84 @@
+"""What precision is asked for, by dtype or by one of Apex's levels, and what that means on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from parwrap.errors import UsageError
+
+__all__ = ["DTYPES", "LEVELS", "Precision", "check", "choose"]
+
+DTYPES = {
+    "auto": None,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    torch.bfloat16: torch.bfloat16,
+    torch.float16: torch.float16,
+}
+"""What ``dtype`` may be."""
+
+LEVELS = {
+    "O0": "float32, nothing is changed",
+    "O1": "autocast to float16 with a dynamic loss scale",
+    "O2": "a float16 model with float32 BatchNorm, float32 master weights and a dynamic loss scale",
+    "O3": "a pure float16 model",
+}
+"""What ``level`` may be."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What to do.
+
+    Attributes:
+        device: the type of device to do it on.
+        dtype: to compute in; ``None`` for what the script does by itself.
+        autocasts: whether autocast chooses the operations.
+        scales: whether losses are scaled, and steps with non-finite gradients skipped.
+        model: how a model is cast: not at all, in its calls (the weights stay as they are), or for good.
+    """
+
+    device: str
+    dtype: torch.dtype | None
+    autocasts: bool = False
+    scales: bool = False
+    model: Literal["", "in calls", "for good"] = ""
+
+
+def check(dtype: Any, level: str | None) -> None:
+    """Raise :class:`UsageError` for what does not exist."""
+    if level is not None and level not in LEVELS:
+        raise UsageError(f"level={level!r} is not one of Apex's levels. {'; '.join(f'{name!r}: {each}' for name, each in LEVELS.items())}.")
+    if dtype not in DTYPES:
+        raise UsageError(
+            f"dtype={dtype!r} is not a dtype for mixed precision: give 'bf16', 'fp16' or 'auto', which is bf16 where the device has it."
+        )
+    if level is not None and dtype != "auto":
+        raise UsageError(f"level={level!r} says the dtype by itself, and dtype={dtype!r} is given too: leave one of them out.")
+
+
+def choose(dtype: Any, level: str | None, device: str) -> Precision:
+    """What ``dtype`` or ``level`` means on a type of device.
+
+    >>> choose("auto", None, "cpu")
+    Precision(device='cpu', dtype=torch.bfloat16, autocasts=True, scales=False, model='')
+    """
+    half = torch.float16
+    if level is not None:
+        return {
+            "O0": Precision(device, None),
+            "O1": Precision(device, half, autocasts=True, scales=True),
+            "O2": Precision(device, half, scales=True, model="in calls"),
+            "O3": Precision(device, half, model="for good"),
+        }[level]
+    chosen = DTYPES[dtype] or (torch.bfloat16 if _has_bf16(device) else half)
+    return Precision(device, chosen, autocasts=True, scales=chosen is half)
+
+
+def _has_bf16(device: str) -> bool:
+    return device != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)

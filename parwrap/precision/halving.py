@@ -1,0 +1,94 @@
+"""Models that compute in float16 without autocast: Apex's levels O2 and O3.
+
+A model is a module that is called from outside of any other and holds a parameter of an optimizer. Its floating point inputs are cast
+to float16 and its outputs to float32, so losses are computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from parwrap.loop import Loop
+
+__all__ = ["HalfForGood", "HalfInCalls"]
+
+HALF = torch.float16
+
+
+class _Halving:
+    def __init__(self) -> None:
+        self._loop = Loop()
+        self._loop.find_optimizers()
+        self._inside = False
+
+    def own_parameters(self, optimizer: Optimizer) -> None:
+        self._loop.own_parameters(optimizer)
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
+        """Run the call of ``module``, in float16 if it is a model that is trained."""
+        if self._inside or not self._is_model(module):
+            return run(*args, **kwargs)
+        self._inside = True
+        try:
+            outputs = self._run(module, _cast(args, HALF), _cast(kwargs, HALF), run)
+        finally:
+            self._inside = False
+        # a part of a model that a checkpoint computes again, in a backward, is not called from outside
+        return outputs if torch._C._current_graph_task_id() != -1 else _cast(outputs, torch.float32)
+
+    def _is_model(self, module: nn.Module) -> bool:
+        owned = {id(p) for p in self._loop.owned().values()}
+        return any(id(p) in owned for p in module.parameters())
+
+    def _run(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
+        raise NotImplementedError
+
+
+class HalfInCalls(_Halving):
+    """O2: while a model is called its weights are float16 copies, but for BatchNorm's; the parameters themselves stay float32.
+
+    So what optimizers, clipping and checkpoints see are the master weights.
+    """
+
+    def _run(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
+        kept = {id(t) for norm in module.modules() if isinstance(norm, _BatchNorm) for t in (*norm.parameters(), *norm.buffers())}
+        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        halves: dict[int, torch.Tensor] = {}
+        copies: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors:
+            if tensor.is_floating_point() and id(tensor) not in kept:
+                copies[name] = halves.setdefault(id(tensor), tensor.to(HALF))
+        outputs = functional_call(module, copies, args, kwargs)
+        with torch.no_grad():
+            for name, buffer in module.named_buffers(remove_duplicate=False):
+                if name in copies and copies[name]._version:  # changed by the call, as a moving average is
+                    buffer.copy_(copies[name])
+        return outputs
+
+
+class HalfForGood(_Halving):
+    """O3: a model becomes float16 when it is first called, its parameters, its buffers and the state of its optimizer."""
+
+    def _is_model(self, module: nn.Module) -> bool:
+        floating = [p.dtype for p in module.parameters() if p.is_floating_point()]
+        return bool(floating) and (all(dtype is HALF for dtype in floating) or super()._is_model(module))
+
+    def _run(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
+        if any(p.dtype is not HALF for p in module.parameters() if p.is_floating_point()):
+            module.to(HALF)
+            for optimizer in self._loop.optimizers():
+                if optimizer.state:
+                    optimizer.load_state_dict(optimizer.state_dict())  # which casts it to what the parameters are
+        return run(*args, **kwargs)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)

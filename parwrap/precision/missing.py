@@ -1,0 +1,37 @@
+"""Errors of operations that a device does not have in half precision: named, with what to do instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from parwrap.errors import UsageError
+
+__all__ = ["named"]
+
+NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
+
+SAYING = [
+    {dtype: text.replace("DTYPE", name) for dtype, name in NAMES.items()}
+    for text in (r"\"(\w+)\" not implemented for 'DTYPE'", r"([\w.]+): Low precision dtypes not supported. Got DTYPE")
+]
+"""What torch says in such a case, by dtype."""
+
+
+@contextmanager
+def named(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Raise :class:`UsageError` for an operation that ``device`` does not have in ``dtype``."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        operation = dtype is not None and next((match[1] for each in SAYING if (match := re.search(each[dtype], str(error)))), "")
+        if not operation:
+            raise
+        instead = "use parwrap.amp(dtype='bf16'), or" if dtype is torch.float16 else "leave parwrap.amp away, or"
+        raise UsageError(
+            f"{operation} is not there for {str(dtype).removeprefix('torch.')} on {device}: {instead} give it float32 tensors in "
+            "`with parwrap.amp(level='O0'):`."
+        ) from error

@@ -1,0 +1,73 @@
+"""The state of mixed precision: the loss scale and how many steps were skipped for it.
+
+The policy (when the scale grows and shrinks) is torch's own ``GradScaler``, which is told of each iteration whether it has found a
+non-finite gradient. It lives on the CPU whatever the device is, so that reading the scale waits for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+__all__ = ["AmpState", "Policy"]
+
+
+class Policy(torch.amp.GradScaler):
+    """parwrap's own use of GradScaler, to be told from the user's."""
+
+
+class AmpState:
+    """The loss scale, for logging and for checkpoints.
+
+    Args:
+        scales: whether there is a scale at all; without, it is 1, and loading does nothing.
+        policy: for :class:`torch.amp.GradScaler`: ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``.
+
+    Attributes:
+        scales: as given.
+        skipped_steps: how many optimizer steps were skipped because a gradient was not finite.
+        restored: whether it was loaded from a checkpoint.
+
+    >>> state = AmpState(init_scale=8.0)
+    >>> state.end_iteration(found=True)
+    >>> state
+    AmpState(scale=4.0, skipped_steps=0)
+    """
+
+    def __init__(self, scales: bool = True, **policy: Any) -> None:
+        self.scales, self._policy = scales, policy
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, as for another training."""
+        self._scaler = Policy("cpu", enabled=self.scales, **self._policy)
+        torch.amp.GradScaler.scale(self._scaler, torch.ones(()))  # which makes the scale
+        self.skipped_steps, self.restored = 0, False
+
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied by."""
+        return self._scaler.get_scale()
+
+    def end_iteration(self, found: bool) -> None:
+        """Let the policy act on an iteration in which a non-finite gradient was ``found``, or none."""
+        result = torch.zeros(())
+        result.grad = torch.tensor(math.inf if found else 0.0)
+        self._scaler.unscale_(SimpleNamespace(param_groups=[{"params": [result]}]))  # type: ignore[arg-type]  # it reads nothing else
+        self._scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` takes, in a checkpoint."""
+        return {**self._scaler.state_dict(), "skipped_steps": self.skipped_steps} if self.scales else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``, which may also be that of a :class:`torch.amp.GradScaler`; does nothing where nothing is scaled."""
+        if self.scales and state:
+            self._scaler.load_state_dict(state)
+            self.skipped_steps, self.restored = state.get("skipped_steps", 0), True
+
+    def __repr__(self) -> str:
+        return f"AmpState(scale={self.scale}, skipped_steps={self.skipped_steps})"

@@ -1,0 +1,101 @@
+"""True-scale gradients from a scaled loss: what one backward leaves in ``.grad`` is divided by the scale on its way there.
+
+A hook on each leaf tensor does it, before the gradient is added to what ``.grad`` holds already and before ranks average. So gradients
+of earlier backwards, sparse ones, those of inputs and of a backward with ``create_graph=True`` come out right, and ranks need not
+have the same scale.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from parwrap.errors import UsageError
+from parwrap.strategies.graph import reached
+from parwrap.verbs.backward import Backward
+
+__all__ = ["Unscaling"]
+
+
+class Unscaling:
+    """Divides gradients while a backward of a scaled loss runs.
+
+    Attributes:
+        leaves: the leaf tensors that the last backward has reached, in the order in which they were found.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: dict[int, torch.Tensor] = {}
+        self._retaining: list[weakref.ref[torch.Tensor]] = []
+        self._hooks = ExitStack()
+        self._unscale: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda grad: grad
+
+    def retain_grad(self, tensor: torch.Tensor) -> None:
+        """``tensor`` is no leaf and keeps its gradient; the hook that keeps it runs after all others, so it is divided afterwards."""
+        self._retaining = [known for known in self._retaining if known() is not None] + [weakref.ref(tensor)]
+
+    @contextmanager
+    def of(self, call: Backward, scale: float) -> Iterator[None]:
+        """While the block runs ``call``, whose loss was multiplied by ``scale``."""
+        self.leaves.clear()
+        self._unscale = lambda grad: None if grad is None else grad * (1 / scale)
+        kept = [tensor for known in self._retaining if (tensor := known()) is not None]
+        kept += [each for each in call.options.get("inputs", ()) if isinstance(each, torch.Tensor) and not each.is_leaf]
+        before = [(tensor, _taken(tensor)) for tensor in {id(tensor): tensor for tensor in kept}.values()]
+        try:
+            with self._hooks:
+                self._watch(reached(call.beginnings))
+                yield
+        finally:
+            for tensor, grad in before:
+                tensor.grad = _sum(grad, self._unscale(_taken(tensor)))
+
+    def nested(self, call: Backward, owned: Collection[int]) -> None:
+        """``call`` runs inside of the backward, as for a re-entrant checkpoint: divide what it leaves in parameters.
+
+        Other leaf tensors that it reaches are what stands for the inputs of the checkpoint. Their gradients go on into the backward
+        around, so they stay scaled.
+        """
+        self._watch(leaf for leaf in reached(call.beginnings) if isinstance(leaf, torch.nn.Parameter) or id(leaf) in owned)
+
+    def _watch(self, leaves: Iterable[torch.Tensor]) -> None:
+        new = [leaf for leaf in leaves if id(leaf) not in self.leaves]
+        _refuse_half(new)
+        for leaf in new:
+            self.leaves[id(leaf)] = leaf
+            handle = leaf.register_hook(self._unscale)
+            self._hooks.callback(handle.remove)
+            hooks = leaf._backward_hooks
+            if hooks is not None and len(hooks) > 1:  # the user's hooks see gradients too, so this one must come before them
+                others = {number: hook for number, hook in hooks.items() if number != handle.id}
+                for number, hook in others.items():
+                    del hooks[number]
+                    hooks[number] = hook
+
+
+def _taken(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of ``tensor``, which has none any more."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch thinks that only leaf tensors are looked at
+        grad, tensor.grad = tensor.grad, None
+    return grad
+
+
+def _sum(before: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
+    if before is None or new is None:
+        return before if new is None else new
+    return before + new
+
+
+def _refuse_half(leaves: Iterable[torch.Tensor]) -> None:
+    for leaf in leaves:
+        if leaf.dtype is torch.float16 and isinstance(leaf, torch.nn.Parameter):
+            raise UsageError(
+                f"a parameter of shape {tuple(leaf.shape)} is float16 already, and its gradients would vanish when they are put back to "
+                "their true scale. Leave the model in float32: parwrap.amp casts where it pays. For a pure float16 model there is "
+                "parwrap.amp(level='O3')."
+            )
