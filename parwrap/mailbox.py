@@ -168,6 +168,10 @@ class Mailbox:
         """This rank is through with the ``number``-th meeting."""
         self._done[0] = number
 
+    def behind(self, number: int) -> bool:
+        """Whether a rank is not through yet with the ``number``-th meeting."""
+        return bool((self._rows["done"] < number).any())
+
     def agreed(self, number: int, meeting: Meeting) -> bool:
         """Whether no rank is known to be in another meeting with that number."""
         slot = _slot(number)

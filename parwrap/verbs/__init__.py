@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from parwrap.patching import Patch, aliases, installed
-from parwrap.verbs import backward, data_parallel, disk, files, foreign, grad, loader, mode, moving, optimizer, output, schedule
+from parwrap.verbs import backward, data_parallel, disk, files, foreign, grad, loader, mode, moving, norm, optimizer, output, schedule
 
 __all__ = ["VERBS", "acting", "patches"]
 
@@ -27,6 +27,7 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "data_parallel": data_parallel.patches,
     "set_mode": mode.patches,
     "move": moving.patches,
+    "norm": norm.patches,
     "metric": schedule.patches,
     "save": files.save_patches,
     "open": disk.open_patches,
