@@ -29,18 +29,21 @@ class Lane:
         ranks: who they are, in the order of the mailbox.
         answer: called with what is sent, as given to :meth:`enter`, to take part with nothing.
         runs_ahead: whether a rank's host goes on before the others have come, as with a GPU.
+
+    Attributes:
+        part: of the run, which is another one after each :meth:`begin`.
+        number: of the meeting that this rank is in, or comes to next.
     """
 
     def __init__(self, mailbox: Mailbox, ranks: Sequence[int], answer: Callable[[int], None], runs_ahead: bool = False) -> None:
         self._mailbox, self._answer, self._runs_ahead = mailbox, answer, runs_ahead
         self._rank, self._ranks = mailbox.world.rank, tuple(ranks)
-        self._number = 1
-        self.part = -1
+        self.part, self.number = -1, 0
 
     def begin(self, part: int) -> None:
         """Begin another part of the run."""
         if part != self.part:
-            self.part, self._number = part, (part << PART) + 1
+            self.part, self.number = part, (part << PART) + 1
 
     def enter(self, kind: str, sent: int, main: int) -> None:
         """Go ahead to the next meeting.
@@ -54,20 +57,24 @@ class Lane:
             RankMismatchError: another rank has gone ahead to another meeting.
         """
         meeting = Meeting(kind, detail=(main & (1 << PART) - 1) << ROOM | sent)
-        if self._runs_ahead and self._mailbox.immediate and self._number & (1 << PART) - 1 > KEPT:
-            while self._mailbox.behind(self._number - KEPT):
+        if self._runs_ahead and self._mailbox.immediate and self.number & (1 << PART) - 1 > KEPT:
+            while self._mailbox.behind(self.number - KEPT):
                 time.sleep(POLLING)
-        self._mailbox.write(self._number, meeting, State.CONTRIBUTING)
-        if not self._mailbox.agreed(self._number, meeting):
+        self._mailbox.write(self.number, meeting, State.CONTRIBUTING)
+        self.compare()
+
+    def compare(self) -> None:
+        """See to it that no rank is in another meeting than the one that this rank has entered."""
+        if self._mailbox.written and not self._mailbox.agreed(*self._mailbox.written):
             raise RankMismatchError(
-                f"the ranks are in different places at the same time: {self._told()}. What they send there cannot be put together. "
+                f"the ranks are in different layers at the same time: {self._told()}. What they send there cannot be put together. "
                 "Have all ranks run the same layers in the same order, or leave @parwrap.sync_bn out."
             )
 
     def through(self) -> None:
         """This rank is through with the meeting that it has entered, or answered."""
-        self._mailbox.done(self._number)
-        self._number += 1
+        self._mailbox.done(self.number)
+        self.number += 1
 
     def begun(self, main: int) -> bool:
         """Whether another rank is in the next meeting, having come no further than the main meeting ``main``."""
@@ -78,7 +85,7 @@ class Lane:
         begun = self._begun(main)
         if begun is None:
             return False
-        self._mailbox.write(self._number, begun.meeting, State.ANSWERING)
+        self._mailbox.write(self.number, begun.meeting, State.ANSWERING)
         self._answer(begun.meeting.detail & (1 << ROOM) - 1)
         self.through()
         return True
@@ -89,7 +96,7 @@ class Lane:
 
     def passed(self, rank: int) -> bool:
         """Whether ``rank`` has come to the meeting that is the next for this one."""
-        return rank in self._ranks and self._mailbox.read(self._ranks.index(rank), self._number) is not None
+        return rank in self._ranks and self._mailbox.read(self._ranks.index(rank), self.number) is not None
 
     def inside(self, rank: int) -> Entry | None:
         """The meeting that ``rank`` is in, if it is in one."""
@@ -99,12 +106,12 @@ class Lane:
         return entry if inside else None
 
     def _begun(self, main: int) -> Entry | None:
-        entries = self._mailbox.read_all(self._number)
+        entries = self._mailbox.read_all(self.number)
         begun = next((entry for entry in entries if entry and entry.state is State.CONTRIBUTING), None)
         if begun is None or begun.meeting.detail >> ROOM > main & (1 << PART) - 1:
             return None
         return begun
 
     def _told(self) -> str:
-        entries = self._mailbox.read_all(self._number)
+        entries = self._mailbox.read_all(self.number)
         return "; ".join(f"rank {self._ranks[entry.rank]} is in {entry.meeting}" for entry in entries if entry)

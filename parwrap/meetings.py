@@ -223,6 +223,10 @@ class Meetings:
         for lane in self._lanes:
             lane.begin(self._part)
 
+    def raise_if_failed(self) -> None:
+        """Raise an error if another rank has failed, and so comes nowhere any more."""
+        self._raise_if_failed(self._mailbox.read_all(self._number))
+
     def in_vain(self, what: str, owner: int | None) -> RankMismatchError:
         """The error of having waited too long, for rank ``owner`` or for any."""
         whom = "the other ranks" if owner is None else f"rank {owner}"

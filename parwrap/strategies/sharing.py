@@ -1,12 +1,14 @@
 """How ranks that share the batch of a layer send each other its numbers.
 
-They have a process group of their own for it, and a lane of meetings: these collectives come in the midst of forwards and backwards, whose
-own must not be mixed up with them. A rank that has parted ways answers with zeros, which count for nothing.
+On the CPUs of one node they put them on a blackboard, elsewhere they have a process group of their own for it. They also have a lane of
+meetings, for all this comes in the midst of forwards and backwards, whose own must not be mixed up with it. A rank that has parted ways
+answers with zeros, which count for nothing.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from parwrap import mailbox
+from parwrap.blackboard import CAPACITY, Blackboard
 from parwrap.collectives import CPU
+from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.lane import Lane
 from parwrap.verbs.norm import Norm
@@ -35,18 +39,18 @@ class Sharing:
     """What ranks that share their batches do together.
 
     Args:
-        process_group: torch's, of those ranks.
+        process_group: torch's, of those ranks; ``None`` if they have a blackboard.
         group: parwrap's, if it has started that; its meetings keep ranks apart that are in different layers.
     """
 
-    def __init__(self, process_group: Any, group: Group | None = None) -> None:
+    def __init__(self, process_group: Any = None, group: Group | None = None) -> None:
         self._process_group, self._group = process_group, group
-        self._size = dist.get_world_size(process_group)
-        self._on_gpu = dist.get_backend(process_group) == "nccl"
+        self._on_gpu = process_group is not None and dist.get_backend(process_group) == "nccl"
         self._nameless = _Layer(self, "a batch norm")
         self._layers: dict[int, tuple[weakref.ref[torch.Tensor], _Layer]] = {}
-        self._found, self._search, self._part = 0, group is not None, -1
+        self._search, self._part = group is not None, -1
         self.lane: Lane | None = None
+        self.board: Blackboard | None = None
 
     def layer(self, call: Norm) -> _Layer:
         """The layer that ``call`` is of, by which ranks know that they are in the same."""
@@ -54,7 +58,7 @@ class Sharing:
         if tensor is None:
             return self._nameless
         if self.lane and self.lane.part != self._part:
-            self._layers, self._found, self._part = {}, 0, self.lane.part
+            self._layers, self._part = {}, self.lane.part
         known = self._layers.get(id(tensor))
         if known is None or known[0]() is not tensor:
             if self._search:
@@ -73,42 +77,74 @@ class Sharing:
             what: for error texts.
             numbers: a vector of the same length and dtype on all ranks.
         """
-        sent = numbers
-        if self._on_gpu != numbers.is_cuda:
-            sent = numbers.to(self._group.device if self._on_gpu and self._group else "cuda" if self._on_gpu else CPU)
+        sent = numbers.to(self._home(numbers))
+        if self.board is not None:
+            if len(sent) > CAPACITY:
+                raise UsageError(
+                    f"{what} sends {len(sent)} numbers, and parwrap.sync_bn shares layers of at most {CAPACITY // 2 - 1} channels."
+                )
+            sent = sent.double()
         if self.lane is None:
-            return self._send(how, sent).to(numbers.device)
-        self.lane.enter(what, sent.numel() << 3 | DTYPES.index(sent.dtype) << 1 | how, self._group.meetings.number)  # type: ignore[union-attr]
-        result = self._send(how, sent)
+            return self._send(how, sent).to(numbers)
+        self.lane.enter(what, len(sent) << 3 | DTYPES.index(sent.dtype) << 1 | how, self._group.meetings.number)  # type: ignore[union-attr]
+        result = self._send(how, sent) if self.board is None else self._put(how, sent)
         self.lane.through()
-        return result.to(numbers.device)
+        return result.to(numbers)
 
     def answer(self, sent: int) -> None:
         """Take part with zeros in what the others do."""
-        device = self._group.device if self._on_gpu and self._group else CPU
-        self._send(sent & 1, torch.zeros(sent >> 3, dtype=DTYPES[sent >> 1 & 3], device=device))
+        nothing = torch.zeros(sent >> 3, dtype=DTYPES[sent >> 1 & 3], device=self._home())
+        if self.board is None:
+            self._send(sent & 1, nothing)
+        else:
+            self.board.put(self.lane.number, nothing)  # type: ignore[union-attr]
+
+    def _home(self, numbers: torch.Tensor | None = None) -> torch.device:
+        """Where numbers must be to be sent."""
+        if not self._on_gpu:
+            return CPU
+        if numbers is not None and numbers.is_cuda:
+            return numbers.device
+        return self._group.device if self._group else torch.device("cuda")
 
     def _send(self, how: int, numbers: torch.Tensor) -> torch.Tensor:
         if how == SUM:
             total = numbers.clone()
             dist.all_reduce(total, group=self._process_group)
             return total
-        rows = numbers.new_empty(self._size * numbers.numel())
-        dist.all_gather_into_tensor(rows, numbers, group=self._process_group)
-        return rows.view(self._size, -1)
+        rows = numbers.new_empty(dist.get_world_size(self._process_group), len(numbers))
+        dist.all_gather(list(rows), numbers, group=self._process_group)
+        return rows
+
+    def _put(self, how: int, numbers: torch.Tensor) -> torch.Tensor:
+        board, lane, group = self.board, self.lane, self._group
+        assert board is not None and lane is not None and group is not None  # noqa: PT018
+        deadline = time.monotonic() + group.timeout.total_seconds()
+
+        def waiting() -> None:
+            lane.compare()
+            group.meetings.raise_if_failed()
+            if time.monotonic() > deadline:
+                raise group.meetings.in_vain("the statistics of a batch norm", None)
+
+        board.put(lane.number, numbers)
+        rows = board.all(lane.number, len(numbers), waiting)
+        return rows.sum(0) if how == SUM else rows
 
     def _find_layers(self) -> None:
-        """Number the layers of all modules in the order in which they were built, the same on all ranks."""
+        """Name the layers of all modules by their path in the outermost module."""
         self._group.meet(FIRST_USE)  # type: ignore[union-attr]
-        gc.collect()  # which leaves all that is alive in one list, the oldest first
-        for module in gc.get_objects():
-            if not issubclass(type(module), nn.Module) or "running_mean" not in getattr(module, "_buffers", ()):
-                continue
-            tensors = [tensor for tensor in (module._buffers["running_mean"], module._parameters.get("weight")) if tensor is not None]
-            new = [tensor for tensor in tensors if id(tensor) not in self._layers or self._layers[id(tensor)][0]() is not tensor]
-            layer = _Layer(self, f"batch norm {self._found}")
-            self._layers |= {id(tensor): (weakref.ref(tensor), layer) for tensor in new}
-            self._found += bool(new)
+        gc.collect()
+        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and hasattr(thing, "_modules")]
+        inner = {id(child) for module in modules for child in module.children()}
+        names: dict[int, tuple[torch.Tensor, str]] = {}
+        for root in modules:
+            for path, module in root.named_modules() if id(root) not in inner else ():
+                if "running_mean" in module._buffers:
+                    for tensor in (module._buffers["running_mean"], module._parameters.get("weight")):
+                        if tensor is not None:
+                            names[id(tensor)] = tensor, min(path, names.get(id(tensor), (None, path))[1])
+        self._layers = {key: (weakref.ref(tensor), _Layer(self, f"batch norm {path!r}")) for key, (tensor, path) in names.items()}
 
 
 class _Layer:
@@ -139,11 +175,16 @@ def new_group(ranks: Sequence[int], **options: Any) -> Any:
 @contextmanager
 def _opened(group: Group, ranks: Sequence[int]) -> Iterator[Sharing]:
     group.meet("parwrap.sync_bn")
-    place = ranks.index(group.world.rank)
+    place, store = ranks.index(group.world.rank), dist.PrefixStore(f"sync_bn/{ranks}", group.store)
     on_one_node = group.world.local_size == group.world.size
     world = replace(group.world, rank=place, size=len(ranks), local_rank=place, local_size=len(ranks) if on_one_node else 0)
-    sharing = Sharing(new_group(ranks, backend=group.backend, timeout=group.timeout), group)
-    with mailbox.opened(world, dist.PrefixStore(f"sync_bn/{ranks}", group.store)) as entries:
-        sharing.lane = Lane(entries, ranks, sharing.answer, runs_ahead=group.device.type == "cuda")
+    with mailbox.opened(world, store) as entries:
+        if on_one_node and group.backend != "nccl":
+            sharing = Sharing(group=group)
+            memory = mailbox.shared_memory(world, dist.PrefixStore("blackboard", store), Blackboard.size(world.size))
+            sharing.board = Blackboard(memory, world.size, place)
+        else:
+            sharing = Sharing(new_group(ranks, backend=group.backend, timeout=group.timeout), group)
+        sharing.lane = Lane(entries, ranks, sharing.answer, runs_ahead=group.backend == "nccl")
         group.meetings.add_lane(sharing.lane)
         yield sharing
