@@ -55,7 +55,7 @@ class sync_bn(ActingDecorator):
 
     def actor(self) -> SyncBN:
         actor = SyncBN(self._process_group, self._group_size)
-        actor.open()
+        actor.prepare()
         return actor
 
 

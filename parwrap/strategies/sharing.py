@@ -161,8 +161,8 @@ class _Layer:
         return self._sharing.together(SUM, f"the backward of {self._name} ({numbers.numel() // 2} channels)", numbers)
 
 
-def shared_among(group: Group, ranks: Sequence[int]) -> Sharing:
-    """How ``ranks`` of ``group`` share; made once, when all ranks of the group have come to it."""
+def shared_among(group: Group, ranks: Sequence[int]) -> Sharing | None:
+    """How ``ranks`` of ``group`` share, unless that is one rank; made once, when all ranks of the group have come to it."""
     group.meetings.answer(FIRST_USE, lambda detail, present: None)
     return group.once(("sync_bn", ranks), lambda: _opened(group, ranks))
 
@@ -173,8 +173,11 @@ def new_group(ranks: Sequence[int], **options: Any) -> Any:
 
 
 @contextmanager
-def _opened(group: Group, ranks: Sequence[int]) -> Iterator[Sharing]:
+def _opened(group: Group, ranks: Sequence[int]) -> Iterator[Sharing | None]:
     group.meet("parwrap.sync_bn")
+    if len(ranks) == 1:
+        yield None
+        return
     place, store = ranks.index(group.world.rank), dist.PrefixStore(f"sync_bn/{ranks}", group.store)
     on_one_node = group.world.local_size == group.world.size
     world = replace(group.world, rank=place, size=len(ranks), local_rank=place, local_size=len(ranks) if on_one_node else 0)

@@ -39,7 +39,7 @@ class SyncBN:
         self._process = os.getpid()
         self._warned = False
 
-    def open(self) -> None:
+    def prepare(self) -> None:
         """Have everything ready if the ranks are together already."""
         if group := groups.current():
             self._open(group)
@@ -63,8 +63,10 @@ class SyncBN:
             return
         ours = isinstance(together, Group)
         ranks = self._ranks(together.world.size if ours else dist.get_world_size())
-        if len(ranks) > 1:
-            self._sharing = shared_among(together, ranks) if ours else Sharing(self._process_group or new_group(ranks))
+        if ours:
+            self._sharing = shared_among(together, ranks)
+        elif len(ranks) > 1:
+            self._sharing = Sharing(self._process_group or new_group(ranks))
 
     def _ranks(self, size: int) -> tuple[int, ...]:
         """The ranks that this one shares with."""

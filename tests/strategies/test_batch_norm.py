@@ -255,3 +255,10 @@ def test_a_batch_that_is_empty_on_all_ranks_changes_nothing():
     assert [0, 0] == norm.running_mean.tolist()
     assert [0, 0] == norm.weight.grad.tolist()
     assert (0, 2) == x.grad.shape
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_ordinary_batch_is_the_same_to_the_last_digits(dtype):
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3)).to(dtype)
+    check(model, X.to(dtype), [3, 2, 1], dtype=dtype)
