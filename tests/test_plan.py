@@ -33,6 +33,7 @@ def plan(*argv: str, gpus: int = 0, cores: int = 8, **environ: str) -> LaunchPla
         (["--timeout", "9", "--backend", "gloo", "train.py"], Script("train.py", scope={"timeout": 9.0, "backend": "gloo"})),
         (["--hang-after", "5", "train.py"], Script("train.py", scope={"hang_after": 5.0})),
         (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
+        (["--sync-bn", "train.py"], Script("train.py", scope={}, features={"sync_bn": {}})),
         (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
         (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),
         (["--plain", "--use_env", "train.py"], Script("train.py", scope=None)),
@@ -140,6 +141,10 @@ started    by forkserver
 meeting    at a free port of 127.0.0.1
 variables  OMP_NUM_THREADS=1 PYTHONHASHSEED=0"""
     )
+
+
+def test_show_what_else_it_runs_in():
+    assert "inside     parwrap.distributed() sync_bn()\n" in describe(plan("--sync_bn", "train.py"))
 
 
 def test_show_one_rank():

@@ -51,7 +51,9 @@ class SyncBN:
         together = groups.current() or (dist.group.WORLD if dist.is_initialized() else None)
         if together is not self._opened_for:
             self._open(together)
-        if self._sharing is None or not self._is_plain(call):
+        if self._sharing is None:
+            return call.run_by_itself()  # also inside of another sync_bn
+        if not self._is_plain(call):
             return call.run()
         layer = self._sharing.layer(call)
         return BatchNorm.apply(layer, call.input, call.weight, call.bias, call.running_mean, call.running_var, call.momentum, call.eps)
