@@ -56,7 +56,7 @@ class Team:
     """The ranks that train one case in one way; a context manager.
 
     Args:
-        way: ``"by hand"`` or ``"parwrap"``.
+        way: a name in ``WAYS``.
         case: a name in ``models.CASES``.
     """
 
@@ -116,10 +116,11 @@ def _by_hand(case: str, words: Connection) -> None:
     dist.destroy_process_group()
 
 
-def _with_parwrap(case: str, words: Connection) -> None:
+def _with_parwrap(case: str, words: Connection, feature: Callable = lambda function: function) -> None:
     import parwrap
 
     @parwrap.distributed
+    @feature
     def train() -> None:
         _train_when_told(_model(case), case, words)
 
@@ -127,7 +128,13 @@ def _with_parwrap(case: str, words: Connection) -> None:
         train()
 
 
-WAYS = {"by hand": _by_hand, "parwrap": _with_parwrap}
+def _with_sync_bn(case: str, words: Connection) -> None:
+    import parwrap
+
+    _with_parwrap(case, words, parwrap.sync_bn)
+
+
+WAYS = {"by hand": _by_hand, "parwrap": _with_parwrap, "sync_bn": _with_sync_bn}
 
 
 def _model(case: str) -> Any:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     every_rank_writes: Decorating
     rank_zero_first: Decorating
     rank_zero_only: Decorating
+    sync_bn: Decorating
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ _HOMES = {
     "parwrap.features.distributed": ("distributed",),
     "parwrap.features.every_rank": ("every_rank_writes",),
     "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
+    "parwrap.features.sync_bn": ("sync_bn",),
     "parwrap.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -55,6 +57,7 @@ __all__ = [
     "rank_zero_only",
     "reduce_mean",
     "reduce_sum",
+    "sync_bn",
     "world_size",
 ]
 

@@ -9,9 +9,9 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -62,6 +62,14 @@ class Group:
     store: Any
     timeout: timedelta
     meetings: Any
+    _made: dict[Hashable, Any] = field(default_factory=dict)
+    _ends: ExitStack = field(default_factory=ExitStack)
+
+    def once(self, key: Hashable, make: Callable[[], AbstractContextManager]) -> Any:
+        """What ``make()`` gives when it is entered, made when it is first asked for and left when the process group stops."""
+        if key not in self._made:
+            self._made[key] = self._ends.enter_context(make())
+        return self._made[key]
 
     def meet(self, kind: str) -> list[int]:
         """Wait for the other ranks, as in :meth:`Meetings.wait`; returns those that came for ``kind``."""
@@ -144,7 +152,8 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
     try:
         with mailbox.opened(world, store) as entries:
             _current = Group(world, backend, device, store, waiting, Meetings(entries, waiting))
-            yield _current
+            with _current._ends:
+                yield _current
     finally:
         _current = None
         if dist.is_initialized():

@@ -22,7 +22,7 @@ from typing import Any
 
 from parwrap.world import World
 
-__all__ = ["PART", "Entry", "Mailbox", "Meeting", "State", "opened"]
+__all__ = ["PART", "Entry", "Mailbox", "Meeting", "State", "opened", "shared_memory"]
 
 KEPT, PARTS = 8, 3
 """Entries that a rank keeps of each part of the run, and of how many parts. Ranks are at most a meeting apart on the CPU; with a GPU
@@ -166,6 +166,10 @@ class Mailbox:
         begin = self._shown(number, 0)
         return self._memory[begin : begin + self.world.size * NUMBER.size] == self._expected[1]
 
+    def behind(self, number: int) -> bool:
+        """Whether a rank is not through yet with the ``number``-th meeting."""
+        return any(NUMBER.unpack_from(self._memory, self._row(rank))[0] < number for rank in range(self.world.size))
+
     def agreed(self, number: int, meeting: Meeting) -> bool:
         """Whether no rank is known to be in another meeting with that number."""
         elsewhere = (IDENTIFIED.unpack_from(self._memory, self._row(rank) + _in_row(number)) for rank in range(self.world.size))
@@ -248,28 +252,27 @@ def _in_row(number: int) -> int:
 def opened(world: World, store: Any) -> Iterator[Mailbox]:
     """The mailbox of the ranks of ``world``, which find each other's by ``store``."""
     if world.local_size == world.size:
-        memory = _shared_memory(world, store)
-        yield Mailbox(world, memory)
+        yield Mailbox(world, shared_memory(world, store, Mailbox.size(world)))
         return
     mailbox = Mailbox(world, bytearray(Mailbox.size(world)))
     with _carried(mailbox, store):
         yield mailbox
 
 
-def _shared_memory(world: World, store: Any) -> mmap.mmap:
-    """Memory that the ranks of one node share; its file has no name any more when this returns."""
+def shared_memory(world: World, store: Any, size: int) -> mmap.mmap:
+    """Memory of ``size`` bytes, all 0, that the ranks of one node share; its file has no name any more when this returns."""
     if world.rank == 0:
         fast = "/dev/shm" if os.path.isdir("/dev/shm") else None
         file, path = tempfile.mkstemp(prefix="parwrap-", dir=fast)
-        os.truncate(file, Mailbox.size(world))
+        os.truncate(file, size)
         store.set("mailbox", path)
-        memory = mmap.mmap(file, Mailbox.size(world))
+        memory = mmap.mmap(file, size)
         os.close(file)
         store.wait([f"mailbox/{rank}" for rank in range(1, world.size)])
         os.unlink(path)
         return memory
     with open(store.get("mailbox"), "r+b") as shared:
-        memory = mmap.mmap(shared.fileno(), Mailbox.size(world))
+        memory = mmap.mmap(shared.fileno(), size)
     store.set(f"mailbox/{world.rank}", b"")
     return memory
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 from parwrap.errors import RankMismatchError
+from parwrap.lane import Lane
 from parwrap.mailbox import PART, Entry, Mailbox, Meeting, State
 from parwrap.sites import location
 
@@ -58,6 +60,7 @@ class Meetings:
         self._stale = False
         self._warned = False
         self._answers: dict[str, Answer] = {}
+        self._lanes: list[Lane] = []
         self.phase: Callable[[], int] = lambda: 0
         self.take_state: Callable[[int], None] = lambda source: None
 
@@ -69,6 +72,32 @@ class Meetings:
     def answer(self, kind: str, answer: Answer) -> None:
         """Have ``answer`` called when others meet for ``kind`` and this rank has come for something else."""
         self._answers[kind] = answer
+
+    def add_lane(self, lane: Lane) -> None:
+        """From now on answer what others do in ``lane`` whenever this rank waits."""
+        lane.begin(self._part)
+        self._lanes.append(lane)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """While this is held, another thread answers what the other ranks do in lanes within the meeting that this rank is in."""
+        if not self._lanes:
+            yield
+            return
+        stopped = threading.Event()
+
+        def answer() -> None:
+            while not stopped.is_set():
+                if not any(lane.answer_begun(self._number) for lane in self._lanes):
+                    stopped.wait(POLLING)
+
+        thread = threading.Thread(target=answer, name="parwrap answering", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            thread.join()
 
     def go_ahead(self, meeting: Meeting) -> None:
         """Enter ``meeting`` without waiting for the others.
@@ -132,7 +161,7 @@ class Meetings:
         """
         meeting = Meeting(kind, location() if place is None else place, self.phase() if kind in self._answers else 0)
         deadline, polling = time.monotonic() + self.timeout.total_seconds(), POLLING
-        self._mailbox.waiting = True
+        self._wait(True)
         try:
             while True:
                 if self._mailbox.written != (self._number, meeting):
@@ -148,13 +177,16 @@ class Meetings:
                         return present
                     deadline = time.monotonic() + self.timeout.total_seconds()
                     continue
+                if self._answer_lanes(meeting):
+                    deadline = time.monotonic() + self.timeout.total_seconds()
+                    continue
                 self._raise_if_failed(entries)
                 if time.monotonic() > deadline:
                     raise self.in_vain(str(meeting), None)
                 time.sleep(polling)
                 polling = min(1.5 * polling, LONGEST_POLLING)
         finally:
-            self._mailbox.waiting = False
+            self._wait(False)
 
     def fetching(self, purpose: str) -> None:
         """This rank waits for another's file: tell, unless it is in a meeting, or not in its main thread."""
@@ -173,7 +205,8 @@ class Meetings:
         """Whether ``rank`` has come to the meeting that is the next for this one, and so has passed this point of the script."""
         entry = self._mailbox.read(rank, self._number)
         self._raise_if_failed([entry])
-        return entry is not None and entry.state not in (State.FETCHING, State.FAILED)
+        come = entry is not None and entry.state not in (State.FETCHING, State.FAILED)
+        return come or any(lane.passed(rank) for lane in self._lanes)
 
     def fail(self, error: BaseException) -> None:
         """This rank leaves with ``error``: tell those who would wait for it."""
@@ -187,6 +220,12 @@ class Meetings:
         self._answers = {}
         self.phase = lambda: 0
         self.take_state = lambda source: None
+        for lane in self._lanes:
+            lane.begin(self._part)
+
+    def raise_if_failed(self) -> None:
+        """Raise an error if another rank has failed, and so comes nowhere any more."""
+        self._raise_if_failed(self._mailbox.read_all(self._number))
 
     def in_vain(self, what: str, owner: int | None) -> RankMismatchError:
         """The error of having waited too long, for rank ``owner`` or for any."""
@@ -200,7 +239,7 @@ class Meetings:
         """Where every rank is, in one sentence each."""
         lines = []
         for rank in self._ranks:
-            entry, inside = self._mailbox.last(rank)
+            entry, inside = self._last(rank)
             where = self._mailbox.where[rank]
             if entry is None:
                 state = "has met nobody yet"
@@ -216,11 +255,30 @@ class Meetings:
     def waited(self, seconds: float) -> bool:
         """Whether any rank has been in a meeting for longer than that."""
         now = time.time()
-        return any(entry and inside and now - entry.since > seconds for entry, inside in map(self._mailbox.last, self._ranks))
+        return any(entry and inside and now - entry.since > seconds for entry, inside in map(self._last, self._ranks))
 
     def tell_where(self, place: str) -> None:
         """Let the others know that this rank is at ``place`` in its script."""
         self._mailbox.tell_where(place)
+
+    def _wait(self, waiting: bool) -> None:
+        self._mailbox.waiting = waiting
+        for lane in self._lanes:
+            lane.wait(waiting)
+
+    def _last(self, rank: int) -> tuple[Entry | None, bool]:
+        """The last meeting that ``rank`` has entered, and whether it is still in there."""
+        beside = next((entry for lane in self._lanes if (entry := lane.inside(rank))), None)
+        return (beside, True) if beside else self._mailbox.last(rank)
+
+    def _answer_lanes(self, meeting: Meeting) -> bool:
+        """Answer what others do in lanes before they come to ``meeting``, for which this rank waits."""
+        begun = [lane for lane in self._lanes if lane.begun(self._number)]
+        if begun and not self._stale:
+            # they must read that before they come there themselves
+            self._stale = True
+            self._mailbox.write(self._number, meeting, State.WAITING, stale=True)
+        return any(lane.answer_begun(self._number) for lane in begun)
 
     def _answer_begun(self, entries: list[Entry | None]) -> bool:
         """Answer the meeting to which another rank has gone ahead, if there is one."""

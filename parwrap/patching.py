@@ -14,7 +14,7 @@ from typing import Any
 
 import wrapt
 
-__all__ = ["Patch", "aliases", "installed"]
+__all__ = ["Patch", "aliases", "installed", "is_patched"]
 
 
 @dataclass(frozen=True)
@@ -84,3 +84,13 @@ def aliases(patches: Iterable[Patch | AbstractContextManager], module: Any) -> l
             original = getattr(patch.owner, patch.name)
             found += [Patch(module, name, patch.wrapper) for name, value in vars(module).items() if value is original]
     return found
+
+
+def is_patched(owner: Any, name: str) -> bool:
+    """Whether a patch of ``owner.name`` is installed now.
+
+    >>> import math
+    >>> is_patched(math, "sqrt")
+    False
+    """
+    return isinstance(getattr(owner, name), _Wrapped)

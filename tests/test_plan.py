@@ -38,6 +38,7 @@ def plan(*argv: str, gpus: int = 0, cores: int = 8, **environ: str) -> LaunchPla
         (["--amp=float16", "train.py"], Script("train.py", scope={}, features={"amp": {"dtype": "float16"}})),
         (["--amp", "O2", "--seed", "3", "train.py"], Script("train.py", scope={"seed": 3}, features={"amp": {"level": "O2"}})),
         (["train.py", "--amp"], Script("train.py", ("--amp",), scope={})),
+        (["--sync-bn", "train.py"], Script("train.py", scope={}, features={"sync_bn": {}})),
         (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
         (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),
         (["--plain", "--use_env", "train.py"], Script("train.py", scope=None)),
@@ -145,6 +146,10 @@ started    by forkserver
 meeting    at a free port of 127.0.0.1
 variables  OMP_NUM_THREADS=1 PYTHONHASHSEED=0"""
     )
+
+
+def test_show_what_else_it_runs_in():
+    assert "inside     parwrap.distributed() sync_bn()\n" in describe(plan("--sync_bn", "train.py"))
 
 
 def test_show_one_rank():

@@ -31,6 +31,7 @@ from parwrap.strategies.bypasses import Bypasses
 from parwrap.strategies.ddp import DDP
 from parwrap.strategies.in_step import InStep
 from parwrap.strategies.single import Single
+from parwrap.strategies.small_batches import warn_of_small_batches
 from parwrap.streams import Streams, get_state, seed_all, set_state
 from parwrap.verbs import acting
 from parwrap.voices import Voice, Voices
@@ -291,6 +292,7 @@ class _Session:
         else:
             facts.append(f"batch {data.batch_size} per rank, {data.global_batch} global" if data.batch_size else "batches dealt out")
             facts.append(f"{data.samples} samples / {size} ranks" if data.samples else "samples without a length")
+            warn_of_small_batches(data.batch_size)
         print(f"parwrap: {', '.join(facts)}, seed {seed}", file=sys.stderr)
 
 

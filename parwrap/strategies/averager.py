@@ -255,7 +255,8 @@ class Averager:
         for p in frozen:
             p.requires_grad_(True)
         try:
-            with torch.inference_mode(False), torch.enable_grad():
+            # the others may be in a layer that this rank has not come to in this backward
+            with torch.inference_mode(False), torch.enable_grad(), self._group.meetings.answering():
                 touched = [_Touch.apply(self.sparse, *parameters)] if parameters else []
                 BACKWARD((*touched, *roots))
         finally:
@@ -317,7 +318,8 @@ class Averager:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in self.parameters]
         signal = self._signal.grad.detach()  # type: ignore[union-attr]
         signal[:WEIGHT] = signal.new_tensor([p.grad is not None for p in self.parameters])  # a checkpoint may hide what is reached
-        *sums, signal = all_reduced([*grads, signal], self._group)
+        with self._group.meetings.answering():
+            *sums, signal = all_reduced([*grads, signal], self._group)
         size = self._group.world.size
         self._signal.grad = signal.to(self._facts) / size
         unused = self._unused()

@@ -28,6 +28,7 @@ OWNERS = (
     builtins,
     torch,
     torch.autograd,
+    torch.nn.functional,
     dist,
     DataLoader,
     nn.Module,

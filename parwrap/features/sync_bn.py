@@ -1,0 +1,70 @@
+"""``@sync_bn``: BatchNorm layers normalize by the statistics of the whole batch, of which each rank has a part.
+
+No module is converted: its class and the keys of its state stay. What a rank sends and computes is ``strategies/sync_bn.py``'s.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch.distributed as dist
+
+from parwrap.errors import UsageError
+from parwrap.features.acting import ActingDecorator
+from parwrap.strategies.sync_bn import SyncBN
+
+__all__ = ["sync_bn"]
+
+OPTIONS = ("process_group", "group_size")
+
+
+class sync_bn(ActingDecorator):
+    """Share the batch statistics of every BatchNorm layer over the ranks, on CPUs too.
+
+    As ``@sync_bn``, ``@sync_bn(group_size=2)`` or ``with sync_bn():``, together with ``distributed`` or in a process group of your own.
+    Outputs, gradients and running statistics are those of a single process that has the whole batch. Parts may differ in size and be
+    empty. Once the gradients are averaged they are those of the mean of the ranks' losses, as ever. With one rank it changes nothing.
+
+    Args:
+        process_group: the ranks that share, as ``torch.distributed.new_group`` gives it; by default all.
+        group_size: instead, how many consecutive ranks share: 2 makes pairs. It must divide the number of ranks.
+
+    Raises:
+        UsageError: an option or a value that does not exist.
+
+    >>> import torch
+    >>> @sync_bn
+    ... def normalized(x):
+    ...     return torch.nn.BatchNorm1d(1)(x)
+    >>> normalized(torch.tensor([[1.0], [3.0]])).detach().round().tolist()
+    [[-1.0], [1.0]]
+    """
+
+    layer = 10
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        for name in options:
+            if name not in OPTIONS:
+                close = difflib.get_close_matches(name, OPTIONS, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(OPTIONS)}."
+                raise UsageError(f"parwrap.sync_bn has no option {name!r}; {hint}")
+        self._process_group, self._group_size = (options.get(name) for name in OPTIONS)
+        _check(self._process_group, self._group_size)
+
+    def actor(self) -> SyncBN:
+        actor = SyncBN(self._process_group, self._group_size)
+        actor.prepare()
+        return actor
+
+
+def _check(process_group: Any, group_size: Any) -> None:
+    if process_group is not None and group_size is not None:
+        raise UsageError("parwrap.sync_bn takes process_group or group_size: both say which ranks share, so leave one of them out.")
+    if group_size is not None and not (isinstance(group_size, int) and not isinstance(group_size, bool) and group_size > 0):
+        raise UsageError(f"group_size={group_size!r} is not a number of ranks: give a whole number above 0.")
+    if process_group is not None and not isinstance(process_group, (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))):
+        raise UsageError(
+            f"process_group={process_group!r} is not a process group: give what torch.distributed.new_group returns, or use group_size."
+        )

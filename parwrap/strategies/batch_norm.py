@@ -1,0 +1,124 @@
+"""Batch normalization of a batch that several ranks hold parts of: what is computed, and what is exchanged.
+
+Each rank sends the mean and variance of its part and how much it holds, and all normalize by those of the whole: one collective in the
+forward. In the backward they sum two numbers for each channel: another. How that is sent, and between whom, is the ``exchange``'s; what a
+rank computes by itself is torch's kernels, in ``kernels.py``.
+
+The gradients are those of the sum of all ranks' losses. A rank leaves in ``weight.grad`` what comes through its own part, as torch's
+``SyncBatchNorm`` does, and DDP takes the mean over ranks: together that is the gradient of the mean of the ranks' losses.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from parwrap.strategies.kernels import Kernels, kernels_for
+
+__all__ = ["BatchNorm", "Exchange"]
+
+
+class Exchange(Protocol):
+    """How the ranks that share a batch tell each other numbers of one layer."""
+
+    def gathered(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The vectors of all ranks, one a row."""
+
+    def summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The sum of the vectors of all ranks."""
+
+
+class BatchNorm(torch.autograd.Function):
+    """``torch.nn.functional.batch_norm`` in training, for an input that is this rank's part of the batch.
+
+    Raises:
+        ValueError: the whole batch has but one value for each channel.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        exchange: Exchange,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> torch.Tensor:
+        kernels = kernels_for(input)
+        x = kernels.prepared(input)
+        rows = exchange.gathered(kernels.statistics(x, eps))
+        counts = rows[:, -1]
+        total = counts.sum().item()
+        if total == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()} on one of the ranks")
+        ctx.exchange, ctx.kernels, ctx.total, ctx.eps = exchange, kernels, total, eps
+        if not total:
+            ctx.save_for_backward(input, weight, bias)
+            return input.clone()
+        merged = kernels.merged(x, rows, running_mean, running_var, momentum, eps)
+        ctx.save_for_backward(input, weight, bias, *merged)
+        return kernels.normalized(x, weight, bias, *merged, eps).to(input.dtype) if input.numel() else torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        input, weight, bias, *merged = ctx.saved_tensors
+        needed = ctx.needs_input_grad[1:4]
+        if not ctx.total:
+            return (None, grad, *(None if p is None else torch.zeros_like(p) for p in (weight, bias)), *[None] * 4)
+        if torch.is_grad_enabled():
+            grads = _differentiable(ctx.exchange, grad, (input, weight, bias), needed, ctx.total, ctx.eps)
+        else:
+            grads = _fast(ctx.exchange, ctx.kernels, grad, (input, weight, bias), needed, merged, ctx.eps)
+        return (None, *grads, *[None] * 4)
+
+
+Three = tuple[Any, Any, Any]
+"""One of each for the input, the weight and the bias."""
+
+
+def _fast(
+    exchange: Exchange, kernels: Kernels, grad: torch.Tensor, of: Three, needed: Three, merged: list[torch.Tensor], eps: float
+) -> Three:
+    input, weight, bias = of
+    x, grad = kernels.prepared(input), kernels.prepared(grad)
+    reduced = kernels.reduced(x, grad, weight, *merged, eps)
+    grad_input = None
+    if needed[0]:
+        sums = exchange.summed(reduced.sums)
+        grad_input = kernels.grad_input(x, grad, weight, *merged, sums, reduced, eps).to(input.dtype) if input.numel() else grad
+    grad_weight = reduced.weight.to(weight.dtype) if needed[1] else None
+    grad_bias = reduced.bias.to(bias.dtype) if needed[2] else None
+    return grad_input, grad_weight, grad_bias
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, to be differentiated any number of times."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, numbers: torch.Tensor) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange.summed(numbers)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, _Sum.apply(ctx.exchange, grad)
+
+
+def _differentiable(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Three, total: float, eps: float) -> Three:
+    """What a backward with ``create_graph=True`` gives: gradients that can be differentiated again, by the formula."""
+    input, weight, bias = of
+    over = [0, *range(2, input.dim())]
+    shape = [1, -1, *[1] * (input.dim() - 2)]
+    x = input if input.dtype == torch.float64 else input.float()
+    centered = x - (_Sum.apply(exchange, x.sum(over)) / total).view(shape)
+    variance = _Sum.apply(exchange, centered.square().sum(over)) / total
+    out = centered * (variance + eps).rsqrt().view(shape)
+    out = out if weight is None else out * weight.view(shape)
+    out = out if bias is None else out + bias.view(shape)
+    wanted = [tensor for tensor, need in zip(of, needed, strict=True) if need]
+    found = iter(torch.autograd.grad(out, wanted, grad.to(out.dtype), create_graph=True))
+    return tuple(next(found) if need else None for need in needed)  # type: ignore[return-value]

@@ -1,0 +1,182 @@
+"""What one rank computes of a batch normalization by itself: torch's own kernels, on the CPU and on a GPU.
+
+The CPU's have no form for a batch that is spread over ranks, so those for eval mode, which normalize by given statistics, are put
+together. The GPU's are those of ``torch.nn.SyncBatchNorm``. What is sent in between is ``batch_norm.py``'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+__all__ = ["Kernels", "Reduced", "kernels_for"]
+
+
+class Reduced(NamedTuple):
+    """What a rank's part of a backward gives.
+
+    Attributes:
+        sums: two numbers for each channel, for the ranks to sum.
+        weight: the gradient of the weight.
+        bias: the gradient of the bias.
+        partial: the gradient of the input as if the statistics were constants, where there is one.
+    """
+
+    sums: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    partial: torch.Tensor | None = None
+
+
+class Kernels(Protocol):
+    """The steps of a batch normalization. ``merged`` are the statistics of the whole batch, in a form of the kernels' own."""
+
+    def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` in a dtype and a layout that the other steps take."""
+
+    def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
+        """Two numbers for each channel, and how many values each channel has in ``x``."""
+
+    def merged(
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> tuple[torch.Tensor, ...]:
+        """The statistics of the whole batch from the ranks' own; updates the running ones."""
+
+    def normalized(self, x: torch.Tensor, weight: Any, bias: Any, *merged_and_eps: Any) -> torch.Tensor:
+        """The output for ``x``, which is not empty."""
+
+    def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_and_eps: Any) -> Reduced:
+        """The first half of the backward."""
+
+    def grad_input(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_sums_reduced_eps: Any) -> torch.Tensor:
+        """The second half, for an ``x`` that is not empty, with the sums over all ranks."""
+
+
+class _OnCPU:
+    """``merged`` are the mean, the biased variance and the number of values."""
+
+    def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+    def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
+        if not x.numel():
+            return x.new_zeros(2 * x.size(1) + 1, dtype=torch.float64)
+        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+        return torch.cat([mean.double(), var.double(), mean.new_full((1,), x.numel() // x.size(1), dtype=torch.float64)])
+
+    def merged(
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> tuple[torch.Tensor, ...]:
+        channels = x.size(1)
+        means, variances, counts = rows.split([channels, channels, 1], dim=1)
+        total = counts.sum()
+        parts = counts / total
+        mean = (parts * means).sum(0)
+        var = (parts * (variances + (means - mean).square())).sum(0)
+        if running_mean is not None and running_var is not None:
+            running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
+            running_var.mul_(1 - momentum).add_((var * (total / (total - 1))).to(running_var.dtype), alpha=momentum)
+        return mean.to(x.dtype), var.to(x.dtype), total
+
+    def normalized(self, x: torch.Tensor, weight: Any, bias: Any, *merged_and_eps: Any) -> torch.Tensor:
+        mean, var, _, eps = merged_and_eps
+        return torch.native_batch_norm(x, _like(weight, x), _like(bias, x), mean, var, False, 0.0, eps)[0]
+
+    def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_and_eps: Any) -> Reduced:
+        mean, var, _, eps = merged_and_eps
+        if not x.numel():
+            nothing = torch.zeros_like(mean)
+            return Reduced(x.new_zeros(2 * x.size(1), dtype=torch.float64), nothing, nothing)
+        partial, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            grad, x, _like(weight, x), mean, var, None, None, False, eps, [True, True, True]
+        )
+        return Reduced(torch.cat([grad_bias, grad_weight]).double(), grad_weight, grad_bias, partial)
+
+    def grad_input(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_sums_reduced_eps: Any) -> torch.Tensor:
+        mean, var, total, sums, reduced, eps = merged_sums_reduced_eps
+        scale = (var.double() + eps).rsqrt() / total
+        scale = scale if weight is None else scale * weight
+        through_mean, through_var = (sums.view(2, -1) * scale).to(x.dtype)
+        # what the batch's statistics take away is a normalization of x too
+        return reduced.partial.sub_(torch.native_batch_norm(x, through_var, through_mean, mean, var, False, 0.0, eps)[0])
+
+
+class _OnGPU:
+    """``merged`` are the mean, one over the standard deviation, and the numbers of values by rank."""
+
+    def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
+        last = tensor.is_contiguous(memory_format=torch.channels_last) or tensor.is_contiguous(memory_format=torch.channels_last_3d)
+        return tensor if last else tensor.contiguous()
+
+    def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
+        if not x.numel():
+            return x.new_zeros(2 * x.size(1) + 1, dtype=_accumulated(x))
+        mean, invstd = torch.batch_norm_stats(x, eps)
+        return torch.cat([mean, invstd, mean.new_full((1,), x.numel() // x.size(1))])
+
+    def merged(
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> tuple[torch.Tensor, ...]:
+        rows = rows[rows[:, -1] >= 1]  # the kernel divides by each count
+        means, invstds, counts = rows.split([x.size(1), x.size(1), 1], dim=1)
+        counts = counts.reshape(-1)
+        told = counts if running_mean is None else counts.to(running_mean.dtype)
+        mean, invstd = torch.batch_norm_gather_stats_with_counts(
+            x, means.contiguous(), invstds.contiguous(), running_mean, running_var, momentum, eps, told
+        )
+        return mean, invstd, counts.to(torch.int32)
+
+    def normalized(self, x: torch.Tensor, weight: Any, bias: Any, *merged_and_eps: Any) -> torch.Tensor:
+        mean, invstd, _, eps = merged_and_eps
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, eps)
+
+    def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_and_eps: Any) -> Reduced:
+        mean, invstd, _, _ = merged_and_eps
+        if not x.numel():
+            nothing = torch.zeros_like(mean)
+            return Reduced(torch.cat([nothing, nothing]), nothing, nothing)
+        sum_grad, sum_grad_centered, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
+            grad, x, mean, invstd, weight, True, True, True
+        )
+        return Reduced(torch.cat([sum_grad, sum_grad_centered]), grad_weight, grad_bias)
+
+    def grad_input(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_sums_reduced_eps: Any) -> torch.Tensor:
+        mean, invstd, counts, sums, _, _ = merged_sums_reduced_eps
+        sum_grad, sum_grad_centered = sums.view(2, -1)
+        return torch.batch_norm_backward_elemt(grad, x, mean, invstd, _like(weight, mean), sum_grad, sum_grad_centered, counts)
+
+
+def kernels_for(x: torch.Tensor) -> Kernels:
+    """The kernels for tensors that are where ``x`` is."""
+    return _GPU if x.is_cuda else _CPU
+
+
+_CPU, _GPU = _OnCPU(), _OnGPU()
+
+
+def _like(parameter: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    return parameter if parameter is None else parameter.to(x.dtype)
+
+
+def _accumulated(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which the GPU's kernels sum."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

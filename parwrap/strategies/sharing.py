@@ -1,0 +1,193 @@
+"""How ranks that share the batch of a layer send each other its numbers.
+
+On the CPUs of one node they put them on a blackboard, elsewhere they have a process group of their own for it. They also have a lane of
+meetings, for all this comes in the midst of forwards and backwards, whose own must not be mixed up with it. A rank that has parted ways
+answers with zeros, which count for nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parwrap import mailbox
+from parwrap.blackboard import CAPACITY, Blackboard
+from parwrap.collectives import CPU
+from parwrap.errors import UsageError
+from parwrap.group import Group
+from parwrap.lane import Lane
+from parwrap.verbs.norm import Norm
+
+__all__ = ["Sharing", "new_group", "shared_among"]
+
+FIRST_USE = "the first use of a batch norm"
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+GATHER, SUM = 0, 1
+
+
+class Sharing:
+    """What ranks that share their batches do together.
+
+    Args:
+        process_group: torch's, of those ranks; ``None`` if they have a blackboard.
+        group: parwrap's, if it has started that; its meetings keep ranks apart that are in different layers.
+    """
+
+    def __init__(self, process_group: Any = None, group: Group | None = None) -> None:
+        self._process_group, self._group = process_group, group
+        self._on_gpu = process_group is not None and dist.get_backend(process_group) == "nccl"
+        self._nameless = _Layer(self, "a batch norm")
+        self._layers: dict[int, tuple[weakref.ref[torch.Tensor], _Layer]] = {}
+        self._search, self._part = group is not None, -1
+        self.lane: Lane | None = None
+        self.board: Blackboard | None = None
+
+    def layer(self, call: Norm) -> _Layer:
+        """The layer that ``call`` is of, by which ranks know that they are in the same."""
+        tensor = call.weight if call.running_mean is None else call.running_mean
+        if tensor is None:
+            return self._nameless
+        if self.lane and self.lane.part != self._part:
+            self._layers, self._part = {}, self.lane.part
+        known = self._layers.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            if self._search:
+                self._find_layers()
+            known = self._layers.get(id(tensor))
+            if known is None:
+                self._search = False  # one that belongs to no module; the next would not be found either
+                return self._nameless
+        return known[1]
+
+    def together(self, how: int, what: str, numbers: torch.Tensor) -> torch.Tensor:
+        """What comes of the ``numbers`` of all ranks.
+
+        Args:
+            how: ``GATHER`` or ``SUM``.
+            what: for error texts.
+            numbers: a vector of the same length and dtype on all ranks.
+        """
+        sent = numbers.to(self._home(numbers))
+        if self.board is not None:
+            if len(sent) > CAPACITY:
+                raise UsageError(
+                    f"{what} sends {len(sent)} numbers, and parwrap.sync_bn shares layers of at most {CAPACITY // 2 - 1} channels."
+                )
+            sent = sent.double()
+        if self.lane is None:
+            return self._send(how, sent).to(numbers)
+        self.lane.enter(what, len(sent) << 3 | DTYPES.index(sent.dtype) << 1 | how, self._group.meetings.number)  # type: ignore[union-attr]
+        result = self._send(how, sent) if self.board is None else self._put(how, sent)
+        self.lane.through()
+        return result.to(numbers)
+
+    def answer(self, sent: int) -> None:
+        """Take part with zeros in what the others do."""
+        nothing = torch.zeros(sent >> 3, dtype=DTYPES[sent >> 1 & 3], device=self._home())
+        if self.board is None:
+            self._send(sent & 1, nothing)
+        else:
+            self.board.put(self.lane.number, nothing)  # type: ignore[union-attr]
+
+    def _home(self, numbers: torch.Tensor | None = None) -> torch.device:
+        """Where numbers must be to be sent."""
+        if not self._on_gpu:
+            return CPU
+        if numbers is not None and numbers.is_cuda:
+            return numbers.device
+        return self._group.device if self._group else torch.device("cuda")
+
+    def _send(self, how: int, numbers: torch.Tensor) -> torch.Tensor:
+        if how == SUM:
+            total = numbers.clone()
+            dist.all_reduce(total, group=self._process_group)
+            return total
+        rows = numbers.new_empty(dist.get_world_size(self._process_group), len(numbers))
+        dist.all_gather(list(rows), numbers, group=self._process_group)
+        return rows
+
+    def _put(self, how: int, numbers: torch.Tensor) -> torch.Tensor:
+        board, lane, group = self.board, self.lane, self._group
+        assert board is not None and lane is not None and group is not None  # noqa: PT018
+        deadline = time.monotonic() + group.timeout.total_seconds()
+
+        def waiting() -> None:
+            lane.compare()
+            group.meetings.raise_if_failed()
+            if time.monotonic() > deadline:
+                raise group.meetings.in_vain("the statistics of a batch norm", None)
+
+        board.put(lane.number, numbers)
+        rows = board.all(lane.number, len(numbers), waiting)
+        return rows.sum(0) if how == SUM else rows
+
+    def _find_layers(self) -> None:
+        """Name the layers of all modules by their path in the outermost module."""
+        self._group.meet(FIRST_USE)  # type: ignore[union-attr]
+        gc.collect()
+        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and hasattr(thing, "_modules")]
+        inner = {id(child) for module in modules for child in module.children()}
+        names: dict[int, tuple[torch.Tensor, str]] = {}
+        for root in modules:
+            for path, module in root.named_modules() if id(root) not in inner else ():
+                if "running_mean" in module._buffers:
+                    for tensor in (module._buffers["running_mean"], module._parameters.get("weight")):
+                        if tensor is not None:
+                            names[id(tensor)] = tensor, min(path, names.get(id(tensor), (None, path))[1])
+        self._layers = {key: (weakref.ref(tensor), _Layer(self, f"batch norm {path!r}")) for key, (tensor, path) in names.items()}
+
+
+class _Layer:
+    """One layer's exchange."""
+
+    def __init__(self, sharing: Sharing, name: str) -> None:
+        self._sharing, self._name = sharing, name
+
+    def gathered(self, numbers: torch.Tensor) -> torch.Tensor:
+        what = f"the forward of {self._name} ({numbers.numel() // 2} channels)"
+        return self._sharing.together(GATHER, what, numbers)
+
+    def summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self._sharing.together(SUM, f"the backward of {self._name} ({numbers.numel() // 2} channels)", numbers)
+
+
+def shared_among(group: Group, ranks: Sequence[int]) -> Sharing | None:
+    """How ``ranks`` of ``group`` share, unless that is one rank; made once, when all ranks of the group have come to it."""
+    group.meetings.answer(FIRST_USE, lambda detail, present: None)
+    return group.once(("sync_bn", ranks), lambda: _opened(group, ranks))
+
+
+def new_group(ranks: Sequence[int], **options: Any) -> Any:
+    """Another process group of ``ranks``, for which the others need not come."""
+    return dist.new_group(list(ranks), use_local_synchronization=True, **options)
+
+
+@contextmanager
+def _opened(group: Group, ranks: Sequence[int]) -> Iterator[Sharing | None]:
+    group.meet("parwrap.sync_bn")
+    if len(ranks) == 1:
+        yield None
+        return
+    place, store = ranks.index(group.world.rank), dist.PrefixStore(f"sync_bn/{ranks}", group.store)
+    on_one_node = group.world.local_size == group.world.size
+    world = replace(group.world, rank=place, size=len(ranks), local_rank=place, local_size=len(ranks) if on_one_node else 0)
+    with mailbox.opened(world, store) as entries:
+        if on_one_node and group.backend != "nccl":
+            sharing = Sharing(group=group)
+            memory = mailbox.shared_memory(world, dist.PrefixStore("blackboard", store), Blackboard.size(world.size))
+            sharing.board = Blackboard(memory, world.size, place)
+        else:
+            sharing = Sharing(new_group(ranks, backend=group.backend, timeout=group.timeout), group)
+        sharing.lane = Lane(entries, ranks, sharing.answer, runs_ahead=group.backend == "nccl")
+        group.meetings.add_lane(sharing.lane)
+        yield sharing

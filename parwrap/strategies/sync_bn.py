@@ -1,0 +1,109 @@
+"""The actor on the norm verb: which batch normalizations are shared, and by which ranks.
+
+Those that use the statistics of their batch are, in training and wherever a layer keeps no running ones. How the ranks' numbers are sent is
+``sharing.py``'s, what is computed from them ``batch_norm.py``'s.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parwrap import group as groups
+from parwrap.errors import UsageError
+from parwrap.group import Group, is_alone
+from parwrap.strategies.batch_norm import BatchNorm
+from parwrap.strategies.sharing import Sharing, new_group, shared_among
+from parwrap.verbs.norm import Norm
+
+__all__ = ["SyncBN"]
+
+
+class SyncBN:
+    """Shares the statistics of batch normalizations that use those of their batch.
+
+    Args:
+        process_group: whose ranks share a batch; all by default.
+        group_size: how many consecutive ranks share a batch instead.
+    """
+
+    def __init__(self, process_group: Any, group_size: int | None) -> None:
+        self._process_group, self._group_size = process_group, group_size
+        self._opened_for: Any = None
+        self._sharing: Sharing | None = None
+        self._process = os.getpid()
+        self._warned = False
+
+    def prepare(self) -> None:
+        """Have everything ready if the ranks are together already."""
+        if group := groups.current():
+            self._open(group)
+
+    def norm(self, call: Norm) -> torch.Tensor:
+        """The normalization ``call`` by the statistics of all ranks' parts of the batch, if it is by those of a batch."""
+        if not call.training or call.eps <= 0 or is_alone() or os.getpid() != self._process:
+            return call.run()
+        together = groups.current() or (dist.group.WORLD if dist.is_initialized() else None)
+        if together is not self._opened_for:
+            self._open(together)
+        if self._sharing is None:
+            return call.run_by_itself()  # also inside of another sync_bn
+        if not self._is_plain(call):
+            return call.run()
+        layer = self._sharing.layer(call)
+        return BatchNorm.apply(layer, call.input, call.weight, call.bias, call.running_mean, call.running_var, call.momentum, call.eps)
+
+    def _open(self, together: Any) -> None:
+        """Find out who shares with whom in ``together``: parwrap's group, or torch's where the user's own code has started it."""
+        self._opened_for, self._sharing = together, None
+        if together is None:
+            return
+        ours = isinstance(together, Group)
+        ranks = self._ranks(together.world.size if ours else dist.get_world_size())
+        if ours:
+            self._sharing = shared_among(together, ranks)
+        elif len(ranks) > 1:
+            self._sharing = Sharing(self._process_group or new_group(ranks))
+
+    def _ranks(self, size: int) -> tuple[int, ...]:
+        """The ranks that this one shares with."""
+        if self._process_group is not None:
+            if self._process_group is dist.GroupMember.NON_GROUP_MEMBER:
+                raise UsageError(
+                    f"rank {groups.rank()} is not in the process_group of parwrap.sync_bn. Give each rank a group that it is in, or use "
+                    "group_size."
+                )
+            return tuple(dist.get_process_group_ranks(self._process_group))
+        each = self._group_size or size
+        if size % each:
+            fitting = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+            raise UsageError(f"group_size={each} does not divide the {size} ranks into groups of the same size: take one of {fitting}.")
+        first = groups.rank() // each * each
+        return tuple(range(first, first + each))
+
+    def _is_plain(self, call: Norm) -> bool:
+        """Whether ``call`` can be shared: it is no trace or transform of torch's, and of tensors that collectives can carry."""
+        if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling():
+            return False
+        x = call.input
+        plain = (
+            type(x) in (torch.Tensor, nn.Parameter)
+            and x.device.type in ("cpu", "cuda")
+            and x.is_floating_point()
+            and x.dim() > 1
+            and (call.running_mean is None) == (call.running_var is None)
+            and torch._C._functorch.peek_interpreter_stack() is None
+        )
+        if not plain and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"parwrap: a batch norm of {type(x).__name__} {list(x.shape)} on {x.device} uses this rank's part of the batch only: "
+                "parwrap.sync_bn shares those of plain floating point tensors outside of torch.func. This is said once.",
+                stacklevel=2,
+            )
+        return plain
