@@ -5,7 +5,6 @@ No module is converted: its class and the keys of its state stay. What a rank se
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import torch.distributed as dist
@@ -15,8 +14,6 @@ from parwrap.features.acting import ActingDecorator
 from parwrap.strategies.sync_bn import SyncBN
 
 __all__ = ["sync_bn"]
-
-OPTIONS = ("process_group", "group_size")
 
 
 class sync_bn(ActingDecorator):
@@ -43,14 +40,9 @@ class sync_bn(ActingDecorator):
 
     layer = 10
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, process_group: Any = None, group_size: int | None = None) -> None:
         super().__init__()
-        for name in options:
-            if name not in OPTIONS:
-                close = difflib.get_close_matches(name, OPTIONS, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(OPTIONS)}."
-                raise UsageError(f"parwrap.sync_bn has no option {name!r}; {hint}")
-        self._process_group, self._group_size = (options.get(name) for name in OPTIONS)
+        self._process_group, self._group_size = process_group, group_size
         _check(self._process_group, self._group_size)
 
     def actor(self) -> SyncBN:
