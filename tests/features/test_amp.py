@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import parwrap
 from parwrap.precision.aside import stand_aside
 from parwrap.precision.choice import choose
+from parwrap.sites import call_site
+from parwrap.verbs import acting
 
 BF16 = torch.bfloat16
 
@@ -290,3 +293,23 @@ def test_methods_and_blocks_too():
         in_block = plain()
 
     assert same(in_block, Trainer().train())
+
+
+def test_what_is_seen_of_the_script_below_other_actors_is_as_much_as_without_them():
+    """Call sites are told apart by the innermost frames of the script, of which parwrap's own must not take any away."""
+
+    class Sites:
+        def backward(self, call):
+            keys.append(call_site(passed=1))
+            call.run()
+
+    def helper(depth):
+        helper(depth - 1) if depth else nn.Parameter(torch.ones(1)).sum().backward()
+
+    for inner in (nullcontext(), parwrap.amp(dtype="fp16")):
+        keys: list = []
+        with acting([Sites()]), inner:
+            helper(7)
+            helper(7)
+
+        assert 2 == len(set(keys))
