@@ -51,15 +51,14 @@ class BatchNorm(torch.autograd.Function):
         kernels = kernels_for(input)
         x = kernels.prepared(input)
         rows = exchange.gathered(kernels.statistics(x, eps))
-        counts = rows[:, -1]
-        total = counts.sum().item()
+        total = rows[:, -1].sum().item()
         if total == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()} on one of the ranks")
         ctx.exchange, ctx.kernels, ctx.total, ctx.eps = exchange, kernels, total, eps
         if not total:
             ctx.save_for_backward(input, weight, bias)
             return input.clone()
-        merged = kernels.merged(x, rows, running_mean, running_var, momentum, eps)
+        merged = kernels.merged(x, rows, total, running_mean, running_var, momentum, eps)
         ctx.save_for_backward(input, weight, bias, *merged)
         return kernels.normalized(x, weight, bias, *merged, eps).to(input.dtype) if input.numel() else torch.empty_like(input)
 
@@ -72,7 +71,7 @@ class BatchNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             grads = _differentiable(ctx.exchange, grad, (input, weight, bias), needed, ctx.total, ctx.eps)
         else:
-            grads = _fast(ctx.exchange, ctx.kernels, grad, (input, weight, bias), needed, merged, ctx.eps)
+            grads = _fast(ctx, grad, (input, weight, bias), needed, merged)
         return (None, *grads, *[None] * 4)
 
 
@@ -80,16 +79,16 @@ Three = tuple[Any, Any, Any]
 """One of each for the input, the weight and the bias."""
 
 
-def _fast(
-    exchange: Exchange, kernels: Kernels, grad: torch.Tensor, of: Three, needed: Three, merged: list[torch.Tensor], eps: float
-) -> Three:
+def _fast(ctx: Any, grad: torch.Tensor, of: Three, needed: Three, merged: list[torch.Tensor]) -> Three:
     input, weight, bias = of
+    kernels: Kernels = ctx.kernels
     x, grad = kernels.prepared(input), kernels.prepared(grad)
-    reduced = kernels.reduced(x, grad, weight, *merged, eps)
+    reduced = kernels.reduced(x, grad, weight, *merged, ctx.eps)
     grad_input = None
     if needed[0]:
-        sums = exchange.summed(reduced.sums)
-        grad_input = kernels.grad_input(x, grad, weight, *merged, sums, reduced, eps).to(input.dtype) if input.numel() else grad
+        sums = ctx.exchange.summed(reduced.sums)
+        grad_input = kernels.grad_input(x, grad, weight, *merged, sums, reduced, ctx.total, ctx.eps) if input.numel() else grad
+        grad_input = grad_input.to(input.dtype)
     grad_weight = reduced.weight.to(weight.dtype) if needed[1] else None
     grad_bias = reduced.bias.to(bias.dtype) if needed[2] else None
     return grad_input, grad_weight, grad_bias

@@ -42,6 +42,7 @@ class Kernels(Protocol):
         self,
         x: torch.Tensor,
         rows: torch.Tensor,
+        total: float,
         running_mean: torch.Tensor | None,
         running_var: torch.Tensor | None,
         momentum: float,
@@ -55,12 +56,12 @@ class Kernels(Protocol):
     def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_and_eps: Any) -> Reduced:
         """The first half of the backward."""
 
-    def grad_input(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_sums_reduced_eps: Any) -> torch.Tensor:
+    def grad_input(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_sums_reduced_total_eps: Any) -> torch.Tensor:
         """The second half, for an ``x`` that is not empty, with the sums over all ranks."""
 
 
 class _OnCPU:
-    """``merged`` are the mean, the biased variance and the number of values."""
+    """``merged`` are the mean and the biased variance. As few steps as can be: on vectors this short, each takes as long as the next."""
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.dtype == torch.float64 else tensor.float()
@@ -69,47 +70,46 @@ class _OnCPU:
         if not x.numel():
             return x.new_zeros(2 * x.size(1) + 1, dtype=torch.float64)
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-        return torch.cat([mean.double(), var.double(), mean.new_full((1,), x.numel() // x.size(1), dtype=torch.float64)])
+        return torch.cat([mean, var, torch.tensor([x.numel() // x.size(1)], dtype=torch.float64)])
 
     def merged(
         self,
         x: torch.Tensor,
         rows: torch.Tensor,
+        total: float,
         running_mean: torch.Tensor | None,
         running_var: torch.Tensor | None,
         momentum: float,
         eps: float,
     ) -> tuple[torch.Tensor, ...]:
         channels = x.size(1)
-        means, variances, counts = rows.split([channels, channels, 1], dim=1)
-        total = counts.sum()
-        parts = counts / total
-        mean = (parts * means).sum(0)
-        var = (parts * (variances + (means - mean).square())).sum(0)
+        parts = rows[:, -1] / total
+        mean, var, _ = (parts @ rows).split([channels, channels, 1])
+        mean, var = mean.to(x.dtype), (var + parts @ (rows[:, :channels] - mean).square_()).to(x.dtype)
         if running_mean is not None and running_var is not None:
-            running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
-            running_var.mul_(1 - momentum).add_((var * (total / (total - 1))).to(running_var.dtype), alpha=momentum)
-        return mean.to(x.dtype), var.to(x.dtype), total
+            running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
+            running_var.mul_(1 - momentum).add_(var, alpha=momentum * total / (total - 1))
+        return mean, var
 
     def normalized(self, x: torch.Tensor, weight: Any, bias: Any, *merged_and_eps: Any) -> torch.Tensor:
-        mean, var, _, eps = merged_and_eps
+        mean, var, eps = merged_and_eps
         return torch.native_batch_norm(x, _like(weight, x), _like(bias, x), mean, var, False, 0.0, eps)[0]
 
     def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_and_eps: Any) -> Reduced:
-        mean, var, _, eps = merged_and_eps
+        mean, var, eps = merged_and_eps
         if not x.numel():
             nothing = torch.zeros_like(mean)
-            return Reduced(x.new_zeros(2 * x.size(1), dtype=torch.float64), nothing, nothing)
+            return Reduced(torch.cat([nothing, nothing]), nothing, nothing)
         partial, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grad, x, _like(weight, x), mean, var, None, None, False, eps, [True, True, True]
         )
-        return Reduced(torch.cat([grad_bias, grad_weight]).double(), grad_weight, grad_bias, partial)
+        return Reduced(torch.cat([grad_bias, grad_weight]), grad_weight, grad_bias, partial)
 
-    def grad_input(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_sums_reduced_eps: Any) -> torch.Tensor:
-        mean, var, total, sums, reduced, eps = merged_sums_reduced_eps
-        scale = (var.double() + eps).rsqrt() / total
-        scale = scale if weight is None else scale * weight
-        through_mean, through_var = (sums.view(2, -1) * scale).to(x.dtype)
+    def grad_input(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_sums_reduced_total_eps: Any) -> torch.Tensor:
+        mean, var, sums, reduced, total, eps = merged_sums_reduced_total_eps
+        scale = (var + eps).rsqrt_().div_(total)
+        scale = scale if weight is None else scale.mul_(weight)
+        through_mean, through_var = sums.view(2, -1) * scale
         # what the batch's statistics take away is a normalization of x too
         return reduced.partial.sub_(torch.native_batch_norm(x, through_var, through_mean, mean, var, False, 0.0, eps)[0])
 
@@ -131,6 +131,7 @@ class _OnGPU:
         self,
         x: torch.Tensor,
         rows: torch.Tensor,
+        total: float,
         running_mean: torch.Tensor | None,
         running_var: torch.Tensor | None,
         momentum: float,
@@ -159,8 +160,8 @@ class _OnGPU:
         )
         return Reduced(torch.cat([sum_grad, sum_grad_centered]), grad_weight, grad_bias)
 
-    def grad_input(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_sums_reduced_eps: Any) -> torch.Tensor:
-        mean, invstd, counts, sums, _, _ = merged_sums_reduced_eps
+    def grad_input(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_sums_reduced_total_eps: Any) -> torch.Tensor:
+        mean, invstd, counts, sums, *_ = merged_sums_reduced_total_eps
         sum_grad, sum_grad_centered = sums.view(2, -1)
         return torch.batch_norm_backward_elemt(grad, x, mean, invstd, _like(weight, mean), sum_grad, sum_grad_centered, counts)
 
