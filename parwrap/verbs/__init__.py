@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from parwrap.patching import Patch, aliases, installed
-from parwrap.verbs import backward, data_parallel, disk, files, foreign, grad, loader, mode, moving, optimizer, output, schedule
+from parwrap.verbs import backward, data_parallel, disk, files, foreign, grad, loader, mode, moving, optimizer, output, schedule, skipping
 
 __all__ = ["VERBS", "acting", "patches"]
 
@@ -23,6 +23,7 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "own_parameters": optimizer.own_parameters_patches,
     "closure": optimizer.closure_patches,
     "step": optimizer.step_patches,
+    "skips": skipping.patches,
     "grad": grad.patches,
     "data_parallel": data_parallel.patches,
     "set_mode": mode.patches,
