@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from parwrap.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
     from parwrap.decorator import Decorating
     from parwrap.errors import LaunchError, ParwrapError, RankMismatchError, RankZeroError, UsageError
+    from parwrap.features.mean import mean_over_ranks
     from parwrap.group import is_rank_zero, local_rank, rank, world_size
 
+    accumulate: Decorating
     distributed: Decorating
     every_rank_writes: Decorating
     rank_zero_first: Decorating
@@ -23,8 +25,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "parwrap.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
     "parwrap.errors": ("LaunchError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
+    "parwrap.features.accumulate": ("accumulate",),
     "parwrap.features.distributed": ("distributed",),
     "parwrap.features.every_rank": ("every_rank_writes",),
+    "parwrap.features.mean": ("mean_over_ranks",),
     "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
     "parwrap.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
 }
@@ -36,6 +40,7 @@ __all__ = [
     "RankMismatchError",
     "RankZeroError",
     "UsageError",
+    "accumulate",
     "all_ranks",
     "any_rank",
     "barrier",
@@ -45,6 +50,7 @@ __all__ = [
     "gather",
     "is_rank_zero",
     "local_rank",
+    "mean_over_ranks",
     "rank",
     "rank_zero_first",
     "rank_zero_only",

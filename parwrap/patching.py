@@ -14,7 +14,7 @@ from typing import Any
 
 import wrapt
 
-__all__ = ["Patch", "aliases", "installed"]
+__all__ = ["Patch", "aliases", "installed", "is_patched"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class _Wrapped(wrapt.FunctionWrapper):
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return resolve_name, (self._self_reference,)
+
+
+def is_patched(function: Any) -> bool:
+    """Whether a call of ``function`` goes to a wrapper that is installed here."""
+    return isinstance(function, _Wrapped)
 
 
 @contextmanager

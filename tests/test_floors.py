@@ -10,7 +10,7 @@ FLOORS = [
     {"errors", "world", "patching", "decorator"},
     {"device", "sites", "mailbox", "meetings", "watch", "group", "collectives", "loop", "streams"},
     {"verbs"},
-    {"strategies", "data", "files", "voices"},
+    {"strategies", "accumulation", "data", "files", "voices"},
     {"features"},
     {"plan", "run", "script", "agent", "failures", "preloaded", "testing", "_rank_launcher", "_rank_process"},
 ]

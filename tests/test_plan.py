@@ -33,6 +33,10 @@ def plan(*argv: str, gpus: int = 0, cores: int = 8, **environ: str) -> LaunchPla
         (["--timeout", "9", "--backend", "gloo", "train.py"], Script("train.py", scope={"timeout": 9.0, "backend": "gloo"})),
         (["--hang-after", "5", "train.py"], Script("train.py", scope={"hang_after": 5.0})),
         (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
+        (
+            ["--accumulate", "4", "train.py", "--accumulate", "2"],
+            Script("train.py", ("--accumulate", "2"), scope={}, features={"accumulate": {"steps": 4}}),
+        ),
         (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
         (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),
         (["--plain", "--use_env", "train.py"], Script("train.py", scope=None)),
@@ -248,6 +252,24 @@ def test_what_is_not_there_is_named(argv, gpus, text):
         plan(*argv, gpus=gpus)
 
     assert str(refusal.value) == text
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ("0", "accumulate(steps=0): steps is the number of batches of one optimizer step, a whole number from 1."),
+        ("some", "argument --accumulate: 'some' is not a whole number."),
+    ],
+)
+def test_batches_of_a_step_are_a_whole_number(steps, text):
+    with pytest.raises(UsageError) as refusal:
+        plan("--accumulate", steps, "train.py")
+
+    assert text == str(refusal.value)
+
+
+def test_show_accumulation():
+    assert "inside     parwrap.distributed(seed=1) accumulate(steps=4)" in describe(plan("--seed", "1", "--accumulate", "4", "train.py"))
 
 
 def test_options_of_the_scope_are_checked_by_the_scope():

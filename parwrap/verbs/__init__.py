@@ -11,7 +11,22 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from parwrap.patching import Patch, aliases, installed
-from parwrap.verbs import backward, data_parallel, disk, files, foreign, grad, loader, mode, moving, optimizer, output, schedule, skipping
+from parwrap.verbs import (
+    backward,
+    clipping,
+    data_parallel,
+    disk,
+    files,
+    foreign,
+    grad,
+    loader,
+    mode,
+    moving,
+    optimizer,
+    output,
+    schedule,
+    skipping,
+)
 
 __all__ = ["VERBS", "acting", "patches"]
 
@@ -24,6 +39,7 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "closure": optimizer.closure_patches,
     "step": optimizer.step_patches,
     "skips": skipping.patches,
+    "clip": clipping.patches,
     "grad": grad.patches,
     "data_parallel": data_parallel.patches,
     "set_mode": mode.patches,

@@ -2,6 +2,7 @@
 
 import builtins
 import bz2
+import contextlib
 import io
 import logging
 import os
@@ -41,6 +42,8 @@ OWNERS = (
     tarfile,
     bz2,
     _FileOpeners,
+    nn.utils,
+    nn.utils.clip_grad,
 )
 
 
@@ -109,6 +112,17 @@ def test_after_an_exception(again):
     before = everything()
     with pytest.raises(KeyError):
         parwrap.distributed(train)(fails=True, again=again)
+
+    assert [] == changed(before)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_accumulation(fails):
+    train()
+    before = everything()
+    with contextlib.suppress(KeyError):
+        assert not hooks_on(parwrap.distributed(parwrap.accumulate(3)(train))(fails=fails))
 
     assert [] == changed(before)
 
