@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from parwrap.decorator import Decorating
     from parwrap.errors import LaunchError, ParwrapError, RankMismatchError, RankZeroError, UsageError
     from parwrap.features.amp import amp_state
+    from parwrap.features.mean import mean_over_ranks
     from parwrap.group import is_rank_zero, local_rank, rank, world_size
 
+    accumulate: Decorating
     amp: Decorating
     distributed: Decorating
     every_rank_writes: Decorating
@@ -26,9 +28,11 @@ __version__ = "0.1.0"
 _HOMES = {
     "parwrap.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
     "parwrap.errors": ("LaunchError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
+    "parwrap.features.accumulate": ("accumulate",),
     "parwrap.features.amp": ("amp", "amp_state"),
     "parwrap.features.distributed": ("distributed",),
     "parwrap.features.every_rank": ("every_rank_writes",),
+    "parwrap.features.mean": ("mean_over_ranks",),
     "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
     "parwrap.features.sync_bn": ("sync_bn",),
     "parwrap.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
@@ -41,6 +45,7 @@ __all__ = [
     "RankMismatchError",
     "RankZeroError",
     "UsageError",
+    "accumulate",
     "all_ranks",
     "amp",
     "amp_state",
@@ -52,6 +57,7 @@ __all__ = [
     "gather",
     "is_rank_zero",
     "local_rank",
+    "mean_over_ranks",
     "rank",
     "rank_zero_first",
     "rank_zero_only",

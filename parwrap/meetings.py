@@ -35,8 +35,8 @@ LONGEST_POLLING = 2e-3
 GRACE = 5.0
 """Seconds for a launcher to end the ranks after one has failed; its error is the one to be shown."""
 
-Answer = Callable[[int, list[int]], None]
-"""Called with the meeting's detail and the ranks that hold it."""
+Answer = Callable[[int, list[int]], bool | None]
+"""Called with the meeting's detail and the ranks that hold it; what is true says that the rank has missed nothing by it."""
 
 
 class Meetings:
@@ -212,6 +212,10 @@ class Meetings:
         """This rank leaves with ``error``: tell those who would wait for it."""
         self._mailbox.write(self._number, Meeting(f"{type(error).__name__}: {error}".partition("\n")[0]), State.FAILED)
 
+    def miss(self) -> None:
+        """The others have taken a step that this rank has not."""
+        self._stale = True
+
     def begin(self) -> None:
         """Begin another part of the run, with nothing to answer yet; numbers start afresh, wherever an error has ended the last."""
         self._part += 1
@@ -286,8 +290,8 @@ class Meetings:
         if begun is None:
             return False
         self._mailbox.write(self._number, begun.meeting, State.ANSWERING)
-        self._stale = True
-        self._answers[begun.meeting.kind](begun.meeting.detail, [])
+        kept_up = self._answers[begun.meeting.kind](begun.meeting.detail, [])
+        self._stale = self._stale or not kept_up
         self.through()
         return True
 

@@ -45,6 +45,11 @@ class _Wrapped(wrapt.FunctionWrapper):
         return resolve_name, (self._self_reference,)
 
 
+def is_patched(function: Any) -> bool:
+    """Whether a call of ``function`` goes to a wrapper that is installed here."""
+    return isinstance(function, _Wrapped)
+
+
 @contextmanager
 def installed(patches: Iterable[Patch | AbstractContextManager]) -> Iterator[None]:
     """Install ``patches`` in their order and take them off again in reverse, also when the block raises.

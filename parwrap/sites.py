@@ -16,15 +16,11 @@ DEPTH = 10
 _OURS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sys.modules["parwrap"]))
 
 
-def call_site(passed: int = 0) -> tuple:
-    """A key for where in the user's script the running call comes from; two callers of one helper have different keys.
-
-    Args:
-        passed: how many frames of parwrap's own it has come through, the caller of this not counted.
-    """
-    frame: FrameType | None = sys._getframe(1 + passed)
-    while frame is not None and is_ours(frame):  # as many as there are actors
-        frame = frame.f_back
+def call_site() -> tuple:
+    """A key for where in the user's script the running call comes from; two callers of one helper have different keys."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_ours(frame):
+        frame = frame.f_back  # as many as there are actors
     key: list[int] = []
     while frame is not None and len(key) < 2 * DEPTH:
         key += (id(frame.f_code), frame.f_lasti)  # a code object hashes all that is in it, which takes longer than the walk

@@ -10,7 +10,7 @@ FLOORS = [
     {"errors", "world", "patching", "decorator"},
     {"device", "sites", "mailbox", "blackboard", "lane", "meetings", "watch", "group", "collectives", "loop", "streams"},
     {"verbs"},
-    {"strategies", "data", "files", "voices", "precision"},
+    {"strategies", "data", "files", "voices", "precision", "accumulation"},
     {"features"},
     {"plan", "run", "script", "agent", "failures", "preloaded", "testing", "_rank_launcher", "_rank_process"},
 ]

@@ -39,6 +39,10 @@ def plan(*argv: str, gpus: int = 0, cores: int = 8, **environ: str) -> LaunchPla
         (["--amp", "O2", "--seed", "3", "train.py"], Script("train.py", scope={"seed": 3}, features={"amp": {"level": "O2"}})),
         (["train.py", "--amp"], Script("train.py", ("--amp",), scope={})),
         (["--sync-bn", "train.py"], Script("train.py", scope={}, features={"sync_bn": {}})),
+        (
+            ["--accumulate", "4", "train.py", "--accumulate", "2"],
+            Script("train.py", ("--accumulate", "2"), scope={}, features={"accumulate": {"steps": 4}}),
+        ),
         (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
         (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),
         (["--plain", "--use_env", "train.py"], Script("train.py", scope=None)),
@@ -270,6 +274,21 @@ def test_options_of_other_decorators_are_checked_by_them(value, text):
 
 def test_show_mixed_precision():
     assert "inside     parwrap.distributed(seed=1) amp(dtype='bf16')" in describe(plan("--seed", "1", "--amp", "bf16", "train.py"))
+    ("steps", "text"),
+    [
+        ("0", "accumulate(steps=0): steps is the number of batches of one optimizer step, a whole number from 1."),
+        ("some", "argument --accumulate: 'some' is not a whole number."),
+    ],
+)
+def test_batches_of_a_step_are_a_whole_number(steps, text):
+    with pytest.raises(UsageError) as refusal:
+        plan("--accumulate", steps, "train.py")
+
+    assert text == str(refusal.value)
+
+
+def test_show_accumulation():
+    assert "inside     parwrap.distributed(seed=1) accumulate(steps=4)" in describe(plan("--seed", "1", "--accumulate", "4", "train.py"))
 
 
 def test_options_of_the_scope_are_checked_by_the_scope():

@@ -354,3 +354,31 @@ def test_a_plain_script_trains_in_mixed_precision(run, script, options, printed)
     status, stdout, _ = run(*options, script(PRECISION))
 
     assert (0, f"{printed}\n") == (status, stdout)
+
+
+ACCUMULATING = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(60, 4)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+for epoch in range(5):
+    for inputs, targets in DataLoader(TensorDataset(x, x[:, :1]), batch_size=int(sys.argv[1])):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+print(f"loss {nn.functional.mse_loss(model(x), x[:, :1]).item():.6f}")
+"""
+
+
+def test_a_plain_script_accumulates_over_batches(run, script):
+    larger = run(script(ACCUMULATING), "24")
+    on_one = run("--accumulate", "3", script(ACCUMULATING), "8")
+    on_two = run("--accumulate", "3", "--batch", "global", "--nproc-per-node", "2", script(ACCUMULATING), "8")
+
+    assert 0 == larger[0]
+    assert larger[:2] == on_one[:2] == on_two[:2]

@@ -6,6 +6,7 @@ What a pass is for, and which batches it has, is decided by ``loaders.py`` and `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from parwrap.streams import Streams
@@ -45,19 +46,30 @@ class Pass:
 
     def __init__(self, batches: Iterator, closed: Callable[[bool], None], drawn: Callable[[], None] | None = None) -> None:
         self._batches, self._closed, self._drawn = batches, closed, drawn
+        self._begun = False
+        self._ahead: list[Callable[[], Any]] = []
 
     def __iter__(self) -> Iterator:
         return self
 
     def __next__(self) -> Any:
         try:
-            batch = next(self._batches)
+            batch = self._ahead.pop()() if self._ahead else next(self._batches)
         except BaseException as ended:
             self._close(isinstance(ended, StopIteration))
             raise
+        self._begun = True
         if self._drawn:
             self._drawn()
         return batch
+
+    def last(self) -> bool:
+        """Whether no other batch comes after the one that was drawn last; looks one ahead."""
+        if isinstance(self._batches, Pass):
+            return self._batches.last()
+        if self._begun and not self._ahead:
+            self._ahead.append(_drawn_ahead(self._batches))
+        return self._begun and self._ahead[0] is _nothing
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
@@ -71,6 +83,25 @@ class Pass:
     def _close(self, exhausted: bool) -> None:
         closed, self._closed = self._closed, _ignore
         closed(exhausted)
+
+
+def _drawn_ahead(batches: Iterator) -> Callable[[], Any]:
+    """Gives the next of ``batches``, which is drawn now, or raises what drawing it has raised."""
+    try:
+        batch = next(batches)
+    except StopIteration:
+        return _nothing
+    except Exception as error:
+        return partial(_raise, error)
+    return lambda: batch
+
+
+def _nothing() -> Any:
+    raise StopIteration
+
+
+def _raise(error: Exception) -> Any:
+    raise error
 
 
 def _ignore(exhausted: bool) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -28,6 +28,7 @@ from parwrap.loop import Loop
 from parwrap.meetings import END
 from parwrap.strategies.averager import Reducer
 from parwrap.strategies.bypasses import Bypasses
+from parwrap.strategies.counts import Counts
 from parwrap.strategies.ddp import DDP
 from parwrap.strategies.in_step import InStep
 from parwrap.strategies.single import Single
@@ -135,6 +136,20 @@ class distributed(ScopeDecorator):
 _session: _Session | None = None
 
 
+class Parts(NamedTuple):
+    """What other features act on, of a distributed function that runs on several ranks."""
+
+    group: Group
+    loop: Loop
+    strategy: DDP
+    counts: Counts
+
+
+def parts() -> Parts | None:
+    """Those of the function that runs; ``None`` on one rank, and where the script distributes itself."""
+    return None if _session is None else _session.parts
+
+
 @contextmanager
 def _opened(options: Options, module: str | None, hidden: Iterable[str] = ()) -> Iterator[None]:
     """A session for the length of the block, in the process group that is open, or in one of its own."""
@@ -169,6 +184,7 @@ class _Session:
         self._streams = Streams(group.world.rank if group else 0)
         self._data: TrainingData | None = None
         self._announced = self._aside = False
+        self.parts: Parts | None = None
         self._left_together: Callable[[], None] = lambda: None
         self._undo = ExitStack()
 
@@ -225,7 +241,7 @@ class _Session:
         """The script distributes itself: take everything off and let it."""
         if isinstance(instance, Reducer):
             return
-        self._aside = True
+        self._aside, self.parts = True, None
         self._undo.close()
         if instance is None:
             self._leave_group()
@@ -250,6 +266,7 @@ class _Session:
         if group is None:
             return [*actors, *([Single(loop)] if actors else []), Voice()]
         voices, ddp = Voices(group.world.rank), DDP(group, loop, self._ddp_options)
+        self.parts = Parts(group, loop, ddp, Counts(group, loop))
         files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
         self._undo.enter_context(voices.silenced())
         self._undo.callback(ddp.close)

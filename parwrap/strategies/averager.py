@@ -23,6 +23,7 @@ from parwrap.collectives import all_reduced
 from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.strategies.graph import reached
+from parwrap.strategies.share import Share
 from parwrap.verbs.backward import Backward
 
 __all__ = ["Averager", "Noticed", "Reducer"]
@@ -165,17 +166,17 @@ class Averager:
         call.with_root(self._root, self._signal).run()
         self._average()
 
-    def answer(self) -> None:
-        """Take part in the :meth:`run` of other ranks with nothing to contribute."""
-        self._let_go()
+    def answer(self, share: Share) -> None:
+        """Take part in the :meth:`run` of other ranks with no backward of its own."""
+        self._give(share)
         self._arm()
         self._touch(self.parameters, self._root)
         self.drop(self._unused())
-        self.missed = frozenset(range(len(self.parameters)))
+        self.missed = self._without
 
-    def answer_then_average(self) -> None:
-        """Take part in the :meth:`run_then_average` of other ranks with nothing to contribute."""
-        self._let_go()
+    def answer_then_average(self, share: Share) -> None:
+        """Take part in the :meth:`run_then_average` of other ranks with no backward of its own."""
+        self._give(share)
         self._signal.grad = self._facts.clone()
         self._average()
 
@@ -207,14 +208,15 @@ class Averager:
         self.missed = self._without = NONE
         self.misfits = False
 
-    def _let_go(self) -> None:
-        """Contribute nothing: not even the gradients of before, which DDP would send."""
-        self._facts.data[:STRAYS] = 0
-        self._varies, self._told_weight = True, 0.0  # the flags must be set anew before this rank's next backward
+    def _give(self, share: Share) -> None:
+        """Contribute nothing but ``share``: not even the gradients of before, which DDP would send."""
+        given = [id(p) in share.gradients for p in self.parameters]
+        self._facts.data[:STRAYS] = self._facts.new_tensor([*given, share.weight])
+        self._varies, self._told_weight = True, share.weight  # the flags must be set anew before this rank's next backward
         self._signal.grad, self.misfits = None, False
-        self._without = frozenset(range(len(self.parameters)))
+        self._without = frozenset(place for place, is_given in enumerate(given) if not is_given)
         for p in self.parameters:
-            p.grad = None
+            p.grad = share.gradients.get(id(p))
 
     def _arm(self) -> None:
         """Have the reducer expect every parameter in the next backward."""

@@ -25,6 +25,7 @@ from parwrap.strategies.agreement import View, described, refuse_different_param
 from parwrap.strategies.averager import Averager
 from parwrap.strategies.averagers import Averagers
 from parwrap.strategies.graph import reached, reenters, sparsely_used
+from parwrap.strategies.share import Share
 from parwrap.verbs.backward import Backward
 
 __all__ = ["DDP"]
@@ -72,9 +73,13 @@ class DDP:
         group: the process group.
         loop: what the training loop has done so far.
         options: gives what ``DistributedDataParallel`` shall get, such as ``bucket_cap_mb``.
+
+    Attributes:
+        share: called for what this rank gives to a backward of others, while it does not call one itself.
     """
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], dict[str, Any]]) -> None:
+        self.share: Callable[[], Share] = Share
         self._group, self._meetings, self._loop = group, group.meetings, loop
         self._sites: dict[tuple, _Site] = {}
         self._averagers = Averagers(group, loop, options)
@@ -97,7 +102,10 @@ class DDP:
             return
         self._running, self._nested = True, False
         try:
-            self._average(call)
+            if call.averaged:
+                self._average(call)
+            else:
+                call.run()
         finally:
             self._running, self._armed = False, None
         self._loop.ran_backward()
@@ -123,15 +131,16 @@ class DDP:
         self._watched.clear()
 
     def _average(self, call: Backward) -> None:
-        key = call_site(passed=2)
+        key = call_site()
         site = self._sites.get(key) or self._new_site(key)
         self._loop.look_for_parameters()
         if site.visits < SETTLING or site.generation != self._loop.generation or any(p.requires_grad for p in site.frozen):
             self._settle(site, call)
         site.visits += 1
-        averager, meeting, weight = site.averager, site.meeting, self._loop.weight
-        if weight != 1.0:
-            call = call.scaled(weight)
+        averager, meeting, weight = site.averager, site.meeting, call.weight
+        if weight is None:
+            weight = self._loop.weight
+            call = call.scaled(weight) if weight != 1.0 else call
         if averager is None or meeting is None:
             call.run()
             return
@@ -157,22 +166,28 @@ class DDP:
         finally:
             self._meetings.through()
 
-    def _answer(self, number: int, take_part: Callable[[Averager], None]) -> None:
-        """Take part in the backward of others, with nothing to contribute."""
+    def _answer(self, number: int, take_part: Callable[[Averager, Share], None]) -> bool:
+        """Take part in the backward of others, with this rank's share of it, if it has any.
+
+        Returns:
+            Whether this rank goes on in step with the others.
+        """
         averager = self._averagers.get(number)
         if averager is None:
             raise RankMismatchError(
                 f"rank {self._group.world.rank} has left the training loop, and others train parameters that it does not know. "
                 "Build all optimizers before the loop, or let all ranks take the same number of steps."
             )
+        share = self.share()
         self._running = True  # the backward in it is none of the user's
         try:
             with torch.inference_mode(False):
-                take_part(averager)
-                self._follow(averager, weight=0.0, call=None)
+                take_part(averager, share)
+                self._follow(averager, share.weight, call=None)
         finally:
             self._running = False
         self._loop.ran_backward()
+        return share.averaged()
 
     def _follow(self, averager: Averager, weight: float, call: Backward | None) -> None:
         """What all ranks do together after a backward in which one has told something.
@@ -193,7 +208,7 @@ class DDP:
             for site in self._sites.values():
                 if site.averager is averager:
                     site.averager, site.visits = None, 0
-        if weight and (misfit or noticed.strays):
+        if weight and call and (misfit or noticed.strays):
             self._drop_averagers()
 
     def _new_site(self, key: tuple) -> _Site:

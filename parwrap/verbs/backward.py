@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from parwrap.patching import Patch
+from parwrap.patching import Patch, is_patched
 
 __all__ = ["Backward", "patches"]
 
@@ -24,26 +24,32 @@ class Backward(NamedTuple):
         grad_tensors: the gradient of each; ``None`` stands for 1.
         options: ``retain_graph``, ``create_graph`` and ``inputs``, as far as they were given.
         original: torch's own function.
+        averaged: whether what it leaves in gradients is to be averaged over the ranks now; else it is added to later.
+        weight: how much this rank counts in that average, where ``tensors`` were multiplied by it already; ``None`` leaves both to
+            the strategy.
     """
 
     tensors: tuple[torch.Tensor, ...]
     grad_tensors: tuple[torch.Tensor | None, ...]
     options: dict[str, Any]
     original: Callable[..., None]
+    averaged: bool = True
+    weight: float | None = None
 
     def run(self) -> None:
-        """Do what torch does."""
-        self.original(self.tensors, self.grad_tensors, **self.options)
+        """Do what torch does, or hand the call on to the next actor."""
+        handed_on = {"averaged": self.averaged, "weight": self.weight} if is_patched(self.original) else {}
+        self.original(self.tensors, self.grad_tensors, **self.options, **handed_on)
 
     @property
     def beginnings(self) -> tuple[torch.Tensor, ...]:
         """The tensors behind which the leaves that get a gradient are found."""
         return self.options.get("inputs") or self.tensors
 
-    def with_root(self, scalar: torch.Tensor, leaf: torch.Tensor) -> Backward:
-        """The same backward with one more tensor to start from, whose gradient goes to ``leaf``."""
-        options = {**self.options, "inputs": (*self.options["inputs"], leaf)} if "inputs" in self.options else self.options
-        return Backward((*self.tensors, scalar), (*self.grad_tensors, None), options, self.original)
+    def with_root(self, scalar: torch.Tensor, *leaves: torch.Tensor) -> Backward:
+        """The same backward with one more tensor to start from, whose gradient goes to ``leaves``."""
+        options = {**self.options, "inputs": (*self.options["inputs"], *leaves)} if "inputs" in self.options else self.options
+        return self._replace(tensors=(*self.tensors, scalar), grad_tensors=(*self.grad_tensors, None), options=options)
 
     def scaled(self, factor: float) -> Backward:
         """The same backward with what it leaves in gradients multiplied by ``factor``."""
@@ -66,8 +72,13 @@ def _bound(
     create_graph: bool = False,
     grad_variables: Any = None,
     inputs: Any = None,
+    averaged: bool = True,
+    weight: float | None = None,
 ) -> Backward:
-    """The call with torch's own signature taken apart; its deprecated ``grad_variables`` is an older ``grad_tensors``."""
+    """The call with torch's own signature taken apart; its deprecated ``grad_variables`` is an older ``grad_tensors``.
+
+    The last two are those of an actor that hands the call on.
+    """
     tensors = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
     grad_tensors = grad_variables if grad_tensors is None else grad_tensors
     if not isinstance(grad_tensors, (tuple, list)):
@@ -79,4 +90,4 @@ def _bound(
             if isinstance(inputs, (torch.Tensor, GradientEdge))
             else tuple(inputs.values() if isinstance(inputs, dict) else inputs)
         )
-    return Backward(tensors, tuple(grad_tensors), options, original)
+    return Backward(tensors, tuple(grad_tensors), options, original, averaged, weight)

@@ -46,6 +46,8 @@ OWNERS = (
     torch.Tensor,
     torch.amp.autocast_mode.autocast,
     torch.amp.GradScaler,
+    nn.utils,
+    nn.utils.clip_grad,
 )
 
 
@@ -133,6 +135,17 @@ def test_after_mixed_precision(level, fails):
 
     assert [] == changed(before)
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_accumulation(fails):
+    train()
+    before = everything()
+    with contextlib.suppress(KeyError):
+        assert not hooks_on(parwrap.distributed(parwrap.accumulate(3)(train))(fails=fails))
+
+    assert [] == changed(before)
 
 
 @pytest.mark.ranks(2)

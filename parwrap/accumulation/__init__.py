@@ -1,0 +1,1 @@
+"""Gradient accumulation: an optimizer step for several batches, in a loop that asks for one after each."""

@@ -1,0 +1,257 @@
+"""The actor that takes an optimizer step every few batches: what happens to backward, clipping, steps and passes over loaders.
+
+Inside a window a backward adds to this rank's gradients and sends nothing, and a step keeps what it would have used. The backward
+that closes the window is handed to the strategy with all of that. Where in a window the loop is, is counted in ``position.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from parwrap.accumulation.over_ranks import OverRanks
+from parwrap.accumulation.position import Position
+from parwrap.accumulation.sums import Asked, Sums, with_sums
+from parwrap.accumulation.window import Applied, clips_of, mean_of
+from parwrap.data.passes import Pass
+from parwrap.errors import UsageError
+from parwrap.group import is_alone
+from parwrap.sites import call_site, location
+from parwrap.verbs.backward import Backward
+from parwrap.verbs.clipping import Clip
+
+__all__ = ["Accumulation"]
+
+
+@dataclass
+class _Reading:
+    """A pass over a loader, and whether a backward of the open window has run while it was open."""
+
+    batches: weakref.ref[Pass] | None = None
+    trains: bool = False
+
+
+class Accumulation:
+    """Accumulates over windows of ``steps`` batches.
+
+    Args:
+        steps: batches in a full window.
+        over_ranks: gives what averages windows over the ranks; ``None`` for a single one.
+    """
+
+    def __init__(self, steps: int, over_ranks: Callable[[], OverRanks | None]) -> None:
+        self.position = Position(steps)
+        self._over_ranks = over_ranks
+        self._asked: dict[tuple[int, int], Asked] = {}
+        self._asks: dict[int, int] = {}
+        self._clips: list[Clip] = []
+        self._readings: list[_Reading] = []
+        self._busy = self._ended = self._has_stepped = self._due = self._warned = False
+        self._failure: BaseException | None = None
+        self._thread = threading.get_ident()
+
+    def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+        """A pass over ``loader``; what is only looked at has no backwards, and counts for nothing."""
+        batches = original(loader)
+        if is_alone() or get_worker_info() is not None or not torch.is_grad_enabled():
+            return batches
+        reading = _Reading()
+
+        def closed(exhausted: bool) -> None:
+            self._readings = [each for each in self._readings if each is not reading]
+            if reading.trains:
+                self._close()
+
+        ahead = batches if isinstance(batches, Pass) else Pass(batches, lambda exhausted: None)
+        watched = Pass(ahead, closed, self._drew)
+        reading.batches = weakref.ref(watched)
+        self._readings.append(reading)
+        return watched
+
+    def backward(self, call: Backward) -> None:
+        """Run ``call`` at its part of the window; if that is the last, have it averaged together with what came before."""
+        if self._busy or is_alone():
+            call.run()
+            return
+        self._catch_up()
+        site, position = call_site(), self.position
+        if position.over(site):
+            self._next_batch()
+        with self._at_work():
+            if not position.backwards:
+                over_ranks = self._over_ranks()
+                closing = position.full or any(reading.batches().last() for reading in self._open_readings())
+                position.begin(closing, over_ranks.weight if over_ranks else 1.0)
+                for reading in self._open_readings():
+                    reading.trains = True
+            if position.factor != 1.0:
+                call = call.scaled(position.factor)
+            if position.closing:
+                due = [asked for asked in self._asked.values() if asked.at == position.backwards]
+                call = with_sums(call, due, position.correction)._replace(weight=position.rank_weight)
+            else:
+                call = call._replace(averaged=False)
+            call.run()
+        position.ran_backward(site)
+
+    def clip(self, clip: Clip) -> Any:
+        """Clip only what a step is taken with."""
+        if self._busy or is_alone():
+            return clip.run()
+        self._catch_up()
+        if not self.position.closing:
+            self._clips.append(clip)
+            return clip.norm()
+        clipped = {id(p) for p in clip.parameters}
+        late = [asked for asked in self._asked.values() if asked.at < self.position.backwards]
+        self._complete([asked for asked in late if any(id(p) in clipped for p in asked.parameters)])
+        return clip.run()
+
+    def skips(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step is one of those inside a window."""
+        if self._busy or is_alone():
+            return False
+        self._catch_up()
+        position = self.position
+        if not (position.is_open or self._has_stepped):
+            self._refuse_own_gradients(optimizer)
+        position.step()
+        self._has_stepped = True
+        key = id(optimizer), self._asks.get(id(optimizer), 0)
+        self._asks[id(optimizer)] = key[1] + 1
+        if position.closing:
+            if key in self._asked:
+                self._complete([self._asked.pop(key)])
+            return False
+        asked = self._asked.setdefault(key, Asked(optimizer))
+        asked.sums.add(asked.parameters)
+        asked.at, asked.clips = position.backwards - 1, list(self._clips)
+        return True
+
+    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure runs backwards inside of a step, which is one of the steps that are skipped."""
+        if self._busy or is_alone():
+            return closure
+        raise UsageError(
+            f"optimizer.step(closure) at {location()} cannot be accumulated: the closure computes the gradients inside of the step. Call "
+            "backward() and then step() without a closure, or train this part without parwrap.accumulate."
+        )
+
+    def finish(self) -> None:
+        """The function has returned: apply the window that is open."""
+        self._catch_up()
+        if self.position.is_open:
+            if not self._has_stepped:
+                self._refuse_no_step(self.position.batches + 1)
+            self._end_window()
+
+    def end(self) -> None:
+        """Passes that outlive the function do nothing any more."""
+        self._ended = True
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """What is called inside is none of the user's calls."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _open_readings(self) -> list[Any]:
+        return [reading for reading in self._readings if reading.batches() is not None]  # type: ignore[misc]
+
+    def _drew(self) -> None:
+        self._catch_up()
+        if self.position.backwards:
+            self._next_batch()
+        self.position.drew()
+
+    def _close(self) -> None:
+        """A pass that trains is over, maybe because its iterator is deleted, where an error could not be raised."""
+        if self._ended:
+            return
+        if self._busy or threading.get_ident() != self._thread:
+            self._due = True
+            return
+        try:
+            self._end_window()
+        except BaseException as error:
+            self._failure = error
+
+    def _catch_up(self) -> None:
+        """Do what could not be done when a pass was deleted."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        if self._due:
+            self._due = False
+            self._end_window()
+
+    def _next_batch(self) -> None:
+        if self.position.closing:
+            self._end_window()
+            return
+        self.position.end()
+        self._asks, self._clips = {}, []
+
+    def _end_window(self) -> None:
+        """Apply what of the window no step has used, and begin another."""
+        position, asked = self.position, list(self._asked.values())
+        if position.closing and not position.stepped:
+            self._refuse_no_step(position.batches + 1)
+        given = [each for each in asked if each.given]
+        self._asked, self._asks, self._clips = {}, {}, []
+        left = [each for each in asked if not each.given and each.sums]
+        weight = position.open_weight
+        position.begin_window()
+        for reading in self._readings:
+            reading.trains = False
+        if given and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "parwrap: in the last batch of a window of parwrap.accumulate, a step that the batches before it had asked for was left "
+                "out, so their gradients are not used either. This is said once.",
+                stacklevel=2,
+            )
+        if left:
+            with self._at_work():
+                self._together(left, weight, gives=True).run()
+
+    def _complete(self, several: list[Asked]) -> None:
+        """A step is about to be taken, and the backward that was to bring these sums has not come: the loop takes another way."""
+        left = [asked for asked in several if asked.sums]
+        if left:
+            with self._at_work():
+                self._together(left, self.position.open_weight, gives=False).add()
+            for asked in left:
+                asked.sums, asked.given = Sums(), True
+
+    def _together(self, several: list[Asked], weight: float, gives: bool) -> Applied:
+        over_ranks = self._over_ranks()
+        if over_ranks is not None:
+            return over_ranks.applied(several, weight, gives)
+        return Applied(mean_of(several, weight), clips_of(several), [asked.optimizer for asked in several])
+
+    def _refuse_own_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() at {location()} uses gradients that no backward() has left, and parwrap.accumulate "
+                "adds up what backward() leaves. Call loss.backward(), or train this part without it."
+            )
+
+    def _refuse_no_step(self, batches: int) -> None:
+        self._ended = True
+        raise UsageError(
+            f"parwrap.accumulate({self.position.steps}) is for a loop that calls optimizer.step() after each backward, and none was called "
+            f"in {batches} {'batch' if batches == 1 else 'batches'}: the loop updates its weights by hand, or accumulates by hand over "
+            "more batches than that. Take parwrap.accumulate off, or let the loop step in every batch."
+        )

@@ -1,0 +1,148 @@
+"""Open windows of several ranks: averaged with each other, or with the backward that closes the window of the others.
+
+A rank that leaves its loop first has an open window, and others may still fill theirs. While it waits for them it gives its sums to
+the backwards that close those, and takes the same steps. What is left when all ranks wait is averaged among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from parwrap.accumulation.sums import Asked, merged
+from parwrap.accumulation.window import Applied, clips_of
+from parwrap.collectives import all_reduced
+from parwrap.group import Group
+from parwrap.loop import Loop
+from parwrap.strategies.ddp import DDP
+from parwrap.strategies.share import Share
+from parwrap.verbs.clipping import CLIPS, Clip
+
+__all__ = ["OverRanks"]
+
+WINDOW = "an open window of batches"
+
+Number = tuple[int, int]
+
+
+class _Told(NamedTuple):
+    """What a rank tells of its open window; parameters and optimizers by the loop's numbers, which are the same on all ranks.
+
+    Attributes:
+        kinds: of the sums: shape, dtype and whether it is sparse.
+        optimizers: that were asked to step, in order.
+        clips: the function of each clip, its parameters and its other arguments.
+    """
+
+    kinds: dict[Number, tuple[tuple[int, ...], torch.dtype, bool]]
+    optimizers: list[int]
+    clips: list[tuple[str, list[Number], tuple, dict[str, Any]]]
+
+
+class OverRanks:
+    """Applies windows together with the other ranks.
+
+    Args:
+        group: the ranks.
+        loop: numbers parameters and optimizers.
+        strategy: averages in backwards.
+    """
+
+    def __init__(self, group: Group, loop: Loop, strategy: DDP) -> None:
+        self._group, self._loop, self._strategy = group, loop, strategy
+        self._answered = 0
+        group.meetings.answer(WINDOW, lambda detail, present: self._answer(present))
+
+    @property
+    def weight(self) -> float:
+        """How much this rank's part of the running batch counts in an average."""
+        return self._loop.weight
+
+    def applied(self, several: list[Asked], weight: float, gives: bool) -> Applied:
+        """Meet the others, and have what all ranks that came apply.
+
+        Args:
+            several: what steps were skipped; those that go into a backward of others are taken off the list.
+            weight: how much of a window they are.
+            gives: whether they may go into backwards of others.
+        """
+        self._answered = 0
+        if gives:
+            self._strategy.share = partial(self._share, several, weight)
+        try:
+            present = self._group.meet(WINDOW)
+        finally:
+            self._strategy.share = Share
+        told = self._told(several)
+        views = list(self._group.share(WINDOW, told, present).values())
+        gradients = self._mean(views, {id(p): total for p, total in merged(several).values()}, weight if several else 0.0)
+        parameters, optimizers = self._loop.owned(), dict(self._loop.numbered_optimizers())
+        clips = [
+            Clip(name, [parameters[number] for number in numbers if number in parameters], args, kwargs, CLIPS[name])
+            for name, numbers, args, kwargs in next((view.clips for view in views if view.clips), [])
+        ]
+        steps = dict.fromkeys(number for view in views for number in view.optimizers)
+        return Applied(
+            [(parameters[number], gradient) for number, gradient in gradients.items() if number in parameters],
+            clips,
+            [optimizers[number] for number in steps if number in optimizers],
+        )
+
+    def _answer(self, present: list[int]) -> None:
+        """Others apply their windows, and this rank has come for something else: it has missed what they do."""
+        views = list(self._group.share(WINDOW, None, present).values())
+        if self._mean(views, {}, 0.0):
+            self._group.meetings.miss()
+
+    def _told(self, several: Sequence[Asked]) -> _Told:
+        number_of = {id(p): number for number, p in self._loop.owned().items()}
+        optimizer_number = {id(optimizer): number for number, optimizer in self._loop.numbered_optimizers()}
+        kinds = {number_of[key]: (tuple(total.shape), total.dtype, total.is_sparse) for key, (_, total) in merged(several).items()}
+        clips = [
+            (clip.name, [number_of[id(p)] for p in clip.parameters if id(p) in number_of], clip.args, clip.kwargs)
+            for clip in clips_of(several)
+        ]
+        return _Told(kinds, [optimizer_number[id(asked.optimizer)] for asked in several], clips)
+
+    def _mean(self, views: Sequence[_Told], mine: dict[int, torch.Tensor], weight: float) -> dict[Number, torch.Tensor]:
+        """The means of all sums that a rank has told of."""
+        kinds = {number: kind for view in views for number, kind in view.kinds.items()}
+        if not kinds:
+            return {}
+        parameters: dict[Number, Any] = self._loop.once_owned()
+        sums = [
+            mine[id(parameters.get(number))].to_dense()
+            if id(parameters.get(number)) in mine
+            else torch.zeros(shape, dtype=dtype, device=self._group.device)
+            for number, (shape, dtype, _) in sorted(kinds.items())
+        ]
+        *totals, weights = all_reduced([*sums, torch.tensor(weight, dtype=torch.float64)], self._group)
+        means: dict[Number, torch.Tensor] = {}
+        for (number, (_, _, sparse)), total, own in zip(sorted(kinds.items()), totals, sums, strict=True):
+            mean = (total / weights.item()).to(own)
+            means[number] = mean.to_sparse(1) if sparse else mean
+        return means
+
+    def _share(self, several: list[Asked], weight: float) -> Share:
+        """What this rank gives to the next backward that closes the window of others: it goes as its own loop would."""
+        due = [asked for asked in several if asked.at == self._answered]
+        self._answered += 1
+        gradients = {key: total for key, (_, total) in merged(due).items()}
+        clips = clips_of(due)
+
+        def averaged() -> bool:
+            in_step = bool(several)
+            if due:
+                means = [(p, p.grad) for p in self._loop.once_owned().values() if id(p) in gradients and p.grad is not None]
+                Applied(means, clips, [asked.optimizer for asked in due]).run()
+            several[:] = [asked for asked in several if asked not in due]
+            return in_step
+
+        if not due:
+            return Share(averaged=averaged)
+        for p in self._loop.once_owned().values():
+            p.grad = gradients.get(id(p))  # others may ask for what no set has
+        return Share(weight, gradients, averaged)

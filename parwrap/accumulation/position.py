@@ -1,0 +1,119 @@
+"""Where in a window of batches the loop is, and how much each batch counts in it.
+
+A batch is over when another is drawn from a loader after a backward, or when a place calls backward again whose backward a step has
+followed. Nothing is run or sent here.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Position"]
+
+
+class Position:
+    """The place of the running batch in a window of at most ``steps``.
+
+    Attributes:
+        steps: the batches of a full window.
+        batches: those of this window that are over.
+        backwards: how many have run in the running batch.
+        closing: whether it is the last of its window; known at its first backward.
+        stepped: whether a step was asked for in this window.
+
+    >>> position = Position(steps=2)
+    >>> position.begin(closing=False); position.factor
+    0.5
+    >>> position.end(); position.full
+    True
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._told: float | None = None
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        """Another window, of which there is no batch yet."""
+        self.batches, self.stepped = 0, False
+        self._size, self._weight = 0.0, 0.0
+        self._reference: float | None = None
+        self.begin_batch()
+
+    def begin_batch(self) -> None:
+        """Another batch, in which there was no backward yet."""
+        self.backwards, self.closing = 0, False
+        self._relative, self._own_weight = 1.0, 1.0
+        self._sites: set[tuple] = set()
+        self._followed: set[tuple] = set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward has run in this window."""
+        return bool(self.batches or self.backwards)
+
+    @property
+    def full(self) -> bool:
+        """Whether the running batch is the last that fits into the window."""
+        return self.batches + 1 >= self.steps
+
+    def count(self, total: float) -> None:
+        """The next batch holds ``total`` tokens or samples on all ranks together, and counts by them."""
+        if self._told is None:
+            self._told = total
+
+    def drew(self) -> None:
+        """What was counted before was of another batch."""
+        self._told = None
+
+    def begin(self, closing: bool, weight: float = 1.0) -> None:
+        """The first backward of the batch is about to run.
+
+        Args:
+            closing: whether the batch is the last of its window.
+            weight: how much this rank's part of it counts in an average over ranks.
+        """
+        if self._told:
+            self._reference = self._reference or self._told
+            self._relative = self._told / self._reference
+        self._told = None
+        self._own_weight, self.closing = weight, closing
+        self._size += self._relative
+        self._weight += self._relative * weight
+
+    def ran_backward(self, site: tuple) -> None:
+        self.backwards += 1
+        self._sites.add(site)
+
+    def step(self) -> None:
+        """An optimizer was asked to step."""
+        self.stepped = True
+        self._told = None
+        self._followed |= self._sites
+
+    def over(self, site: tuple) -> bool:
+        """Whether a backward that is called at ``site`` belongs to another batch than the last did."""
+        return site in self._followed
+
+    def end(self) -> None:
+        """The running batch is over, and the window goes on."""
+        self.batches += 1
+        self.begin_batch()
+
+    @property
+    def factor(self) -> float:
+        """By which the loss of the running batch is to be multiplied."""
+        return self._relative * self._own_weight / (self._size if self.closing else self.steps)
+
+    @property
+    def correction(self) -> float:
+        """By which gradients of earlier batches are to be multiplied when the window closes: it may be smaller than a full one."""
+        return self.steps / self._size
+
+    @property
+    def rank_weight(self) -> float:
+        """How much this rank counts in the average over ranks when the window closes."""
+        return self._weight / self._size
+
+    @property
+    def open_weight(self) -> float:
+        """How much of a full window there is on this rank."""
+        return self._weight / self.steps

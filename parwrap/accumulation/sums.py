@@ -1,0 +1,118 @@
+"""The gradients that skipped steps would have used, kept for the step that is taken, and how they come back into a backward.
+
+Gradients count when ``step()`` is called on them: whatever a loop zeroes or drops before that, the plain loop would have too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from parwrap.verbs.backward import Backward
+from parwrap.verbs.clipping import Clip
+
+__all__ = ["Asked", "Sums", "merged", "with_sums"]
+
+
+class Sums:
+    """Sums of gradients, by parameter."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __iter__(self) -> Any:
+        return iter(self._known.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    @torch.no_grad()
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Add the gradients of ``parameters``, which stay as they are."""
+        sums, grads = [], []
+        for p in parameters:
+            if p.grad is None:
+                continue
+            known = self._known.get(id(p))
+            if known is None:
+                self._known[id(p)] = p, p.grad.detach().clone()
+            elif p.grad.is_sparse or known[1].is_sparse:
+                self._known[id(p)] = p, known[1] + p.grad
+            else:
+                sums.append(known[1])
+                grads.append(p.grad)
+        if sums:
+            torch._foreach_add_(sums, grads)
+
+
+@dataclass
+class Asked:
+    """One step that an optimizer was asked for in the batches of a window, and did not take.
+
+    Attributes:
+        optimizer: the optimizer.
+        at: how many backwards had run before the last one that it came after, in its batch.
+        sums: the gradients that it would have used.
+        clips: what was clipped before it.
+        given: whether the sums have gone into a backward.
+    """
+
+    optimizer: torch.optim.Optimizer
+    at: int = -1
+    sums: Sums = field(default_factory=Sums)
+    clips: list[Clip] = field(default_factory=list)
+    given: bool = False
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def merged(several: Iterable[Asked]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters and sums of several, by the id of the parameter; one that two optimizers share counts once, as in ``.grad``."""
+    return {id(p): (p, total) for asked in reversed(list(several)) for p, total in asked.sums}
+
+
+class _Known(torch.autograd.Function):
+    """Leads to parameters whose gradients are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        ctx._saved_sparse = gradients[0].is_sparse  # as the node of a sparse embedding says it
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, []
+        if not (grads[0].device.type == "cpu" and grads[0].item() == 1):  # a loss scale; a GPU must not be waited for
+            gradients = [each * grads[0].to(each) for each in gradients]
+        return (None, *gradients)
+
+
+def with_sums(call: Backward, several: Sequence[Asked], correction: float) -> Backward:
+    """The backward ``call``, to whose gradients the sums of ``several`` are added while it runs, as if its loss had led to them.
+
+    So the strategy averages them together, whatever is in ``.grad``, and knows of every parameter that they are of.
+
+    Args:
+        call: the last backward before the step is taken.
+        several: what steps were skipped.
+        correction: by which the sums are multiplied.
+    """
+    found = [(p, total) for p, total in merged(several).values() if p.requires_grad]
+    for asked in several:
+        asked.sums, asked.given = Sums(), True
+    for sparse in (False, True):
+        alike = [(p, total) for p, total in found if total.is_sparse == sparse]
+        if alike:
+            parameters, gradients = (list(each) for each in zip(*alike, strict=True))
+            if correction != 1.0:
+                gradients = [each * correction for each in gradients]
+            with torch.enable_grad():
+                root = _Known.apply(gradients, *parameters)
+            call = call.with_root(root, *parameters)
+    return call

@@ -1,0 +1,59 @@
+"""An open window that is applied without a backward: set the mean gradients, clip them as the loop does, and step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parwrap.accumulation.sums import Asked, merged
+from parwrap.verbs.clipping import Clip
+
+__all__ = ["Applied", "clips_of", "mean_of"]
+
+
+@dataclass
+class Applied:
+    """What is applied.
+
+    Attributes:
+        gradients: parameters and their mean gradients.
+        clips: what is done to these before the steps.
+        optimizers: which step, in order.
+    """
+
+    gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    clips: Sequence[Clip]
+    optimizers: Sequence[torch.optim.Optimizer]
+
+    def run(self) -> None:
+        """Step with these gradients and no others; what was in ``.grad`` is there again afterwards."""
+        before = [(p, p.grad) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        before += [(p, p.grad) for p, _ in self.gradients]
+        for p, _ in before:
+            p.grad = None
+        for p, gradient in self.gradients:
+            p.grad = gradient
+        set_here = {id(p) for p, _ in self.gradients}
+        for clip in self.clips:
+            clip.replayed([p for p in clip.parameters if id(p) in set_here])
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for p, grad in before:
+            p.grad = grad
+
+    def add(self) -> None:
+        """Add the gradients to those that are there."""
+        for p, gradient in self.gradients:
+            p.grad = gradient if p.grad is None else p.grad + gradient
+
+
+def mean_of(several: Iterable[Asked], weight: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The sums of ``several`` over how much of a window they are."""
+    return [(p, total / weight) for p, total in merged(several).values()]
+
+
+def clips_of(several: Iterable[Asked]) -> list[Clip]:
+    """What was clipped before these steps, each once."""
+    return list({id(clip): clip for asked in several for clip in asked.clips}.values())

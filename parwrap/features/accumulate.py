@@ -1,0 +1,96 @@
+"""``@accumulate``: a loop that steps after each batch takes an optimizer step every few batches.
+
+Checks the options and opens the actor; what it does is in ``accumulation/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from parwrap.accumulation.accumulation import Accumulation
+from parwrap.accumulation.over_ranks import OverRanks
+from parwrap.errors import UsageError
+from parwrap.features import distributed
+from parwrap.features.acting import ActingDecorator
+from parwrap.verbs import acting
+
+__all__ = ["accumulate", "count_batch"]
+
+_open: list[Accumulation] = []
+
+
+class accumulate(ActingDecorator):
+    """Take an optimizer step every ``steps`` batches, as if each batch were that much larger.
+
+    As ``@accumulate(steps=4)``, ``@accumulate(4)`` or ``with accumulate(steps=4):``; with or without ``distributed``. Inside a window of
+    ``steps`` batches ``backward`` sends nothing to other ranks, and ``step`` and clipping do nothing; its last batch leaves the mean
+    gradient of the window in ``.grad``. The last window of an epoch may be smaller.
+
+    Args:
+        steps: batches in a window, from 1.
+
+    Raises:
+        UsageError: ``steps`` is no such number; inside: a step with a closure, or a loop that calls no ``step``.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.zeros(1))
+    >>> @accumulate(steps=2)
+    ... def train(batches):
+    ...     optimizer = torch.optim.SGD([weight], lr=1.0)
+    ...     for batch in batches:
+    ...         optimizer.zero_grad()
+    ...         (batch * weight).sum().backward()
+    ...         optimizer.step()
+    >>> train([1.0, 3.0]); weight.item()
+    -2.0
+    """
+
+    layer = 30
+
+    def __new__(cls, steps: Any = None, /, **options: Any) -> Any:
+        if steps is None or (callable(steps) and not options):
+            return super().__new__(cls, steps, **options)
+        return super().__new__(cls)
+
+    def __init__(self, steps: Any = None) -> None:
+        super().__init__()
+        if steps == "auto":
+            raise UsageError(
+                "accumulate('auto') is not built yet. A loop that accumulates by hand works without it; each of its backwards is averaged "
+                "over the ranks."
+            )
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise UsageError(f"accumulate(steps={steps!r}): steps is the number of batches of one optimizer step, a whole number from 1.")
+        self._steps = steps
+
+    def actor(self) -> Accumulation:
+        known = distributed.parts()
+        over_ranks = OverRanks(known.group, known.loop, known.strategy) if known else None
+
+        def over_ranks_now() -> OverRanks | None:
+            now = distributed.parts()
+            if now is not None and now is not known:
+                raise UsageError("parwrap.accumulate was opened before parwrap.distributed: open it inside, or decorate the same function.")
+            return over_ranks if now else None
+
+        return Accumulation(self._steps, over_ranks_now)
+
+    @contextmanager
+    def scope(self, function: Callable | None) -> Iterator[None]:
+        actor = self.actor()
+        _open.append(actor)
+        try:
+            with acting([actor], getattr(function, "__module__", None)):
+                yield
+                actor.finish()
+        finally:
+            actor.end()
+            _open.remove(actor)
+
+
+def count_batch(total: float) -> None:
+    """The next batch holds ``total`` tokens or samples on all ranks together, and counts by them in the window that is open."""
+    if _open:
+        _open[-1].position.count(total)

@@ -1,0 +1,25 @@
+"""What a rank gives to a backward that it does not call itself, while it waits for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Share"]
+
+
+class Share(NamedTuple):
+    """A rank's share of a backward of the others: nothing, unless it was told otherwise.
+
+    Attributes:
+        weight: how much it counts.
+        gradients: what it gives, by the id of the parameter, multiplied by ``weight``.
+        averaged: called when the average is in ``.grad``; returns whether this rank goes on in step with the others.
+    """
+
+    weight: float = 0.0
+    gradients: Mapping[int, torch.Tensor] = MappingProxyType({})
+    averaged: Callable[[], bool] = lambda: False
