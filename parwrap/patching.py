@@ -46,7 +46,11 @@ class _Wrapped(wrapt.FunctionWrapper):
 
 
 def is_patched(function: Any) -> bool:
-    """Whether a call of ``function`` goes to a wrapper that is installed here."""
+    """Whether a call of ``function`` goes to a wrapper that is installed here.
+
+    >>> is_patched(print)
+    False
+    """
     return isinstance(function, _Wrapped)
 
 
@@ -89,13 +93,3 @@ def aliases(patches: Iterable[Patch | AbstractContextManager], module: Any) -> l
             original = getattr(patch.owner, patch.name)
             found += [Patch(module, name, patch.wrapper) for name, value in vars(module).items() if value is original]
     return found
-
-
-def is_patched(owner: Any, name: str) -> bool:
-    """Whether a patch of ``owner.name`` is installed now.
-
-    >>> import math
-    >>> is_patched(math, "sqrt")
-    False
-    """
-    return isinstance(getattr(owner, name), _Wrapped)

@@ -274,6 +274,9 @@ def test_options_of_other_decorators_are_checked_by_them(value, text):
 
 def test_show_mixed_precision():
     assert "inside     parwrap.distributed(seed=1) amp(dtype='bf16')" in describe(plan("--seed", "1", "--amp", "bf16", "train.py"))
+
+
+@pytest.mark.parametrize(
     ("steps", "text"),
     [
         ("0", "accumulate(steps=0): steps is the number of batches of one optimizer step, a whole number from 1."),

@@ -22,7 +22,7 @@ def warn_of_small_batches(batch_size: int | None) -> None:
 
     Objects are only searched for one if the batches are that small.
     """
-    if batch_size is None or batch_size > FEW or is_patched(functional, "batch_norm"):
+    if batch_size is None or batch_size > FEW or is_patched(functional.batch_norm):
         return
     shared = nn.SyncBatchNorm
     if any(issubclass(type(thing), _BatchNorm) and type(thing) is not shared and thing.training for thing in gc.get_objects()):
