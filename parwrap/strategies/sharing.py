@@ -58,7 +58,7 @@ class Sharing:
         if tensor is None:
             return self._nameless
         if self.lane and self.lane.part != self._part:
-            self._layers, self._part = {}, self.lane.part
+            self._layers, self._search, self._part = {}, True, self.lane.part
         known = self._layers.get(id(tensor))
         if known is None or known[0]() is not tensor:
             if self._search:

@@ -24,8 +24,8 @@ def warn_of_small_batches(batch_size: int | None) -> None:
     """
     if batch_size is None or batch_size > FEW or is_patched(functional.batch_norm):
         return
-    shared = nn.SyncBatchNorm
-    if any(issubclass(type(thing), _BatchNorm) and type(thing) is not shared and thing.training for thing in gc.get_objects()):
+    layers = (thing for thing in gc.get_objects() if issubclass(type(thing), _BatchNorm) and type(thing) is not nn.SyncBatchNorm)
+    if any(getattr(layer, "training", False) for layer in layers):
         warnings.warn(
             f"parwrap: BatchNorm layers train on batches of {batch_size} on each rank, whose statistics are mostly noise. With "
             "@parwrap.sync_bn (--sync-bn on the command line) they use those of all ranks together.",
