@@ -7,7 +7,6 @@ How gradients come to be true-scale is in ``unscaling.py``, the scale in ``state
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -169,14 +168,22 @@ class _Found:
 
     def __init__(self, grads: Iterable[torch.Tensor | None]) -> None:
         self.counted = False
-        dense = [grad._values() if grad.is_sparse else grad for grad in grads if grad is not None]
-        # the largest element of all: infinite if one is, nan if one is
-        self._largest = torch.nn.utils.get_total_norm([grad for grad in dense if grad.numel()], math.inf)
+        self._flags: list[torch.Tensor] = []
+        alike: dict[Any, list[torch.Tensor]] = {}
+        for grad in grads:
+            if grad is not None and grad.requires_grad:  # with a graph of its own, for which even the kernel below is a change
+                self._flags.append(~grad.isfinite().all())
+            elif grad is not None:
+                alike.setdefault((grad.device, grad.dtype), []).append(grad._values() if grad.is_sparse else grad)
+        for (device, _), same in alike.items():
+            self._flags.append(torch.zeros((), device=device))
+            # GradScaler's own kernel, multiplying by 1
+            torch._amp_foreach_non_finite_check_and_unscale_(same, self._flags[-1], torch.ones((), device=device))
 
     @property
     def any(self) -> bool:
         """Whether one is infinite or not a number."""
-        return not math.isfinite(self._largest)
+        return any(flag.item() for flag in self._flags)
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:

@@ -42,7 +42,8 @@ class Unscaling:
     def of(self, call: Backward, scale: float) -> Iterator[None]:
         """While the block runs ``call``, whose loss was multiplied by ``scale``."""
         self.leaves.clear()
-        self._unscale = lambda grad: None if grad is None else grad * (1 / scale)
+        inverse = 1 / scale
+        self._unscale = lambda grad: None if grad is None else grad * inverse
         kept = [tensor for known in self._retaining if (tensor := known()) is not None]
         kept += [each for each in call.options.get("inputs", ()) if isinstance(each, torch.Tensor) and not each.is_leaf]
         before = [(tensor, _taken(tensor)) for tensor in {id(tensor): tensor for tensor in kept}.values()]
