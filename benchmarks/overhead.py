@@ -41,6 +41,8 @@ BLOCK = 0.3
 PAIRS_OF_A_TEAM = 10
 """Then there are new teams: by where its memory happens to lie, one process can be faster than its twin throughout."""
 
+HEADER = f"{'part':13}{'case':13}{'compared':33}{'measured':>12}{'reference':>12}{'value':>10}  {'95 % interval':20}limit"
+
 TEAMS = {"by hand": "by hand", "parwrap": "parwrap", "by hand again": "by hand"}
 
 
@@ -58,7 +60,7 @@ def _turns(case: str, pairs: int) -> dict[str, list[float]]:
     """The milliseconds of a step of each of ``TEAMS`` in each of its blocks."""
     with ExitStack() as opened:
         teams = {name: opened.enter_context(Team(way, case)) for name, way in TEAMS.items()}
-        block = max(1, round(BLOCK / min(_warm(team) for team in teams.values())))
+        block = max(1, round(BLOCK / min(warm(team) for team in teams.values())))
         taken = alternated({name: partial(team.train, block) for name, team in teams.items()}, pairs)
         if len({team.end().weights for team in teams.values()}) > 1:
             raise RuntimeError(f"{case}: the teams did not train the same weights, so their times cannot be compared")
@@ -70,7 +72,7 @@ def memory(cases: list[str], pairs: int) -> Iterator[Row]:
 
     def peak(way: str, case: str) -> float:
         with Team(way, case) as team:
-            _warm(team)
+            warm(team)
             return team.end().peak_memory
 
     for case in cases:
@@ -97,7 +99,7 @@ def launches(pairs: int) -> Iterator[Row]:
         yield from compared(f"{ranks} ranks", "s", taken, "torchrun", {"parwrap.run": limit, "parwrap.run --plain": limit})
 
 
-def _warm(team: Team) -> float:
+def warm(team: Team) -> float:
     """Train until nothing is new any more; returns the seconds of a step."""
     team.train(WARM_UP)
     return team.train(WARM_UP)
@@ -119,11 +121,11 @@ def _cases(names: str) -> list[str]:
     return cases
 
 
-def _line(part: str, row: Row) -> str:
+def line(part: str, row: Row) -> str:
     value, low, high = (f"{number:.3f}" if part != "import" else f"{number:.1f} ms" for number in (row.value, row.low, row.high))
     verdict = "" if row.limit is None else f"{row.limit:g}  {'met' if row.met else 'NOT MET'}"
     measured, reference = f"{row.measured:.2f} {row.unit}", f"{row.reference:.2f} {row.unit}"
-    return f"{part:8}{row.case:13}{row.compared:33}{measured:>12}{reference:>12}{value:>10}  {f'{low} to {high}':20}{verdict}"
+    return f"{part:13}{row.case:13}{row.compared:33}{measured:>12}{reference:>12}{value:>10}  {f'{low} to {high}':20}{verdict}"
 
 
 def main() -> None:
@@ -137,11 +139,11 @@ def main() -> None:
     }
     results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     start_fork_server()
-    print(f"{'part':8}{'case':13}{'compared':33}{'measured':>12}{'reference':>12}{'value':>10}  {'95 % interval':20}limit")
+    print(HEADER)
     for part in [arguments.only] if arguments.only else parts:
         rows = []
         for row in parts[part]():
-            print(_line(part, row), flush=True)
+            print(line(part, row), flush=True)
             rows.append(asdict(row))
         results[part] = {"torch": version("torch"), "python": platform.python_version(), "cores": os.cpu_count(), "rows": rows}
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")

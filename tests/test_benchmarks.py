@@ -38,6 +38,20 @@ def test_step_times_are_written_as_json(tmp_path):
     assert len(run.stdout.splitlines()) == 3
 
 
+def test_what_features_cost_is_written_as_json(tmp_path):
+    results = tmp_path / "features.json"
+    results.write_text('{"another": "of another run"}')
+    command = [sys.executable, ROOT / "benchmarks" / "features.py", "--only=accumulate", "--pairs=2", f"--json={results}"]
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+    written = json.loads(results.read_text())
+    saved, itself = written["accumulate"]["rows"]
+    assert (saved["case"], saved["compared"], saved["limit"]) == ("wide", "accumulate / sending each batch", 0.8)
+    assert (itself["compared"], itself["limit"]) == ("sending each batch again / sending each batch", None)
+    assert written["another"] == "of another run"
+
+
 @pytest.mark.parametrize(
     ("samples", "met"),
     [

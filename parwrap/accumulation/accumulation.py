@@ -22,6 +22,7 @@ from parwrap.accumulation.position import Position
 from parwrap.accumulation.sums import Asked, Sums, with_sums
 from parwrap.accumulation.window import Applied, clips_of, mean_of
 from parwrap.data.passes import Pass
+from parwrap.data.sharding import last_part
 from parwrap.errors import UsageError
 from parwrap.group import is_alone
 from parwrap.sites import call_site, location
@@ -37,6 +38,14 @@ class _Reading:
 
     batches: weakref.ref[Pass] | None = None
     trains: bool = False
+
+    @property
+    def last_part(self) -> float | None:
+        """How full the batch is that was drawn last, if it is the last of the pass."""
+        batches = self.batches() if self.batches else None
+        if batches is None or not batches.last():
+            return None
+        return last_part(getattr(batches, "_index_sampler", None))
 
 
 class Accumulation:
@@ -88,9 +97,9 @@ class Accumulation:
         with self._at_work():
             if not position.backwards:
                 over_ranks = self._over_ranks()
-                closing = position.full or any(reading.batches().last() for reading in self._open_readings())
-                position.begin(closing, over_ranks.weight if over_ranks else 1.0)
-                for reading in self._open_readings():
+                parts = [part for reading in self._readings if (part := reading.last_part) is not None]
+                position.begin(position.full or bool(parts), over_ranks.weight if over_ranks else 1.0, min(parts, default=1.0))
+                for reading in self._readings:
                     reading.trains = True
             if position.factor != 1.0:
                 call = call.scaled(position.factor)
@@ -165,9 +174,6 @@ class Accumulation:
             yield
         finally:
             self._busy = False
-
-    def _open_readings(self) -> list[Any]:
-        return [reading for reading in self._readings if reading.batches() is not None]  # type: ignore[misc]
 
     def _drew(self) -> None:
         self._catch_up()

@@ -85,7 +85,7 @@ def test_it_is_the_loop_with_larger_batches(size, to_none, clip):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("samples", [60, 66, 30])
+@pytest.mark.parametrize("samples", [60, 66, 30, 63, 49])
 def test_the_last_window_of_an_epoch_has_its_true_size(size, samples):
     expected, _ = by_itself(train, 24, samples=samples)
     actual, _ = accumulated(train, 6, samples=samples)
