@@ -62,6 +62,8 @@ class Accumulation:
         self._asked: dict[tuple[int, int], Asked] = {}
         self._asks: dict[int, int] = {}
         self._clips: list[Clip] = []
+        self._unsettled: list[tuple[tuple[int, int], Asked]] = []
+        self._drops: dict[tuple[int, int], bool] = {}
         self._readings: list[_Reading] = []
         self._busy = self._ended = self._has_stepped = self._due = self._warned = False
         self._failure: BaseException | None = None
@@ -91,6 +93,7 @@ class Accumulation:
             call.run()
             return
         self._catch_up()
+        self._settle()
         site, position = call_site(), self.position
         if position.over(site):
             self._next_batch()
@@ -129,6 +132,7 @@ class Accumulation:
         if self._busy or is_alone():
             return False
         self._catch_up()
+        self._settle()  # before another optimizer may keep the same gradients
         position = self.position
         if not (position.is_open or self._has_stepped):
             self._refuse_own_gradients(optimizer)
@@ -141,7 +145,8 @@ class Accumulation:
                 self._complete([self._asked.pop(key)])
             return False
         asked = self._asked.setdefault(key, Asked(optimizer))
-        asked.sums.add(asked.parameters)
+        asked.sums.add(asked.parameters, lent=self._drops.get(key, False))
+        self._unsettled.append((key, asked))
         asked.at, asked.clips = position.backwards - 1, list(self._clips)
         return True
 
@@ -202,6 +207,12 @@ class Accumulation:
             self._due = False
             self._end_window()
 
+    def _settle(self) -> None:
+        """Before gradients change: see which loops drop them after a step, so that they need not be copied."""
+        unsettled, self._unsettled = self._unsettled, []
+        for key, asked in unsettled:
+            self._drops[key] = asked.sums.settle()
+
     def _next_batch(self) -> None:
         if self.position.closing:
             self._end_window()
@@ -211,6 +222,7 @@ class Accumulation:
 
     def _end_window(self) -> None:
         """Apply what of the window no step has used, and begin another."""
+        self._settle()
         position, asked = self.position, list(self._asked.values())
         if position.closing and not position.stepped:
             self._refuse_no_step(position.batches + 1)
@@ -234,6 +246,7 @@ class Accumulation:
 
     def _complete(self, several: list[Asked]) -> None:
         """A step is about to be taken, and the backward that was to bring these sums has not come: the loop takes another way."""
+        self._settle()
         left = [asked for asked in several if asked.sums]
         if left:
             with self._at_work():
