@@ -27,6 +27,7 @@ from typing import Any
 __all__ = ["RANKS", "End", "Team", "start_fork_server"]
 
 RANKS = 2
+ACCUMULATED = 4
 BATCHES = 8
 """Different batches that a rank goes round and round through: a loader would add noise."""
 
@@ -106,13 +107,13 @@ def _run(train: Callable, case: str, rank: int, folder: str, words: Connection) 
     train(case, words)
 
 
-def _by_hand(case: str, words: Connection) -> None:
+def _by_hand(case: str, words: Connection, train: Callable | None = None) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=os.environ["PARWRAP_INIT_METHOD"], rank=rank, world_size=size)
-    _train_when_told(DistributedDataParallel(_model(case)), case, words)
+    _train_when_told(DistributedDataParallel(_model(case)), case, words, train or _train)
     dist.destroy_process_group()
 
 
@@ -122,7 +123,7 @@ def _with_parwrap(case: str, words: Connection, feature: Callable = lambda funct
     @parwrap.distributed
     @feature
     def train() -> None:
-        _train_when_told(_model(case), case, words)
+        _train_when_told(_model(case), case, words, _train)
 
     with contextlib.redirect_stderr(io.StringIO()):  # the line at the start of a run is no part of the table
         train()
@@ -134,7 +135,23 @@ def _with_sync_bn(case: str, words: Connection) -> None:
     _with_parwrap(case, words, parwrap.sync_bn)
 
 
-WAYS = {"by hand": _by_hand, "parwrap": _with_parwrap, "sync_bn": _with_sync_bn}
+def _with_accumulation(case: str, words: Connection) -> None:
+    import parwrap
+
+    _with_parwrap(case, words, parwrap.accumulate(ACCUMULATED))
+
+
+def _sending_each_batch(case: str, words: Connection) -> None:
+    _by_hand(case, words, _train_accumulating)
+
+
+WAYS = {
+    "by hand": _by_hand,
+    "parwrap": _with_parwrap,
+    "sync_bn": _with_sync_bn,
+    "accumulate": _with_accumulation,
+    "sending each batch": _sending_each_batch,
+}
 
 
 def _model(case: str) -> Any:
@@ -145,7 +162,7 @@ def _model(case: str) -> Any:
     return CASES[case].build()
 
 
-def _train_when_told(model: Any, case: str, words: Connection) -> None:
+def _train_when_told(model: Any, case: str, words: Connection, train: Callable) -> None:
     """Train a block for each number of steps that ``words`` has, until it is 0."""
     import torch
     import torch.distributed as dist
@@ -157,7 +174,7 @@ def _train_when_told(model: Any, case: str, words: Connection) -> None:
     while steps := words.recv():
         dist.barrier()
         begin = time.perf_counter()
-        _train(model, optimizer, torch.nn.functional.cross_entropy, itertools.islice(batches, steps))
+        train(model, optimizer, torch.nn.functional.cross_entropy, itertools.islice(batches, steps))
         words.send(time.perf_counter() - begin)
     words.send(End(_peak_memory(), _digest(model.parameters())))
 
@@ -168,6 +185,15 @@ def _train(model: Any, optimizer: Any, criterion: Callable, batches: Iterable) -
         loss = criterion(model(inputs), targets)
         loss.backward()
         optimizer.step()
+
+
+def _train_accumulating(model: Any, optimizer: Any, criterion: Callable, batches: Iterable) -> None:
+    for number, (inputs, targets) in enumerate(batches):
+        loss = criterion(model(inputs), targets) / ACCUMULATED
+        loss.backward()
+        if (number + 1) % ACCUMULATED == 0:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def _peak_memory() -> float:

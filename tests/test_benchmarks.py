@@ -49,14 +49,14 @@ def test_the_benchmark_for_gpus_says_so_where_there_is_none():
 def test_what_features_cost_is_written_as_json(tmp_path):
     results = tmp_path / "features.json"
     results.write_text('{"another": "of another run"}')
-    command = [sys.executable, ROOT / "benchmarks" / "features.py", "--only=sync_bn", "--pairs=2", f"--json={results}"]
+    command = [sys.executable, ROOT / "benchmarks" / "features.py", "--only=accumulate", "--pairs=2", f"--json={results}"]
     run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
 
     written = json.loads(results.read_text())
-    shared, itself = written["sync_bn"]["rows"]
-    assert (shared["case"], shared["compared"], shared["limit"]) == ("resnet", "sync_bn / by hand", 1.3)
-    assert (itself["compared"], itself["limit"]) == ("by hand again / by hand", None)
+    saved, itself = written["accumulate"]["rows"]
+    assert (saved["case"], saved["compared"], saved["limit"]) == ("wide", "accumulate / sending each batch", 0.8)
+    assert (itself["compared"], itself["limit"]) == ("sending each batch again / sending each batch", None)
     assert written["another"] == "of another run"
 
 

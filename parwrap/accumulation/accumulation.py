@@ -22,6 +22,7 @@ from parwrap.accumulation.position import Position
 from parwrap.accumulation.sums import Asked, Sums, with_sums
 from parwrap.accumulation.window import Applied, clips_of, mean_of
 from parwrap.data.passes import Pass
+from parwrap.data.sharding import last_part
 from parwrap.errors import UsageError
 from parwrap.group import is_alone
 from parwrap.sites import call_site, location
@@ -38,6 +39,14 @@ class _Reading:
     batches: weakref.ref[Pass] | None = None
     trains: bool = False
 
+    @property
+    def last_part(self) -> float | None:
+        """How full the batch is that was drawn last, if it is the last of the pass."""
+        batches = self.batches() if self.batches else None
+        if batches is None or not batches.last():
+            return None
+        return last_part(getattr(batches, "_index_sampler", None))
+
 
 class Accumulation:
     """Accumulates over windows of ``steps`` batches.
@@ -53,6 +62,8 @@ class Accumulation:
         self._asked: dict[tuple[int, int], Asked] = {}
         self._asks: dict[int, int] = {}
         self._clips: list[Clip] = []
+        self._unsettled: list[tuple[tuple[int, int], Asked]] = []
+        self._drops: dict[tuple[int, int], bool] = {}
         self._readings: list[_Reading] = []
         self._busy = self._ended = self._has_stepped = self._due = self._warned = False
         self._failure: BaseException | None = None
@@ -82,15 +93,16 @@ class Accumulation:
             call.run()
             return
         self._catch_up()
+        self._settle()
         site, position = call_site(), self.position
         if position.over(site):
             self._next_batch()
         with self._at_work():
             if not position.backwards:
                 over_ranks = self._over_ranks()
-                closing = position.full or any(reading.batches().last() for reading in self._open_readings())
-                position.begin(closing, over_ranks.weight if over_ranks else 1.0)
-                for reading in self._open_readings():
+                parts = [part for reading in self._readings if (part := reading.last_part) is not None]
+                position.begin(position.full or bool(parts), over_ranks.weight if over_ranks else 1.0, min(parts, default=1.0))
+                for reading in self._readings:
                     reading.trains = True
             if position.factor != 1.0:
                 call = call.scaled(position.factor)
@@ -120,6 +132,7 @@ class Accumulation:
         if self._busy or is_alone():
             return False
         self._catch_up()
+        self._settle()  # before another optimizer may keep the same gradients
         position = self.position
         if not (position.is_open or self._has_stepped):
             self._refuse_own_gradients(optimizer)
@@ -132,7 +145,8 @@ class Accumulation:
                 self._complete([self._asked.pop(key)])
             return False
         asked = self._asked.setdefault(key, Asked(optimizer))
-        asked.sums.add(asked.parameters)
+        asked.sums.add(asked.parameters, lent=self._drops.get(key, False))
+        self._unsettled.append((key, asked))
         asked.at, asked.clips = position.backwards - 1, list(self._clips)
         return True
 
@@ -166,9 +180,6 @@ class Accumulation:
         finally:
             self._busy = False
 
-    def _open_readings(self) -> list[Any]:
-        return [reading for reading in self._readings if reading.batches() is not None]  # type: ignore[misc]
-
     def _drew(self) -> None:
         self._catch_up()
         if self.position.backwards:
@@ -196,6 +207,12 @@ class Accumulation:
             self._due = False
             self._end_window()
 
+    def _settle(self) -> None:
+        """Before gradients change: see which loops drop them after a step, so that they need not be copied."""
+        unsettled, self._unsettled = self._unsettled, []
+        for key, asked in unsettled:
+            self._drops[key] = asked.sums.settle()
+
     def _next_batch(self) -> None:
         if self.position.closing:
             self._end_window()
@@ -205,6 +222,7 @@ class Accumulation:
 
     def _end_window(self) -> None:
         """Apply what of the window no step has used, and begin another."""
+        self._settle()
         position, asked = self.position, list(self._asked.values())
         if position.closing and not position.stepped:
             self._refuse_no_step(position.batches + 1)
@@ -228,6 +246,7 @@ class Accumulation:
 
     def _complete(self, several: list[Asked]) -> None:
         """A step is about to be taken, and the backward that was to bring these sums has not come: the loop takes another way."""
+        self._settle()
         left = [asked for asked in several if asked.sums]
         if left:
             with self._at_work():

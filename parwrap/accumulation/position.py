@@ -64,13 +64,15 @@ class Position:
         """What was counted before was of another batch."""
         self._told = None
 
-    def begin(self, closing: bool, weight: float = 1.0) -> None:
+    def begin(self, closing: bool, weight: float = 1.0, part: float = 1.0) -> None:
         """The first backward of the batch is about to run.
 
         Args:
             closing: whether the batch is the last of its window.
             weight: how much this rank's part of it counts in an average over ranks.
+            part: how many samples it has, in full batches, unless :meth:`count` has told better.
         """
+        self._relative = part
         if self._told:
             self._reference = self._reference or self._told
             self._relative = self._told / self._reference

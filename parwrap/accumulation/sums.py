@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from parwrap.errors import UsageError
 from parwrap.verbs.backward import Backward
 from parwrap.verbs.clipping import Clip
 
@@ -22,6 +23,7 @@ class Sums:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._lent: dict[int, int] = {}
 
     def __iter__(self) -> Any:
         return iter(self._known.values())
@@ -30,14 +32,22 @@ class Sums:
         return bool(self._known)
 
     @torch.no_grad()
-    def add(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Add the gradients of ``parameters``, which stay as they are."""
+    def add(self, parameters: Iterable[torch.Tensor], lent: bool = False) -> None:
+        """Add the gradients of ``parameters``, which stay as they are.
+
+        Args:
+            parameters: those without a gradient are passed over.
+            lent: whether the gradients are about to be dropped, so that the first of each need not be copied.
+        """
         sums, grads = [], []
         for p in parameters:
             if p.grad is None:
                 continue
             known = self._known.get(id(p))
-            if known is None:
+            if known is None and lent and not p.grad.is_sparse:
+                self._known[id(p)] = p, p.grad.detach()
+                self._lent[id(p)] = p.grad._version
+            elif known is None:
                 self._known[id(p)] = p, p.grad.detach().clone()
             elif p.grad.is_sparse or known[1].is_sparse:
                 self._known[id(p)] = p, known[1] + p.grad
@@ -46,6 +56,27 @@ class Sums:
                 grads.append(p.grad)
         if sums:
             torch._foreach_add_(sums, grads)
+
+    def settle(self) -> bool:
+        """Have a copy of what was lent and not dropped.
+
+        Returns:
+            Whether all gradients were dropped since they were added.
+
+        Raises:
+            UsageError: one was changed in place.
+        """
+        for key, version in self._lent.items():
+            p, total = self._known[key]
+            if total._version != version:
+                raise UsageError(
+                    "a gradient was changed in place after optimizer.step() was called on it, where batches before had dropped it by "
+                    "zero_grad() or p.grad = None, and parwrap.accumulate still needs it. Zero gradients in the same way throughout."
+                )
+            if p.grad is not None and p.grad.data_ptr() == total.data_ptr():
+                self._known[key] = p, total.clone()
+        self._lent.clear()
+        return all(p.grad is None for p, _ in self._known.values())
 
 
 @dataclass

@@ -166,7 +166,8 @@ class SameDraws:
     """
 
     def __init__(self, draws: Any, group: Group, agreed: dict[str, bool], name: str) -> None:
-        self._draws, self._group, self._agreed, self._name = draws, group, agreed, name
+        self._draws = self.within = draws
+        self._group, self._agreed, self._name = group, agreed, name
 
     def __iter__(self) -> Iterator:
         drawing = iter(self._draws)

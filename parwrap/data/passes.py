@@ -18,7 +18,8 @@ class SharedDraws:
     """What a sampler yields, each drawn on the shared streams, so that all ranks draw the same."""
 
     def __init__(self, indices: Any, streams: Streams) -> None:
-        self._indices, self._streams = indices, streams
+        self._indices = self.within = indices
+        self._streams = streams
 
     def __iter__(self) -> Iterator:
         with self._streams.shared():

@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["DealtBatches", "SplitBatches", "distributed_sampler", "is_plain", "share_length", "shuffles", "with_indices"]
+__all__ = ["DealtBatches", "SplitBatches", "distributed_sampler", "is_plain", "last_part", "share_length", "shuffles", "with_indices"]
 
 
 class DealtBatches:
@@ -59,7 +59,8 @@ class SplitBatches:
     """
 
     def __init__(self, batches: Iterable, rank: int, size: int) -> None:
-        self.batches, self.rank, self.size = batches, rank, size
+        self.batches = self.within = batches
+        self.rank, self.size = rank, size
         self.weights: deque[float] = deque()
 
     def __iter__(self) -> Iterator[list]:
@@ -97,6 +98,22 @@ def share_length(loader: DataLoader, whole: int, size: int) -> int:
     if loader.batch_sampler is None or not is_plain(loader):
         return math.ceil(whole / size)
     return len(BatchSampler(range(math.ceil(len(loader.dataset) / size)), loader.batch_size or 1, loader.drop_last))  # type: ignore[arg-type]
+
+
+def last_part(batches: Any) -> float:
+    """How full the last of a sampler's ``batches`` is: less than 1 where the samples do not fill it.
+
+    What stands around a sampler has it as ``within``.
+
+    >>> last_part(BatchSampler(range(10), 4, drop_last=False)), last_part(SplitBatches(BatchSampler(range(8), 4, drop_last=False), 0, 2))
+    (0.5, 1.0)
+    """
+    while hasattr(batches, "within"):
+        batches = batches.within
+    if type(batches) is not BatchSampler or batches.drop_last or not hasattr(batches.sampler, "__len__"):
+        return 1.0
+    left = len(batches.sampler) % batches.batch_size  # type: ignore[arg-type]
+    return left / batches.batch_size if left else 1.0
 
 
 def with_indices(loader: DataLoader, indices: Iterable, **others: Any) -> DataLoader:

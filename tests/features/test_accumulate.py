@@ -85,7 +85,7 @@ def test_it_is_the_loop_with_larger_batches(size, to_none, clip):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("samples", [60, 66, 30])
+@pytest.mark.parametrize("samples", [60, 66, 30, 63, 49])
 def test_the_last_window_of_an_epoch_has_its_true_size(size, samples):
     expected, _ = by_itself(train, 24, samples=samples)
     actual, _ = accumulated(train, 6, samples=samples)
@@ -442,6 +442,70 @@ def test_a_step_that_is_left_out_at_the_end_of_a_window_is_said():
         actual = train()
 
     assert (actual - stepped([[(0, 2), (0, 3)]])).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_loop_that_begins_to_zero_gradients_in_another_way(in_place):
+    @parwrap.accumulate(3)
+    def train():
+        w = weight()
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        for number in range(9):
+            loss_of(w, batch_of(0, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number < 6 or not in_place)
+        return w
+
+    if not in_place:
+        assert (train() - stepped([[(0, number) for number in range(begin, begin + 3)] for begin in (0, 3, 6)])).abs().max() < 1e-12
+        return
+    with pytest.raises(
+        UsageError, match=r"a gradient was changed in place after optimizer.step\(\) was called on it, where batches before"
+    ):
+        train()
+
+
+def test_gradients_that_are_kept_after_they_were_dropped():
+    @parwrap.accumulate(3)
+    def train():
+        w = weight()
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        for number in range(9):
+            if number != 4:
+                optimizer.zero_grad()
+            loss_of(w, batch_of(0, number)).backward()
+            optimizer.step()
+        return w
+
+    again = [(0, 3), (0, 3), (0, 4), (0, 5)]
+    w = stepped([[(0, 0), (0, 1), (0, 2)]])
+    gradient = sum(torch.autograd.grad(loss_of(w, batch_of(*each)), w)[0] for each in again) / 3
+    w = nn.Parameter(w.detach() - 0.5 * gradient)
+    last = sum(torch.autograd.grad(loss_of(w, batch_of(0, number)), w)[0] for number in (6, 7, 8)) / 3
+
+    assert (train() - (w - 0.5 * last)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sparse_gradients_and_two_steps_in_a_batch(size):
+    def train(numbers, ranks):
+        torch.manual_seed(0)
+        words, head = nn.Embedding(9, 4, sparse=True).double(), nn.Linear(4, 1).double()
+        optimizers = [torch.optim.SGD(words.parameters(), lr=0.5), torch.optim.SGD(head.parameters(), lr=0.1)]
+        for several in numbers:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            indices = [torch.tensor([(3 * number + rank) % 9, number % 4]) for number in several for rank in ranks]
+            sum(head(words(each)).tanh().mean() for each in indices).div(len(indices)).backward()
+            for optimizer in [*optimizers, optimizers[1]]:
+                optimizer.step()
+        return nn.ModuleList([words, head])
+
+    expected = by_itself(train, [range(begin, begin + 3) for begin in (0, 3, 6, 9)], range(size))
+    function = parwrap.distributed(accumulated_in(3, train))
+    actual = function([[number] for number in range(12)], [parwrap.rank()])
+
+    assert distance(actual, expected) < 1e-12
 
 
 @pytest.mark.parametrize("error", [True, False])
