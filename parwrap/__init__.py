@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from parwrap.features.amp import amp_state
     from parwrap.features.mean import mean_over_ranks
     from parwrap.group import is_rank_zero, local_rank, rank, world_size
+    from parwrap.mixins import AccumulateMixin, AmpMixin, DistributedMixin, SyncBNMixin
 
     accumulate: Decorating
     amp: Decorating
@@ -36,14 +37,19 @@ _HOMES = {
     "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
     "parwrap.features.sync_bn": ("sync_bn",),
     "parwrap.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
+    "parwrap.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin", "SyncBNMixin"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AccumulateMixin",
+    "AmpMixin",
+    "DistributedMixin",
     "LaunchError",
     "ParwrapError",
     "RankMismatchError",
     "RankZeroError",
+    "SyncBNMixin",
     "UsageError",
     "accumulate",
     "all_ranks",

@@ -47,6 +47,7 @@ class Meetings:
         timeout: how long to wait for another rank.
 
     Attributes:
+        immediate: whether all ranks see at once what one has written.
         phase: called to know how far this rank's script has come: ranks in different phases do not meet, but those who are ahead
             answer the others. A number that grows.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
@@ -55,6 +56,7 @@ class Meetings:
     def __init__(self, mailbox: Mailbox, timeout: timedelta) -> None:
         self._mailbox, self.timeout = mailbox, timeout
         self._rank, self._ranks = mailbox.world.rank, range(mailbox.world.size)
+        self.immediate = mailbox.immediate
         self._part, self._number = 0, 1
         self._fetching = False
         self._stale = False
@@ -139,11 +141,6 @@ class Meetings:
     def any_astray(self) -> bool:
         """Whether a rank does, in the backward that runs, once nothing is left to be sent; asked only if :attr:`immediate`."""
         return self._mailbox.any_astray(self._number)
-
-    @property
-    def immediate(self) -> bool:
-        """Whether all ranks see at once what one has written."""
-        return self._mailbox.immediate
 
     def through(self) -> None:
         """This rank is through with the meeting that it went ahead to."""

@@ -12,6 +12,7 @@ FLOORS = [
     {"verbs"},
     {"strategies", "data", "files", "voices", "precision", "accumulation"},
     {"features"},
+    {"mixins"},
     {"plan", "run", "script", "agent", "failures", "preloaded", "testing", "_rank_launcher", "_rank_process"},
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}

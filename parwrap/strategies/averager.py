@@ -11,8 +11,8 @@ been noticed during the backward is told as well.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -339,11 +339,8 @@ class Averager:
 
 def _in_new_thread(build: Callable[[], T]) -> T:
     """What ``build`` returns when it is called where nothing was done before."""
-    built: list[T] = []
-    thread = threading.Thread(target=lambda: built.append(build()))
-    thread.start()
-    thread.join()
-    return built[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(build).result()
 
 
 def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:

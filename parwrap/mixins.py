@@ -1,0 +1,111 @@
+"""The decorators for classes: a mixin beside the user's base class gives its training methods what the decorator would.
+
+Only this file knows about classes; what holds while a method runs is the decorators' own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from torch import nn
+
+from parwrap.decorator import ScopeDecorator, describe
+from parwrap.errors import UsageError
+from parwrap.features.accumulate import accumulate
+from parwrap.features.amp import amp
+from parwrap.features.distributed import distributed
+from parwrap.features.sync_bn import sync_bn
+
+__all__ = ["AccumulateMixin", "AmpMixin", "DistributedMixin", "SyncBNMixin"]
+
+METHODS = ("train", "fit")
+
+
+class _Mixin:
+    """What the mixins share: the methods ``train`` and ``fit``, and those named in ``parwrap_methods``, run in the scopes.
+
+    Options are class keywords or entries of the mapping ``parwrap_options``; a subclass has those of its bases, and its own.
+
+    Raises:
+        UsageError: ``parwrap_options`` has one that no mixin takes, or ``parwrap_methods`` names what is no method.
+    """
+
+    _feature: ClassVar[Any]
+    _keywords: ClassVar[dict[str, Any]] = {}
+    parwrap_options: ClassVar[dict[str, Any]] = {}
+    parwrap_methods: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, feature: type[ScopeDecorator] | None = None, **keywords: Any) -> None:
+        if feature is not None:
+            cls._feature = feature
+            return
+        features = list(_features(cls))
+        known = {name for feature in features for name in feature.option_names()}
+        ours = {name: value for name, value in keywords.items() if name in known}
+        super().__init_subclass__(**{name: value for name, value in keywords.items() if name not in known})
+        cls._keywords = {**cls._keywords, **ours}
+        options = {**cls.parwrap_options, **cls._keywords}
+        if unknown := sorted(options.keys() - known):
+            raise UsageError(
+                f"{cls.__name__}.parwrap_options has {', '.join(unknown)}, which none of its mixins takes; they take {', '.join(sorted(known))}."
+            )
+        decorators = [feature(**{name: options[name] for name in feature.option_names() if name in options}) for feature in features]
+        for name in dict.fromkeys((*METHODS, *cls.parwrap_methods)):
+            _decorate(cls, name, decorators)
+
+
+class DistributedMixin(_Mixin, feature=distributed):
+    """``@distributed`` for the training methods of a class.
+
+    >>> class Trainer(DistributedMixin, batch="global"):
+    ...     def fit(self, epochs):
+    ...         return epochs * 2
+    >>> Trainer().fit(3)
+    6
+    """
+
+
+class AmpMixin(_Mixin, feature=amp):
+    """``@amp`` for the training methods of a class."""
+
+
+class SyncBNMixin(_Mixin, feature=sync_bn):
+    """``@sync_bn`` for the training methods of a class."""
+
+
+class AccumulateMixin(_Mixin, feature=accumulate):
+    """``@accumulate`` for the training methods of a class."""
+
+
+def _features(cls: type) -> Iterator[type[ScopeDecorator]]:
+    """Those of the mixins that ``cls`` derives from."""
+    return (base.__dict__["_feature"] for base in cls.__mro__ if "_feature" in base.__dict__)
+
+
+def _decorate(cls: Any, name: str, decorators: list[ScopeDecorator]) -> None:
+    """Have the method ``name`` of ``cls`` run in the scopes of ``decorators``."""
+    found = inspect.getattr_static(cls, name, None)
+    if found is None or found is nn.Module.train:  # which sets a mode
+        if found is None and name in cls.__dict__.get("parwrap_methods", ()):
+            raise UsageError(
+                f"{cls.__name__}.parwrap_methods names {name!r}, which {describe(cls)} has not: give it the method, or leave it out."
+            )
+        return
+    method = cls.__dict__[name] if name in cls.__dict__ else _inherited(cls, name, found)
+    for decorator in decorators:
+        method = decorator(method)
+    setattr(cls, name, method)
+
+
+def _inherited(cls: type, name: str, found: Any) -> Callable:
+    """A method that only calls the next one in the method resolution order, which another class may still get into."""
+
+    @functools.wraps(found)
+    def cooperative(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(cls, self), name)(*args, **kwargs)
+
+    del cooperative.__dict__["__wrapped__"]
+    return cooperative

@@ -1,0 +1,35 @@
+"""Decorators on one function: whatever order they are written in, they act in the same."""
+
+from functools import reduce
+from itertools import permutations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import parwrap
+
+
+def train():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = torch.randn(12, 4)
+    for inputs, targets in DataLoader(TensorDataset(samples, samples[:, :1]), batch_size=4, shuffle=True):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs).float(), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return torch.cat([value.detach().flatten() for value in model.state_dict().values()]).tolist()
+
+
+@pytest.mark.ranks(2)
+def test_every_order_of_the_four_decorators_gives_the_same_weights():
+    decorators = [parwrap.distributed(batch="global"), parwrap.amp(dtype="bf16"), parwrap.sync_bn, parwrap.accumulate(2)]
+    weights = [reduce(lambda function, decorator: decorator(function), order, train)() for order in permutations(decorators)]
+
+    assert 24 == len(weights)
+    assert [weights[0]] * 24 == weights
+    assert weights[0] == parwrap.broadcast(weights[0])
+    assert weights[0] != parwrap.distributed(batch="global")(train)()
