@@ -22,6 +22,9 @@ __all__ = ["HalfForGood", "HalfInCalls"]
 
 HALF = torch.float16
 
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+"""What is around a model: it calls the model itself."""
+
 
 class _Halving:
     def __init__(self) -> None:
@@ -34,7 +37,7 @@ class _Halving:
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
         """Run the call of ``module``, in float16 if it is a model that is trained."""
-        if self._inside or not self._is_model(module):
+        if self._inside or isinstance(module, WRAPPERS) or not self._is_model(module):
             return run(*args, **kwargs)
         self._inside = True
         try:

@@ -19,4 +19,5 @@ def patches(actor: Any) -> list[Patch]:
             return wrapped(*args, **kwargs)
         return actor.call(instance, args, kwargs, wrapped)
 
-    return [Patch(nn.Module, "__call__", call)]
+    # which __call__ calls: torch.fx puts its own __call__ there for a while, and what it puts back would not be this patch
+    return [Patch(nn.Module, "_call_impl", call)]

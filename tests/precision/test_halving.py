@@ -157,3 +157,23 @@ def test_two_ranks(level):
     assert mean(losses[-10:]) < mean(losses[:10])
     for each in parwrap.gather(dict(model.named_parameters())):
         assert all(torch.equal(p, each[name]) for name, p in model.named_parameters())
+
+
+def test_the_model_in_a_wrapper_is_the_model():
+    with parwrap.amp(level="O2", init_scale=64.0):
+        model = nn.DataParallel(nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.full((1, 2), 1 / 3)).sum().backward()
+        optimizer.step()
+
+    assert {torch.tensor(1 / 3, dtype=HALF).item()} == set(model.module.weight.grad.flatten().tolist())
+
+
+def test_tracing_which_exchanges_the_call_of_modules_itself_leaves_nothing_behind():
+    before = vars(nn.Module)["__call__"], vars(nn.Module)["_call_impl"]
+    with parwrap.amp(level="O2"):
+        model = nn.Sequential(nn.Linear(2, 2))
+        torch.fx.symbolic_trace(model)
+        torch.compile(model, backend="eager")(torch.ones(1, 2))
+
+    assert before == (vars(nn.Module)["__call__"], vars(nn.Module)["_call_impl"])
