@@ -117,5 +117,6 @@ class Position:
 
     @property
     def open_weight(self) -> float:
-        """How much of a full window there is on this rank."""
-        return self._weight / self.steps
+        """How much of a full window there is on this rank; a batch that was left before its step does not count."""
+        left = self.backwards > 0 and not (self._followed or self.closing)
+        return (self._weight - left * self._relative * self._own_weight) / self.steps

@@ -267,6 +267,24 @@ def test_a_window_that_ends_with_the_data_of_its_rank_counts_as_much_as_the_othe
 
 
 @pytest.mark.ranks(2)
+def test_a_batch_that_is_left_before_its_step_counts_for_nothing():
+    def train(numbers):
+        w = weight()
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        for number in parwrap_loader(numbers):
+            optimizer.zero_grad()
+            loss_of(w, batch_of(parwrap.rank(), int(number))).backward()
+            if number == 6:
+                break
+            optimizer.step()
+        return w
+
+    expected = stepped([[(rank, number) for rank in range(2) for number in window] for window in (range(4), range(4, 6))])
+
+    assert (parwrap.distributed(accumulated_in(4, train))(range(9)) - expected).abs().max() < 1e-12
+
+
+@pytest.mark.ranks(2)
 def test_a_layer_that_one_rank_uses_in_an_earlier_batch_of_a_window():
     uses = [(0, 6), (1, 6), (1, 7), (0, 8)]
 
