@@ -68,7 +68,7 @@ class Places:
         if not self.acts() or isinstance(path, int):
             return None
         key = self.key(path, dir_fd)
-        if here.every_rank or (_called_by_tempfile() and os.path.dirname(key) == self._temporary()):
+        if here.every_rank or _called_by_tempfile():
             self.own(key)
             return None
         return None if self.exempt(key) else key
@@ -120,10 +120,6 @@ class Places:
         """The path of this name, and all below it, belongs to this process from now on."""
         self._own.add(key)
         self._known.clear()
-
-    def _temporary(self) -> str:
-        """Where temporary files are unless the script says otherwise: beside its other files, the ranks would see each other's."""
-        return os.path.dirname(self.key(os.path.join(tempfile.gettempdir(), "any")))
 
     def _cache_roots(self) -> tuple[str, ...]:
         values = tuple(os.environ.get(variable) for variable in ("HOME", "TMPDIR", *CACHES))
