@@ -11,9 +11,9 @@ been noticed during the backward is told as well.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -262,9 +262,13 @@ class Averager:
             for p in frozen:
                 p.requires_grad_(False)
 
+    def _told(self) -> torch.Tensor:
+        """The facts that the backward has brought; it reaches the signal always."""
+        return cast(torch.Tensor, self._signal.grad)
+
     def _unused(self) -> frozenset[int]:
         """The places of the parameters that no rank has used, as far as was told."""
-        flags = self._signal.grad[:WEIGHT].tolist()  # type: ignore[index]
+        flags = self._told()[:WEIGHT].tolist()
         return frozenset(place for place, flag in enumerate(flags) if not flag)
 
     def drop(self, unused: Collection[int]) -> None:
@@ -276,7 +280,7 @@ class Averager:
         """Divide by what was contributed rather than by the number of ranks, and find out what was noticed."""
         if self._facts.is_cuda and not self.at_once:
             return self._noticed_later()
-        weight, strays, misfit = self._signal.grad[WEIGHT:].tolist()  # type: ignore[index]
+        weight, strays, misfit = self._told()[WEIGHT:].tolist()
         if abs(weight - 1) > self._tolerance:
             for p in self.parameters:
                 if p.grad is not None:
@@ -287,7 +291,7 @@ class Averager:
 
     def _noticed_later(self) -> Noticed:
         """The same for a GPU, which the host must not wait for: it divides by itself, and what was noticed is known a step later."""
-        facts: torch.Tensor = self._signal.grad  # type: ignore[assignment]
+        facts = self._told()
         factor = torch.where((facts[WEIGHT] - 1).abs() > self._tolerance, 1 / facts[WEIGHT], torch.ones_like(facts[WEIGHT]))
         grads = [p.grad.data for p in self.parameters if p.grad is not None]
         if dense := [grad for grad in grads if not grad.is_sparse]:
@@ -315,7 +319,7 @@ class Averager:
     def _average(self) -> None:
         """Average the gradients there are, and the signal's, after a backward."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in self.parameters]
-        signal = self._signal.grad.detach()  # type: ignore[union-attr]
+        signal = self._told().detach()
         signal[:WEIGHT] = signal.new_tensor([p.grad is not None for p in self.parameters])  # a checkpoint may hide what is reached
         *sums, signal = all_reduced([*grads, signal], self._group)
         size = self._group.world.size
@@ -335,11 +339,8 @@ class Averager:
 
 def _in_new_thread(build: Callable[[], T]) -> T:
     """What ``build`` returns when it is called where nothing was done before."""
-    built: list[T] = []
-    thread = threading.Thread(target=lambda: built.append(build()))
-    thread.start()
-    thread.join()
-    return built[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(build).result()
 
 
 def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:
