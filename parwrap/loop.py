@@ -61,7 +61,7 @@ class Loop:
         if not any(known() is optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
         self._remember_parameters()
-        self._sizes = {number: sum(len(group["params"]) for group in each.param_groups) for number, each in self.numbered_optimizers()}
+        self._sizes = {number: _size(each) for number, each in self.numbered_optimizers()}
         self.trained = False
         self.generation += 1
         self.changed()
@@ -98,7 +98,7 @@ class Loop:
         """Notice parameters that were put into the groups of an optimizer by hand."""
         grown = False
         for number, optimizer in self.numbered_optimizers():
-            size = sum(len(group["params"]) for group in optimizer.param_groups)
+            size = _size(optimizer)
             grown |= size > self._sizes.get(number, 0)
             self._sizes[number] = size
         if grown:
@@ -160,6 +160,11 @@ class Loop:
     def drawing(self) -> bool:
         """Whether random numbers are drawn for data and dropout now, rather than for what ranks build and arrange alike."""
         return self.trained and not self.evaluations and (self.passes > 0 or not self.looped)
+
+
+def _size(optimizer: torch.optim.Optimizer) -> int:
+    """How many parameters there are in all its groups."""
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _kinds(kind: Any) -> Iterator[Any]:

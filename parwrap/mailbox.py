@@ -143,7 +143,7 @@ class Mailbox:
         NUMBER.pack_into(self._memory, at, 0)  # nobody is to read it half written
         ENTRY.pack_into(self._memory, at, 0, meeting.identity, meeting.detail, time.time(), state, stale, False, meeting.text)
         NUMBER.pack_into(self._memory, at, number)
-        self._show(number, self.world.rank, meeting.identity if state is State.CONTRIBUTING else 0)
+        self._show(number, meeting.identity if state is State.CONTRIBUTING else 0)
         self.written = number, meeting
 
     def take_back(self, number: int) -> None:
@@ -163,7 +163,7 @@ class Mailbox:
         """
         if self._expected[0] != meeting.identity:
             self._expected = meeting.identity, NUMBER.pack(meeting.identity) * self.world.size
-        begin = self._shown(number, 0)
+        begin = self._glances(number)
         return self._memory[begin : begin + self.world.size * NUMBER.size] == self._expected[1]
 
     def behind(self, number: int) -> bool:
@@ -177,7 +177,7 @@ class Mailbox:
 
     def tell(self, number: int) -> None:
         """This rank has something to tell in the ``number``-th meeting."""
-        self._show(number, self.world.rank, 0)
+        self._show(number, 0)
 
     def go_astray(self, number: int) -> None:
         """In the ``number``-th meeting, this rank does something else than was expected of it."""
@@ -216,8 +216,9 @@ class Mailbox:
 
     def tell_where(self, place: str) -> None:
         """This rank is at ``place`` in its script."""
-        (done,) = NUMBER.unpack_from(self._memory, self._mine)
-        HEAD.pack_into(self._memory, self._mine, done, place.encode()[-TEXT:])
+        # nothing but the place: the thread that tells it must not undo a number that the main one writes
+        begin = self._mine + NUMBER.size
+        self._memory[begin : begin + TEXT] = place.encode()[-TEXT:].ljust(TEXT, b"\0")
 
     def row(self) -> bytes:
         """All that this rank has written, for :meth:`take_row` of the others."""
@@ -231,12 +232,12 @@ class Mailbox:
     def _row(self, rank: int) -> int:
         return self._rows + rank * ROW
 
-    def _shown(self, number: int, rank: int) -> int:
-        return (_slot(number) * self.world.size + rank) * NUMBER.size
+    def _glances(self, number: int) -> int:
+        return _slot(number) * self.world.size * NUMBER.size
 
-    def _show(self, number: int, rank: int, identity: int) -> None:
-        """``identity`` is what others see at a glance of ``rank`` in the ``number``-th meeting."""
-        NUMBER.pack_into(self._memory, self._shown(number, rank), identity)
+    def _show(self, number: int, identity: int) -> None:
+        """``identity`` is what others see at a glance of this rank in the ``number``-th meeting."""
+        NUMBER.pack_into(self._memory, self._glances(number) + self.world.rank * NUMBER.size, identity)
 
 
 def _slot(number: int) -> int:

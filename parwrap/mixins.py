@@ -50,7 +50,8 @@ class _Mixin:
         options = {**cls.parwrap_options, **cls._keywords}
         if unknown := sorted(options.keys() - known):
             raise UsageError(
-                f"{cls.__name__}.parwrap_options has {', '.join(unknown)}, which none of its mixins takes; they take {', '.join(sorted(known))}."
+                f"{cls.__name__}.parwrap_options has {', '.join(unknown)}, which none of its mixins takes; "
+                f"they take {', '.join(sorted(known))}."
             )
         decorators = [feature(**{name: options[name] for name in feature.option_names() if name in options}) for feature in features]
         for name in dict.fromkeys((*METHODS, *cls.parwrap_methods)):

@@ -97,6 +97,17 @@ def test_the_last_meeting_and_whether_a_rank_is_still_in_it():
     assert not theirs.last(0)[1]
 
 
+def test_telling_a_place_touches_nothing_beside_it():
+    ours, theirs = two_ranks()
+    ours.write(1, BARRIER, State.WAITING)
+    ours.done(1)
+    for place in ("/very" * 100 + "/train.py:7", "train.py:8"):
+        ours.tell_where(place)
+
+        assert place.endswith(theirs.where[0])
+        assert (BARRIER, False) == (theirs.last(0)[0].meeting, theirs.last(0)[1])
+
+
 def test_the_end_of_a_part_can_be_read_when_the_next_two_have_begun():
     ours, theirs = two_ranks()
     for end in range(1, KEPT + 1):

@@ -151,7 +151,7 @@ class CloneFiles:
         with passing():
             key = self._existing(key, path)
             entry = self._view.get(key)
-            if entry and entry.scratch and entry.changeable:
+            if entry and entry.changeable:
                 return original(entry.scratch, *args, **{name: value for name, value in kwargs.items() if name != "dir_fd"})
             return None
 

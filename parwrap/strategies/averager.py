@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -265,9 +265,13 @@ class Averager:
             for p in frozen:
                 p.requires_grad_(False)
 
+    def _told(self) -> torch.Tensor:
+        """The facts that the backward has brought; it reaches the signal always."""
+        return cast(torch.Tensor, self._signal.grad)
+
     def _unused(self) -> frozenset[int]:
         """The places of the parameters that no rank has used, as far as was told."""
-        flags = self._signal.grad[:WEIGHT].tolist()  # type: ignore[index]
+        flags = self._told()[:WEIGHT].tolist()
         return frozenset(place for place, flag in enumerate(flags) if not flag)
 
     def drop(self, unused: Collection[int]) -> None:
@@ -279,7 +283,7 @@ class Averager:
         """Divide by what was contributed rather than by the number of ranks, and find out what was noticed."""
         if self._facts.is_cuda and not self.at_once:
             return self._noticed_later()
-        weight, strays, misfit = self._signal.grad[WEIGHT:].tolist()  # type: ignore[index]
+        weight, strays, misfit = self._told()[WEIGHT:].tolist()
         if abs(weight - 1) > self._tolerance:
             for p in self.parameters:
                 if p.grad is not None:
@@ -290,7 +294,7 @@ class Averager:
 
     def _noticed_later(self) -> Noticed:
         """The same for a GPU, which the host must not wait for: it divides by itself, and what was noticed is known a step later."""
-        facts: torch.Tensor = self._signal.grad  # type: ignore[assignment]
+        facts = self._told()
         factor = torch.where((facts[WEIGHT] - 1).abs() > self._tolerance, 1 / facts[WEIGHT], torch.ones_like(facts[WEIGHT]))
         grads = [p.grad.data for p in self.parameters if p.grad is not None]
         if dense := [grad for grad in grads if not grad.is_sparse]:
@@ -318,7 +322,7 @@ class Averager:
     def _average(self) -> None:
         """Average the gradients there are, and the signal's, after a backward."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in self.parameters]
-        signal = self._signal.grad.detach()  # type: ignore[union-attr]
+        signal = self._told().detach()
         signal[:WEIGHT] = signal.new_tensor([p.grad is not None for p in self.parameters])  # a checkpoint may hide what is reached
         with self._group.meetings.answering():
             *sums, signal = all_reduced([*grads, signal], self._group)

@@ -18,7 +18,7 @@ from torch import nn
 from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
-from parwrap.sites import call_site, location
+from parwrap.sites import call_site, location, worth_a_look
 from parwrap.strategies.agreement import checksum
 
 __all__ = ["Bypasses"]
@@ -104,7 +104,7 @@ class Bypasses:
         # a parameter is there from batch to batch; an input, an attack on one or a latent of one is changed by hand within a batch
         lasting = [isinstance(leaf, nn.Parameter) or self._loop.batches > site.batch for leaf in leaves]
         # all ranks come here alike; where nothing was changed yet, as while gradients are accumulated, ever more rarely
-        if not any(lasting) or site.visits & (site.visits - 1):
+        if not any(lasting) or not worth_a_look(site.visits):
             return
         views = self._group.exchange(GRAD, (site.before, _checksums(leaves))).values()
         before, now = ([[each for each, looked in zip(view[when], lasting, strict=True) if looked] for view in views] for when in (0, 1))

@@ -20,7 +20,7 @@ from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
 from parwrap.mailbox import Meeting
 from parwrap.meetings import BACKWARD, FIRST_BACKWARD, THEN_AVERAGED
-from parwrap.sites import call_site, location
+from parwrap.sites import call_site, location, worth_a_look
 from parwrap.strategies.agreement import View, described, refuse_different_parameters
 from parwrap.strategies.averager import Averager
 from parwrap.strategies.averagers import Averagers
@@ -152,7 +152,7 @@ class DDP:
         self._meetings.go_ahead(meeting)
         self._armed = averager
         try:
-            if _is_power_of_two(site.visits) and averager.others(reached(call.beginnings)):
+            if worth_a_look(site.visits) and averager.others(reached(call.beginnings)):
                 self._meetings.go_astray()  # it has all of the set, and more that no hook is on
             (averager.run_then_average if then else averager.run)(call, weight)
             if not (self._meetings.compare(meeting) and self._immediate):
@@ -319,11 +319,11 @@ class DDP:
     def _average_strays(self, averager: Averager, weight: float) -> None:
         """Average what this backward left in parameters outside of its set, and take them into the set."""
         owned = self._loop.once_owned()
-        mine = {number: (described(p), p.grad.is_sparse) for number, p in owned.items() if id(p) in self._strays}  # type: ignore[union-attr]
+        mine = {number: (described(p), p.grad is not None and p.grad.is_sparse) for number, p in owned.items() if id(p) in self._strays}
         told = self._group.share(STRAYS, mine, range(self._group.world.size))
-        numbered = {number: each for view in told.values() for number, each in view.items()}
-        strays = [self._averagers.own(number, each, owned) for number, (each, _) in sorted(numbered.items())]
-        sparse = averager.sparse.union(id(p) for p, (_, (_, is_sparse)) in zip(strays, sorted(numbered.items()), strict=True) if is_sparse)
+        numbered = sorted({number: each for view in told.values() for number, each in view.items()}.items())
+        strays = [self._averagers.own(number, each, owned) for number, (each, _) in numbered]
+        sparse = averager.sparse.union(id(p) for p, (_, (_, is_sparse)) in zip(strays, numbered, strict=True) if is_sparse)
         grads = [torch.zeros_like(p) if p.grad is None or not weight else p.grad.to_dense() for p in strays]
         *sums, weights = all_reduced([*grads, torch.tensor(weight, dtype=torch.float64)], self._group)
         for p, total in zip(strays, sums, strict=True):
@@ -335,8 +335,3 @@ class DDP:
             if site.averager is averager and site.meeting:
                 site.averager, site.meeting = extended, Meeting(BACKWARD, site.meeting.place, extended.number)
         self._watch(p for p in owned.values() if p.requires_grad)
-
-
-def _is_power_of_two(number: int) -> bool:
-    """Ever more rarely, so that it costs nothing in the end."""
-    return number & (number - 1) == 0
