@@ -15,7 +15,7 @@ from typing import Any
 
 from parwrap.files.checkpoint import on_own_gpu
 from parwrap.files.handles import is_valid, opened, writes
-from parwrap.files.listing import Entries, seen
+from parwrap.files.listing import Entries, seen, seen_entries
 from parwrap.files.places import Places
 from parwrap.files.threads import passing
 from parwrap.files.versions import Awaited
@@ -34,7 +34,7 @@ class CloneFiles:
     """
 
     def __init__(self, group: Group) -> None:
-        self._places = Places()
+        self._places = Places(group.world.rank)
         self._view = View(Awaited(group, group.key("files")), self._places)
         self._descriptors: dict[int, str] = {}
 
@@ -140,8 +140,12 @@ class CloneFiles:
                 return original(path)
             found = seen(self._view, key)
         if name == "scandir":
-            return Entries(path, found)
+            return Entries(seen_entries(path, found))
         return [os.fsencode(each) for each in found] if isinstance(os.fspath(path), bytes) else list(found)
+
+    def temporary_name(self, name: str) -> str:
+        """The random part of a temporary file's name."""
+        return self._places.temporary_name(name)
 
     def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.chmod``, ``os.utime`` and the like: of scratch only."""

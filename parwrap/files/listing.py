@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from parwrap.files.versions import PART
 from parwrap.files.view import View
 
-__all__ = ["Entries", "seen"]
+__all__ = ["Entries", "seen", "seen_entries"]
 
 
 class SeenEntry:
@@ -44,19 +44,20 @@ class SeenEntry:
 
 
 class Entries:
-    """What ``os.scandir`` returns."""
+    """What ``os.scandir`` returns.
 
-    def __init__(self, path: Any, seen: dict[str, str]) -> None:
-        text = os.fspath(path)
-        coded = os.fsencode if isinstance(text, bytes) else str
-        self._entries: Iterator[SeenEntry] = (
-            SeenEntry(coded(name), os.path.join(text, coded(name)), place) for name, place in seen.items()
-        )
+    Args:
+        entries: what is like ``os.DirEntry``.
+        close: is called when no more of them are wanted.
+    """
+
+    def __init__(self, entries: Iterator[Any], close: Callable[[], None] = lambda: None) -> None:
+        self._entries, self._close = entries, close
 
     def __iter__(self) -> Entries:
         return self
 
-    def __next__(self) -> SeenEntry:
+    def __next__(self) -> Any:
         return next(self._entries)
 
     def __enter__(self) -> Entries:
@@ -67,6 +68,14 @@ class Entries:
 
     def close(self) -> None:
         self._entries = iter(())
+        self._close()
+
+
+def seen_entries(path: Any, seen: dict[str, str]) -> Iterator[SeenEntry]:
+    """The entries of the directory ``path``, of which a clone has ``seen`` the names and where each is to be read."""
+    text = os.fspath(path)
+    coded = os.fsencode if isinstance(text, bytes) else str
+    return (SeenEntry(coded(name), os.path.join(text, coded(name)), place) for name, place in seen.items())
 
 
 def seen(view: View, folder: str, waits: bool = True) -> dict[str, str]:

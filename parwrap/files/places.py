@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -38,12 +39,25 @@ CACHES = {
 MOST_LINKS = 40
 """How many links are followed, as in Linux; the system itself finds those that lead in circles."""
 
+SLACK = 5
+"""Seconds by which the clock of a file system may differ from this machine's."""
+
+_TEMPORARY_OF = re.compile(r"[a-z0-9_]{8}~r(\d+)")
+"""What a temporary file of a rank has in its name."""
+
 
 class Places:
-    """Tells exempt paths from others, in the process that makes it, until it is closed."""
+    """Tells exempt paths from others, in the process that makes it, until it is closed.
 
-    def __init__(self) -> None:
+    Args:
+        rank: the global rank of this process.
+    """
+
+    def __init__(self, rank: int) -> None:
         self.open = True
+        self.since = time.time() - SLACK
+        """What was changed before this, in seconds since the epoch, was there before the function ran."""
+        self._rank = rank
         self._process = os.getpid()
         self._own: set[str] = set()
         self._known: dict[str, bool] = {}
@@ -120,6 +134,20 @@ class Places:
         """The path of this name, and all below it, belongs to this process from now on."""
         self._own.add(key)
         self._known.clear()
+
+    def temporary_name(self, name: str) -> str:
+        """The random part of a temporary file's name, with which it is known as this rank's."""
+        return f"{name}~r{self._rank}" if self.looks() else name
+
+    def of_another_rank(self, path: Any) -> bool:
+        """Whether ``path`` is a temporary file that another rank has made in this run."""
+        marked = _TEMPORARY_OF.search(os.path.basename(os.fsdecode(path)))
+        if marked is None or int(marked[1]) == self._rank:
+            return False
+        try:
+            return os.lstat(path).st_ctime >= self.since
+        except FileNotFoundError:
+            return True  # the other rank has removed it in the meantime
 
     def _cache_roots(self) -> tuple[str, ...]:
         values = tuple(os.environ.get(variable) for variable in ("HOME", "TMPDIR", *CACHES))

@@ -10,6 +10,7 @@ from typing import Any
 
 from parwrap.files.checkpoint import on_own_gpu, write_beside
 from parwrap.files.handles import is_valid, opened, writes
+from parwrap.files.listing import Entries
 from parwrap.files.places import Places
 from parwrap.files.threads import passing
 from parwrap.files.versions import Announced
@@ -27,7 +28,7 @@ class RankZeroFiles:
     """
 
     def __init__(self, group: Group) -> None:
-        self._places = Places()
+        self._places = Places(group.world.rank)
         self._announced = Announced(group, group.key("files"))
         self._descriptors: dict[int, str] = {}
 
@@ -88,6 +89,20 @@ class RankZeroFiles:
         original(descriptor)
         if key is not None:
             self._finish(key)
+
+    def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
+        """``os.listdir`` and ``os.scandir``: all but the temporary files of the other ranks."""
+        path = "." if path is None else path
+        found = original(path)
+        if isinstance(path, int) or not self._places.acts():
+            return found
+        if name == "listdir":
+            return [each for each in found if not self._places.of_another_rank(os.path.join(path, each))]
+        return Entries((entry for entry in found if not self._places.of_another_rank(entry.path)), found.close)
+
+    def temporary_name(self, name: str) -> str:
+        """The random part of a temporary file's name."""
+        return self._places.temporary_name(name)
 
     def change(self, change: Change) -> Any:
         """A call that makes, removes or moves paths."""

@@ -25,9 +25,6 @@ __all__ = ["Entry", "View", "missing"]
 PATIENCE = 10
 """Seconds that a child process, which has no store, waits for a folder to be made by rank 0."""
 
-SLACK = 5
-"""Seconds by which the clock of a file system may differ from this machine's."""
-
 
 @dataclass
 class Entry:
@@ -76,7 +73,7 @@ class View:
         """The last parts of all paths that this rank has changed: whatever else is asked for need not be looked up."""
         self.whole: set[str] = set()
         """The entries that stand for all below them."""
-        self.since = time.time() - SLACK
+        self.since = places.since
 
     def get(self, key: str) -> Entry | None:
         return self._entries.get(key)
@@ -193,8 +190,8 @@ class View:
         return self._awaited.present(key) if waits and changed >= self.since else key
 
     def hidden(self, key: str, changed: float) -> bool:
-        """Whether the path, which the disk says was ``changed`` then, is there only since rank 0 is ahead."""
-        return changed >= self.since and self._awaited.present(key) is None
+        """Whether the path, which the disk says was ``changed`` then, is there only since rank 0 is ahead, or is another rank's."""
+        return changed >= self.since and (self._places.of_another_rank(key) or self._awaited.present(key) is None)
 
     def settle(self) -> None:
         """Forget of removed folders that they stand for all below, once rank 0 has removed them too."""

@@ -66,6 +66,7 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "attribute": disk.attribute_patches,
     "look": disk.look_patches,
     "listing": disk.listing_patches,
+    "temporary_name": disk.temporary_name_patches,
     "speak": output.speak_patches,
     "log": output.log_patches,
     "foreign": foreign.patches,

@@ -12,6 +12,7 @@ import io
 import os
 import shutil
 import tarfile
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ __all__ = [
     "look_patches",
     "open_descriptor_patches",
     "open_patches",
+    "temporary_name_patches",
 ]
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -134,6 +136,13 @@ def look_patches(actor: Any) -> list[Patch]:
 
 def listing_patches(actor: Any) -> list[Patch]:
     return _on_paths("listing", ("listdir", "scandir"), actor)
+
+
+def temporary_name_patches(actor: Any) -> list[Patch]:
+    def name(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> str:
+        return actor.temporary_name(wrapped())
+
+    return [Patch(tempfile._RandomNameSequence, "__next__", name)]  # type: ignore[attr-defined]
 
 
 def _on_paths(verb: str, names: tuple[str, ...], actor: Any) -> list[Patch]:

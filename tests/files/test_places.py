@@ -1,5 +1,6 @@
 """What is real on every rank, and what is not."""
 
+import glob
 import multiprocessing
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import parwrap
+from parwrap.files.places import Places
 from parwrap.group import alone
 
 
@@ -59,6 +61,39 @@ def keep(thing):
 @pytest.mark.ranks(2)
 def test_what_tempfile_has_made_is_real_on_every_rank(kind, tmp_path):
     assert [True, True] == on_each(lambda folder: written(TEMPORARY[kind](folder)), tmp_path)
+
+
+LISTINGS = {
+    "listdir": lambda folder: os.listdir(folder),
+    "listdir of bytes": lambda folder: [os.fsdecode(name) for name in os.listdir(os.fsencode(folder))],
+    "scandir": lambda folder: [entry.name for entry in os.scandir(folder)],
+    "glob": lambda folder: [os.path.basename(path) for path in glob.glob(f"{folder}/*")],
+    "iterdir": lambda folder: [path.name for path in folder.iterdir()],
+    "walk": lambda folder: [name for _, folders, files in os.walk(folder) for name in (*folders, *files)],
+}
+
+
+@pytest.mark.parametrize("kind", LISTINGS)
+@pytest.mark.ranks(2)
+def test_a_rank_does_not_see_what_tempfile_has_made_on_another(kind, tmp_path):
+    with parwrap.distributed():
+        folder = tempfile.mkdtemp(dir=tmp_path)
+        with tempfile.NamedTemporaryFile(prefix="own", suffix=".pt", dir=tmp_path) as file:
+            parwrap.barrier()
+            seen = LISTINGS[kind](tmp_path)
+            parwrap.barrier()
+    with alone():
+        everything = os.listdir(tmp_path)
+    assert sorted(seen) == sorted(map(os.path.basename, (folder, file.name)))
+    assert len(everything) >= 2, "both ranks' folders are there"
+
+
+def test_what_tempfile_had_made_on_another_rank_in_an_earlier_run_is_seen(tmp_path, monkeypatch):
+    (tmp_path / "tmpabcdefgh~r1").touch()
+    assert Places(rank=0).of_another_rank(tmp_path / "tmpabcdefgh~r1")
+    in_a_minute = time.time() + 60
+    monkeypatch.setattr(time, "time", lambda: in_a_minute)
+    assert not Places(rank=0).of_another_rank(tmp_path / "tmpabcdefgh~r1")
 
 
 @pytest.mark.ranks(2)
