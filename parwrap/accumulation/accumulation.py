@@ -26,6 +26,7 @@ from parwrap.data.sharding import last_part
 from parwrap.errors import UsageError
 from parwrap.group import is_alone
 from parwrap.sites import call_site, location
+from parwrap.strategies.share import Share
 from parwrap.verbs.backward import Backward
 from parwrap.verbs.clipping import Clip
 
@@ -68,6 +69,10 @@ class Accumulation:
         self._busy = self._ended = self._has_stepped = self._due = self._warned = False
         self._failure: BaseException | None = None
         self._thread = threading.get_ident()
+
+    def count(self, total: float) -> None:
+        """The next batch holds ``total`` tokens or samples on all ranks together, and counts by them in its window."""
+        self.position.count(total)
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         """A pass over ``loader``; what is only looked at has no backwards, and counts for nothing."""
@@ -257,7 +262,7 @@ class Accumulation:
     def _together(self, several: list[Asked], weight: float, gives: bool) -> Applied:
         over_ranks = self._over_ranks()
         if over_ranks is not None:
-            return over_ranks.applied(several, weight, gives)
+            return over_ranks.applied(several, weight, over_ranks.in_step(several, weight) if gives else Share)
         return Applied(mean_of(several, weight), clips_of(several), [asked.optimizer for asked in several])
 
     def _refuse_own_gradients(self, optimizer: torch.optim.Optimizer) -> None:

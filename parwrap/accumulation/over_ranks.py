@@ -6,7 +6,7 @@ the backwards that close those, and takes the same steps. What is left when all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from parwrap.verbs.clipping import CLIPS, Clip
 __all__ = ["OverRanks"]
 
 WINDOW = "an open window of batches"
+LEARNED = "what its loop does between two steps"
 
 Number = tuple[int, int]
 
@@ -55,23 +56,39 @@ class OverRanks:
         self._group, self._loop, self._strategy = group, loop, strategy
         self._answered = 0
         group.meetings.answer(WINDOW, lambda detail, present: self._answer(present))
+        group.meetings.answer(LEARNED, lambda detail, present: group.share(LEARNED, None, present))
 
     @property
     def weight(self) -> float:
         """How much this rank's part of the running batch counts in an average."""
         return self._loop.weight
 
-    def applied(self, several: list[Asked], weight: float, gives: bool) -> Applied:
+    @property
+    def meetings(self) -> int:
+        """The number of the next meeting of the ranks."""
+        return self._group.meetings.number
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for _, optimizer in self._loop.numbered_optimizers()]
+
+    def owns(self, leaves: Iterable[torch.Tensor]) -> bool:
+        """Whether every one of ``leaves`` is a parameter of an optimizer."""
+        return {id(leaf) for leaf in leaves} <= {id(p) for p in self._loop.owned().values()}
+
+    def compared(self, learned: Hashable) -> set[Hashable] | None:
+        """What the ranks have ``learned``, or ``None`` if not all have come."""
+        views = self._group.exchange(LEARNED, learned)
+        return set(views.values()) if len(views) == self._group.world.size else None
+
+    def applied(self, several: list[Asked], weight: float, share: Callable[[], Share]) -> Applied:
         """Meet the others, and have what all ranks that came apply.
 
         Args:
-            several: what steps were skipped; those that go into a backward of others are taken off the list.
+            several: what steps were skipped.
             weight: how much of a window they are.
-            gives: whether they may go into backwards of others.
+            share: gives what goes into backwards of others before they come.
         """
-        self._answered = 0
-        if gives:
-            self._strategy.share = partial(self._share, several, weight)
+        self._strategy.share = share
         try:
             present = self._group.meet(WINDOW)
         finally:
@@ -90,6 +107,21 @@ class OverRanks:
             clips,
             [optimizers[number] for number in steps if number in optimizers],
         )
+
+    def in_step(self, several: list[Asked], weight: float) -> Callable[[], Share]:
+        """Gives ``several`` to the backwards that close the window of others, and steps as its own loop would; then takes them off."""
+        self._answered = 0
+        return partial(self._share, several, weight)
+
+    def given(self, several: list[Asked], weight: float) -> Callable[[], Share]:
+        """Gives ``several`` to the next backward of others, and takes them off."""
+
+        def share() -> Share:
+            gradients = {key: total for key, (_, total) in merged(several).items()}
+            several.clear()
+            return Share(weight, gradients) if gradients else Share()
+
+        return share
 
     def _answer(self, present: list[int]) -> None:
         """Others apply their windows, and this rank has come for something else: it has missed what they do."""

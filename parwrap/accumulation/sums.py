@@ -57,6 +57,14 @@ class Sums:
         if sums:
             torch._foreach_add_(sums, grads)
 
+    def take(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Add the gradients of ``parameters``, which have none afterwards."""
+        there = [p for p in parameters if p.grad is not None]
+        self.add(there, lent=True)
+        self._lent.clear()
+        for p in there:
+            p.grad = None
+
     def settle(self) -> bool:
         """Have a copy of what was lent and not dropped.
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from parwrap.accumulation.accumulation import Accumulation
+from parwrap.accumulation.by_hand import ByHand
 from parwrap.accumulation.over_ranks import OverRanks
 from parwrap.errors import UsageError
 from parwrap.features import distributed
@@ -18,7 +19,9 @@ from parwrap.verbs import acting
 
 __all__ = ["accumulate", "count_batch"]
 
-_open: list[Accumulation] = []
+AUTO = "auto"
+
+_open: list[Accumulation | ByHand] = []
 
 
 class accumulate(ActingDecorator):
@@ -28,11 +31,15 @@ class accumulate(ActingDecorator):
     ``steps`` batches ``backward`` sends nothing to other ranks, and ``step`` and clipping do nothing; its last batch leaves the mean
     gradient of the window in ``.grad``. The last window of an epoch may be smaller.
 
+    ``@accumulate("auto")`` is for a loop that accumulates by hand, and changes nothing but how often gradients are sent: once for each
+    step. How many backwards a step follows is learned from the loop; where it steps, clips or unscales sooner, what was not yet averaged
+    is averaged first.
+
     Args:
-        steps: batches in a window, from 1.
+        steps: batches in a window, from 1, or ``"auto"``.
 
     Raises:
-        UsageError: ``steps`` is no such number; inside: a step with a closure, or a loop that calls no ``step``.
+        UsageError: ``steps`` is neither; inside: a step with a closure, or a loop that calls no ``step``.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -56,16 +63,14 @@ class accumulate(ActingDecorator):
 
     def __init__(self, steps: Any = None) -> None:
         super().__init__()
-        if steps == "auto":
+        if steps != AUTO and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise UsageError(
-                "accumulate('auto') is not built yet. A loop that accumulates by hand works without it; each of its backwards is averaged "
-                "over the ranks."
+                f"accumulate(steps={steps!r}): steps is the number of batches of one optimizer step, a whole number from 1, or 'auto' for a "
+                "loop that accumulates by hand."
             )
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise UsageError(f"accumulate(steps={steps!r}): steps is the number of batches of one optimizer step, a whole number from 1.")
         self._steps = steps
 
-    def actor(self) -> Accumulation:
+    def actor(self) -> Accumulation | ByHand:
         known = distributed.parts()
         over_ranks = OverRanks(known.group, known.loop, known.strategy) if known else None
 
@@ -75,7 +80,7 @@ class accumulate(ActingDecorator):
                 raise UsageError("parwrap.accumulate was opened before parwrap.distributed: open it inside, or decorate the same function.")
             return over_ranks if now else None
 
-        return Accumulation(self._steps, over_ranks_now)
+        return ByHand(over_ranks_now) if self._steps == AUTO else Accumulation(self._steps, over_ranks_now)
 
     @contextmanager
     def scope(self, function: Callable | None) -> Iterator[None]:
@@ -93,4 +98,4 @@ class accumulate(ActingDecorator):
 def count_batch(total: float) -> None:
     """The next batch holds ``total`` tokens or samples on all ranks together, and counts by them in the window that is open."""
     if _open:
-        _open[-1].position.count(total)
+        _open[-1].count(total)

@@ -50,6 +50,7 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "retain_grad": retaining.patches,
     "enter_autocast": autocast.autocast_patches,
     "scale_by_hand": autocast.scaler_patches,
+    "unscale_by_hand": autocast.unscaler_patches,
     "call": calling.patches,
     "clip": clipping.patches,
     "grad": grad.patches,
