@@ -28,6 +28,7 @@ BACKWARD = "backward"
 THEN_AVERAGED = "backward, averaged afterwards"
 FIRST_BACKWARD = "its first backward here"
 END = "the end of its script or function"
+FILE = "a file that another rank is to write"
 
 POLLING = 5e-5
 """Seconds between two looks at the others, at first."""
@@ -147,8 +148,21 @@ class Meetings:
         self._mailbox.done(self._number)
         self._number += 1
 
-    def wait(self, kind: str, place: str | None = None) -> list[int]:
+    def answer_next(self, rank: int) -> bool:
+        """Answer the meeting to which ``rank`` has come and this one has not, if that can be answered."""
+        entry = self._mailbox.read(rank, self._number)
+        if entry is None or entry.meeting.kind not in self._answers or threading.current_thread() is not threading.main_thread():
+            return False
+        self.wait(FILE, until_answered=True)
+        return True
+
+    def wait(self, kind: str, place: str | None = None, until_answered: bool = False) -> list[int]:
         """Meet all other ranks for ``kind``, answering what they do before they come.
+
+        Args:
+            kind: what for.
+            place: where in the user's script; found if left out.
+            until_answered: return when one meeting was answered.
 
         Returns:
             The ranks that came for it; the others answer it.
@@ -165,12 +179,14 @@ class Meetings:
                     self._mailbox.write(self._number, meeting, State.WAITING, self._stale)
                 entries = self._mailbox.read_all(self._number)
                 if self._answer_begun(entries):
+                    if until_answered:
+                        return []
                     deadline = time.monotonic() + self.timeout.total_seconds()
                     continue
                 came = self._all_came(entries)
                 if came:
                     present = self._meet(came)
-                    if self._rank in present:
+                    if self._rank in present or until_answered:
                         return present
                     deadline = time.monotonic() + self.timeout.total_seconds()
                     continue
@@ -317,11 +333,11 @@ class Meetings:
         return present
 
     def _precedence(self, meeting: Meeting) -> tuple[int, int, bool, str]:
-        """Most is what the others can answer, then what users call; leaving comes last.
+        """Most is what the others can answer, then what users call; leaving comes last, but for waiting for a file.
 
         Of what can be answered, what ranks do in an earlier phase comes first, and of that what belongs to a backward.
         """
-        importance = 0 if meeting.kind == END else 2 if meeting.kind in self._answers else 1
+        importance = {FILE: -1, END: 0}.get(meeting.kind, 2 if meeting.kind in self._answers else 1)
         return importance, -meeting.detail, meeting.kind == FIRST_BACKWARD, meeting.kind
 
     def _catch_up(self, came: list[Entry]) -> None:

@@ -238,13 +238,15 @@ class Awaited:
         record = self.record(key)
         return record is not None and self._replaced(record, self._wanted(record, version, own))
 
-    def wait(self, key: str, version: int, own: int) -> tuple[Outcome, Record, int]:
+    def wait(self, key: str, version: int, own: int, needs_it: bool = False) -> tuple[Outcome, Record, int]:
         """Until rank 0 has closed ``version`` of the path, or will not any more.
 
         Args:
             key: the path.
             version: by this rank's count.
             own: how many of them this rank has closed since it last met the others.
+            needs_it: there is nothing else to read. If rank 0 has not written the path at all, this rank has left the loop that rank 0
+                is in, and answers it until it comes.
 
         Returns:
             What has become of it, rank 0's record, and the number of the version by rank 0's count.
@@ -270,6 +272,9 @@ class Awaited:
             return outcome is not None
 
         self._group.wait_until(settled, 0, f"version {version} of {key}")
+        while needs_it and outcome is Outcome.NEVER and not record.closed and self._group.meetings.answer_next(0):
+            outcome = passed = None
+            self._group.wait_until(settled, 0, f"version {version} of {key}")
         assert outcome is not None
         return outcome, record, self._wanted(record, version, own) if outcome is Outcome.REPLACED else record.closed
 

@@ -151,7 +151,8 @@ class View:
         return path == key and self._awaited.replaced(key, entry.version, self._own(entry))
 
     def _awaited_file(self, key: str, entry: Entry) -> str:
-        outcome, record, version = self._awaited.wait(key, entry.version, self._own(entry))
+        is_checkpoint = entry.kind == "file" and entry.scratch is None
+        outcome, record, version = self._awaited.wait(key, entry.version, self._own(entry), needs_it=is_checkpoint)
         with self.lock:
             entry.version = version  # rank 0 may decide otherwise, by its own numbers: count on from there
         if outcome is not Outcome.REPLACED:

@@ -36,6 +36,50 @@ def test_a_rank_that_saves_more_often_than_rank_zero_does_not_wait_for_ever(tmp_
         assert "first" == torch.load(tmp_path / "best.pt")
 
 
+def train(steps, after):
+    """A loop of so many steps on this rank, and what is done ``after`` it."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((1, 2), float(step))).sum().backward()
+        optimizer.step()
+    return model.state_dict(), after(model)
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.ranks(3)
+def test_a_rank_that_leaves_the_loop_first_loads_what_rank_zero_saves_after_it(there, tmp_path):
+    if there and parwrap.rank() == 0:
+        torch.save("from an earlier run", tmp_path / "last.pt")
+    parwrap.barrier()
+
+    def save_and_load(model):
+        torch.save(model.state_dict(), tmp_path / "last.pt")
+        return torch.load(tmp_path / "last.pt")
+
+    trained, loaded = parwrap.distributed(timeout=20)(train)((5, 2, 4)[parwrap.rank()], save_and_load)
+    everybodys = parwrap.gather((trained, loaded))
+
+    assert [name for each in everybodys for state in each for name in state] == ["weight", "bias"] * 6
+    for each in everybodys:
+        for state in each:
+            torch.testing.assert_close(state, everybodys[0][0], rtol=0, atol=0)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_loads_what_rank_zero_never_saves_is_told_that_it_is_not_there(tmp_path):
+    def save_and_load(model):
+        if parwrap.rank() == 1:
+            torch.save(model.state_dict(), tmp_path / "last.pt")
+            with pytest.raises(FileNotFoundError):
+                torch.load(tmp_path / "last.pt")
+
+    parwrap.distributed(timeout=20)(train)(5 - parwrap.rank(), save_and_load)
+
+    assert [] == os.listdir(tmp_path)
+
+
 @pytest.mark.ranks(2)
 def test_a_failed_save_leaves_the_old_file(tmp_path):
     path = tmp_path / "best.pt"
