@@ -21,6 +21,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.lane import Lane
 from parwrap.mailbox import PART, Entry, Mailbox, Meeting, State
 from parwrap.sites import location
+from parwrap.whereabouts import Whereabouts
 
 __all__ = ["BACKWARD", "END", "FIRST_BACKWARD", "THEN_AVERAGED", "Meetings"]
 
@@ -51,6 +52,7 @@ class Meetings:
         immediate: whether all ranks see at once what one has written.
         phase: called to know how far this rank's script has come: ranks in different phases do not meet, but those who are ahead
             answer the others. A number that grows.
+        whereabouts: of every rank.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
     """
 
@@ -64,6 +66,7 @@ class Meetings:
         self._warned = False
         self._answers: dict[str, Answer] = {}
         self._lanes: list[Lane] = []
+        self.whereabouts = Whereabouts(mailbox, self._lanes)
         self.phase: Callable[[], int] = lambda: 0
         self.take_state: Callable[[int], None] = lambda source: None
 
@@ -249,44 +252,13 @@ class Meetings:
         whom = "the other ranks" if owner is None else f"rank {owner}"
         return RankMismatchError(
             f"rank {self._rank} waited {self.timeout.total_seconds():g} s for {whom} at the same point ({what}), in vain. "
-            f"{self.whereabouts()} Who is missing has ended, is stuck or took another way; if it is only slow, raise timeout=."
+            f"{self.whereabouts.told()} Who is missing has ended, is stuck or took another way; if it is only slow, raise timeout=."
         )
-
-    def whereabouts(self) -> str:
-        """Where every rank is, in one sentence each."""
-        lines = []
-        for rank in self._ranks:
-            entry, inside = self._last(rank)
-            where = self._mailbox.where[rank]
-            if entry is None:
-                state = "has met nobody yet"
-            elif entry.state is State.FAILED:
-                state = f"has failed with {entry.meeting}"
-            elif inside:
-                state = f"is in {entry.meeting} for {time.time() - entry.since:.0f} s"
-            else:
-                state = f"has left {entry.meeting} and is in the script" + (f" at {where}" if where else "")
-            lines.append(f"Rank {rank} {state}.")
-        return " ".join(lines)
-
-    def waited(self, seconds: float) -> bool:
-        """Whether any rank has been in a meeting for longer than that."""
-        now = time.time()
-        return any(entry and inside and now - entry.since > seconds for entry, inside in map(self._last, self._ranks))
-
-    def tell_where(self, place: str) -> None:
-        """Let the others know that this rank is at ``place`` in its script."""
-        self._mailbox.tell_where(place)
 
     def _wait(self, waiting: bool) -> None:
         self._mailbox.waiting = waiting
         for lane in self._lanes:
             lane.wait(waiting)
-
-    def _last(self, rank: int) -> tuple[Entry | None, bool]:
-        """The last meeting that ``rank`` has entered, and whether it is still in there."""
-        beside = next((entry for lane in self._lanes if (entry := lane.inside(rank))), None)
-        return (beside, True) if beside else self._mailbox.last(rank)
 
     def _answer_lanes(self, meeting: Meeting) -> bool:
         """Answer what others do in lanes before they come to ``meeting``, for which this rank waits."""

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from parwrap.meetings import Meetings
 from parwrap.sites import innermost
+from parwrap.whereabouts import Whereabouts
 
 __all__ = ["watched"]
 
@@ -20,11 +20,11 @@ LOOKS = 10
 
 
 @contextmanager
-def watched(meetings: Meetings, rank: int, hang_after: float) -> Iterator[None]:
+def watched(whereabouts: Whereabouts, rank: int, hang_after: float) -> Iterator[None]:
     """While this is held, report on rank 0 if any rank waits for longer than ``hang_after`` seconds.
 
     Args:
-        meetings: this rank's.
+        whereabouts: of all ranks.
         rank: this one.
         hang_after: in seconds.
     """
@@ -32,14 +32,14 @@ def watched(meetings: Meetings, rank: int, hang_after: float) -> Iterator[None]:
 
     def look() -> None:
         while not stopped.wait(hang_after / LOOKS):
-            if not meetings.waited(hang_after):
+            if not whereabouts.waited(hang_after):
                 continue
             frame = sys._current_frames().get(main)
             if frame is not None:
-                meetings.tell_where(innermost(frame))
+                whereabouts.tell(innermost(frame))
             # all ranks look in this time, and tell where they are
-            if rank == 0 and not stopped.wait(2 * hang_after / LOOKS) and meetings.waited(hang_after):
-                print(f"parwrap: a rank has waited for more than {hang_after:g} s. {meetings.whereabouts()}", file=said, flush=True)
+            if rank == 0 and not stopped.wait(2 * hang_after / LOOKS) and whereabouts.waited(hang_after):
+                print(f"parwrap: a rank has waited for more than {hang_after:g} s. {whereabouts.told()}", file=said, flush=True)
                 return
 
     thread = threading.Thread(target=look, name="parwrap watch", daemon=True)

@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "parwrap"
 FLOORS = [
     {"errors", "world", "patching", "decorator"},
-    {"device", "sites", "mailbox", "blackboard", "lane", "meetings", "watch", "group", "collectives", "loop", "streams"},
+    {"device", "sites", "mailbox", "blackboard", "lane", "whereabouts", "meetings", "watch", "group", "collectives", "loop", "streams"},
     {"verbs"},
     {"strategies", "data", "files", "voices", "precision", "accumulation"},
     {"features"},

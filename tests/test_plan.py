@@ -279,7 +279,11 @@ def test_show_mixed_precision():
 @pytest.mark.parametrize(
     ("steps", "text"),
     [
-        ("0", "accumulate(steps=0): steps is the number of batches of one optimizer step, a whole number from 1."),
+        (
+            "0",
+            "accumulate(steps=0): steps is the number of batches of one optimizer step, a whole number from 1, or 'auto' for a loop that "
+            "accumulates by hand.",
+        ),
         ("some", "argument --accumulate: 'some' is not a whole number."),
     ],
 )

@@ -263,7 +263,7 @@ class Accumulation:
         over_ranks = self._over_ranks()
         if over_ranks is not None:
             return over_ranks.applied(several, weight, over_ranks.in_step(several, weight) if gives else Share)
-        return Applied(mean_of(several, weight), clips_of(several), [asked.optimizer for asked in several])
+        return Applied(mean_of(several, weight), clips_of(several), [asked.optimizer for asked in several if asked.optimizer])
 
     def _refuse_own_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):

@@ -6,9 +6,12 @@ else, every backward is averaged, or what was not yet is averaged before it is u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from statistics import mean
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from parwrap.accumulation.over_ranks import OverRanks
 from parwrap.accumulation.pattern import Pattern
-from parwrap.accumulation.sums import Asked, with_sums
+from parwrap.accumulation.sums import with_sums
 from parwrap.data.passes import Pass
 from parwrap.group import is_alone
 from parwrap.sites import call_site
@@ -28,7 +31,8 @@ from parwrap.verbs.clipping import Clip
 __all__ = ["ByHand"]
 
 FIRST_LOOK = 8
-"""Meetings of the ranks after which they first compare what they have learned; then after twice as many, and so on."""
+RARER = 4
+"""Meetings of the ranks after which they first compare what they have learned, and by which part of all meetings they do again."""
 
 
 @dataclass
@@ -49,8 +53,8 @@ class ByHand:
         self._over_ranks = over_ranks
         self._pattern = Pattern()
         self._readings: list[_Reading] = []
-        self._weights: list[float] = []
-        self._next_look, self._pause = 0, FIRST_LOOK
+        self._weights: defaultdict[Hashable, list[float]] = defaultdict(list)
+        self._first_meeting = self._next_look = 0
         self._busy = False
 
     def count(self, total: float) -> None:
@@ -79,21 +83,23 @@ class ByHand:
         if over_ranks is None:
             call.run()
             return
-        goes_on = self._pattern.goes_on(call_site()) and all(reading.left != 0 for reading in self._readings)
+        place = call_site()
+        goes_on = self._pattern.goes_on(place) and all(reading.left != 0 for reading in self._readings)
         with self._at_work():
             if not goes_on:
                 self._look_at_others(over_ranks, call)
-            if not (goes_on or self._weights):
+            if not (goes_on or place in self._weights):
                 call.run()
                 return
-            weight = over_ranks.weight
-            self._weights.append(weight)
+            weights, weight = self._weights[place], over_ranks.weight
+            weights.append(weight)
             call = call.scaled(weight) if weight != 1.0 else call
             if goes_on:
                 call._replace(averaged=False).run()
-            else:
-                mean, several = self._take(over_ranks)
-                with_sums(call, several, 1.0)._replace(weight=mean).run()
+                return
+            del self._weights[place]
+            only = {id(leaf) for leaf in reached(call.beginnings)} if self._weights else None
+            with_sums(call, [over_ranks.taken(only)], 1.0)._replace(weight=mean(weights)).run()
 
     def clip(self, clip: Clip) -> Any:
         """Clip what is averaged."""
@@ -129,17 +135,17 @@ class ByHand:
 
     def _look_at_others(self, over_ranks: OverRanks, call: Backward) -> None:
         """At meetings that are the same on all ranks, find out whether they have learned the same."""
-        number = over_ranks.meetings
-        self._next_look = self._next_look or number + self._pause
-        if number < self._next_look:
+        if not self._first_meeting:
+            self._first_meeting = over_ranks.meetings
+            self._next_look = self._first_meeting + FIRST_LOOK
+        if over_ranks.meetings < self._next_look:
             return
-        self._pause *= 2
         # what no optimizer steps with is the loop's own, which may use it after any backward
         learned = self._pattern.learned() if over_ranks.owns(reached(call.beginnings)) else ()
         everybodys = over_ranks.compared(learned)
         if everybodys is not None:
             (self._pattern.take if learned and len(everybodys) == 1 else self._pattern.drop)()
-        self._next_look = over_ranks.meetings + self._pause
+        self._next_look = over_ranks.meetings + max(FIRST_LOOK, (over_ranks.meetings - self._first_meeting) // RARER)
 
     def _average(self, gives: bool = False) -> None:
         """Average what backwards have left on each rank alone.
@@ -152,18 +158,10 @@ class ByHand:
         over_ranks = self._over_ranks()
         if over_ranks is None:
             return
-        weight, several = self._take(over_ranks)
+        weight, several = mean(chain(*self._weights.values())), [over_ranks.taken()]
+        self._weights.clear()
         with self._at_work():
             over_ranks.applied(several, weight, over_ranks.given(several, weight) if gives else Share).add()
-
-    def _take(self, over_ranks: OverRanks) -> tuple[float, list[Asked]]:
-        """How much this rank's backwards since the last average count, and their gradients, which are taken out of ``.grad``."""
-        mean = sum(self._weights) / len(self._weights)
-        self._weights = []
-        several = [Asked(optimizer) for optimizer in over_ranks.optimizers()]
-        for asked in several:
-            asked.sums.take(p for p in asked.parameters if p.requires_grad)
-        return mean, several
 
 
 def _length(loader: DataLoader) -> int | None:

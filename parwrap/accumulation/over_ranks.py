@@ -6,7 +6,7 @@ the backwards that close those, and takes the same steps. What is left when all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,8 +68,11 @@ class OverRanks:
         """The number of the next meeting of the ranks."""
         return self._group.meetings.number
 
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for _, optimizer in self._loop.numbered_optimizers()]
+    def taken(self, only: Collection[int] | None = None) -> Asked:
+        """The gradients of all parameters of optimizers, or of those with the ids ``only``, which have none afterwards."""
+        asked = Asked(None)
+        asked.sums.take(p for p in self._loop.once_owned().values() if p.requires_grad and (only is None or id(p) in only))
+        return asked
 
     def owns(self, leaves: Iterable[torch.Tensor]) -> bool:
         """Whether every one of ``leaves`` is a parameter of an optimizer."""
@@ -137,7 +140,7 @@ class OverRanks:
             (clip.name, [number_of[id(p)] for p in clip.parameters if id(p) in number_of], clip.args, clip.kwargs)
             for clip in clips_of(several)
         ]
-        return _Told(kinds, [optimizer_number[id(asked.optimizer)] for asked in several], clips)
+        return _Told(kinds, [optimizer_number[id(asked.optimizer)] for asked in several if asked.optimizer], clips)
 
     def _mean(self, views: Sequence[_Told], mine: dict[int, torch.Tensor], weight: float) -> dict[Number, torch.Tensor]:
         """The means of all sums that a rank has told of."""
@@ -169,7 +172,7 @@ class OverRanks:
             in_step = bool(several)
             if due:
                 means = [(p, p.grad) for p in self._loop.once_owned().values() if id(p) in gradients and p.grad is not None]
-                Applied(means, clips, [asked.optimizer for asked in due]).run()
+                Applied(means, clips, [asked.optimizer for asked in due if asked.optimizer]).run()
             several[:] = [asked for asked in several if asked not in due]
             return in_step
 

@@ -92,14 +92,14 @@ class Asked:
     """One step that an optimizer was asked for in the batches of a window, and did not take.
 
     Attributes:
-        optimizer: the optimizer.
+        optimizer: the optimizer; ``None`` where the loop will ask it for the step itself.
         at: how many backwards had run before the last one that it came after, in its batch.
         sums: the gradients that it would have used.
         clips: what was clipped before it.
         given: whether the sums have gone into a backward.
     """
 
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     at: int = -1
     sums: Sums = field(default_factory=Sums)
     clips: list[Clip] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Asked:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [p for group in self.optimizer.param_groups for p in group["params"]] if self.optimizer else []
 
 
 def merged(several: Iterable[Asked]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:

@@ -65,8 +65,8 @@ class accumulate(ActingDecorator):
         super().__init__()
         if steps != AUTO and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise UsageError(
-                f"accumulate(steps={steps!r}): steps is the number of batches of one optimizer step, a whole number from 1, or 'auto' for a "
-                "loop that accumulates by hand."
+                f"accumulate(steps={steps!r}): steps is the number of batches of one optimizer step, a whole number from 1, or 'auto' for "
+                "a loop that accumulates by hand."
             )
         self._steps = steps
 

@@ -26,11 +26,11 @@ from parwrap.files.rank_zero import RankZeroFiles
 from parwrap.group import Group
 from parwrap.loop import Loop
 from parwrap.meetings import END
-from parwrap.strategies.averager import Reducer
 from parwrap.strategies.bypasses import Bypasses
 from parwrap.strategies.counts import Counts
 from parwrap.strategies.ddp import DDP
 from parwrap.strategies.in_step import InStep
+from parwrap.strategies.reducer import Reducer
 from parwrap.strategies.single import Single
 from parwrap.strategies.small_batches import warn_of_small_batches
 from parwrap.streams import Streams, get_state, seed_all, set_state
@@ -272,7 +272,7 @@ class _Session:
         self._undo.callback(ddp.close)
         self._left_together = ddp.leave
         self._undo.callback(files.close)
-        self._undo.enter_context(watched(group.meetings, group.world.rank, self._options.hang_after))
+        self._undo.enter_context(watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after))
         return [*actors, ddp, InStep(group, loop), Bypasses(group, loop), voices, files, self]
 
     def _stop(self) -> None:

@@ -1,10 +1,9 @@
-"""One set of parameters whose gradients are averaged while a backward runs: torch's DDP, armed by hand.
+"""One set of parameters whose gradients are averaged while a backward runs.
 
-``DistributedDataParallel`` gets a holder of the parameters instead of the user's model, and its forward, which arms the
-reducer, is called just before the real backward; torch's hooks then average and overlap as usual. Which parameters belong
-to which backward is decided by ``ddp.py``.
+The reducer is armed just before the backward; torch's hooks then average and overlap as usual. Which parameters belong to which
+backward is decided by ``ddp.py``.
 
-The holder has one parameter of its own, the *signal*: the facts that the ranks tell each other are its gradient, so they travel
+It averages one parameter more, the *signal*: the facts that the ranks tell each other are its gradient, so they travel
 within the buckets and cost no collective. It comes last in every backward, so no bucket waits for it but its own, and what has
 been noticed during the backward is told as well.
 """
@@ -17,16 +16,16 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from parwrap.collectives import all_reduced
 from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.strategies.graph import reached
+from parwrap.strategies.reducer import Reducer
 from parwrap.strategies.share import Share
 from parwrap.verbs.backward import Backward
 
-__all__ = ["Averager", "Noticed", "Reducer"]
+__all__ = ["Averager", "Noticed"]
 
 WEIGHT, STRAYS, MISFIT = -3, -2, -1
 """The facts behind the flags that say which parameters this rank's loss reaches: how much this rank counts in the average; whether
@@ -48,33 +47,6 @@ class Noticed(NamedTuple):
 
     strays: bool = False
     misfit: bool = False
-
-
-class Reducer(DistributedDataParallel):
-    """parwrap's own use of DDP, to be told from the user's."""
-
-
-class _SparselyUsed(nn.Embedding):
-    """By this DDP can tell that the gradient of ``weight`` will be sparse."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        nn.Module.__init__(self)
-        self.sparse = True
-        self._parameters["weight"] = weight  # type: ignore[assignment]
-
-
-class _Holder(nn.Module):
-    def __init__(self, parameters: Sequence[torch.Tensor], sparse: frozenset[int]) -> None:
-        super().__init__()
-        # register_parameter takes nothing but nn.Parameter, and a hand-written SGD has bare tensors
-        for index, parameter in enumerate(parameters):
-            if id(parameter) in sparse:
-                self.add_module(f"sparse {index}", _SparselyUsed(parameter))
-            else:
-                self._parameters[str(index)] = parameter  # type: ignore[assignment]
-
-    def forward(self) -> None:
-        """DDP arms its reducer around this call."""
 
 
 class _Touch(torch.autograd.Function):
@@ -135,7 +107,7 @@ class Averager:
         self._root = _in_new_thread(self._signal.sum)
         dense = [p for p in self.parameters if id(p) not in sparse]
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *dense]
-        self._ddp = Reducer(_Holder(ordered, sparse), init_sync=False, **options)
+        self._reducer = Reducer(ordered, sparse, **options)
 
     def stand_for(self, leaves: Iterable[torch.Tensor]) -> None:
         """From now on average ``leaves``, which were made anew in the place of the parameters, in :meth:`run_then_average`."""
@@ -155,9 +127,9 @@ class Averager:
             weight: how much this rank counts; 1 if all count the same.
         """
         self._tell(call, weight)
-        self._arm()
+        self._reducer.arm()
         call.with_root(self._root, self._signal).run()
-        if not self._finished():
+        if not self._reducer.finished():
             self._touch_the_rest(call)
 
     def run_then_average(self, call: Backward, weight: float) -> None:
@@ -169,7 +141,7 @@ class Averager:
     def answer(self, share: Share) -> None:
         """Take part in the :meth:`run` of other ranks with no backward of its own."""
         self._give(share)
-        self._arm()
+        self._reducer.arm()
         self._touch(self.parameters, self._root)
         self.drop(self._unused())
         self.missed = self._without
@@ -217,23 +189,6 @@ class Averager:
         self._without = frozenset(place for place, is_given in enumerate(given) if not is_given)
         for p in self.parameters:
             p.grad = share.gradients.get(id(p))
-
-    def _arm(self) -> None:
-        """Have the reducer expect every parameter in the next backward."""
-        if self._ddp._has_rebuilt_buckets:
-            # all that is left of DDP's forward then, and 40 us less
-            self._ddp.reducer.prepare_for_forward()
-            self._ddp.reducer.prepare_for_backward([])
-        else:
-            with torch.enable_grad():
-                self._ddp()
-
-    def _finished(self) -> bool:
-        try:
-            self._ddp.reducer._check_reducer_finalized()
-        except RuntimeError:
-            return False
-        return True
 
     def _touch_the_rest(self, call: Backward) -> None:
         """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
