@@ -88,8 +88,8 @@ class distributed(ScopeDecorator):
     """Run a plain single-GPU training function on every rank of the launch, unchanged.
 
     As ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher it runs on one rank, with no
-    process group. Met inside another ``distributed``, it joins that one, and its options stand for its own function; streams
-    that have its ``seed`` already go on.
+    process group. Met inside another ``distributed``, it joins that one, and its options stand for its own function, but for
+    ``timeout`` and ``hang_after``, which are the outermost's; streams that have its ``seed`` already go on.
 
     Args:
         backend: of the process group; by default nccl for GPUs and gloo for the CPU.
