@@ -24,10 +24,10 @@ _open: list[Accumulation] = []
 class accumulate(ActingDecorator):
     """Take an optimizer step every ``steps`` batches, as if each batch were that much larger.
 
-    As ``@accumulate(steps=4)``, ``@accumulate(4)`` or ``with accumulate(steps=4):``; with or without ``distributed``. Inside a window of
+    As ``@accumulate(steps=4)``, ``@accumulate(4)`` or ``with accumulate(steps=4):``; with or without ``distributed``. Inside another
+    ``accumulate`` it does nothing more, and other ``steps`` than there are an error. Inside a window of
     ``steps`` batches ``backward`` sends nothing to other ranks, and ``step`` and clipping do nothing; its last batch leaves the mean
-    gradient of the window in ``.grad``. The last window of an epoch may be smaller. Inside another ``accumulate`` it does nothing
-    more, and other ``steps`` than there are an error.
+    gradient of the window in ``.grad``. The last window of an epoch may be smaller.
 
     Args:
         steps: batches in a window, from 1.
@@ -78,15 +78,6 @@ class accumulate(ActingDecorator):
 
         return Accumulation(self._steps, over_ranks_now)
 
-    def asked(self) -> Any:
-        return self._steps
-
-    def check_within(self, around: ActingDecorator) -> None:
-        raise UsageError(
-            f"parwrap.accumulate({self.asked()!r}) cannot be opened inside parwrap.accumulate({around.asked()!r}): a batch is in one "
-            "window only. Give both the same steps, or leave one of them out; --accumulate is one too."
-        )
-
     @contextmanager
     def opened(self, module: str | None) -> Iterator[None]:
         actor = self.actor()
@@ -98,6 +89,15 @@ class accumulate(ActingDecorator):
         finally:
             actor.end()
             _open.remove(actor)
+
+    def asked(self) -> Any:
+        return self._steps
+
+    def check_within(self, around: ActingDecorator) -> None:
+        raise UsageError(
+            f"parwrap.accumulate({self.asked()!r}) cannot be opened inside parwrap.accumulate({around.asked()!r}): a batch is in one "
+            "window only. Give both the same steps, or leave one of them out; --accumulate is one too."
+        )
 
 
 def count_batch(total: float) -> None:
