@@ -23,11 +23,15 @@ __all__ = ["AccumulateMixin", "AmpMixin", "DistributedMixin", "SyncBNMixin"]
 
 METHODS = ("train", "fit")
 
+_running: list[Any] = []
+"""The instances whose scopes are open."""
+
 
 class _Mixin:
     """What the mixins share: the methods ``train`` and ``fit``, and those named in ``parwrap_methods``, run in the scopes.
 
-    Options are class keywords or entries of the mapping ``parwrap_options``; a subclass has those of its bases, and its own.
+    Options are class keywords or entries of the mapping ``parwrap_options``; a subclass has those of its bases, and its own instead. They
+    are open once for an instance: where one such method calls another, also by ``super()``, they are those of the instance's class.
 
     Raises:
         UsageError: ``parwrap_options`` has one that no mixin takes, or ``parwrap_methods`` names what is no method.
@@ -44,17 +48,19 @@ class _Mixin:
             return
         features = list(_features(cls))
         known = {name for feature in features for name in feature.option_names()}
-        ours = {name: value for name, value in keywords.items() if name in known}
+        cls._keywords = {name: value for name, value in keywords.items() if name in known}
         super().__init_subclass__(**{name: value for name, value in keywords.items() if name not in known})
-        cls._keywords = {**cls._keywords, **ours}
-        options = {**cls.parwrap_options, **cls._keywords}
+        options: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):
+            options |= {**base.__dict__.get("parwrap_options", {}), **base.__dict__.get("_keywords", {})}
         if unknown := sorted(options.keys() - known):
             raise UsageError(
                 f"{cls.__name__}.parwrap_options has {', '.join(unknown)}, which none of its mixins takes; "
                 f"they take {', '.join(sorted(known))}."
             )
         decorators = [feature(**{name: options[name] for name in feature.option_names() if name in options}) for feature in features]
-        for name in dict.fromkeys((*METHODS, *cls.parwrap_methods)):
+        named = (name for base in cls.__mro__ for name in base.__dict__.get("parwrap_methods", ()))
+        for name in dict.fromkeys((*METHODS, *named)):
             _decorate(cls, name, decorators)
 
 
@@ -96,9 +102,28 @@ def _decorate(cls: Any, name: str, decorators: list[ScopeDecorator]) -> None:
             )
         return
     method = cls.__dict__[name] if name in cls.__dict__ else _inherited(cls, name, found)
+    scoped = method
     for decorator in decorators:
-        method = decorator(method)
-    setattr(cls, name, method)
+        scoped = decorator(scoped)
+    setattr(cls, name, scoped if isinstance(method, staticmethod) else _once(method, scoped))
+
+
+def _once(method: Any, scoped: Any) -> Any:
+    """``scoped``, or plain ``method`` where a method of the same instance has opened the scopes already."""
+    if isinstance(method, classmethod):
+        return classmethod(_once(method.__func__, scoped.__func__))
+
+    @functools.wraps(scoped)
+    def once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(each is self for each in _running):
+            return method(self, *args, **kwargs)
+        _running.append(self)
+        try:
+            return scoped(self, *args, **kwargs)
+        finally:
+            _running.pop()
+
+    return once
 
 
 def _inherited(cls: type, name: str, found: Any) -> Callable:
@@ -109,4 +134,4 @@ def _inherited(cls: type, name: str, found: Any) -> Callable:
         return getattr(super(cls, self), name)(*args, **kwargs)
 
     del cooperative.__dict__["__wrapped__"]
-    return cooperative
+    return classmethod(cooperative) if isinstance(found, classmethod) else cooperative  # type: ignore[return-value]

@@ -5,10 +5,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.errors import UsageError
-from parwrap.group import current
+from parwrap.group import alone, current
 
 
 class Base:
@@ -28,6 +29,17 @@ class Base:
 def open_group():
     """Whether training verbs are changed, as inside the decorators."""
     return hasattr(torch.autograd.backward, "__wrapped__")
+
+
+class Drawing:
+    """Another one, which draws a number."""
+
+    def train(self):
+        return torch.rand(1).item()
+
+
+def first_of(seed):
+    return torch.rand(1, generator=torch.Generator().manual_seed(seed)).item()
 
 
 class Trainer(parwrap.DistributedMixin, Base, batch="global"):
@@ -64,6 +76,36 @@ def test_methods_named_in_parwrap_methods_run_in_the_scope_too():
     assert Overriding().pretrain()
 
 
+def test_methods_that_a_base_names_are_those_of_its_subclasses_too():
+    class Naming(Overriding, seed=8):
+        parwrap_methods = ("draw",)
+
+        def draw(self):
+            return torch.rand(1).item()
+
+        def pretrain(self):
+            return self.draw()
+
+    assert [first_of(8)] * 2 == [Naming().draw(), Naming().pretrain()]
+
+
+def test_class_methods_are_inherited_and_overridden_too():
+    class Base:
+        @classmethod
+        def fit(cls):
+            return cls.__name__, torch.rand(1).item()
+
+    class Fitting(parwrap.DistributedMixin, Base, seed=5):
+        pass
+
+    class Overriding(Fitting, seed=6):
+        @classmethod
+        def fit(cls):
+            return super().fit()
+
+    assert [("Fitting", first_of(5)), ("Overriding", first_of(6))] == [Fitting.fit(), Overriding.fit()]
+
+
 def test_a_class_that_comes_in_between_is_not_passed_over():
     class Between(Base):
         def train(self, x=1):
@@ -95,12 +137,18 @@ def test_the_mode_of_a_module_is_no_training_method():
 
 
 def test_options_come_as_keywords_or_as_a_mapping_and_go_on_to_subclasses():
-    Given = type("Given", (parwrap.DistributedMixin, Base), {"parwrap_options": {"batch": "global"}})
+    Given = type("Given", (parwrap.DistributedMixin, Drawing), {"parwrap_options": {"seed": 5}})
 
-    class Again(Given, seed=1):
+    class Keyword(Given, seed=6):
         pass
 
-    assert {"batch": "global", "seed": 1} == {**Again.parwrap_options, **Again._keywords}
+    class Mapping(Keyword):
+        parwrap_options = {"batch": "global"}  # noqa: RUF012
+
+    class MappingAgain(Mapping):
+        parwrap_options = {"seed": 7}  # noqa: RUF012
+
+    assert [first_of(seed) for seed in (5, 6, 6, 7)] == [cls().train() for cls in (Given, Keyword, Mapping, MappingAgain)]
     with pytest.raises(UsageError, match="batch='all' is not one of the ways to share out batches"):
 
         class BadValue(Given, batch="all"):
@@ -145,3 +193,63 @@ def test_a_class_trains_on_ranks():
             return weight.grad.item(), current() is not None
 
     assert (1.5, True) == Averaging().fit()
+
+
+class Loop:
+    """A plain trainer with an epoch a call, which ``fit`` calls."""
+
+    def __init__(self, batch_size):
+        self.model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        samples = torch.randn(48, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        self.loader = DataLoader(TensorDataset(samples), batch_size=batch_size, shuffle=True)
+
+    def train(self):
+        for (x,) in self.loader:
+            self.optimizer.zero_grad()
+            nn.functional.mse_loss(self.model(x), x[:, :1]).backward()
+            self.optimizer.step()
+
+    def fit(self, epochs=2):
+        for _ in range(epochs):
+            self.train()
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (1, 2)])
+def test_methods_that_call_each_other_are_in_the_scopes_once(size):
+    with alone(), torch.random.fork_rng():
+        torch.manual_seed(4)
+        expected = Loop(16).fit()
+
+    class Fitting(parwrap.DistributedMixin, parwrap.SyncBNMixin, parwrap.AccumulateMixin, Loop, batch="global", seed=9, steps=4):
+        def train(self):
+            super().train()
+
+    class Overriding(parwrap.AmpMixin, Fitting, seed=4, steps=2, level="O0"):
+        def __init__(self):
+            pass
+
+        def train(self):
+            super().train()
+
+        def fit(self):
+            Loop.__init__(self, 8)
+            return super().fit()
+
+    trainer = Overriding()
+    for _ in range(2):
+        assert (trainer.fit() - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (1, 2)])
+def test_an_instance_inside_another_follows_the_rule_of_the_decorators(size):
+    class Inner(parwrap.AccumulateMixin, Loop, steps=2):
+        pass
+
+    class Outer(parwrap.AccumulateMixin, steps=4):
+        def fit(self, inner):
+            return inner.fit()
+
+    with pytest.raises(UsageError, match=r"parwrap.accumulate\(2\) cannot be opened inside parwrap.accumulate\(4\): a batch is in one"):
+        Outer().fit(Inner(8))

@@ -382,3 +382,12 @@ def test_a_plain_script_accumulates_over_batches(run, script):
 
     assert 0 == larger[0]
     assert larger[:2] == on_one[:2] == on_two[:2]
+
+
+def test_a_script_that_accumulates_already_is_told_so(run, script):
+    decorated = script("import parwrap\nwith parwrap.accumulate(4):\n    print('inside')\n")
+    status, stdout, stderr = run("--accumulate", "2", decorated)
+
+    assert (1, "") == (status, stdout)
+    assert "parwrap.accumulate(4) cannot be opened inside parwrap.accumulate(2): a batch is in one window only." in stderr
+    assert (0, "inside\n") == run("--accumulate", "4", decorated)[:2]

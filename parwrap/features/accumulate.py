@@ -5,7 +5,7 @@ Checks the options and opens the actor; what it does is in ``accumulation/``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,8 @@ _open: list[Accumulation | ByHand] = []
 class accumulate(ActingDecorator):
     """Take an optimizer step every ``steps`` batches, as if each batch were that much larger.
 
-    As ``@accumulate(steps=4)``, ``@accumulate(4)`` or ``with accumulate(steps=4):``; with or without ``distributed``. Inside a window of
+    As ``@accumulate(steps=4)``, ``@accumulate(4)`` or ``with accumulate(steps=4):``; with or without ``distributed``. Inside another
+    ``accumulate`` it does nothing more, and other ``steps`` than there are an error. Inside a window of
     ``steps`` batches ``backward`` sends nothing to other ranks, and ``step`` and clipping do nothing; its last batch leaves the mean
     gradient of the window in ``.grad``. The last window of an epoch may be smaller.
 
@@ -83,16 +84,25 @@ class accumulate(ActingDecorator):
         return ByHand(over_ranks_now) if self._steps == AUTO else Accumulation(self._steps, over_ranks_now)
 
     @contextmanager
-    def scope(self, function: Callable | None) -> Iterator[None]:
+    def opened(self, module: str | None) -> Iterator[None]:
         actor = self.actor()
         _open.append(actor)
         try:
-            with acting([actor], getattr(function, "__module__", None)):
+            with acting([actor], module):
                 yield
                 actor.finish()
         finally:
             actor.end()
             _open.remove(actor)
+
+    def asked(self) -> Any:
+        return self._steps
+
+    def check_within(self, around: ActingDecorator) -> None:
+        raise UsageError(
+            f"parwrap.accumulate({self.asked()!r}) cannot be opened inside parwrap.accumulate({around.asked()!r}): a batch is in one "
+            "window only. Give both the same steps, or leave one of them out; --accumulate is one too."
+        )
 
 
 def count_batch(total: float) -> None:

@@ -5,8 +5,8 @@ Opens autocast and makes the actors; what each does is in ``precision/``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from parwrap.errors import UsageError
 from parwrap.features.acting import ActingDecorator
 from parwrap.group import current
 from parwrap.precision.autocasting import Autocasting
-from parwrap.precision.choice import check, choose
+from parwrap.precision.choice import Precision, check, choose
 from parwrap.precision.halving import HalfForGood, HalfInCalls
 from parwrap.precision.missing import named
 from parwrap.precision.scaling import Scaling
@@ -35,7 +35,8 @@ class amp(ActingDecorator):
 
     As ``@amp``, ``@amp(dtype="fp16")`` or ``with amp():``. ``loss.backward()`` leaves true-scale gradients, and a step for which one
     is not finite is skipped, on every rank. The scale goes on from call to call, unless the function builds an optimizer before
-    its first backward. Met inside another ``amp``, it says what the forward computes in, and the scale stays that of the outer.
+    its first backward. Met inside another ``amp``, it says what the forward computes in, if it is given a dtype or a level, and the scale
+    stays that of the outer.
 
     Args:
         dtype: ``"bf16"``, ``"fp16"`` (which brings the loss scale), or ``"auto"``: bf16 where the device has it. ``"bfloat16"``,
@@ -94,13 +95,12 @@ class amp(ActingDecorator):
         self._state: AmpState | None = None
         self._scaling: Scaling | None = None
 
-    def scope(self, function: Callable | None) -> AbstractContextManager:
-        return self._opened(getattr(function, "__module__", None))
+    def asked(self) -> Precision | None:
+        return None if self._asked == ("auto", None, None) else self._precision()
 
     @contextmanager
-    def _opened(self, module: str | None) -> Iterator[None]:
-        dtype, level, device = self._asked
-        precision = choose(dtype, level, device or _device())
+    def opened(self, module: str | None) -> Iterator[None]:
+        precision = self._precision()
         with ExitStack() as opened:
             opened.enter_context(named(precision.device, precision.dtype))
             actors: list[Any] = [HALVING[precision.model]()] if precision.model else []
@@ -115,6 +115,10 @@ class amp(ActingDecorator):
                 actors.append(casting)
             opened.enter_context(acting(actors, module))
             yield
+
+    def _precision(self) -> Precision:
+        dtype, level, device = self._asked
+        return choose(dtype, level, device or _device())
 
     def _scalings(self, state: AmpState) -> list[Scaling]:
         """The actor on the loss scale, if there is one: the same in every call, so that the scale goes on."""
@@ -144,8 +148,3 @@ def _device() -> str:
     if group is not None:
         return group.device.type
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _inside_autocast(device: str) -> bool:
-    """Whether there is an autocast around, which a scope without one switches off."""
-    return torch.is_autocast_enabled(device)

@@ -88,7 +88,8 @@ class distributed(ScopeDecorator):
     """Run a plain single-GPU training function on every rank of the launch, unchanged.
 
     As ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher it runs on one rank, with no
-    process group. Met inside another ``distributed``, it joins that one, and its options stand for its own function.
+    process group. Met inside another ``distributed``, it joins that one, and its options stand for its own function, but for
+    ``timeout`` and ``hang_after``, which are the outermost's; streams that have its ``seed`` already go on.
 
     Args:
         backend: of the process group; by default nccl for GPUs and gloo for the CPU.
@@ -228,7 +229,7 @@ class _Session:
                 f"backend={given['backend']!r} cannot be had: the process group is open already, with {self._group.backend!r}. "
                 "Give the backend to the outermost parwrap.distributed or to parwrap.run."
             )
-        if given.get("seed") is not None:
+        if given.get("seed") not in (None, before.seed):
             with self._streams.shared():
                 seed_all(given["seed"])
         self._options = replace(before, **given)

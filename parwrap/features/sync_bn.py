@@ -23,6 +23,8 @@ class sync_bn(ActingDecorator):
     Outputs, gradients and running statistics are those of a single process that has the whole batch. Parts may differ in size and be
     empty. Once the gradients are averaged they are those of the mean of the ranks' losses, as ever. With one rank it changes nothing.
 
+    Met inside another ``sync_bn``, it shares among the ranks that it is given, or as the outer does.
+
     Args:
         process_group: the ranks that share, as ``torch.distributed.new_group`` gives it; by default all.
         group_size: instead, how many consecutive ranks share: 2 makes pairs. It must divide the number of ranks.
@@ -44,6 +46,10 @@ class sync_bn(ActingDecorator):
         super().__init__()
         self._process_group, self._group_size = process_group, group_size
         _check(self._process_group, self._group_size)
+
+    def asked(self) -> tuple | None:
+        asked = self._process_group, self._group_size
+        return None if asked == (None, None) else asked
 
     def actor(self) -> SyncBN:
         actor = SyncBN(self._process_group, self._group_size)

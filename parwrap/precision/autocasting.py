@@ -22,6 +22,8 @@ __all__ = ["Autocasting"]
 class Autocasting:
     """The actor that keeps autocast out of what is not a forward.
 
+    It switches on again only what it has switched off itself: there may be another inside of it, or around it.
+
     Args:
         device: the type of device.
         dtype: to cast to; ``None`` for no autocast.
@@ -77,7 +79,8 @@ class Autocasting:
 
     def _on_again(self) -> None:
         self._depth = 0
-        torch.set_autocast_enabled(self._device, self._before)
+        if self._before:
+            torch.set_autocast_enabled(self._device, True)
 
     @contextmanager
     def _off(self) -> Iterator[None]:
@@ -86,4 +89,5 @@ class Autocasting:
         try:
             yield
         finally:
-            torch.set_autocast_enabled(self._device, before)
+            if before:
+                torch.set_autocast_enabled(self._device, True)
