@@ -158,10 +158,11 @@ class ByHand:
         over_ranks = self._over_ranks()
         if over_ranks is None:
             return
-        weight, several = mean(chain(*self._weights.values())), [over_ranks.taken()]
+        weights, several = list(chain(*self._weights.values())), [over_ranks.taken()]
+        whole = max(len(weights), sum(self._pattern.expects(place) for place in self._weights))
         self._weights.clear()
         with self._at_work():
-            over_ranks.applied(several, weight, over_ranks.given(several, weight) if gives else Share).add()
+            over_ranks.applied(several, mean(weights), over_ranks.given(several, sum(weights) / whole) if gives else Share).add()
 
 
 def _length(loader: DataLoader) -> int | None:

@@ -54,6 +54,10 @@ class Pattern:
             return False
         return place in self._expected[at + 1 :]
 
+    def expects(self, place: Hashable) -> int:
+        """How many backwards are expected at ``place`` in the window that is running."""
+        return self._expected.count(place) if self._expected else 0
+
     def step(self) -> None:
         """An optimizer is about to step."""
         window, self.running = self.running, []

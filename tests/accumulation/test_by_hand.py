@@ -17,14 +17,14 @@ EPOCHS, BATCHES = 6, 10
 
 
 def watched(monkeypatch):
-    """The batches, by their number, whose backwards were averaged."""
+    """The epochs and batches whose backwards were averaged."""
     numbers, run = [], Averager.run
-    monkeypatch.setattr(Averager, "run", lambda self, *args: (numbers.append(now.batch), run(self, *args))[1])
+    monkeypatch.setattr(Averager, "run", lambda self, *args: (numbers.append((now.epoch, now.batch)), run(self, *args))[1])
     return numbers
 
 
 class now:
-    batch = 0
+    epoch = batch = 0
 
 
 def build():
@@ -40,6 +40,7 @@ def batches(loader=True, samples=12 * BATCHES):
 
 
 def numbered(reader):
+    now.epoch += 1
     for now.batch, batch in enumerate(reader):
         yield now.batch, batch
 
@@ -92,12 +93,7 @@ def assert_same(expected, actual, tolerance=1e-12):
 
 def sends_of(sent):
     """What was sent, by epoch."""
-    epochs = [[]]
-    for before, number in itertools.pairwise([-1, *sent]):
-        if number <= before:
-            epochs.append([])
-        epochs[-1].append(number)
-    return epochs
+    return [[batch for _, batch in several] for _, several in itertools.groupby(sent, key=lambda each: each[0])]
 
 
 @pytest.mark.parametrize("size", RANKS)
@@ -215,7 +211,7 @@ def test_two_optimizers_of_a_gan(together, monkeypatch):
         return nn.ModuleList([D, G])
 
     assert_same(by_itself(gan), automatic(gan))
-    assert sends_of(sent)[-1] == [1, 1, 3, 3, 5, 5, 7, 7, 9, 9] if together else [1, 3, 5, 7, 9]
+    assert sends_of(sent)[-1] == ([1, 1, 3, 3, 5, 5, 7, 7, 9, 9] if together else [1, 3, 5, 7, 9])
 
 
 @pytest.mark.ranks(2)
