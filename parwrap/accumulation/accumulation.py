@@ -19,13 +19,14 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from parwrap.accumulation.over_ranks import OverRanks
 from parwrap.accumulation.position import Position
-from parwrap.accumulation.sums import Asked, Sums, with_sums
+from parwrap.accumulation.sums import Asked, Sums, put_back
 from parwrap.accumulation.window import Applied, clips_of, mean_of
 from parwrap.data.passes import Pass
 from parwrap.data.sharding import last_part
 from parwrap.errors import UsageError
 from parwrap.group import is_alone
 from parwrap.sites import call_site, location
+from parwrap.strategies.graph import reached
 from parwrap.strategies.share import Share
 from parwrap.verbs.backward import Backward
 from parwrap.verbs.clipping import Clip
@@ -35,9 +36,10 @@ __all__ = ["Accumulation"]
 
 @dataclass
 class _Reading:
-    """A pass over a loader, and whether a backward of the open window has run while it was open."""
+    """A pass over a loader, whether it has drawn for the running batch, and whether any of its batches is in the open window."""
 
     batches: weakref.ref[Pass] | None = None
+    drew: bool = False
     trains: bool = False
 
     @property
@@ -87,7 +89,12 @@ class Accumulation:
                 self._close()
 
         ahead = batches if isinstance(batches, Pass) else Pass(batches, lambda exhausted: None)
-        watched = Pass(ahead, closed, self._drew)
+
+        def drew() -> None:
+            self._drew()
+            reading.drew = True
+
+        watched = Pass(ahead, closed, drew)
         reading.batches = weakref.ref(watched)
         self._readings.append(reading)
         return watched
@@ -102,22 +109,48 @@ class Accumulation:
         site, position = call_site(), self.position
         if position.over(site):
             self._next_batch()
+        elif position.left(site):
+            self._leave(call)
         with self._at_work():
             if not position.backwards:
-                over_ranks = self._over_ranks()
-                parts = [part for reading in self._readings if (part := reading.last_part) is not None]
-                position.begin(position.full or bool(parts), over_ranks.weight if over_ranks else 1.0, min(parts, default=1.0))
-                for reading in self._readings:
-                    reading.trains = True
+                self._begin_batch()
             if position.factor != 1.0:
                 call = call.scaled(position.factor)
-            if position.closing:
-                due = [asked for asked in self._asked.values() if asked.at == position.backwards]
-                call = with_sums(call, due, position.correction)._replace(weight=position.rank_weight)
-            else:
-                call = call._replace(averaged=False)
-            call.run()
+            try:
+                if position.closing:
+                    due = [asked for asked in self._asked.values() if asked.at == position.backwards]
+                    holding = put_back(due, position.correction)
+                    call._replace(weight=position.rank_weight, holding=holding).run()
+                else:
+                    call._replace(averaged=False).run()
+            except BaseException:
+                self._drop_batch()  # a script may catch that, and go on with the next
+                raise
         position.ran_backward(site)
+
+    def _begin_batch(self) -> None:
+        over_ranks, feeding = self._over_ranks(), [reading for reading in self._readings if reading.drew]
+        parts = [part for reading in feeding if (part := reading.last_part) is not None]
+        self.position.begin(self.position.full or bool(parts), over_ranks.weight if over_ranks else 1.0, min(parts, default=1.0))
+        for reading in feeding:
+            reading.trains = True
+
+    def _leave(self, call: Backward) -> None:
+        """No step has followed the batch before: it was left, as where a loss is not finite, or the loop accumulates by hand."""
+        if any(leaf.grad is not None and leaf.grad.any() for leaf in reached(call.beginnings)):
+            self._next_batch()
+            return
+        self._warn_of_sums_not_used()
+        self._drop_batch()
+
+    def _drop_batch(self) -> None:
+        """The running batch counts for nothing, and so does the window that it would have closed."""
+        self._clips = []
+        if self.position.closing:
+            self._asked, self._asks = {}, {}
+            self.position.begin_window()
+        else:
+            self.position.take_back()
 
     def clip(self, clip: Clip) -> Any:
         """Clip only what a step is taken with."""
@@ -187,7 +220,7 @@ class Accumulation:
 
     def _drew(self) -> None:
         self._catch_up()
-        if self.position.backwards:
+        if self.position.asked:  # what is drawn before is for the same batch, or the batch was left
             self._next_batch()
         self.position.drew()
 
@@ -224,30 +257,34 @@ class Accumulation:
             return
         self.position.end()
         self._asks, self._clips = {}, []
+        for reading in self._readings:
+            reading.drew = False
 
     def _end_window(self) -> None:
         """Apply what of the window no step has used, and begin another."""
         self._settle()
         position, asked = self.position, list(self._asked.values())
-        if position.closing and not position.stepped:
+        if position.closing and not self._has_stepped:
             self._refuse_no_step(position.batches + 1)
-        given = [each for each in asked if each.given]
+        self._warn_of_sums_not_used()
         self._asked, self._asks, self._clips = {}, {}, []
         left = [each for each in asked if not each.given and each.sums]
         weight = position.open_weight
         position.begin_window()
         for reading in self._readings:
-            reading.trains = False
-        if given and not self._warned:
+            reading.drew = reading.trains = False
+        if left:
+            with self._at_work():
+                self._together(left, weight, gives=True).run()
+
+    def _warn_of_sums_not_used(self) -> None:
+        if any(asked.given for asked in self._asked.values()) and not self._warned:
             self._warned = True
             warnings.warn(
                 "parwrap: in the last batch of a window of parwrap.accumulate, a step that the batches before it had asked for was left "
                 "out, so their gradients are not used either. This is said once.",
                 stacklevel=2,
             )
-        if left:
-            with self._at_work():
-                self._together(left, weight, gives=True).run()
 
     def _complete(self, several: list[Asked]) -> None:
         """A step is about to be taken, and the backward that was to bring these sums has not come: the loop takes another way."""

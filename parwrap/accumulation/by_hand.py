@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from parwrap.accumulation.over_ranks import OverRanks
 from parwrap.accumulation.pattern import Pattern
-from parwrap.accumulation.sums import with_sums
 from parwrap.data.passes import Pass
 from parwrap.group import is_alone
 from parwrap.sites import call_site
@@ -42,6 +40,14 @@ class _Reading:
     left: int | None
 
 
+@dataclass
+class _Local:
+    """What the backwards of one place have left on this rank alone: how much each counts, and in which tensors, if that must be known."""
+
+    weights: list[float] = field(default_factory=list)
+    reached: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
 class ByHand:
     """Averages once for each step.
 
@@ -53,7 +59,7 @@ class ByHand:
         self._over_ranks = over_ranks
         self._pattern = Pattern()
         self._readings: list[_Reading] = []
-        self._weights: defaultdict[Hashable, list[float]] = defaultdict(list)
+        self._local: defaultdict[Hashable, _Local] = defaultdict(_Local)
         self._first_meeting = self._next_look = 0
         self._busy = False
 
@@ -88,18 +94,20 @@ class ByHand:
         with self._at_work():
             if not goes_on:
                 self._look_at_others(over_ranks, call)
-            if not (goes_on or place in self._weights):
+            if not (goes_on or place in self._local):
                 call.run()
                 return
-            weights, weight = self._weights[place], over_ranks.weight
-            weights.append(weight)
+            local, weight = self._local[place], over_ranks.weight
+            local.weights.append(weight)
             call = call.scaled(weight) if weight != 1.0 else call
             if goes_on:
+                if self._pattern.mixed:
+                    local.reached.update((id(leaf), leaf) for leaf in reached(call.beginnings))
                 call._replace(averaged=False).run()
                 return
-            del self._weights[place]
-            only = {id(leaf) for leaf in reached(call.beginnings)} if self._weights else None
-            with_sums(call, [over_ranks.taken(only)], 1.0)._replace(weight=mean(weights)).run()
+            del self._local[place]
+            holding = local.reached.values() if local.reached else over_ranks.with_gradients()
+            call._replace(weight=mean(local.weights), holding=tuple(holding)).run()
 
     def clip(self, clip: Clip) -> Any:
         """Clip what is averaged."""
@@ -153,14 +161,14 @@ class ByHand:
         Args:
             gives: whether it may go into backwards of ranks that do not come for this.
         """
-        if self._busy or is_alone() or not self._weights:
+        if self._busy or is_alone() or not self._local:
             return
         over_ranks = self._over_ranks()
         if over_ranks is None:
             return
-        weights, several = list(chain(*self._weights.values())), [over_ranks.taken()]
-        whole = max(len(weights), sum(self._pattern.expects(place) for place in self._weights))
-        self._weights.clear()
+        weights, several = [weight for local in self._local.values() for weight in local.weights], [over_ranks.taken()]
+        whole = max(len(weights), sum(self._pattern.expects(place) for place in self._local))
+        self._local.clear()
         with self._at_work():
             over_ranks.applied(several, mean(weights), over_ranks.given(several, sum(weights) / whole) if gives else Share).add()
 

@@ -6,7 +6,7 @@ the backwards that close those, and takes the same steps. What is left when all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,10 +68,14 @@ class OverRanks:
         """The number of the next meeting of the ranks."""
         return self._group.meetings.number
 
-    def taken(self, only: Collection[int] | None = None) -> Asked:
-        """The gradients of all parameters of optimizers, or of those with the ids ``only``, which have none afterwards."""
+    def with_gradients(self) -> list[torch.Tensor]:
+        """The parameters of optimizers that have a gradient and are trained."""
+        return [p for p in self._loop.once_owned().values() if p.requires_grad and p.grad is not None]
+
+    def taken(self) -> Asked:
+        """Their gradients, which they have none of afterwards."""
         asked = Asked(None)
-        asked.sums.take(p for p in self._loop.once_owned().values() if p.requires_grad and (only is None or id(p) in only))
+        asked.sums.take(self.with_gradients())
         return asked
 
     def owns(self, leaves: Iterable[torch.Tensor]) -> bool:

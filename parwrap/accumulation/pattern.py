@@ -54,6 +54,11 @@ class Pattern:
             return False
         return place in self._expected[at + 1 :]
 
+    @property
+    def mixed(self) -> bool:
+        """Whether backwards of several places are expected in the window that is running."""
+        return len(set(self._expected or ())) > 1
+
     def expects(self, place: Hashable) -> int:
         """How many backwards are expected at ``place`` in the window that is running."""
         return self._expected.count(place) if self._expected else 0

@@ -1,7 +1,7 @@
 """Where in a window of batches the loop is, and how much each batch counts in it.
 
-A batch is over when another is drawn from a loader after a backward, or when a place calls backward again whose backward a step has
-followed. Nothing is run or sent here.
+A batch is over when a step has followed its backward, and another is drawn from a loader or the same place calls backward again. Nothing is
+run or sent here.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ class Position:
         self._relative, self._own_weight = 1.0, 1.0
         self._sites: set[tuple] = set()
         self._followed: set[tuple] = set()
+        self._drawn_after: set[tuple] = set()
+
+    @property
+    def asked(self) -> bool:
+        """Whether a step was asked for in the running batch."""
+        return bool(self._followed)
 
     @property
     def is_open(self) -> bool:
@@ -63,6 +69,7 @@ class Position:
     def drew(self) -> None:
         """What was counted before was of another batch."""
         self._told = None
+        self._drawn_after |= self._sites
 
     def begin(self, closing: bool, weight: float = 1.0, part: float = 1.0) -> None:
         """The first backward of the batch is about to run.
@@ -81,6 +88,12 @@ class Position:
         self._size += self._relative
         self._weight += self._relative * weight
 
+    def take_back(self) -> None:
+        """There is no running batch yet."""
+        self._size -= self._relative
+        self._weight -= self._relative * self._own_weight
+        self.begin_batch()
+
     def ran_backward(self, site: tuple) -> None:
         self.backwards += 1
         self._sites.add(site)
@@ -94,6 +107,10 @@ class Position:
     def over(self, site: tuple) -> bool:
         """Whether a backward that is called at ``site`` belongs to another batch than the last did."""
         return site in self._followed
+
+    def left(self, site: tuple) -> bool:
+        """Whether a backward at ``site`` has run, and more was drawn since, but no step has followed."""
+        return site in self._drawn_after
 
     def end(self) -> None:
         """The running batch is over, and the window goes on."""

@@ -1,21 +1,19 @@
-"""The gradients that skipped steps would have used, kept for the step that is taken, and how they come back into a backward.
+"""The gradients that skipped steps would have used, kept for the step that is taken, and how they come back.
 
 Gradients count when ``step()`` is called on them: whatever a loop zeroes or drops before that, the plain loop would have too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from parwrap.errors import UsageError
-from parwrap.verbs.backward import Backward
 from parwrap.verbs.clipping import Clip
 
-__all__ = ["Asked", "Sums", "merged", "with_sums"]
+__all__ = ["Asked", "Sums", "merged", "put_back"]
 
 
 class Sums:
@@ -25,7 +23,12 @@ class Sums:
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lent: dict[int, int] = {}
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters and sums, none of which is a tensor of the loop's any more."""
+        for key in self._lent:
+            p, total = self._known[key]
+            self._known[key] = p, total.clone()
+        self._lent.clear()
         return iter(self._known.values())
 
     def __bool__(self) -> bool:
@@ -39,6 +42,7 @@ class Sums:
             parameters: those without a gradient are passed over.
             lent: whether the gradients are about to be dropped, so that the first of each need not be copied.
         """
+        onto_lent: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         sums, grads = [], []
         for p in parameters:
             if p.grad is None:
@@ -51,17 +55,23 @@ class Sums:
                 self._known[id(p)] = p, p.grad.detach().clone()
             elif p.grad.is_sparse or known[1].is_sparse:
                 self._known[id(p)] = p, known[1] + p.grad
+            elif id(p) in self._lent:
+                onto_lent.append((*known, p.grad))
             else:
                 sums.append(known[1])
                 grads.append(p.grad)
+        if onto_lent:  # the loop may have kept what it has dropped
+            parameters, lents, added = zip(*onto_lent, strict=True)
+            for p, total in zip(parameters, torch._foreach_add(lents, added), strict=True):
+                self._known[id(p)] = p, total
+                del self._lent[id(p)]
         if sums:
             torch._foreach_add_(sums, grads)
 
     def take(self, parameters: Iterable[torch.Tensor]) -> None:
         """Add the gradients of ``parameters``, which have none afterwards."""
         there = [p for p in parameters if p.grad is not None]
-        self.add(there, lent=True)
-        self._lent.clear()
+        self.add(there)
         for p in there:
             p.grad = None
 
@@ -74,7 +84,7 @@ class Sums:
         Raises:
             UsageError: one was changed in place.
         """
-        for key, version in self._lent.items():
+        for key, version in list(self._lent.items()):
             p, total = self._known[key]
             if total._version != version:
                 raise UsageError(
@@ -83,7 +93,7 @@ class Sums:
                 )
             if p.grad is not None and p.grad.data_ptr() == total.data_ptr():
                 self._known[key] = p, total.clone()
-        self._lent.clear()
+                del self._lent[key]
         return all(p.grad is None for p, _ in self._known.values())
 
 
@@ -115,43 +125,14 @@ def merged(several: Iterable[Asked]) -> dict[int, tuple[torch.Tensor, torch.Tens
     return {id(p): (p, total) for asked in reversed(list(several)) for p, total in asked.sums}
 
 
-class _Known(torch.autograd.Function):
-    """Leads to parameters whose gradients are known already."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.gradients = gradients
-        ctx._saved_sparse = gradients[0].is_sparse  # as the node of a sparse embedding says it
-        return torch.zeros((), device=parameters[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, []
-        if not (grads[0].device.type == "cpu" and grads[0].item() == 1):  # a loss scale; a GPU must not be waited for
-            gradients = [each * grads[0].to(each) for each in gradients]
-        return (None, *gradients)
-
-
-def with_sums(call: Backward, several: Sequence[Asked], correction: float) -> Backward:
-    """The backward ``call``, to whose gradients the sums of ``several`` are added while it runs, as if its loss had led to them.
-
-    So the strategy averages them together, whatever is in ``.grad``, and knows of every parameter that they are of.
-
-    Args:
-        call: the last backward before the step is taken.
-        several: what steps were skipped.
-        correction: by which the sums are multiplied.
-    """
+def put_back(several: Sequence[Asked], correction: float) -> tuple[torch.Tensor, ...]:
+    """Add the sums of ``several``, multiplied by ``correction``, to what is in ``.grad``; returns the parameters that they are of."""
     found = [(p, total) for p, total in merged(several).values() if p.requires_grad]
     for asked in several:
         asked.sums, asked.given = Sums(), True
-    for sparse in (False, True):
-        alike = [(p, total) for p, total in found if total.is_sparse == sparse]
-        if alike:
-            parameters, gradients = (list(each) for each in zip(*alike, strict=True))
-            if correction != 1.0:
-                gradients = [each * correction for each in gradients]
-            with torch.enable_grad():
-                root = _Known.apply(gradients, *parameters)
-            call = call.with_root(root, *parameters)
-    return call
+    with torch.no_grad():
+        if correction != 1.0:
+            found = [(p, total * correction) for p, total in found]
+        for p, total in found:
+            p.grad = total if p.grad is None else p.grad + total
+    return tuple(p for p, _ in found)

@@ -33,15 +33,17 @@ class Applied:
         before += [(p, p.grad) for p, _ in self.gradients]
         for p, _ in before:
             p.grad = None
-        for p, gradient in self.gradients:
-            p.grad = gradient
-        set_here = {id(p) for p, _ in self.gradients}
-        for clip in self.clips:
-            clip.replayed([p for p in clip.parameters if id(p) in set_here])
-        for optimizer in self.optimizers:
-            optimizer.step()
-        for p, grad in before:
-            p.grad = grad
+        try:
+            for p, gradient in self.gradients:
+                p.grad = gradient
+            set_here = {id(p) for p, _ in self.gradients}
+            for clip in self.clips:
+                clip.replayed([p for p in clip.parameters if id(p) in set_here])
+            for optimizer in self.optimizers:
+                optimizer.step()
+        finally:
+            for p, grad in before:
+                p.grad = grad
 
     def add(self) -> None:
         """Add the gradients to those that are there."""

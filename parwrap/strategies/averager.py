@@ -170,7 +170,7 @@ class Averager:
         """Set what this rank knows before the backward; ``.data``, because autograd may hold the facts of the last."""
         facts = self._facts.data
         if self._varies:
-            leaves = {id(leaf) for leaf in reached(call.beginnings)}
+            leaves = {id(leaf) for leaf in (*reached(call.beginnings), *call.holding)}
             facts[:WEIGHT] = facts.new_tensor([id(p) in leaves for p in self.parameters])
         if self._told_weight != weight:
             facts[WEIGHT] = self._told_weight = weight
@@ -193,16 +193,18 @@ class Averager:
     def _touch_the_rest(self, call: Backward) -> None:
         """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
         leaves = {id(leaf): leaf for leaf in reached(call.beginnings)}
-        missing = [(place, p) for place, p in enumerate(self.parameters) if id(p) not in leaves]
-        self._without = frozenset(place for place, p in missing if p.grad is None)
-        self.misfits = bool(self.others(leaves.values())) or any(not p.requires_grad for _, p in missing)
-        if self.misfits or not self._varies:
-            self.missed = frozenset(place for place, _ in missing)
+        held = {id(p) for p in call.holding}
+        rest = [(place, p) for place, p in enumerate(self.parameters) if id(p) not in leaves]
+        missing = frozenset(place for place, p in rest if id(p) not in held)
+        self._without = frozenset(place for place, p in rest if p.grad is None)
+        self.misfits = bool(self.others(leaves.values())) or any(not p.requires_grad for _, p in rest)
+        if self.misfits or (missing and not self._varies):
+            self.missed = missing
             self._group.meetings.go_astray()
         if self.misfits:
             self.note_misfit()
-        known, self._varies = self._varies, True
-        self._touch([p for _, p in missing])
+        known, self._varies = self._varies, self._varies or bool(missing)
+        self._touch([p for _, p in rest])
         if known:
             self.drop(self._unused())
 

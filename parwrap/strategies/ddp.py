@@ -151,6 +151,8 @@ class DDP:
             meeting = Meeting(THEN_AVERAGED, meeting.place, meeting.detail)
         self._meetings.go_ahead(meeting)
         self._armed = averager
+        for p in call.holding:
+            self._stray(p)
         try:
             if worth_a_look(site.visits) and averager.others(reached(call.beginnings)):
                 self._meetings.go_astray()  # it has all of the set, and more that no hook is on
@@ -223,7 +225,8 @@ class DDP:
         # not by who is alive: whether an optimizer in a cycle of garbage still is differs between ranks
         owned = {number: p for number, p in sorted(self._loop.once_owned().items()) if p.requires_grad}
         number_of = {id(p): number for number, p in owned.items()}
-        leaves = {id(leaf): leaf for leaf in reached(call.beginnings)}
+        leaves = {id(leaf): leaf for leaf in (*reached(call.beginnings), *call.holding)}
+        sparse = sparsely_used(call.beginnings) | {id(p) for p in call.holding if p.grad is not None and p.grad.is_sparse}
 
         def is_parameter(leaf: torch.Tensor) -> bool:
             return isinstance(leaf, nn.Parameter) or id(leaf) in number_of
@@ -240,7 +243,7 @@ class DDP:
             owned={number_of[key]: described(p) for key, p in mine.items() if key in number_of},
             others=[described(p) for p in others],
             bare=[described(leaf) for leaf in bare],
-            sparse=frozenset(number_of[key] for key in sparsely_used(call.beginnings) if key in number_of),
+            sparse=frozenset(number_of[key] for key in sparse if key in number_of),
             reenters=site.reenters or self._nested or reenters(call.beginnings),
             averagers=self._averagers.numbers(),
             generation=self._loop.generation,

@@ -27,6 +27,7 @@ class Backward(NamedTuple):
         averaged: whether what it leaves in gradients is to be averaged over the ranks now; else it is added to later.
         weight: how much this rank counts in that average, where ``tensors`` were multiplied by it already; ``None`` leaves both to
             the strategy.
+        holding: parameters whose ``.grad`` of before is averaged with it for the first time, whether or not it reaches them.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -35,11 +36,12 @@ class Backward(NamedTuple):
     original: Callable[..., None]
     averaged: bool = True
     weight: float | None = None
+    holding: tuple[torch.Tensor, ...] = ()
 
     def run(self) -> None:
         """Do what torch does, or hand the call on to the next actor."""
-        handed_on = {"averaged": self.averaged, "weight": self.weight} if is_patched(self.original) else {}
-        self.original(self.tensors, self.grad_tensors, **self.options, **handed_on)
+        handed_on = {"averaged": self.averaged, "weight": self.weight, "holding": self.holding}
+        self.original(self.tensors, self.grad_tensors, **self.options, **(handed_on if is_patched(self.original) else {}))
 
     @property
     def beginnings(self) -> tuple[torch.Tensor, ...]:
@@ -74,10 +76,11 @@ def _bound(
     inputs: Any = None,
     averaged: bool = True,
     weight: float | None = None,
+    holding: tuple[torch.Tensor, ...] = (),
 ) -> Backward:
     """The call with torch's own signature taken apart; its deprecated ``grad_variables`` is an older ``grad_tensors``.
 
-    The last two are those of an actor that hands the call on.
+    The last three are those of an actor that hands the call on.
     """
     tensors = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
     grad_tensors = grad_variables if grad_tensors is None else grad_tensors
@@ -90,4 +93,4 @@ def _bound(
             if isinstance(inputs, (torch.Tensor, GradientEdge))
             else tuple(inputs.values() if isinstance(inputs, dict) else inputs)
         )
-    return Backward(tensors, tuple(grad_tensors), options, original, averaged, weight)
+    return Backward(tensors, tuple(grad_tensors), options, original, averaged, weight, holding)
