@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from parwrap.accumulation.changes import ChangesByHand
 from parwrap.accumulation.over_ranks import OverRanks
 from parwrap.accumulation.position import Position
 from parwrap.accumulation.sums import Asked, Sums, put_back
@@ -30,6 +31,7 @@ from parwrap.strategies.graph import reached
 from parwrap.strategies.share import Share
 from parwrap.verbs.backward import Backward
 from parwrap.verbs.clipping import Clip
+from parwrap.verbs.scaler import ScalerCall
 
 __all__ = ["Accumulation"]
 
@@ -69,6 +71,8 @@ class Accumulation:
         self._drops: dict[tuple[int, int], bool] = {}
         self._readings: list[_Reading] = []
         self._busy = self._ended = self._has_stepped = self._due = self._warned = False
+        self._scaler: torch.amp.GradScaler | None = None
+        self._changes = ChangesByHand()
         self._failure: BaseException | None = None
         self._thread = threading.get_ident()
 
@@ -127,6 +131,7 @@ class Accumulation:
                 self._drop_batch()  # a script may catch that, and go on with the next
                 raise
         position.ran_backward(site)
+        self._changes.remember()
 
     def _begin_batch(self) -> None:
         over_ranks, feeding = self._over_ranks(), [reading for reading in self._readings if reading.drew]
@@ -183,10 +188,20 @@ class Accumulation:
                 self._complete([self._asked.pop(key)])
             return False
         asked = self._asked.setdefault(key, Asked(optimizer))
+        self._changes.look(optimizer)
         asked.sums.add(asked.parameters, lent=self._drops.get(key, False))
         self._unsettled.append((key, asked))
         asked.at, asked.clips = position.backwards - 1, list(self._clips)
         return True
+
+    def use_scaler(self, call: ScalerCall) -> Any:
+        """A script's own scaler acts only where a step is taken; until then gradients keep its scale."""
+        if self._busy or is_alone():
+            return call.run()
+        if call.name == "step" and call.optimizer is not None:
+            self.skips(call.optimizer)  # which the scaler may leave out
+        self._scaler = call.scaler
+        return None if self.position.is_open and not self.position.closing else call.run()
 
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure runs backwards inside of a step, which is one of the steps that are skipped."""
@@ -275,7 +290,7 @@ class Accumulation:
             reading.drew = reading.trains = False
         if left:
             with self._at_work():
-                self._together(left, weight, gives=True).run()
+                self._together(left, weight, gives=True).run(self._scaler)
 
     def _warn_of_sums_not_used(self) -> None:
         if any(asked.given for asked in self._asked.values()) and not self._warned:
@@ -299,7 +314,7 @@ class Accumulation:
     def _together(self, several: list[Asked], weight: float, gives: bool) -> Applied:
         over_ranks = self._over_ranks()
         if over_ranks is not None:
-            return over_ranks.applied(several, weight, over_ranks.in_step(several, weight) if gives else Share)
+            return over_ranks.applied(several, weight, over_ranks.in_step(several, weight, self._scaler) if gives else Share)
         return Applied(mean_of(several, weight), clips_of(several), [asked.optimizer for asked in several if asked.optimizer])
 
     def _refuse_own_gradients(self, optimizer: torch.optim.Optimizer) -> None:

@@ -25,6 +25,7 @@ from parwrap.strategies.graph import reached
 from parwrap.strategies.share import Share
 from parwrap.verbs.backward import Backward
 from parwrap.verbs.clipping import Clip
+from parwrap.verbs.scaler import ScalerCall
 
 __all__ = ["ByHand"]
 
@@ -114,9 +115,11 @@ class ByHand:
         self._average()
         return clip.run()
 
-    def unscale_by_hand(self) -> None:
+    def use_scaler(self, call: ScalerCall) -> Any:
         """A script's own scaler looks for gradients that are not finite, which all ranks must see."""
-        self._average()
+        if call.name != "update":
+            self._average()
+        return call.run()
 
     def skips(self, optimizer: torch.optim.Optimizer) -> bool:
         """No step is left out; each uses what is averaged."""

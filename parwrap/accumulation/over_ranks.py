@@ -115,10 +115,10 @@ class OverRanks:
             [optimizers[number] for number in steps if number in optimizers],
         )
 
-    def in_step(self, several: list[Asked], weight: float) -> Callable[[], Share]:
+    def in_step(self, several: list[Asked], weight: float, scaler: torch.amp.GradScaler | None) -> Callable[[], Share]:
         """Gives ``several`` to the backwards that close the window of others, and steps as its own loop would; then takes them off."""
         self._answered = 0
-        return partial(self._share, several, weight)
+        return partial(self._share, several, weight, scaler)
 
     def given(self, several: list[Asked], weight: float) -> Callable[[], Share]:
         """Gives ``several`` to the next backward of others, and takes them off."""
@@ -165,7 +165,7 @@ class OverRanks:
             means[number] = mean.to_sparse(1) if sparse else mean
         return means
 
-    def _share(self, several: list[Asked], weight: float) -> Share:
+    def _share(self, several: list[Asked], weight: float, scaler: torch.amp.GradScaler | None) -> Share:
         """What this rank gives to the next backward that closes the window of others: it goes as its own loop would."""
         due = [asked for asked in several if asked.at == self._answered]
         self._answered += 1
@@ -176,7 +176,7 @@ class OverRanks:
             in_step = bool(several)
             if due:
                 means = [(p, p.grad) for p in self._loop.once_owned().values() if id(p) in gradients and p.grad is not None]
-                Applied(means, clips, [asked.optimizer for asked in due if asked.optimizer]).run()
+                Applied(means, clips, [asked.optimizer for asked in due if asked.optimizer]).run(scaler)
             several[:] = [asked for asked in several if asked not in due]
             return in_step
 

@@ -13,7 +13,7 @@ import torch
 from parwrap.errors import UsageError
 from parwrap.verbs.clipping import Clip
 
-__all__ = ["Asked", "Sums", "merged", "put_back"]
+__all__ = ["Asked", "Sums", "merged", "parameters_of", "put_back"]
 
 
 class Sums:
@@ -117,7 +117,11 @@ class Asked:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]] if self.optimizer else []
+        return parameters_of(self.optimizer) if self.optimizer else []
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def merged(several: Iterable[Asked]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:

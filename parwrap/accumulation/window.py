@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from parwrap.accumulation.sums import Asked, merged
+from parwrap.accumulation.sums import Asked, merged, parameters_of
 from parwrap.verbs.clipping import Clip
 
 __all__ = ["Applied", "clips_of", "mean_of"]
@@ -27,9 +27,13 @@ class Applied:
     clips: Sequence[Clip]
     optimizers: Sequence[torch.optim.Optimizer]
 
-    def run(self) -> None:
-        """Step with these gradients and no others; what was in ``.grad`` is there again afterwards."""
-        before = [(p, p.grad) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+    def run(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Step with these gradients and no others; what was in ``.grad`` is there again afterwards.
+
+        Args:
+            scaler: the script's own, by whose scale they are multiplied.
+        """
+        before = [(p, p.grad) for optimizer in self.optimizers for p in parameters_of(optimizer)]
         before += [(p, p.grad) for p, _ in self.gradients]
         for p, _ in before:
             p.grad = None
@@ -37,10 +41,15 @@ class Applied:
             for p, gradient in self.gradients:
                 p.grad = gradient
             set_here = {id(p) for p, _ in self.gradients}
+            scaled = [optimizer for optimizer in self.optimizers if scaler and any(p.grad is not None for p in parameters_of(optimizer))]
+            for optimizer in scaled:
+                scaler.unscale_(optimizer)  # type: ignore[union-attr]
             for clip in self.clips:
                 clip.replayed([p for p in clip.parameters if id(p) in set_here])
             for optimizer in self.optimizers:
-                optimizer.step()
+                scaler.step(optimizer) if optimizer in scaled else optimizer.step()  # type: ignore[union-attr]
+            if scaled:
+                scaler.update()  # type: ignore[union-attr]
         finally:
             for p, grad in before:
                 p.grad = grad

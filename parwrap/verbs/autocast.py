@@ -1,5 +1,4 @@
-"""A script's own ``with torch.autocast(...):``, ``GradScaler.scale`` and ``unscale_``: tell ``actor.enter_autocast``, ``scale_by_hand`` and
-``unscale_by_hand`` before they run."""
+"""A script's own ``with torch.autocast(...):`` and ``GradScaler.scale``: tell ``actor.enter_autocast`` and ``scale_by_hand``."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import torch
 from parwrap.patching import Patch
 from parwrap.sites import is_ours
 
-__all__ = ["autocast_patches", "scaler_patches", "unscaler_patches"]
+__all__ = ["autocast_patches", "scaler_patches"]
 
 _BETWEEN = (os.path.dirname(torch.amp.__file__) + os.sep, contextlib.__file__)
 """Where frames between the one that enters and ``__enter__`` come from."""
@@ -37,16 +36,6 @@ def scaler_patches(actor: Any) -> list[Patch]:
         return wrapped(*args, **kwargs)
 
     return [Patch(torch.amp.GradScaler, "scale", scale)]
-
-
-def unscaler_patches(actor: Any) -> list[Patch]:
-    """``GradScaler.step`` calls ``unscale_`` too, unless the script has."""
-
-    def unscale(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:
-        actor.unscale_by_hand()
-        return wrapped(*args, **kwargs)
-
-    return [Patch(torch.amp.GradScaler, "unscale_", unscale)]
 
 
 def _by_the_user() -> bool:

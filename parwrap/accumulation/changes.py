@@ -1,0 +1,54 @@
+"""Gradients that a loop changes itself between a backward and its step: noticed in the first steps, and said.
+
+Inside a window that is done to the gradient of a part of it, and in the last batch once more to all.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import torch
+
+from parwrap.accumulation.sums import parameters_of
+from parwrap.sites import location
+
+__all__ = ["ChangesByHand"]
+
+LOOKS = 8
+"""Skipped steps that are looked at, after which a loop is trusted."""
+
+
+class ChangesByHand:
+    """Compares gradients at a step with what the last backward has left; warns once."""
+
+    def __init__(self) -> None:
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._left: dict[int, tuple[torch.Tensor, int]] = {}
+        self._looks = LOOKS
+
+    def remember(self) -> None:
+        """A backward has run."""
+        if self._looks:
+            parameters = [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
+            self._left = {id(p): (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of ``optimizer`` is about to be skipped."""
+        if not self._looks:
+            return
+        self._looks -= 1
+        self._optimizers.add(optimizer)
+        left, self._left = self._left, {}
+        for p in parameters_of(optimizer):
+            grad, version = left.get(id(p), (None, 0))
+            if grad is not None and p.grad is not None and (p.grad is not grad or p.grad._version != version):
+                self._looks = 0
+                warnings.warn(
+                    f"parwrap: gradients were changed between backward() and the step at {location()}. Inside a window of "
+                    "parwrap.accumulate that happens to the part of each batch, and in the last batch once more to all of it: a mask is "
+                    "right, a weight decay counts several times. torch.nn.utils.clip_grad_norm_ and the like act only on what is stepped "
+                    "with. This is said once.",
+                    stacklevel=2,
+                )
+                return
