@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tarfile
+import tempfile
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ OWNERS = (
     tarfile,
     bz2,
     _FileOpeners,
+    tempfile._RandomNameSequence,
 )
 
 
