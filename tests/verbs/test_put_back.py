@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tarfile
+import tempfile
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ OWNERS = (
     torch.amp.GradScaler,
     nn.utils,
     nn.utils.clip_grad,
+    tempfile._RandomNameSequence,
 )
 
 
