@@ -41,7 +41,7 @@ class Scaling:
         self._state, self._loop = state, Loop()
         self._unscaling, self._iterations = Unscaling(), Iterations(state.end_iteration)
         self._found: weakref.WeakKeyDictionary[Optimizer, Found] = weakref.WeakKeyDictionary()
-        self._asked: Optimizer | None = None
+        self._asked: weakref.ref[Optimizer] | None = None
         self._begun = self._anew = self._running = self._aside = False
         self._find_optimizers()
 
@@ -77,7 +77,7 @@ class Scaling:
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` would step with a gradient that is not finite."""
-        self._asked = optimizer
+        self._asked = weakref.ref(optimizer)
         self._iterations.expect(optimizer)
         if not any(known is optimizer for known in self._loop.optimizers()):  # it was built between two calls
             self._loop.own_parameters(optimizer)
@@ -87,7 +87,7 @@ class Scaling:
 
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose gradients are gone if they are not finite, which optimizers pass over."""
-        optimizer, self._asked = self._asked, None
+        optimizer, self._asked = self._asked and self._asked(), None
         if optimizer is None:
             return closure  # of a step that is skipped, or that a subclass hands on
 

@@ -1,8 +1,10 @@
 """fp16 without an edit to the loop, against torch's GradScaler by hand."""
 
 import copy
+import gc
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -314,6 +316,25 @@ def test_the_scale_goes_on_from_call_to_call_unless_a_new_training_begins():
 
     assert [32768.0, 16384.0] == [step(outside), step(outside)]
     assert 32768.0 == step()
+
+
+@pytest.mark.parametrize(
+    "decorator", [parwrap.amp(dtype="fp16"), parwrap.amp(level="O2"), parwrap.amp(dtype="bf16")], ids=["fp16", "O2", "bf16"]
+)
+def test_nothing_of_a_training_is_kept_alive_once_the_function_has_returned(decorator):
+    @decorator
+    def train():
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loss_of(model, *batches(1)[0]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return weakref.ref(optimizer), weakref.ref(model), weakref.ref(model[0].weight)
+
+    kept = train()
+    gc.collect()
+
+    assert [None] * 3 == [each() for each in kept]
 
 
 def test_an_optimizer_that_is_built_between_two_calls_skips_too():
