@@ -87,7 +87,8 @@ class Scaling:
 
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose gradients are gone if they are not finite, which optimizers pass over."""
-        optimizer, self._asked = self._asked and self._asked(), None
+        asked, self._asked = self._asked, None
+        optimizer = asked() if asked else None
         if optimizer is None:
             return closure  # of a step that is skipped, or that a subclass hands on
 
