@@ -73,17 +73,19 @@ class Found:
         self._seen = [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
 
     def _look(self, grads: list[torch.Tensor | None]) -> None:
-        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        alike: dict[tuple[torch.device, torch.dtype, bool], list[torch.Tensor]] = {}
         for grad in grads:
-            if grad is not None and grad.requires_grad:  # with a graph of its own, for which even the kernel below is a change
-                flag = self._flag(grad.device)
-                flag.copy_(torch.maximum(flag, (~grad.isfinite().all()).float()))
-            elif grad is not None:
-                alike.setdefault((grad.device, grad.dtype), []).append(grad._values() if grad.is_sparse else grad)
-        for (device, _), same in alike.items():
-            one = torch.ones((), dtype=torch.float32, device=device)
-            # GradScaler's own kernel, multiplying by 1
-            torch._amp_foreach_non_finite_check_and_unscale_(same, self._flag(device), one)
+            if grad is not None:
+                alike.setdefault((grad.device, grad.dtype, grad.requires_grad), []).append(grad._values() if grad.is_sparse else grad)
+        for (device, dtype, has_graph), same in alike.items():
+            flag = self._flag(device)
+            # GradScaler's kernel knows no complex numbers, and even where it multiplies by 1 it changes a gradient, which may have a graph
+            if has_graph or dtype.is_complex:
+                for grad in same:
+                    flag.copy_(torch.maximum(flag, (~grad.isfinite().all()).float()))
+            else:
+                one = torch.ones((), dtype=torch.float32, device=device)
+                torch._amp_foreach_non_finite_check_and_unscale_(same, flag, one)
 
     def _flag(self, device: torch.device) -> torch.Tensor:
         if device not in self._flags:

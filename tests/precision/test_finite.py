@@ -49,6 +49,14 @@ def test_what_is_set_or_changed_afterwards_is_looked_at(change):
     assert found.any
 
 
+@pytest.mark.parametrize("imaginary", [1.0, torch.inf])
+def test_complex_gradients(imaginary):
+    p = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+    p.grad = torch.tensor([complex(1.0, imaginary)])
+
+    assert (imaginary == torch.inf) is Found([p]).any
+
+
 def test_what_was_found_stands_until_the_step():
     p = weight(1.0, torch.inf)
     found = Found([p])
