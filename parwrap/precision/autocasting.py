@@ -1,4 +1,4 @@
-"""Autocast around the user's code, off while a backward or an optimizer's step runs.
+"""Autocast around the user's code, off while a backward or an optimizer's step runs, and while a loader draws.
 
 torch's cache of cast weights is off: it is emptied only when the outermost autocast ends, and a whole training loop is inside of this
 one, so weights would be those of the first step for ever.
@@ -6,15 +6,20 @@ one, so weights would be those of the first step for ever.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from parwrap.data.passes import Pass
 from parwrap.precision.aside import stand_aside
 from parwrap.verbs.backward import Backward
+from parwrap.verbs.skipping import STEP
 
 __all__ = ["Autocasting"]
 
@@ -33,10 +38,23 @@ class Autocasting:
         self._device, self._dtype = device, dtype
         self._depth, self._before = 0, False
         self._aside = dtype is None
+        self._watching = ExitStack()
 
-    def around(self) -> AbstractContextManager:
+    @contextmanager
+    def around(self) -> Iterator[None]:
         """Autocast itself; without a dtype, what it is in an autocast of another scope is switched off."""
-        return torch.autocast(self._device, self._dtype or torch.bfloat16, enabled=self._dtype is not None, cache_enabled=False)
+        autocast = torch.autocast(self._device, self._dtype or torch.bfloat16, enabled=self._dtype is not None, cache_enabled=False)
+        with autocast, self._watching:
+            yield
+
+    def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+        """By hand, autocast would be around the forward only: samples are made without, in worker processes too."""
+        with self.off_for_data():
+            return _Drawn(original(loader), self)
+
+    def off_for_data(self) -> AbstractContextManager:
+        """While data is drawn; a script's own autocast is as its authors had it."""
+        return nullcontext() if self._aside else self._off()
 
     def backward(self, call: Backward) -> None:
         if self._depth:
@@ -49,6 +67,8 @@ class Autocasting:
         if not self._depth:
             self._before = torch.is_autocast_enabled(self._device)
             torch.set_autocast_enabled(self._device, False)
+            if self._before:
+                self._watch()
         self._depth += 1
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -66,6 +86,8 @@ class Autocasting:
             loss = closure()  # if it raises, the step is over
             self._depth = depth
             torch.set_autocast_enabled(self._device, False)
+            if self._before:
+                self._watch()
             return loss
 
         return with_autocast
@@ -73,21 +95,55 @@ class Autocasting:
     def enter_autocast(self, instance: torch.autocast) -> None:
         """The script enters an autocast of its own: this one is off from then on, as the script's authors had it."""
         if instance._enabled and instance.device == self._device and not self._aside:
-            self._aside = True
+            self._aside, self._before = True, False
             torch.set_autocast_enabled(self._device, False)
             stand_aside("torch.autocast", "it casts nothing itself here")
 
+    def _watch(self) -> None:
+        """A step that raises is not seen to end, so if a module is called there must be a step around it."""
+
+        def before_forward(module: torch.nn.Module, args: tuple) -> None:
+            if not _in_step():
+                self._on_again()
+
+        self._watching.callback(register_module_forward_pre_hook(before_forward).remove)
+
     def _on_again(self) -> None:
+        self._watching.close()
         self._depth = 0
         if self._before:
             torch.set_autocast_enabled(self._device, True)
 
     @contextmanager
     def _off(self) -> Iterator[None]:
-        before = torch.is_autocast_enabled(self._device)
+        before, aside = torch.is_autocast_enabled(self._device), self._aside
         torch.set_autocast_enabled(self._device, False)
         try:
             yield
         finally:
-            if before:
+            if before and aside == self._aside:
                 torch.set_autocast_enabled(self._device, True)
+
+
+class _Drawn(Pass):
+    """A pass whose batches are drawn without autocast."""
+
+    def __init__(self, batches: Iterator, casting: Autocasting) -> None:
+        super().__init__(batches, lambda exhausted: None)
+        self._casting = casting
+
+    def __next__(self) -> Any:
+        with self._casting.off_for_data():
+            return super().__next__()
+
+    def last(self) -> bool:
+        with self._casting.off_for_data():
+            return super().last()
+
+
+def _in_step() -> bool:
+    """Whether an optimizer's ``step`` is running."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not STEP:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None

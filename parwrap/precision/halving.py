@@ -69,11 +69,17 @@ class HalfInCalls(_Halving):
         for name, tensor in tensors:
             if tensor.is_floating_point() and id(tensor) not in kept:
                 copies[name] = halves.setdefault(id(tensor), tensor.to(HALF))
-        outputs = functional_call(module, copies, args, kwargs)
-        with torch.no_grad():
-            for name, buffer in module.named_buffers(remove_duplicate=False):
-                if name in copies and copies[name]._version:  # changed by the call, as a moving average is
-                    buffer.copy_(copies[name])
+        given = dict(copies)
+        outputs = functional_call(module, copies, args, kwargs)  # which leaves in ``copies`` what the forward has assigned
+        for name, p in module.named_parameters(remove_duplicate=False):
+            if name in given and given[name] is not p and given[name]._version:
+                _take_over(p, given[name])
+        for name, buffer in list(module.named_buffers(remove_duplicate=False)):
+            if name in given and copies[name] is not given[name]:
+                path, _, attribute = name.rpartition(".")
+                module.get_submodule(path)._buffers[attribute] = copies[name].to(buffer.dtype)
+            elif name in given and given[name]._version:  # changed by the call, as a moving average is
+                buffer.detach().copy_(given[name].detach())
         return outputs
 
 
@@ -91,6 +97,12 @@ class HalfForGood(_Halving):
                 if optimizer.state:
                     optimizer.load_state_dict(optimizer.state_dict())  # which casts it to what the parameters are
         return run(*args, **kwargs)
+
+
+@torch.no_grad()
+def _take_over(p: torch.Tensor, half: torch.Tensor) -> None:
+    """The elements that a forward has changed in the copy of a parameter, as ``max_norm`` of an embedding does."""
+    p.copy_(torch.where(half == p.to(HALF), p, half.to(p.dtype)))
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

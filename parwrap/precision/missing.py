@@ -1,4 +1,4 @@
-"""Errors of operations that a device does not have in half precision: named, with what to do instead."""
+"""Errors of operations that do not exist in half precision, on a device or in NumPy: named, with what to do instead."""
 
 from __future__ import annotations
 
@@ -21,11 +21,21 @@ SAYING = [
 """What torch says in such a case, by dtype."""
 
 
+NUMPY = "Got unsupported ScalarType BFloat16"
+"""What ``tensor.numpy()`` says."""
+
+
 @contextmanager
 def named(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Raise :class:`UsageError` for an operation that ``device`` does not have in ``dtype``."""
+    """Raise :class:`UsageError` for an operation that ``device``, or NumPy, does not have in ``dtype``."""
     try:
         yield
+    except TypeError as error:
+        if dtype is not torch.bfloat16 or NUMPY not in str(error):
+            raise
+        raise UsageError(
+            "NumPy has no bfloat16, which outputs are computed in under parwrap.amp: write .float().numpy() instead of .numpy()."
+        ) from error
     except (RuntimeError, NotImplementedError) as error:
         operation = dtype is not None and next((match[1] for each in SAYING if (match := re.search(each[dtype], str(error)))), "")
         if not operation:

@@ -2,7 +2,8 @@
 
 The actor multiplies losses by the scale, looks at the gradients after each backward, and skips the steps of optimizers whose
 gradients are not finite. Since ranks average, a gradient that is not finite on one rank is so on all, and all of them skip.
-How gradients come to be true-scale is in ``unscaling.py``, the scale in ``state.py``, and when it changes in ``iterations.py``.
+How gradients come to be true-scale is in ``unscaling.py``, how they are looked at in ``finite.py``, the scale in ``state.py``, and when
+it changes in ``iterations.py``.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from torch.optim import Optimizer
 
 from parwrap.loop import Loop
 from parwrap.precision.aside import stand_aside, warn_once
+from parwrap.precision.finite import Found
 from parwrap.precision.iterations import Iterations
 from parwrap.precision.state import AmpState, Policy
 from parwrap.precision.unscaling import Unscaling
 from parwrap.verbs.backward import Backward
+from parwrap.verbs.clipping import Clip
 
 __all__ = ["Scaling"]
 
@@ -37,8 +40,8 @@ class Scaling:
     def __init__(self, state: AmpState) -> None:
         self._state, self._loop = state, Loop()
         self._unscaling, self._iterations = Unscaling(), Iterations(state.end_iteration)
-        self._found: weakref.WeakKeyDictionary[Optimizer, _Found] = weakref.WeakKeyDictionary()
-        self._asked: Optimizer | None = None
+        self._found: weakref.WeakKeyDictionary[Optimizer, Found] = weakref.WeakKeyDictionary()
+        self._asked: weakref.ref[Optimizer] | None = None
         self._begun = self._anew = self._running = self._aside = False
         self._find_optimizers()
 
@@ -67,24 +70,25 @@ class Scaling:
             scale = self._state.scale
             with self._unscaling.of(call, scale):
                 call.scaled(scale).run()
-            self._look()
+            self._look(call.averaged)
         finally:
             self._running = False
             self._unscaling.leaves.clear()
 
     def skips(self, optimizer: Optimizer) -> bool:
-        """Whether the last backward has left a gradient in ``optimizer`` that is not finite."""
-        self._asked = optimizer
+        """Whether ``optimizer`` would step with a gradient that is not finite."""
+        self._asked = weakref.ref(optimizer)
         self._iterations.expect(optimizer)
         if not any(known is optimizer for known in self._loop.optimizers()):  # it was built between two calls
             self._loop.own_parameters(optimizer)
-            self._found[optimizer] = _Found(p.grad for p in _parameters(optimizer))
+            self._found[optimizer] = Found(_parameters(optimizer), later=True)
         found = self._found.get(optimizer)
         return found is not None and self._counted(optimizer, found)
 
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose gradients are gone if they are not finite, which optimizers pass over."""
-        optimizer, self._asked = self._asked, None
+        asked, self._asked = self._asked, None
+        optimizer = asked() if asked else None
         if optimizer is None:
             return closure  # of a step that is skipped, or that a subclass hands on
 
@@ -97,6 +101,17 @@ class Scaling:
             return loss
 
         return with_finite_gradients
+
+    def clip(self, clip: Clip) -> Any:
+        """Look before a clip, which may make gradients finite that were not; what it changes needs no other look."""
+        clipped = {id(p) for p in clip.parameters}
+        about = [(each, found) for each, found in self._found.items() if not clipped.isdisjoint(id(p) for p in _parameters(each))]
+        for optimizer, found in about:
+            found.look_again(_parameters(optimizer))
+        result = clip.run()
+        for optimizer, found in about:
+            found.accept(_parameters(optimizer))
+        return result
 
     def retain_grad(self, tensor: torch.Tensor) -> None:
         self._unscaling.retain_grad(tensor)
@@ -117,8 +132,9 @@ class Scaling:
         self._state.load_state_dict(state.get(KEY, {}))
         return {name: value for name, value in state.items() if name != KEY}
 
-    def _counted(self, optimizer: Optimizer, found: _Found) -> bool:
+    def _counted(self, optimizer: Optimizer, found: Found) -> bool:
         """Whether a gradient was not finite; the step is counted once."""
+        found.look_again(_parameters(optimizer))
         if not found.counted:
             found.counted = True
             self._state.skipped_steps += found.any
@@ -130,22 +146,24 @@ class Scaling:
         for optimizer in self._loop.optimizers():
             self._iterations.expect(optimizer)
 
-    @torch.no_grad()
-    def _look(self) -> None:
-        """Look at what the backward, and the averaging over ranks, has left."""
+    def _look(self, averaged: bool) -> None:
+        """Look at what the backward has left.
+
+        Where ranks have not averaged it, it is not what a step is taken with, and other ranks know nothing of it: that is looked at later.
+        """
         overflowed = self._overflowed()
         if overflowed:
             self._find_optimizers()  # theirs may have been built between two calls
             overflowed = self._overflowed()
         for optimizer in self._loop.optimizers():
-            self._found[optimizer] = _Found(p.grad for p in _parameters(optimizer))
+            self._found[optimizer] = Found(_parameters(optimizer), later=not averaged)
         for leaf in overflowed:
             leaf.grad.detach().zero_()  # type: ignore[union-attr]
             warn_once(
                 "the gradient of a tensor that no optimizer owns has overflowed in float16. It was set to 0, since there is no step "
                 "that parwrap.amp could skip."
             )
-        if not self._found or (overflowed and not any(found.any for found in self._found.values())):
+        if not self._found or (overflowed and not any(Found(_parameters(optimizer)).any for optimizer in self._loop.optimizers())):
             self._state.end_iteration(bool(overflowed))
 
     def _owned(self) -> set[int]:
@@ -155,35 +173,8 @@ class Scaling:
     def _overflowed(self) -> list[torch.Tensor]:
         """The leaf tensors of no known optimizer that the backward has left gradients in which are not finite."""
         owned = self._owned()
-        unowned = [leaf for key, leaf in self._unscaling.leaves.items() if key not in owned]
-        return [leaf for leaf in unowned if leaf.grad is not None and _Found([leaf.grad]).any]
-
-
-class _Found:
-    """Whether gradients are finite, which a GPU is asked for only when it must be known.
-
-    Attributes:
-        counted: whether the step that it is about was counted.
-    """
-
-    def __init__(self, grads: Iterable[torch.Tensor | None]) -> None:
-        self.counted = False
-        self._flags: list[torch.Tensor] = []
-        alike: dict[Any, list[torch.Tensor]] = {}
-        for grad in grads:
-            if grad is not None and grad.requires_grad:  # with a graph of its own, for which even the kernel below is a change
-                self._flags.append(~grad.isfinite().all())
-            elif grad is not None:
-                alike.setdefault((grad.device, grad.dtype), []).append(grad._values() if grad.is_sparse else grad)
-        for (device, _), same in alike.items():
-            self._flags.append(torch.zeros((), device=device))
-            # GradScaler's own kernel, multiplying by 1
-            torch._amp_foreach_non_finite_check_and_unscale_(same, self._flags[-1], torch.ones((), device=device))
-
-    @property
-    def any(self) -> bool:
-        """Whether one is infinite or not a number."""
-        return any(flag.item() for flag in self._flags)
+        unowned = [leaf for key, leaf in self._unscaling.leaves.items() if key not in owned and leaf.grad is not None]
+        return [leaf for leaf in unowned if Found([leaf]).any] if Found(unowned).any else []
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:

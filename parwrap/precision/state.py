@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["AmpState", "Policy"]
+from parwrap.errors import ParwrapError
+
+__all__ = ["FLOOR", "AmpState", "Policy"]
+
+FLOOR = 2.0**-24
+"""The smallest positive number of float16: a loss of 1 that is scaled by less is 0."""
 
 
 class Policy(torch.amp.GradScaler):
@@ -44,8 +49,9 @@ class AmpState:
     def reset(self) -> None:
         """Begin anew, as for another training."""
         self._scaler = Policy("cpu", enabled=self.scales, **self._policy)
-        torch.amp.GradScaler.scale(self._scaler, torch.ones(()))  # which makes the scale
+        torch.amp.GradScaler.scale(self._scaler, _number(1.0))  # which makes the scale
         self.skipped_steps, self.restored = 0, False
+        self._skipped_in_a_row = 0
 
     @property
     def scale(self) -> float:
@@ -53,11 +59,22 @@ class AmpState:
         return self._scaler.get_scale()
 
     def end_iteration(self, found: bool) -> None:
-        """Let the policy act on an iteration in which a non-finite gradient was ``found``, or none."""
-        result = torch.zeros(())
-        result.grad = torch.tensor(math.inf if found else 0.0)
+        """Let the policy act on an iteration in which a non-finite gradient was ``found``, or none.
+
+        Raises:
+            ParwrapError: the scale is so small that no step will be taken any more.
+        """
+        result = _number(0.0)
+        result.grad = _number(math.inf if found else 0.0)
         self._scaler.unscale_(SimpleNamespace(param_groups=[{"params": [result]}]))  # type: ignore[arg-type]  # it reads nothing else
         self._scaler.update()
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if found else 0
+        if found and self.scale < FLOOR:
+            raise ParwrapError(
+                f"gradients were not finite in {self._skipped_in_a_row} iterations in a row, and the loss scale has fallen to "
+                f"{self.scale:.2g}: the training has diverged, or its gradients do not fit into float16. Compute in bf16 "
+                "(parwrap.amp(dtype='bf16'), --amp bf16), lower the learning rate, or look for what makes the loss infinite or NaN."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What :meth:`load_state_dict` takes, in a checkpoint."""
@@ -71,3 +88,7 @@ class AmpState:
 
     def __repr__(self) -> str:
         return f"AmpState(scale={self.scale}, skipped_steps={self.skipped_steps})"
+
+
+def _number(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32, device="cpu")  # whatever the script's defaults are

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 __all__ = ["reached", "reenters", "sparsely_used"]
 
 
-def reached(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def reached(tensors: Iterable[torch.Tensor | GradientEdge]) -> list[torch.Tensor]:
     """The leaf tensors that would get a gradient from a backward of ``tensors``, those nearest to the start first.
 
     >>> weight, x = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
@@ -22,7 +22,7 @@ def reached(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def sparsely_used(tensors: Iterable[torch.Tensor]) -> set[int]:
+def sparsely_used(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
     """The ids of the leaf tensors that would get a sparse gradient: they are used by embeddings with ``sparse=True`` and nothing else.
 
     >>> embedding = torch.nn.Embedding(5, 2, sparse=True)
@@ -38,7 +38,7 @@ def sparsely_used(tensors: Iterable[torch.Tensor]) -> set[int]:
     return sparse - dense
 
 
-def reenters(tensors: Iterable[torch.Tensor]) -> bool:
+def reenters(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
     """Whether a backward of ``tensors`` calls others inside of it, as re-entrant checkpointing does: its leaves are hidden.
 
     >>> reenters([torch.nn.Parameter(torch.ones(2)).sum()])
@@ -47,7 +47,7 @@ def reenters(tensors: Iterable[torch.Tensor]) -> bool:
     return any(node.name().startswith("CheckpointFunction") for node in _nodes(tensors))
 
 
-def _nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+def _nodes(tensors: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
     """The nodes of the graph behind ``tensors``, each once, newest first as far as one path goes."""
     nodes = [
         tensor.node if isinstance(tensor, GradientEdge) else get_gradient_edge(tensor).node for tensor in tensors if _differentiable(tensor)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class Backward(NamedTuple):
         holding: parameters whose ``.grad`` of before is averaged with it for the first time, whether or not it reaches them.
     """
 
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor | GradientEdge, ...]
     grad_tensors: tuple[torch.Tensor | None, ...]
     options: dict[str, Any]
     original: Callable[..., None]
@@ -44,7 +45,7 @@ class Backward(NamedTuple):
         self.original(self.tensors, self.grad_tensors, **self.options, **(handed_on if is_patched(self.original) else {}))
 
     @property
-    def beginnings(self) -> tuple[torch.Tensor, ...]:
+    def beginnings(self) -> tuple[torch.Tensor | GradientEdge, ...]:
         """The tensors behind which the leaves that get a gradient are found."""
         return self.options.get("inputs") or self.tensors
 
@@ -56,7 +57,22 @@ class Backward(NamedTuple):
     def scaled(self, factor: float) -> Backward:
         """The same backward with what it leaves in gradients multiplied by ``factor``."""
         with torch.enable_grad():
-            return self._replace(tensors=tuple(tensor * factor for tensor in self.tensors))
+            pairs = [_scaled(tensor, grad, factor) for tensor, grad in zip(self.tensors, self.grad_tensors, strict=True)]
+        return self._replace(tensors=tuple(tensor for tensor, _ in pairs), grad_tensors=tuple(grad for _, grad in pairs))
+
+
+def _scaled(
+    tensor: torch.Tensor | GradientEdge, grad: torch.Tensor | None, factor: float
+) -> tuple[torch.Tensor | GradientEdge, torch.Tensor | None]:
+    """What is differentiated and its gradient, multiplied by ``factor``; an edge has no value that could be."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor * factor, grad
+    if grad is None:
+        kind = tensor.node._input_metadata[tensor.output_nr]
+        if math.prod(kind.shape) != 1:
+            return tensor, None  # which torch refuses
+        grad = torch.ones(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
+    return tensor, grad * factor
 
 
 def patches(actor: Any) -> list[Patch]:

@@ -2,20 +2,27 @@
 
 import copy
 import itertools
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
-from parwrap.precision.aside import stand_aside
+from parwrap.precision.aside import stand_aside, warn_once
 from parwrap.precision.choice import choose
 from parwrap.sites import call_site
 from parwrap.verbs import acting
 
 BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _said_anew():
+    stand_aside.cache_clear()
+    warn_once.cache_clear()
 
 
 def build():
@@ -141,6 +148,85 @@ def test_autocast_is_on_again_after_a_step_that_raises():
         assert torch.is_autocast_enabled("cpu")
 
 
+def test_autocast_is_on_again_in_the_next_forward_after_a_step_whose_error_was_caught():
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            model(x)
+            seen.append(torch.is_autocast_enabled("cpu"))
+            raise KeyError("on purpose")
+
+    model, x, seen, hooks = nn.Linear(2, 2), torch.ones(1, 2), [], dict(_global_forward_pre_hooks)
+    failing = Failing(model.parameters())
+    for called in (True, False):
+        with parwrap.amp(dtype="bf16"):
+            with pytest.raises(KeyError):
+                failing.step()
+
+            assert not called or model(x).dtype is BF16
+        assert hooks == dict(_global_forward_pre_hooks)
+    assert [False, False] == seen
+
+
+@pytest.mark.parametrize("place", ["closure", "backward"])
+def test_autocast_stays_off_once_it_stands_aside_wherever_that_was(place):
+    class Casting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.autocast("cpu", dtype=BF16):
+                return grad
+
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        with torch.autocast("cpu", dtype=BF16):
+            loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    with parwrap.amp(dtype="bf16"):
+        optimizer.step(closure) if place == "closure" else Casting.apply(model(x)).sum().backward()
+
+        assert model(x).dtype is torch.float32
+
+
+class Transformed(torch.utils.data.Dataset):
+    """A sample is computed by what autocast would cast."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.ones(1, 3) @ torch.full((3, 3), 1 / 3)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("scopes", [[], [parwrap.accumulate(2)], [parwrap.distributed()]], ids=["alone", "accumulate", "distributed"])
+def test_samples_are_made_without_autocast(scopes, workers):
+    with ExitStack() as opened:
+        for scope in (parwrap.amp(dtype="bf16"), *scopes):
+            opened.enter_context(scope)
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        dtypes = []
+        for x in DataLoader(Transformed(), batch_size=2, num_workers=workers):
+            output = model(x)
+            dtypes.append((x.dtype, output.dtype))
+            output.sum().backward()
+            optimizer.step()
+
+    assert [(torch.float32, BF16)] * 2 == dtypes
+
+
+def test_samples_are_made_as_by_hand_where_the_script_has_its_own_autocast():
+    with parwrap.amp(dtype="bf16"), torch.autocast("cpu", dtype=BF16):
+        assert [BF16] * 2 == [x.dtype for x in DataLoader(Transformed(), batch_size=2)]
+
+
 def test_weights_that_are_changed_in_any_way_are_seen_by_the_next_forward():
     """torch's cache of cast weights would hold those of the first forward."""
     linear = nn.Linear(1, 1, bias=False)
@@ -165,7 +251,6 @@ def test_a_block_in_float32_inside():
 
 
 def test_an_autocast_of_the_scripts_own_is_left_alone(capfd):
-    stand_aside.cache_clear()
     expected = bf16_by_hand()
     with parwrap.amp(dtype="fp16", init_scale=2.0):
         with torch.autocast("cpu", enabled=False):  # a part that is to be in float32 is no autocast of its own
@@ -181,7 +266,6 @@ def test_an_autocast_of_the_scripts_own_is_left_alone(capfd):
 
 
 def test_an_autocast_that_torch_enters_by_itself_is_none_of_the_scripts_own(capfd):
-    stand_aside.cache_clear()
     with parwrap.amp(dtype="bf16"):
         model, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
         torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
@@ -233,6 +317,11 @@ def test_what_makes_no_sense_is_refused(given, text):
             "linalg.slogdet is not there for bfloat16 on cpu: leave parwrap.amp away, or give it float32 tensors in "
             "`with parwrap.amp(level='O0'):`.",
         ),
+        (
+            "bf16",
+            torch.Tensor.numpy,
+            "NumPy has no bfloat16, which outputs are computed in under parwrap.amp: write .float().numpy() instead of .numpy().",
+        ),
     ],
 )
 def test_an_operation_that_is_missing_is_named_with_what_to_do(dtype, run, text):
@@ -240,7 +329,7 @@ def test_an_operation_that_is_missing_is_named_with_what_to_do(dtype, run, text)
         run(torch.eye(2, dtype=choose(dtype, None, "cpu").dtype))
 
     assert str(refusal.value) == text
-    assert isinstance(refusal.value.__cause__, RuntimeError)
+    assert isinstance(refusal.value.__cause__, (RuntimeError, TypeError))
 
 
 def test_other_errors_stay_as_they_are():
@@ -248,6 +337,8 @@ def test_other_errors_stay_as_they_are():
         raise RuntimeError("on purpose")
     with pytest.raises(RuntimeError, match="float64"), parwrap.amp():
         raise RuntimeError("not implemented for 'float64'")
+    with pytest.raises(TypeError, match="on purpose"), parwrap.amp(dtype="bf16"):
+        raise TypeError("on purpose")
 
 
 @pytest.mark.ranks(2)
@@ -300,8 +391,10 @@ def test_what_is_seen_of_the_script_below_other_actors_is_as_much_as_without_the
 
     class Sites:
         def backward(self, call):
-            keys.append(call_site(passed=1))
+            keys.append(call_site())
             call.run()
+
+    Sites.backward.__code__ = Sites.backward.__code__.replace(co_filename=parwrap.__file__)  # where actors are
 
     def helper(depth):
         helper(depth - 1) if depth else nn.Parameter(torch.ones(1)).sum().backward()

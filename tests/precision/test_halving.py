@@ -94,6 +94,54 @@ def test_o2_learns_as_float32_does():
     assert mean(halved[-10:]) < mean(plain[-10:]) + 0.1
 
 
+class Assigning(nn.Module):
+    """A moving average, a counter and a loss that its forward assigns; a part of it has another."""
+
+    def __init__(self, inner=None):
+        super().__init__()
+        self.linear, self.inner = nn.Linear(2, 2), inner
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("loss", torch.zeros(()))
+
+    def forward(self, x):
+        x = self.linear(self.inner(x) if self.inner else x)
+        self.mean = 0.5 * self.mean + 0.5 * torch.ones(2).to(x)
+        self.count = self.count + 1
+        self.loss = x.mean()
+        return x
+
+
+def test_o2_keeps_buffers_that_a_forward_assigns():
+    with parwrap.amp(level="O2", init_scale=64.0):
+        model = Assigning(Assigning())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2))
+            model.loss.backward()
+            assert model.inner.linear.weight.grad.any()
+            optimizer.step()
+
+    for each in (model, model.inner):
+        assert ([0.875] * 2, 3) == (each.mean.tolist(), each.count.item())
+        assert {torch.float32} == {each.mean.dtype, each.loss.dtype}
+        assert ["mean", "count", "loss"] == list(each._buffers)
+
+
+def test_o2_keeps_what_a_forward_changes_of_a_weight_and_no_less_of_the_rest():
+    with parwrap.amp(level="O2", init_scale=64.0):
+        embedding = nn.Embedding(3, 4, max_norm=1.0)
+        torch.optim.SGD(embedding.parameters(), lr=0.1)
+        with torch.no_grad():
+            embedding.weight.fill_(1 / 3)
+            embedding.weight[1] = 2.0
+        embedding(torch.tensor([0, 1]))
+
+    assert [1 / 3, 0.5, 1 / 3] == pytest.approx(embedding.weight[:, 0].tolist(), abs=1e-3)
+    assert torch.equal(torch.tensor(1 / 3), embedding.weight[2, 0])
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_o2_with_checkpoints(use_reentrant):
     def gradients(checkpointed):

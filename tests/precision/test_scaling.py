@@ -1,8 +1,10 @@
 """fp16 without an edit to the loop, against torch's GradScaler by hand."""
 
 import copy
+import gc
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -150,6 +152,22 @@ def test_backward_for_given_inputs_and_with_a_given_gradient():
         hidden.sum().backward(inputs=[hidden])
 
     assert ([0.5] * 3, None, [1.0] * 3) == (weight.grad.tolist(), other.grad, hidden.grad.tolist())
+
+
+@pytest.mark.parametrize("given", [None, torch.tensor(0.5)])
+@pytest.mark.parametrize("within", [{"inputs": True}, {}], ids=["inputs", ""])
+def test_backward_of_an_edge_of_the_graph(given, within):
+    def gradients():
+        weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1))
+        edge = torch.autograd.graph.get_gradient_edge((weight * 2).sum() * other.sum())
+        torch.autograd.backward([edge, (other * 3).sum()], [given, None], **({"inputs": [weight, other]} if within else {}))
+        return weight.grad, other.grad
+
+    expected = gradients()
+    with parwrap.amp(**LOW):
+        assert same(expected, gradients())
+    with parwrap.amp(**LOW), pytest.raises(RuntimeError, match="implicitly created only for scalar outputs"):
+        torch.autograd.backward(torch.autograd.graph.get_gradient_edge(nn.Parameter(torch.ones(3)) * 2))
 
 
 def test_a_graph_of_the_gradients_is_true_scale_too():
@@ -300,6 +318,58 @@ def test_schedulers_do_not_warn_about_a_skipped_step():
         assert 1 == parwrap.amp(dtype="fp16")(train)()
 
 
+@pytest.mark.parametrize("owned", [True, False], ids=["an optimizer", "by hand"])
+def test_a_training_that_has_diverged_ends_with_what_to_do(owned):
+    @parwrap.amp(dtype="fp16", init_scale=8.0)
+    def train():
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.1) if owned else None
+        for _ in range(400):
+            (weight * math.nan).sum().backward()
+            if optimizer:
+                optimizer.step()
+            weight.grad = None
+
+    with pytest.raises(parwrap.ParwrapError) as error:
+        train()
+
+    assert str(error.value) == (
+        "gradients were not finite in 28 iterations in a row, and the loss scale has fallen to 3e-08: the training has diverged, or its "
+        "gradients do not fit into float16. Compute in bf16 (parwrap.amp(dtype='bf16'), --amp bf16), lower the learning rate, or look for "
+        "what makes the loss infinite or NaN."
+    )
+
+
+@pytest.fixture(params=["dtype", "device"])
+def _other_defaults(request):
+    if request.param == "dtype":
+        torch.set_default_dtype(torch.float64)
+    else:
+        torch.set_default_device("meta")
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("_other_defaults")
+@pytest.mark.parametrize("asked", [{"dtype": "fp16"}, {"level": "O2"}], ids=str)
+def test_other_defaults_of_torch_change_nothing(asked):
+    @parwrap.amp(**asked)
+    def train():
+        model = nn.Linear(4, 1, device="cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for factor in (math.inf, 1.0):
+            optimizer.zero_grad()
+            before = model.weight.clone()
+            (model(torch.ones(2, 4, device="cpu")).float().mean() * factor).backward()
+            optimizer.step()
+        return torch.equal(before, model.weight), parwrap.amp_state()
+
+    stayed, state = train()
+
+    assert (False, 32768.0, 1) == (stayed, state.scale, state.skipped_steps)
+
+
 def test_the_scale_goes_on_from_call_to_call_unless_a_new_training_begins():
     model = build()
     outside = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -314,6 +384,25 @@ def test_the_scale_goes_on_from_call_to_call_unless_a_new_training_begins():
 
     assert [32768.0, 16384.0] == [step(outside), step(outside)]
     assert 32768.0 == step()
+
+
+@pytest.mark.parametrize(
+    "decorator", [parwrap.amp(dtype="fp16"), parwrap.amp(level="O2"), parwrap.amp(dtype="bf16")], ids=["fp16", "O2", "bf16"]
+)
+def test_nothing_of_a_training_is_kept_alive_once_the_function_has_returned(decorator):
+    @decorator
+    def train():
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loss_of(model, *batches(1)[0]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return weakref.ref(optimizer), weakref.ref(model), weakref.ref(model[0].weight)
+
+    kept = train()
+    gc.collect()
+
+    assert [None] * 3 == [each() for each in kept]
 
 
 def test_an_optimizer_that_is_built_between_two_calls_skips_too():

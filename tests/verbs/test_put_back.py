@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.lib._datasource import _FileOpeners
 from torch import nn
+from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -44,6 +45,7 @@ OWNERS = (
     tarfile,
     bz2,
     _FileOpeners,
+    tempfile._RandomNameSequence,
     torch.Tensor,
     torch.amp.autocast_mode.autocast,
     torch.amp.GradScaler,
@@ -64,6 +66,7 @@ def everything():
     found |= {f"step of {cls}": vars(cls).get("step") for cls in torch.optim.Optimizer.__subclasses__()}
     found |= {f"hook {number} on step": hook for number, hook in _global_optimizer_pre_hooks.items()}
     found |= {f"hook {number} after step": hook for number, hook in _global_optimizer_post_hooks.items()}
+    found |= {f"hook {number} before forward": hook for number, hook in _global_forward_pre_hooks.items()}
     found |= {f"environ {name}": sys.intern(value) for name, value in os.environ.items()}
     return found | {"stdout": sys.stdout, "stderr": sys.stderr}
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+import parwrap
 from parwrap.verbs import acting
 
 DENSE = {
@@ -173,3 +174,109 @@ def test_the_actor_installed_last_is_asked_first_and_the_other_only_if_it_lets_t
     assert [optimizer] == higher.asked
     assert [optimizer] * asked == lower.asked
     assert parameter.item() == pytest.approx(1.0 if outer else 0.9)
+
+
+class Keeping(torch.optim.Optimizer):
+    """Keeps its parameters in an attribute of its own, in a way that it is given, and goes by that."""
+
+    def __init__(self, params, keep, kept):
+        self.weights = keep(params)
+        self._kept = kept
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self._kept(self.weights):
+            p.sub_(p.grad)
+
+
+KEPT = {
+    "list": (list, list),
+    "tuple": (tuple, list),
+    "by name": (lambda params: {str(number): p for number, p in enumerate(params)}, dict.values),
+    "by parameter": (lambda params: dict.fromkeys(params, 0.9), dict.keys),
+}
+
+
+@pytest.mark.parametrize("how", KEPT)
+def test_parameters_that_an_optimizer_keeps_in_an_attribute_too_stay_as_they_are(how):
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = Keeping(parameters, *KEPT[how])
+    sum(parameters).backward()
+    with acting([Chosen(skipping=True)]):
+        optimizer.step()
+
+        assert [1.0, 1.0] == [p.item() for p in parameters]
+    optimizer.step()
+
+    assert [0.0, 0.0] == [p.item() for p in parameters]
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        (lambda params: [[p] for p in params], lambda nested: [p for each in nested for p in each]),
+        (lambda params: nn.ParameterList(params), list),
+    ],
+    ids=["deeper", "a module"],
+)
+def test_an_optimizer_that_changes_weights_in_spite_of_it_is_refused(keep, kept):
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = Keeping([parameter], keep, kept)
+    parameter.sum().backward()
+    with acting([Chosen(skipping=True)]), pytest.raises(parwrap.UsageError) as refusal:
+        optimizer.step()
+
+    assert str(refusal.value).startswith(f"Keeping.step() at {__file__}:")
+    assert str(refusal.value).endswith(
+        " has changed a parameter of shape (2,) in a step that parwrap has to leave out, so it does not go by self.param_groups, or a hook "
+        "on it changes weights. Let step() go over the parameters in self.param_groups, or train this part without parwrap.amp and "
+        "parwrap.accumulate."
+    )
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As the many that are around: another optimizer steps, and every second time weights go halfway back."""
+
+    def __init__(self, inner):
+        self.optimizer = inner
+        self.steps = 0
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.param_groups = inner.param_groups
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    def step(self, closure=None):
+        loss = self.optimizer.step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.copy_(self.slow[p].lerp_(p.data, 0.5))
+        return loss
+
+
+class Several(torch.optim.Optimizer):
+    def __init__(self, params):
+        self.inner = [torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in params]
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        loss = closure() if closure else None
+        for each in self.inner:
+            each.step()
+        return loss
+
+
+@pytest.mark.parametrize("closures", [False, True])
+@pytest.mark.parametrize("build", [lambda p: Lookahead(torch.optim.SGD(p, lr=0.1, momentum=0.9)), Several], ids=["Lookahead", "Several"])
+def test_optimizers_in_an_optimizer_are_skipped_with_it(build, closures):
+    assert same(trained(build, closures=closures)[0], trained(build, skipped=(0, 2, 3), closures=closures)[0])
+
+
+def test_optimizers_in_an_optimizer_that_is_skipped_are_not_asked():
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer, actor = Several(parameters), Chosen(skipping=True)
+    with acting([actor]):
+        optimizer.step()
+
+    assert [optimizer] == actor.asked

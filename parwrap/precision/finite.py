@@ -1,0 +1,93 @@
+"""Whether the gradients that an optimizer would step with are finite: looked at after a backward, and again where they are others since.
+
+The user clips, other actors set gradients without a backward. Who asks, and what is done about it, is in ``scaling.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+__all__ = ["Found"]
+
+
+class Found:
+    """What was found in the gradients of parameters, which a GPU is asked for only when it must be known.
+
+    Args:
+        parameters: whose gradients are looked at.
+        later: not now, since they are not what a step is taken with.
+
+    Attributes:
+        counted: whether the step that it is about was counted.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> weight.grad = torch.ones(2)
+    >>> found = Found([weight])
+    >>> weight.grad = torch.tensor([1.0, torch.inf])
+    >>> found.look_again([weight])
+    >>> found.any
+    True
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], later: bool = False) -> None:
+        self.counted = False
+        self._flags: dict[torch.device, torch.Tensor] = {}
+        self._seen: list[tuple[weakref.ref[torch.Tensor], int] | None] | None = None
+        if not later:
+            self.look_again(parameters)
+
+    @property
+    def any(self) -> bool:
+        """Whether one is infinite or not a number."""
+        return any(flag.item() for flag in self._flags.values())
+
+    @torch.no_grad()
+    def look_again(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look at gradients that were set or changed since they were looked at; what was found before a step stands until then."""
+        grads = [p.grad for p in parameters]
+        if self._is_seen(grads):
+            return
+        if self.counted:
+            self._flags, self.counted = {}, False
+        self._look(grads)
+        self._see(grads)
+
+    def accept(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The gradients were changed in a way that leaves nothing to be found."""
+        self._see([p.grad for p in parameters])
+
+    def _is_seen(self, grads: list[torch.Tensor | None]) -> bool:
+        return (
+            self._seen is not None
+            and len(self._seen) == len(grads)
+            and all(
+                grad is None if seen is None else grad is not None and seen[0]() is grad and seen[1] == grad._version
+                for seen, grad in zip(self._seen, grads, strict=True)
+            )
+        )
+
+    def _see(self, grads: list[torch.Tensor | None]) -> None:
+        self._seen = [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
+
+    def _look(self, grads: list[torch.Tensor | None]) -> None:
+        alike: dict[tuple[torch.device, torch.dtype, bool], list[torch.Tensor]] = {}
+        for grad in grads:
+            if grad is not None:
+                alike.setdefault((grad.device, grad.dtype, grad.requires_grad), []).append(grad._values() if grad.is_sparse else grad)
+        for (device, dtype, has_graph), same in alike.items():
+            flag = self._flag(device)
+            # GradScaler's kernel knows no complex numbers, and even where it multiplies by 1 it changes a gradient, which may have a graph
+            if has_graph or dtype.is_complex:
+                for grad in same:
+                    flag.copy_(torch.maximum(flag, (~grad.isfinite().all()).float()))
+            else:
+                one = torch.ones((), dtype=torch.float32, device=device)
+                torch._amp_foreach_non_finite_check_and_unscale_(same, flag, one)
+
+    def _flag(self, device: torch.device) -> torch.Tensor:
+        if device not in self._flags:
+            self._flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+        return self._flags[device]
