@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import utils
 
 from parwrap.accumulation.sums import Asked, merged
 from parwrap.accumulation.window import Applied, clips_of
@@ -19,7 +20,7 @@ from parwrap.group import Group
 from parwrap.loop import Loop
 from parwrap.strategies.ddp import DDP
 from parwrap.strategies.share import Share
-from parwrap.verbs.clipping import CLIPS, Clip
+from parwrap.verbs.clipping import Clip
 
 __all__ = ["OverRanks"]
 
@@ -105,7 +106,7 @@ class OverRanks:
         gradients = self._mean(views, {id(p): total for p, total in merged(several).values()}, weight if several else 0.0)
         parameters, optimizers = self._loop.owned(), dict(self._loop.numbered_optimizers())
         clips = [
-            Clip(name, [parameters[number] for number in numbers if number in parameters], args, kwargs, CLIPS[name])
+            Clip(name, [parameters[number] for number in numbers if number in parameters], args, kwargs, getattr(utils, name))
             for name, numbers, args, kwargs in next((view.clips for view in views if view.clips), [])
         ]
         steps = dict.fromkeys(number for view in views for number in view.optimizers)

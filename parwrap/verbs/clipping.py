@@ -10,7 +10,7 @@ from torch.nn import utils
 
 from parwrap.patching import Patch
 
-__all__ = ["CLIPS", "Clip", "patches"]
+__all__ = ["Clip", "patches"]
 
 PLACES = (
     (utils, "clip_grad_norm_"),
@@ -19,9 +19,6 @@ PLACES = (
     (utils.clip_grad, "clip_grad_value_"),
     (utils, "clip_grads_with_norm_"),
 )
-
-CLIPS = {name: getattr(utils, name) for _, name in PLACES}
-"""torch's own functions."""
 
 
 class Clip(NamedTuple):
@@ -32,7 +29,7 @@ class Clip(NamedTuple):
         parameters: whose gradients are clipped.
         args: what was given after ``parameters``.
         kwargs: what was given by name.
-        original: torch's own function.
+        original: torch's own function, or the next actor's.
     """
 
     name: str
@@ -49,7 +46,7 @@ class Clip(NamedTuple):
         """The same for gradients that are others than those it was called for: a norm that was given is computed anew."""
         if self.name == "clip_grads_with_norm_":
             by_name = {key: value for key, value in self.kwargs.items() if key != "total_norm"}
-            CLIPS["clip_grad_norm_"](parameters, *self.args[:1], **by_name)
+            utils.clip_grad_norm_(parameters, *self.args[:1], **by_name)
         else:
             self.original(parameters, *self.args, **self.kwargs)
 

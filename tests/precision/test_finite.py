@@ -132,8 +132,9 @@ def test_an_open_window_that_has_overflowed_is_not_stepped_with(clip):
 
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.parametrize("clip", ["", "clip_grad_value_"])
 @pytest.mark.parametrize("leaves_early", [False, True])
-def test_an_overflow_in_an_open_window_of_one_rank_skips_the_step_on_all(leaves_early, size):
+def test_an_overflow_in_an_open_window_of_one_rank_skips_the_step_on_all(leaves_early, clip, size):
     @parwrap.distributed
     @parwrap.amp(**LARGE)
     @parwrap.accumulate(2)
@@ -146,6 +147,8 @@ def test_an_overflow_in_an_open_window_of_one_rank_skips_the_step_on_all(leaves_
             optimizer.zero_grad()
             overflows = number == 2 + leaves_early and parwrap.rank() == 1
             (model(torch.ones(8, 4)).float().mean() * (1e9 if overflows else 0.5)).backward()
+            if clip:
+                getattr(nn.utils, clip)(model.parameters(), 0.1)
             optimizer.step()
         kept.append((before, model, parwrap.amp_state()))
 
