@@ -9,15 +9,17 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
 from typing import Any, Protocol, TypeVar, overload
 
 from parwrap.errors import UsageError
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["Decorating", "ScopeDecorator", "describe", "refuse_undecoratable"]
+__all__ = ["Decorating", "ScopeDecorator", "describe", "module_of", "refuse_undecoratable"]
 
 
 class ScopeDecorator:
@@ -115,6 +117,20 @@ def refuse_undecoratable(function: Any, decorator: str) -> None:
     else:
         return
     raise UsageError(f"@parwrap.{decorator} cannot decorate {describe(function)}: it {problem[0]}. Instead, {problem[1]}.")
+
+
+def module_of(function: Callable | None) -> str | None:
+    """The name of the module that ``function`` is from; for ``None``, of that whose ``with`` block is being entered."""
+    if function is not None:
+        return getattr(function, "__module__", None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _module(frame).partition(".")[0] in ("contextlib", "parwrap"):
+        frame = frame.f_back
+    return None if frame is None else _module(frame)
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
 
 
 def describe(function: Any) -> str:

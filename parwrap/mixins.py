@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -31,7 +32,10 @@ class _Mixin:
     """What the mixins share: the methods ``train`` and ``fit``, and those named in ``parwrap_methods``, run in the scopes.
 
     Options are class keywords or entries of the mapping ``parwrap_options``; a subclass has those of its bases, and its own instead. They
-    are open once for an instance: where one such method calls another, also by ``super()``, they are those of the instance's class.
+    are open once for an instance: where one such method calls another, also by ``super()``, they are those of the instance's class. What
+    goes on from call to call, such as a loss scale, is the instance's own.
+
+    The ``train(mode)`` of an ``nn.Module`` that sets the mode, overridden or not, is none of these methods unless it is named.
 
     Raises:
         UsageError: ``parwrap_options`` has one that no mixin takes, or ``parwrap_methods`` names what is no method.
@@ -58,10 +62,29 @@ class _Mixin:
                 f"{cls.__name__}.parwrap_options has {', '.join(unknown)}, which none of its mixins takes; "
                 f"they take {', '.join(sorted(known))}."
             )
-        decorators = [feature(**{name: options[name] for name in feature.option_names() if name in options}) for feature in features]
-        named = (name for base in cls.__mro__ for name in base.__dict__.get("parwrap_methods", ()))
+
+        def decorators() -> list[ScopeDecorator]:
+            return [feature(**{name: options[name] for name in feature.option_names() if name in options}) for feature in features]
+
+        of = _OfEach(decorators)
+        named = [name for base in cls.__mro__ for name in base.__dict__.get("parwrap_methods", ())]
         for name in dict.fromkeys((*METHODS, *named)):
-            _decorate(cls, name, decorators)
+            _decorate(cls, name, name in named, of)
+
+
+class _OfEach:
+    """The decorators of each instance of a class, and of the class itself, for methods that have no instance."""
+
+    def __init__(self, make: Callable[[], list[ScopeDecorator]]) -> None:
+        self._make, self.of_class = make, make()
+        self._known: dict[int, tuple[weakref.ref, list[ScopeDecorator]]] = {}
+
+    def __call__(self, instance: Any) -> list[ScopeDecorator]:
+        """Those of ``instance``, for as long as it lives; an id, since not every instance has a hash."""
+        key = id(instance)
+        if key not in self._known:
+            self._known[key] = weakref.ref(instance, lambda gone: self._known.pop(key, None)), self._make()
+        return self._known[key][1]
 
 
 class DistributedMixin(_Mixin, feature=distributed):
@@ -92,46 +115,64 @@ def _features(cls: type) -> Iterator[type[ScopeDecorator]]:
     return (base.__dict__["_feature"] for base in cls.__mro__ if "_feature" in base.__dict__)
 
 
-def _decorate(cls: Any, name: str, decorators: list[ScopeDecorator]) -> None:
-    """Have the method ``name`` of ``cls`` run in the scopes of ``decorators``."""
+def _decorate(cls: Any, name: str, named: bool, of: _OfEach) -> None:
+    """Have the method ``name`` of ``cls`` run in the scopes of decorators."""
     found = inspect.getattr_static(cls, name, None)
-    if found is None or found is nn.Module.train:  # which sets a mode
-        if found is None and name in cls.__dict__.get("parwrap_methods", ()):
+    if found is None:
+        if name in cls.__dict__.get("parwrap_methods", ()):
             raise UsageError(
                 f"{cls.__name__}.parwrap_methods names {name!r}, which {describe(cls)} has not: give it the method, or leave it out."
             )
         return
+    if not named and name == "train" and issubclass(cls, nn.Module) and _sets_mode(found):
+        return
     method = cls.__dict__[name] if name in cls.__dict__ else _inherited(cls, name, found)
-    scoped = method
+    scoped = _decorated(method, of.of_class)  # which refuses what cannot be
+    setattr(cls, name, scoped if isinstance(method, staticmethod) else _once(method, of))
+
+
+def _sets_mode(train: Any) -> bool:
+    """Whether ``train`` is a form of ``nn.Module.train(mode=True)``, which ``eval()`` calls too, and no training loop."""
+    if not inspect.isfunction(train):
+        return False
+    mode = next(iter(list(inspect.signature(train).parameters.values())[1:]), None)
+    return mode is not None and (mode.kind is mode.VAR_POSITIONAL or isinstance(mode.default, bool))
+
+
+def _decorated(method: Any, decorators: list[ScopeDecorator]) -> Any:
     for decorator in decorators:
-        scoped = decorator(scoped)
-    setattr(cls, name, scoped if isinstance(method, staticmethod) else _once(method, scoped))
+        method = decorator(method)
+    return method
 
 
-def _once(method: Any, scoped: Any) -> Any:
-    """``scoped``, or plain ``method`` where a method of the same instance has opened the scopes already."""
+def _once(method: Any, of: _OfEach) -> Any:
+    """``method`` in the scopes of the instance's decorators, or plain where one of the same instance has opened them already."""
     if isinstance(method, classmethod):
-        return classmethod(_once(method.__func__, scoped.__func__))
+        return classmethod(_once(method.__func__, of))
 
-    @functools.wraps(scoped)
+    @functools.wraps(method)
     def once(self: Any, *args: Any, **kwargs: Any) -> Any:
         if any(each is self for each in _running):
             return method(self, *args, **kwargs)
         _running.append(self)
         try:
-            return scoped(self, *args, **kwargs)
+            return _decorated(method, of(self))(self, *args, **kwargs)
         finally:
             _running.pop()
 
     return once
 
 
-def _inherited(cls: type, name: str, found: Any) -> Callable:
+def _inherited(cls: type, name: str, found: Any) -> Any:
     """A method that only calls the next one in the method resolution order, which another class may still get into."""
+    if isinstance(found, staticmethod):
+        return staticmethod(_called(found, lambda *args, **kwargs: getattr(super(cls, cls), name)(*args, **kwargs)))
+    cooperative = _called(found, lambda self, *args, **kwargs: getattr(super(cls, self), name)(*args, **kwargs))
+    return classmethod(cooperative) if isinstance(found, classmethod) else cooperative
 
-    @functools.wraps(found)
-    def cooperative(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(super(cls, self), name)(*args, **kwargs)
 
-    del cooperative.__dict__["__wrapped__"]
-    return classmethod(cooperative) if isinstance(found, classmethod) else cooperative  # type: ignore[return-value]
+def _called(found: Any, function: Callable) -> Callable:
+    """``function`` by the name of ``found``, whose code it is not."""
+    functools.update_wrapper(function, found)
+    del function.__dict__["__wrapped__"]
+    return function

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any
 
 import wrapt
 
-__all__ = ["Patch", "aliases", "installed", "is_patched"]
+from parwrap.imported import Namespaces
+
+__all__ = ["Patch", "installed", "is_patched"]
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,15 @@ def is_patched(function: Any) -> bool:
 
 
 @contextmanager
-def installed(patches: Iterable[Patch | AbstractContextManager]) -> Iterator[None]:
+def installed(patches: Iterable[Patch | AbstractContextManager], module: str | None = None) -> Iterator[None]:
     """Install ``patches`` in their order and take them off again in reverse, also when the block raises.
 
-    A context manager among them is entered in its place: that is how a verb for which torch sells a hook takes part.
+    Functions of modules are patched under the names too by which others have imported them. A context manager among the patches is
+    entered in its place: that is how a verb for which torch sells a hook takes part.
+
+    Args:
+        patches: what to install.
+        module: the name of the module that the block runs a function of.
 
     >>> import math
     >>> before = math.sqrt
@@ -69,27 +77,17 @@ def installed(patches: Iterable[Patch | AbstractContextManager]) -> Iterator[Non
     True
     """
     with ExitStack() as stack:
+        places: dict[tuple[int, str], list[Any]] = {}
+        names = Namespaces(module)
+        stack.callback(lambda: names.exchange_in_new({id(each): place[1].__wrapped__ for place in places.values() for each in place[1:]}))
         for patch in patches:
             if isinstance(patch, Patch):
+                original = getattr(patch.owner, patch.name)
                 wrapped = wrapt.wrap_object(patch.owner, patch.name, _Wrapped, (patch,))
                 stack.callback(wrapt.unwrap_object, patch.owner, patch.name, wrapped)
+                if isinstance(patch.owner, ModuleType):
+                    places.setdefault((id(patch.owner), patch.name), [original]).append(wrapped)
             else:
                 stack.enter_context(patch)
+        names.exchange({id(place[0]): place[-1] for place in reversed(places.values())})
         yield
-
-
-def aliases(patches: Iterable[Patch | AbstractContextManager], module: Any) -> list[Patch]:
-    """The same patches for names of ``module`` that hold an original, as ``from torch import save`` leaves behind.
-
-    >>> import types, math
-    >>> script = types.ModuleType("script")
-    >>> script.root = math.sqrt
-    >>> [patch.name for patch in aliases([Patch(math, "sqrt", print)], script)]
-    ['root']
-    """
-    found = []
-    for patch in patches:
-        if isinstance(patch, Patch) and patch.owner is not module:
-            original = getattr(patch.owner, patch.name)
-            found += [Patch(module, name, patch.wrapper) for name, value in vars(module).items() if value is original]
-    return found

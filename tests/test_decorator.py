@@ -1,11 +1,12 @@
 import functools
 import inspect
+import json
 import pickle
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from parwrap.decorator import ScopeDecorator
+from parwrap.decorator import ScopeDecorator, module_of
 from parwrap.errors import UsageError
 
 trace = []
@@ -129,6 +130,17 @@ def test_stacked_decorators_add_one_frame():
     decorated = scoped(deeper(word="deeper")(lambda: len(inspect.stack())))
 
     assert decorated() == len(inspect.stack()) + 2
+
+
+def test_the_module_of_a_function_or_of_a_block():
+    class seen(scoped):
+        @contextmanager
+        def scope(self, function):
+            yield module_of(function)
+
+    with seen() as of_block, ExitStack() as stack:
+        assert [__name__, __name__] == [of_block, stack.enter_context(seen())]
+    assert "json" == module_of(json.dumps)
 
 
 async def coroutine():

@@ -1,6 +1,7 @@
 """Classes whose training methods run as decorated functions do."""
 
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -134,6 +135,91 @@ def test_the_mode_of_a_module_is_no_training_method():
 
     assert Model.train is nn.Module.train
     assert Model(1, 1).fit()
+
+
+def test_an_overridden_mode_of_a_module_is_no_training_method_either():
+    class Frozen(parwrap.DistributedMixin, nn.Module, batch="global"):
+        def train(self, mode=True):
+            self.was_open = open_group()
+            return super().train(mode)
+
+    class Passing(Frozen):
+        def train(self, *args):
+            return super().train(*args)
+
+    class Named(Frozen):
+        parwrap_methods = ("train",)
+
+    for cls, is_open in ((Frozen, False), (Passing, False), (Named, True)):
+        model = cls()
+        assert not model.eval().training
+        assert is_open == model.was_open
+
+
+def test_a_module_may_have_a_training_method_called_train():
+    class Trainer(parwrap.DistributedMixin, nn.Linear, batch="global"):
+        def train(self, epochs=3):
+            return open_group()
+
+    class Other(parwrap.DistributedMixin, nn.Linear, batch="global"):
+        def train(self):
+            return open_group()
+
+    assert [True, True] == [Trainer(1, 1).train(2), Other(1, 1).train()]
+
+
+class Overflowing(parwrap.AmpMixin, dtype="fp16", init_scale=1024.0):
+    def __init__(self):
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train(self, factor):
+        self.optimizer.zero_grad()
+        (self.model(torch.ones(1, 2)).float().mean() * factor).backward()
+        self.optimizer.step()
+        return parwrap.amp_state().skipped_steps
+
+    def fit(self, factor):
+        return self.train(factor)
+
+    __hash__ = None
+
+
+def test_each_instance_has_a_loss_scale_of_its_own_which_its_methods_share():
+    one, other = Overflowing(), Overflowing()
+
+    assert [1, 0] == [one.train(1e9), other.train(1.0)]
+    assert [2, 0] == [one.fit(1e9), other.fit(1.0)]
+    assert 0 == Overflowing().train(1.0)
+    assert vars(one).keys() == vars(pickle.loads(pickle.dumps(one))).keys() == {"model", "optimizer"}
+
+
+def test_nothing_is_kept_of_an_instance_that_is_gone():
+    trainer = Overflowing()
+    trainer.train(1e9)
+    gone = weakref.ref(trainer)
+    del trainer
+
+    assert gone() is None
+    assert 0 == Overflowing().train(1.0)
+
+
+def test_static_methods_are_inherited_and_called_on_the_class_too():
+    class Base:
+        @staticmethod
+        def train(x):
+            return x, torch.rand(1).item()
+
+    class Inheriting(parwrap.DistributedMixin, Base, seed=5):
+        pass
+
+    class Overriding(Inheriting):
+        @staticmethod
+        def train(x):
+            return Base.train(x + 1)
+
+    assert [(1, first_of(5))] * 2 == [Inheriting.train(1), Inheriting().train(1)]
+    assert (2, first_of(5)) == Overriding.train(1)
 
 
 def test_options_come_as_keywords_or_as_a_mapping_and_go_on_to_subclasses():

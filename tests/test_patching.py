@@ -1,13 +1,15 @@
 import builtins
+import contextlib
 import copy
 import math
 import pickle
+import sys
 import types
 
 import pytest
 import torch
 
-from parwrap.patching import Patch, aliases, installed
+from parwrap.patching import Patch, installed, is_patched
 
 
 class Base:
@@ -52,14 +54,68 @@ def test_later_patches_act_first_and_nest():
         assert Base().method() == "outer inner base"
 
 
-def test_names_imported_before_are_patched_too():
-    script = types.ModuleType("script")
-    script.square_root = math.sqrt
-    patch = Patch(math, "sqrt", lambda wrapped, instance, args, kwargs: -wrapped(*args))
-    with installed([patch, *aliases([patch], script)]):
-        assert script.square_root(4) == -2
+def negated(wrapped, instance, args, kwargs):
+    return -wrapped(*args)
 
-    assert script.square_root is math.sqrt
+
+def loaded(name, file, monkeypatch):
+    """A module that has imported a function by value."""
+    module = types.ModuleType(name)
+    module.__file__, module.square_root = file, math.sqrt
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_names_that_the_users_modules_have_imported_are_patched_too(fails, monkeypatch):
+    helpers = loaded("project.helpers", "/project/helpers.py", monkeypatch)
+    with contextlib.suppress(KeyError), installed([Patch(math, "sqrt", negated), Patch(math, "sqrt", negated)]):
+        assert [2, helpers.square_root] == [helpers.square_root(4), math.sqrt]
+        with installed([Patch(math, "sqrt", negated)]):
+            assert -2 == helpers.square_root(4)
+        assert 2 == helpers.square_root(4)
+        if fails:
+            raise KeyError
+
+    assert helpers.square_root is math.sqrt
+    assert not is_patched(math.sqrt)
+
+
+def test_what_is_installed_works_as_it_is_unless_the_function_is_from_there(monkeypatch):
+    installed_one = loaded("library.helpers", "/python/site-packages/library/helpers.py", monkeypatch)
+    standard = loaded("standard", contextlib.__file__, monkeypatch)
+    patch = Patch(math, "sqrt", negated)
+    with installed([patch], "project"):
+        assert [2, 2] == [installed_one.square_root(4), standard.square_root(4)]
+    with installed([patch], "library.training"):
+        assert [-2, 2] == [installed_one.square_root(4), standard.square_root(4)]
+
+    assert installed_one.square_root is math.sqrt
+
+
+@pytest.mark.parametrize("file", ["/project/late.py", "/python/site-packages/late.py"])
+def test_a_module_that_was_imported_meanwhile_has_the_function_itself_afterwards(file, monkeypatch):
+    with installed([Patch(math, "sqrt", negated)]):
+        with installed([Patch(math, "sqrt", negated)]):
+            late = loaded("late", file, monkeypatch)
+            assert 2 == late.square_root(4)
+        assert -2 == late.square_root(4)
+
+    assert late.square_root is math.sqrt
+
+
+def test_patches_that_are_taken_off_in_another_order_leave_nothing(monkeypatch):
+    """A script that distributes itself has the outer ones taken off while the inner stay."""
+    helpers = loaded("helpers", "/project/helpers.py", monkeypatch)
+    outer, inner = (installed([Patch(math, "sqrt", negated)]) for _ in range(2))
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert -2 == helpers.square_root(4)
+    inner.__exit__(None, None, None)
+
+    assert helpers.square_root is math.sqrt
+    assert not is_patched(math.sqrt)
 
 
 def test_a_patched_function_copies_and_pickles_as_itself():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from parwrap.decorator import ScopeDecorator
+from parwrap.decorator import ScopeDecorator, module_of
 from parwrap.verbs import acting
 
 __all__ = ["ActingDecorator"]
@@ -51,7 +51,7 @@ class ActingDecorator(ScopeDecorator):
             self.check_within(around)
         _open.append(self)
         try:
-            with self.opened(getattr(function, "__module__", None)):
+            with self.opened(module_of(function)):
                 yield
         finally:
             _open.pop()

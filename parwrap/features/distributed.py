@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from parwrap import group as groups
 from parwrap.data.loaders import Loaders, TrainingData
-from parwrap.decorator import ScopeDecorator
+from parwrap.decorator import ScopeDecorator, module_of
 from parwrap.errors import UsageError
 from parwrap.files.clone import CloneFiles
 from parwrap.files.rank_zero import RankZeroFiles
@@ -122,7 +122,7 @@ class distributed(ScopeDecorator):
     def scope(self, function: Callable | None) -> AbstractContextManager:
         if _session is not None:
             return _session.joined(self._given)
-        return _opened(self._options, getattr(function, "__module__", None))
+        return _opened(self._options, module_of(function))
 
     @classmethod
     def script_scope(cls, **options: Any) -> AbstractContextManager:
@@ -191,7 +191,7 @@ class _Session:
 
     @contextmanager
     def patched(self, module: str | None, hidden: Iterable[str]) -> Iterator[None]:
-        """Everything installed, also under the names that ``module`` has imported; the variables ``hidden`` are not to be seen."""
+        """Everything installed, for a function of ``module``; the variables ``hidden`` are not to be seen."""
         with self._undo:
             self._undo.enter_context(_without(hidden))
             self._undo.enter_context(acting(self._start(), module))

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from parwrap.patching import Patch, aliases, installed
+from parwrap.patching import Patch, installed
 from parwrap.verbs import (
     autocast,
     backward,
@@ -85,8 +84,5 @@ def patches(actor: Any) -> list[Patch | AbstractContextManager]:
 
 
 def acting(actors: Iterable[Any], module: str | None = None) -> AbstractContextManager:
-    """While this is held, ``actors`` act: around those that did before, and under the names that ``module`` has imported too."""
-    everything = [patch for actor in actors for patch in patches(actor)]
-    if module in sys.modules:
-        everything += aliases(everything, sys.modules[module])
-    return installed(everything)
+    """While this is held, ``actors`` act: around those that did before, for a function of ``module``."""
+    return installed([patch for actor in actors for patch in patches(actor)], module)

@@ -6,6 +6,7 @@ from itertools import permutations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
@@ -33,3 +34,23 @@ def test_every_order_of_the_four_decorators_gives_the_same_weights():
     assert [weights[0]] * 24 == weights
     assert weights[0] == parwrap.broadcast(weights[0])
     assert weights[0] != parwrap.distributed(batch="global")(train)()
+
+
+def clipped():
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for x in ([9.0, 0.0], [0.0, 1.0]):
+        optimizer.zero_grad()
+        (weight * torch.tensor(x)).sum().backward()
+        clip_grad_norm_([weight], 1.0)
+        optimizer.step()
+    return weight
+
+
+def test_a_block_acts_on_imported_names_as_a_decorator_does():
+    mean = torch.tensor([4.5, 0.5])
+    with parwrap.accumulate(2):
+        in_block = clipped()
+
+    assert torch.allclose(-mean / mean.norm(), in_block)
+    assert torch.equal(in_block, parwrap.accumulate(2)(clipped)())

@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -75,6 +76,26 @@ def test_a_name_that_the_module_has_imported_shares_too():
         return running.item()
 
     assert 0.5 == mean()
+
+
+def functional_mean():
+    running = torch.zeros(1)
+    batch_norm(torch.full((2, 1), float(parwrap.rank())), running, torch.ones(1), training=True, momentum=1.0)
+    return running.item()
+
+
+@pytest.mark.ranks(2)
+def test_a_name_imported_by_the_module_of_a_block_or_by_a_helper_module_shares_too():
+    helpers = types.ModuleType("helpers")
+    helpers.__file__ = "helpers.py"
+    exec("from torch.nn.functional import batch_norm", vars(helpers))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "helpers", helpers)
+        with parwrap.sync_bn():
+            assert 0.5 == functional_mean()
+            assert helpers.batch_norm is F.batch_norm
+
+    assert helpers.batch_norm is F.batch_norm
 
 
 @pytest.mark.ranks(2)
