@@ -27,7 +27,7 @@ from parwrap.group import Group
 from parwrap.lane import Lane
 from parwrap.verbs.norm import Norm
 
-__all__ = ["Sharing", "new_group", "shared_among"]
+__all__ = ["Sharing", "own_group", "shared_among"]
 
 FIRST_USE = "the first use of a batch norm"
 
@@ -167,7 +167,19 @@ def shared_among(group: Group, ranks: Sequence[int]) -> Sharing | None:
     return group.once(("sync_bn", ranks), lambda: _opened(group, ranks))
 
 
-def new_group(ranks: Sequence[int], **options: Any) -> Any:
+_own_groups: weakref.WeakKeyDictionary[Any, dict[Sequence[int], Any]] = weakref.WeakKeyDictionary()
+"""Made for ranks of a process group that the user's own code has started, and gone with it."""
+
+
+def own_group(ranks: Sequence[int]) -> Any:
+    """A process group of ``ranks``, beside the one that the user's own code has started; made once."""
+    made = _own_groups.setdefault(dist.group.WORLD, {})
+    if ranks not in made:
+        made[ranks] = _new_group(ranks)
+    return made[ranks]
+
+
+def _new_group(ranks: Sequence[int], **options: Any) -> Any:
     """Another process group of ``ranks``, for which the others need not come."""
     return dist.new_group(list(ranks), use_local_synchronization=True, **options)
 
@@ -187,7 +199,7 @@ def _opened(group: Group, ranks: Sequence[int]) -> Iterator[Sharing | None]:
             memory = mailbox.shared_memory(world, dist.PrefixStore("blackboard", store), Blackboard.size(world.size))
             sharing.board = Blackboard(memory, world.size, place)
         else:
-            sharing = Sharing(new_group(ranks, backend=group.backend, timeout=group.timeout), group)
+            sharing = Sharing(_new_group(ranks, backend=group.backend, timeout=group.timeout), group)
         sharing.lane = Lane(entries, ranks, sharing.answer, runs_ahead=group.backend == "nccl")
         group.meetings.add_lane(sharing.lane)
         yield sharing

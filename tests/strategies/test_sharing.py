@@ -312,6 +312,18 @@ def test_a_process_group_of_the_users_own_is_used():
 
 
 @pytest.mark.ranks(2)
+def test_beside_a_process_group_of_the_users_own_there_is_one_more_for_all_calls():
+    groups = dist.distributed_c10d._world.pg_map
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("parwrap.group._current", None)
+        before = len(groups)
+        for _ in range(3):
+            assert 0.5 == parwrap.sync_bn(seen)()
+
+    assert before + 1 == len(groups)
+
+
+@pytest.mark.ranks(2)
 def test_a_regular_step_meets_nobody_beside_its_backwards():
     counted = []
     net = model()
