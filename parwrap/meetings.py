@@ -78,7 +78,7 @@ class Meetings:
         return self._number
 
     def answer(self, kind: str, answer: Answer, lasting: bool = False) -> None:
-        """Have ``answer`` called when others meet for ``kind`` and this rank has come for something else; ``lasting``: in later parts too."""
+        """Have ``answer`` called when others meet for ``kind`` and this rank for something else; if ``lasting``, in later parts too."""
         self._answers[kind] = answer
         if lasting:
             self._lasting[kind] = answer

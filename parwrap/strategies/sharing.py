@@ -32,6 +32,7 @@ from parwrap.verbs.norm import Norm
 __all__ = ["Sharing", "own_group", "shared_among"]
 
 FIRST_USE = "the first use of a batch norm"
+ADVICE = "Have all ranks run the same layers in the same order, or leave @parwrap.sync_bn out."
 SEARCHES = 8
 """For so many new layers all objects are searched, then ever more rarely: they may be new in each step."""
 
@@ -233,6 +234,6 @@ def _opened(group: Group, ranks: Sequence[int], first_uses: _FirstUses) -> Itera
             sharing.board = Blackboard(memory, world.size, place)
         else:
             sharing = Sharing(_new_group(ranks, backend=group.backend, timeout=group.timeout), group, first_uses)
-        sharing.lane = Lane(entries, ranks, sharing.answer, runs_ahead=group.backend == "nccl")
+        sharing.lane = Lane(entries, ranks, sharing.answer, ADVICE, runs_ahead=group.backend == "nccl")
         group.meetings.add_lane(sharing.lane)
         yield sharing

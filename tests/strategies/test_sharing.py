@@ -256,7 +256,8 @@ for step in range(3):
     )
 
     assert run.returncode
-    assert "RankMismatchError: the ranks are in different layers at the same time" in run.stderr
+    assert "RankMismatchError: the ranks are in different places at the same time" in run.stderr
+    assert "Have all ranks run the same layers in the same order, or leave @parwrap.sync_bn out." in run.stderr
     assert "is in the forward of batch norm '1' (2 channels)" in run.stderr
     assert "is in the forward of batch norm '2' (2 channels)" in run.stderr
 
