@@ -55,6 +55,7 @@ class Blackboard:
     def put(self, turn: int, numbers: torch.Tensor) -> None:
         """This rank's vector for ``turn``, which grows."""
         self._rows[turn & 1, self._rank, : len(numbers)] = numbers
+        # seen by the others in this order on x86; processors that reorder writes would need a barrier here, which Python has not
         self._turns[self._rank] = turn
 
     def all(self, turn: int, length: int, waiting: Callable[[], None]) -> torch.Tensor:

@@ -28,6 +28,7 @@ class Lane:
         mailbox: what those ranks have written about them.
         ranks: who they are, in the order of the mailbox.
         answer: called with what is sent, as given to :meth:`enter`, to take part with nothing.
+        advice: what users can do where ranks are in different meetings, for the error text.
         runs_ahead: whether a rank's host goes on before the others have come, as with a GPU.
 
     Attributes:
@@ -35,8 +36,10 @@ class Lane:
         number: of the meeting that this rank is in, or comes to next.
     """
 
-    def __init__(self, mailbox: Mailbox, ranks: Sequence[int], answer: Callable[[int], None], runs_ahead: bool = False) -> None:
-        self._mailbox, self._answer, self._runs_ahead = mailbox, answer, runs_ahead
+    def __init__(
+        self, mailbox: Mailbox, ranks: Sequence[int], answer: Callable[[int], None], advice: str = "", runs_ahead: bool = False
+    ) -> None:
+        self._mailbox, self._answer, self._advice, self._runs_ahead = mailbox, answer, advice, runs_ahead
         self._rank, self._ranks = mailbox.world.rank, tuple(ranks)
         self.part, self.number = -1, 0
 
@@ -67,8 +70,8 @@ class Lane:
         """See to it that no rank is in another meeting than the one that this rank has entered."""
         if self._mailbox.written and not self._mailbox.agreed(*self._mailbox.written):
             raise RankMismatchError(
-                f"the ranks are in different layers at the same time: {self._told()}. What they send there cannot be put together. "
-                "Have all ranks run the same layers in the same order, or leave @parwrap.sync_bn out."
+                f"the ranks are in different places at the same time: {self._told()}. What they send there cannot be put together. "
+                f"{self._advice}"
             )
 
     def through(self) -> None:

@@ -38,6 +38,7 @@ class Loop:
         self.batches = 0
         self.passes = 0
         self.evaluations = 0
+        self._whole = False
         self.looped = False
         self.weight = 1.0
         self.generation = 0
@@ -127,8 +128,10 @@ class Loop:
         self.passes -= 1
         self.changed()
 
-    def drew_batch(self) -> None:
+    def drew_batch(self, whole: bool = False) -> None:
+        """A pass has yielded a batch, which is ``whole`` if all ranks have the same."""
         self.batches += 1
+        self._whole = whole
 
     def opened_evaluation(self) -> None:
         self.evaluations += 1
@@ -156,6 +159,10 @@ class Loop:
         held = {id(p) for p in module.parameters()}
         owned = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in self.optimizers()]
         return not owned or any(parameters <= held for parameters in owned)
+
+    def reads_whole(self) -> bool:
+        """Whether what the script looks at now are batches that all ranks read whole, in a pass that is open."""
+        return self._whole and self.evaluations > 0
 
     def drawing(self) -> bool:
         """Whether random numbers are drawn for data and dropout now, rather than for what ranks build and arrange alike."""

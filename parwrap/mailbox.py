@@ -75,16 +75,17 @@ class Meeting:
         kind: such as ``"backward"``.
         place: file and line in the user's script.
         detail: a number by which meetings of one kind are told apart.
+        identity: what others know it by; an entry has that of its writer, where a long ``kind`` is cut off.
     """
 
     kind: str
     place: str = ""
     detail: int = 0
-    identity: int = field(init=False, compare=False)
+    identity: int = field(default=0, compare=False)
     text: bytes = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "identity", zlib.crc32(f"{self.kind}/{self.detail}".encode()))
+        object.__setattr__(self, "identity", self.identity or zlib.crc32(f"{self.kind}/{self.detail}".encode()))
         # a path is known by its end
         room = TEXT - len(self.kind) - 1
         object.__setattr__(self, "text", self.kind.encode() + b"\n" + self.place.encode()[-room:])
@@ -191,11 +192,11 @@ class Mailbox:
     def read(self, rank: int, number: int) -> Entry | None:
         """What ``rank`` has written about the ``number``-th meeting, if it has come there."""
         at = self._row(rank) + _in_row(number)
-        written, _, detail, since, state, stale, _, text = ENTRY.unpack_from(self._memory, at)
+        written, identity, detail, since, state, stale, _, text = ENTRY.unpack_from(self._memory, at)
         if not number or written != number or NUMBER.unpack_from(self._memory, at) != (number,):
             return None
         kind, _, place = text.rstrip(b"\0").decode(errors="replace").partition("\n")
-        return Entry(rank, number, Meeting(kind, place, detail), State(state), stale, since)
+        return Entry(rank, number, Meeting(kind, place, detail, identity), State(state), stale, since)
 
     def read_all(self, number: int) -> list[Entry | None]:
         """What every rank has written about the ``number``-th meeting."""

@@ -49,6 +49,7 @@ class Meetings:
         timeout: how long to wait for another rank.
 
     Attributes:
+        part: of the run, which is another one after each :meth:`begin`.
         immediate: whether all ranks see at once what one has written.
         phase: called to know how far this rank's script has come: ranks in different phases do not meet, but those who are ahead
             answer the others. A number that grows.
@@ -60,11 +61,12 @@ class Meetings:
         self._mailbox, self.timeout = mailbox, timeout
         self._rank, self._ranks = mailbox.world.rank, range(mailbox.world.size)
         self.immediate = mailbox.immediate
-        self._part, self._number = 0, 1
+        self.part, self._number = 0, 1
         self._fetching = False
         self._stale = False
         self._warned = False
         self._answers: dict[str, Answer] = {}
+        self._lasting: dict[str, Answer] = {}
         self._lanes: list[Lane] = []
         self.whereabouts = Whereabouts(mailbox, self._lanes)
         self.phase: Callable[[], int] = lambda: 0
@@ -75,27 +77,32 @@ class Meetings:
         """The number of the next meeting, the same on all ranks that wait for it."""
         return self._number
 
-    def answer(self, kind: str, answer: Answer) -> None:
-        """Have ``answer`` called when others meet for ``kind`` and this rank has come for something else."""
+    def answer(self, kind: str, answer: Answer, lasting: bool = False) -> None:
+        """Have ``answer`` called when others meet for ``kind`` and this rank for something else; if ``lasting``, in later parts too."""
         self._answers[kind] = answer
+        if lasting:
+            self._lasting[kind] = answer
 
     def add_lane(self, lane: Lane) -> None:
         """From now on answer what others do in ``lane`` whenever this rank waits."""
-        lane.begin(self._part)
+        lane.begin(self.part)
         self._lanes.append(lane)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """While this is held, another thread answers what the other ranks do in lanes within the meeting that this rank is in."""
+        """While this is held, another thread answers what others do in lanes within this rank's meeting; its error is raised in the end."""
         if not self._lanes:
             yield
             return
-        stopped = threading.Event()
+        stopped, failed = threading.Event(), []
 
         def answer() -> None:
-            while not stopped.is_set():
-                if not any(lane.answer_begun(self._number) for lane in self._lanes):
-                    stopped.wait(POLLING)
+            try:
+                while not stopped.is_set():
+                    if not any(lane.answer_begun(self._number) for lane in self._lanes):
+                        stopped.wait(POLLING)
+            except BaseException as error:
+                failed.append(error)
 
         thread = threading.Thread(target=answer, name="parwrap answering", daemon=True)
         thread.start()
@@ -104,6 +111,8 @@ class Meetings:
         finally:
             stopped.set()
             thread.join()
+            if failed:
+                raise failed[0]
 
     def go_ahead(self, meeting: Meeting) -> None:
         """Enter ``meeting`` without waiting for the others.
@@ -233,15 +242,15 @@ class Meetings:
         self._stale = True
 
     def begin(self) -> None:
-        """Begin another part of the run, with nothing to answer yet; numbers start afresh, wherever an error has ended the last."""
-        self._part += 1
-        self._number = (self._part << PART) + 1
+        """Begin another part of the run, with only what lasts to answer; numbers start afresh, wherever an error has ended the last."""
+        self.part += 1
+        self._number = (self.part << PART) + 1
         self._stale = False
-        self._answers = {}
+        self._answers = {**self._lasting}
         self.phase = lambda: 0
         self.take_state = lambda source: None
         for lane in self._lanes:
-            lane.begin(self._part)
+            lane.begin(self.part)
 
     def raise_if_failed(self) -> None:
         """Raise an error if another rank has failed, and so comes nowhere any more."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import sys
 from types import FrameType
@@ -14,6 +16,10 @@ DEPTH = 10
 """Frames that tell one call site from another: enough to see through a script's own helper functions."""
 
 _OURS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sys.modules["parwrap"]))
+
+
+_PASSING_ON = (contextlib.__file__, functools.__file__)
+"""Through these a scope is left, and a function called that is wrapped: they are nobody's place in a script."""
 
 
 def call_site() -> tuple:
@@ -43,8 +49,8 @@ def location() -> str:
 
 
 def innermost(frame: FrameType) -> str:
-    """File and line of the innermost of the frames around ``frame`` that is neither torch's nor parwrap's."""
-    while frame.f_back is not None and is_ours(frame):
+    """File and line of the innermost of the frames around ``frame`` that is neither torch's nor parwrap's nor only passes on to these."""
+    while frame.f_back is not None and (is_ours(frame) or frame.f_code.co_filename in _PASSING_ON):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -11,7 +11,7 @@ from parwrap.world import World
 def two_lanes(**options):
     """The lanes of ranks 4 and 7, and what each has answered."""
     memory, answered = bytearray(Mailbox.size(World(size=2))), ([], [])
-    lanes = [Lane(Mailbox(World(rank, 2), memory), (4, 7), answered[rank].append, **options) for rank in range(2)]
+    lanes = [Lane(Mailbox(World(rank, 2), memory), (4, 7), answered[rank].append, "Take turns.", **options) for rank in range(2)]
     for lane in lanes:
         lane.begin(1)
     return *lanes, *answered
@@ -29,6 +29,23 @@ def test_who_waits_answers_what_another_has_begun():
     assert not theirs.begun(3)
 
 
+@pytest.mark.parametrize("kind", ["x" * 219, "x" * 500, "é" * 300], ids=len)
+def test_a_meeting_with_a_long_name_is_answered_as_itself(kind):
+    """As of layers deep in a model: entries have no room for all of their path."""
+    ours, theirs, *_ = two_lanes()
+    ours.enter(f"{kind} 1", sent=17, main=3)
+    assert theirs.answer_begun(3)
+    ours.compare()
+    ours.through()
+    ours.enter(f"{kind} 1", sent=18, main=3)
+    theirs.enter(f"{kind} 1", sent=18, main=3)
+    ours.through()
+    theirs.through()
+    ours.enter(f"{kind} 1", sent=18, main=3)
+    with pytest.raises(RankMismatchError):
+        theirs.enter(f"{kind} 2", sent=18, main=3)
+
+
 def test_who_has_come_to_a_later_main_meeting_is_not_answered():
     """It has left the one for which this rank still waits, and this rank comes to the same point of the script by itself."""
     ours, theirs, _, answered = two_lanes()
@@ -43,7 +60,7 @@ def test_who_has_come_to_a_later_main_meeting_is_not_answered():
 def test_ranks_in_different_meetings_are_told_where_they_are(other):
     ours, theirs, _, _ = two_lanes()
     ours.enter("forward", sent=17, main=3)
-    with pytest.raises(RankMismatchError, match=f"in different layers at the same time: rank 4 is in forward; rank 7 is in {other[0]}"):
+    with pytest.raises(RankMismatchError, match=f"in different places .*: rank 4 is in forward; rank 7 is in {other[0]}.* Take turns."):
         theirs.enter(*other)
 
 

@@ -79,3 +79,19 @@ def test_optimizers_built_before_anybody_watched_are_found_and_dead_ones_forgott
     found = len(list(loop.optimizers()))
     del optimizer
     assert found - 1 == len(list(loop.optimizers()))
+
+
+def test_batches_are_whole_while_the_pass_that_they_are_of_is_open():
+    loop = loop_with(nn.Linear(1, 1))
+    loop.opened_pass()
+    loop.drew_batch()
+    loop.opened_evaluation()
+    assert not loop.reads_whole()
+    loop.drew_batch(whole=True)
+    assert loop.reads_whole()
+    loop.drew_batch()
+    assert not loop.reads_whole()
+    loop.drew_batch(whole=True)
+    loop.closed_evaluation()
+    assert not loop.reads_whole()
+    assert 4 == loop.batches

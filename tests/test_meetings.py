@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from dataclasses import replace
 from datetime import timedelta
@@ -17,6 +18,7 @@ from parwrap import mailbox
 from parwrap.errors import RankMismatchError
 from parwrap.group import current
 from parwrap.meetings import Meetings
+from parwrap.world import World
 
 
 def answered(meetings, kind):
@@ -40,6 +42,42 @@ def test_who_waits_for_something_else_answers_and_waits_on():
 
     assert [0, 1, 2] == meetings.wait("tea")
     assert ([] if parwrap.rank() == 1 else [(0, [1])]) == lunches
+
+
+def test_what_goes_wrong_in_answering_is_raised():
+    meetings = Meetings(mailbox.Mailbox(World(), bytearray(mailbox.Mailbox.size(World()))), timedelta(seconds=1))
+    failed = threading.Event()
+
+    class Failing:
+        def begin(self, part):
+            pass
+
+        def answer_begun(self, main):
+            failed.set()
+            raise ConnectionError("the others are gone")
+
+    with meetings.answering():
+        pass
+    meetings.add_lane(Failing())
+    with pytest.raises(ConnectionError, match="the others are gone"), meetings.answering():
+        assert failed.wait(10)
+    with pytest.raises(ConnectionError) as raised, meetings.answering():
+        raise KeyError("on purpose")
+    assert isinstance(raised.value.__context__, KeyError)
+
+
+@pytest.mark.ranks(2)
+def test_an_answer_that_lasts_is_given_in_every_part_of_the_run():
+    meetings = current().meetings
+    answered = []
+    meetings.answer("lunch", lambda detail, present: answered.append("lunch"), lasting=True)
+    meetings.answer("tea", lambda detail, present: answered.append("tea"))
+    meetings.begin()
+    if parwrap.rank() == 1:
+        meetings.wait("lunch")
+    meetings.wait("dinner")
+
+    assert ([] if parwrap.rank() == 1 else ["lunch"]) == answered
 
 
 @pytest.mark.ranks(2, timeout=30)

@@ -72,12 +72,12 @@ class Loaders:
         history = self._history(loader)
         if not torch.is_grad_enabled():
             self._check_told(history, trains=False)
-            return self._evaluation(original(loader), lambda exhausted: None)
+            return self._evaluation(loader, original, lambda exhausted: None)
         if not history.corrected:
             history.trains = not self._loop.evaluating()
         self._check_told(history, bool(history.trains))
         if not history.trains:
-            return self._evaluation(original(loader), self._watch_evaluation(history))
+            return self._evaluation(loader, original, self._watch_evaluation(history))
         batches, weights = self._shares.batches(loader, original)
         self._loop.opened_pass()
 
@@ -88,14 +88,15 @@ class Loaders:
 
         return Pass(batches, self._watch_training(history), drawn)
 
-    def _evaluation(self, batches: Iterator, closed: Callable[[bool], None]) -> Iterator:
+    def _evaluation(self, loader: DataLoader, original: Callable, closed: Callable[[bool], None]) -> Iterator:
+        batches, whole = original(loader), not self._shares.shares_out_itself(loader)
         self._loop.opened_evaluation()
 
         def all_closed(exhausted: bool) -> None:
             self._loop.closed_evaluation()
             closed(exhausted)
 
-        return Pass(batches, all_closed, self._loop.drew_batch)
+        return Pass(batches, all_closed, lambda: self._loop.drew_batch(whole))
 
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         """``len(loader)``: of what this rank gets to see of it."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parwrap.errors import UsageError
+from parwrap.features import distributed
 from parwrap.features.acting import ActingDecorator
 from parwrap.strategies.sync_bn import SyncBN
 
@@ -21,7 +22,8 @@ class sync_bn(ActingDecorator):
 
     As ``@sync_bn``, ``@sync_bn(group_size=2)`` or ``with sync_bn():``, together with ``distributed`` or in a process group of your own.
     Outputs, gradients and running statistics are those of a single process that has the whole batch. Parts may differ in size and be
-    empty. Once the gradients are averaged they are those of the mean of the ranks' losses, as ever. With one rank it changes nothing.
+    empty; what all ranks read whole, as in evaluation, counts once. Once the gradients are averaged they are those of the mean of the
+    ranks' losses, as ever. With one rank it changes nothing.
 
     Met inside another ``sync_bn``, it shares among the ranks that it is given, or as the outer does.
 
@@ -52,9 +54,14 @@ class sync_bn(ActingDecorator):
         return None if asked == (None, None) else asked
 
     def actor(self) -> SyncBN:
-        actor = SyncBN(self._process_group, self._group_size)
+        actor = SyncBN(self._process_group, self._group_size, _reads_whole)
         actor.prepare()
         return actor
+
+
+def _reads_whole() -> bool:
+    parts = distributed.parts()
+    return parts is not None and parts.loop.reads_whole()
 
 
 def _check(process_group: Any, group_size: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from parwrap.strategies.kernels import Kernels, kernels_for
+from parwrap.strategies.kernels import Kernels, Whole, kernels_for
 
 __all__ = ["BatchNorm", "Exchange"]
 
@@ -60,7 +60,8 @@ class BatchNorm(torch.autograd.Function):
             return input.clone()
         merged = kernels.merged(x, rows, total, running_mean, running_var, momentum, eps)
         ctx.save_for_backward(input, weight, bias, *merged)
-        return kernels.normalized(x, weight, bias, *merged, eps).to(input.dtype) if input.numel() else torch.empty_like(input)
+        whole = Whole(merged, total, eps)
+        return kernels.normalized(x, weight, bias, whole).to(input.dtype) if input.numel() else torch.empty_like(input)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -71,7 +72,7 @@ class BatchNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             grads = _differentiable(ctx.exchange, grad, (input, weight, bias), needed, ctx.total, ctx.eps)
         else:
-            grads = _fast(ctx, grad, (input, weight, bias), needed, merged)
+            grads = _fast(ctx, grad, (input, weight, bias), needed, Whole(tuple(merged), ctx.total, ctx.eps))
         return (None, *grads, *[None] * 4)
 
 
@@ -79,15 +80,15 @@ Three = tuple[Any, Any, Any]
 """One of each for the input, the weight and the bias."""
 
 
-def _fast(ctx: Any, grad: torch.Tensor, of: Three, needed: Three, merged: list[torch.Tensor]) -> Three:
+def _fast(ctx: Any, grad: torch.Tensor, of: Three, needed: Three, whole: Whole) -> Three:
     input, weight, bias = of
     kernels: Kernels = ctx.kernels
     x, grad = kernels.prepared(input), kernels.prepared(grad)
-    reduced = kernels.reduced(x, grad, weight, *merged, ctx.eps)
+    reduced = kernels.reduced(x, grad, weight, whole)
     grad_input = None
     if needed[0]:
         sums = ctx.exchange.summed(reduced.sums)
-        grad_input = kernels.grad_input(x, grad, weight, *merged, sums, reduced, ctx.total, ctx.eps) if input.numel() else grad
+        grad_input = kernels.grad_input(x, grad, weight, whole, sums, reduced) if input.numel() else grad
         grad_input = grad_input.to(input.dtype)
     grad_weight = reduced.weight.to(weight.dtype) if needed[1] else None
     grad_bias = reduced.bias.to(bias.dtype) if needed[2] else None

@@ -10,7 +10,21 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Kernels", "Reduced", "kernels_for"]
+__all__ = ["Kernels", "Reduced", "Whole", "kernels_for"]
+
+
+class Whole(NamedTuple):
+    """What is known of the whole batch.
+
+    Attributes:
+        merged: its statistics, in a form of the kernels' own.
+        total: how many values each channel has.
+        eps: what is added to a variance.
+    """
+
+    merged: tuple[torch.Tensor, ...]
+    total: float
+    eps: float
 
 
 class Reduced(NamedTuple):
@@ -30,7 +44,7 @@ class Reduced(NamedTuple):
 
 
 class Kernels(Protocol):
-    """The steps of a batch normalization. ``merged`` are the statistics of the whole batch, in a form of the kernels' own."""
+    """The steps of a batch normalization."""
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` in a dtype and a layout that the other steps take."""
@@ -50,13 +64,15 @@ class Kernels(Protocol):
     ) -> tuple[torch.Tensor, ...]:
         """The statistics of the whole batch from the ranks' own; updates the running ones."""
 
-    def normalized(self, x: torch.Tensor, weight: Any, bias: Any, *merged_and_eps: Any) -> torch.Tensor:
+    def normalized(self, x: torch.Tensor, weight: Any, bias: Any, whole: Whole) -> torch.Tensor:
         """The output for ``x``, which is not empty."""
 
-    def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_and_eps: Any) -> Reduced:
+    def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole) -> Reduced:
         """The first half of the backward."""
 
-    def grad_input(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_sums_reduced_total_eps: Any) -> torch.Tensor:
+    def grad_input(
+        self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole, sums: torch.Tensor, reduced: Reduced
+    ) -> torch.Tensor:
         """The second half, for an ``x`` that is not empty, with the sums over all ranks."""
 
 
@@ -91,27 +107,30 @@ class _OnCPU:
             running_var.mul_(1 - momentum).add_(var, alpha=momentum * total / (total - 1))
         return mean, var
 
-    def normalized(self, x: torch.Tensor, weight: Any, bias: Any, *merged_and_eps: Any) -> torch.Tensor:
-        mean, var, eps = merged_and_eps
-        return torch.native_batch_norm(x, _like(weight, x), _like(bias, x), mean, var, False, 0.0, eps)[0]
+    def normalized(self, x: torch.Tensor, weight: Any, bias: Any, whole: Whole) -> torch.Tensor:
+        mean, var = whole.merged
+        return torch.native_batch_norm(x, _like(weight, x), _like(bias, x), mean, var, False, 0.0, whole.eps)[0]
 
-    def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_and_eps: Any) -> Reduced:
-        mean, var, eps = merged_and_eps
+    def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole) -> Reduced:
+        mean, var = whole.merged
         if not x.numel():
             nothing = torch.zeros_like(mean)
             return Reduced(torch.cat([nothing, nothing]), nothing, nothing)
         partial, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-            grad, x, _like(weight, x), mean, var, None, None, False, eps, [True, True, True]
+            grad, x, _like(weight, x), mean, var, None, None, False, whole.eps, [True, True, True]
         )
         return Reduced(torch.cat([grad_bias, grad_weight]), grad_weight, grad_bias, partial)
 
-    def grad_input(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_sums_reduced_total_eps: Any) -> torch.Tensor:
-        mean, var, sums, reduced, total, eps = merged_sums_reduced_total_eps
-        scale = (var + eps).rsqrt_().div_(total)
+    def grad_input(
+        self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole, sums: torch.Tensor, reduced: Reduced
+    ) -> torch.Tensor:
+        assert reduced.partial is not None
+        mean, var = whole.merged
+        scale = (var + whole.eps).rsqrt_().div_(whole.total)
         scale = scale if weight is None else scale.mul_(weight)
         through_mean, through_var = sums.view(2, -1) * scale
         # what the batch's statistics take away is a normalization of x too
-        return reduced.partial.sub_(torch.native_batch_norm(x, through_var, through_mean, mean, var, False, 0.0, eps)[0])
+        return reduced.partial.sub_(torch.native_batch_norm(x, through_var, through_mean, mean, var, False, 0.0, whole.eps)[0])
 
 
 class _OnGPU:
@@ -146,12 +165,12 @@ class _OnGPU:
         )
         return mean, invstd, counts.to(torch.int32)
 
-    def normalized(self, x: torch.Tensor, weight: Any, bias: Any, *merged_and_eps: Any) -> torch.Tensor:
-        mean, invstd, _, eps = merged_and_eps
-        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, eps)
+    def normalized(self, x: torch.Tensor, weight: Any, bias: Any, whole: Whole) -> torch.Tensor:
+        mean, invstd, _ = whole.merged
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, whole.eps)
 
-    def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_and_eps: Any) -> Reduced:
-        mean, invstd, _, _ = merged_and_eps
+    def reduced(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole) -> Reduced:
+        mean, invstd, _ = whole.merged
         if not x.numel():
             nothing = torch.zeros_like(mean)
             return Reduced(torch.cat([nothing, nothing]), nothing, nothing)
@@ -160,8 +179,10 @@ class _OnGPU:
         )
         return Reduced(torch.cat([sum_grad, sum_grad_centered]), grad_weight, grad_bias)
 
-    def grad_input(self, x: torch.Tensor, grad: torch.Tensor, weight: Any, *merged_sums_reduced_total_eps: Any) -> torch.Tensor:
-        mean, invstd, counts, sums, *_ = merged_sums_reduced_total_eps
+    def grad_input(
+        self, x: torch.Tensor, grad: torch.Tensor, weight: Any, whole: Whole, sums: torch.Tensor, reduced: Reduced
+    ) -> torch.Tensor:
+        mean, invstd, counts = whole.merged
         sum_grad, sum_grad_centered = sums.view(2, -1)
         return torch.batch_norm_backward_elemt(grad, x, mean, invstd, _like(weight, mean), sum_grad, sum_grad_centered, counts)
 

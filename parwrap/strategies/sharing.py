@@ -11,7 +11,7 @@ import gc
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +25,16 @@ from parwrap.collectives import CPU
 from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.lane import Lane
+from parwrap.meetings import Meetings
+from parwrap.sites import worth_a_look
 from parwrap.verbs.norm import Norm
 
-__all__ = ["Sharing", "new_group", "shared_among"]
+__all__ = ["Sharing", "own_group", "shared_among"]
 
 FIRST_USE = "the first use of a batch norm"
+ADVICE = "Have all ranks run the same layers in the same order, or leave @parwrap.sync_bn out."
+SEARCHES = 8
+"""For so many new layers all objects are searched, then ever more rarely: they may be new in each step."""
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 GATHER, SUM = 0, 1
@@ -41,14 +46,15 @@ class Sharing:
     Args:
         process_group: torch's, of those ranks; ``None`` if they have a blackboard.
         group: parwrap's, if it has started that; its meetings keep ranks apart that are in different layers.
+        first_uses: the meetings of all ranks of that ``group``.
     """
 
-    def __init__(self, process_group: Any = None, group: Group | None = None) -> None:
-        self._process_group, self._group = process_group, group
+    def __init__(self, process_group: Any = None, group: Group | None = None, first_uses: _FirstUses | None = None) -> None:
+        self._process_group, self._group, self._first_uses = process_group, group, first_uses
         self._on_gpu = process_group is not None and dist.get_backend(process_group) == "nccl"
         self._nameless = _Layer(self, "a batch norm")
         self._layers: dict[int, tuple[weakref.ref[torch.Tensor], _Layer]] = {}
-        self._search, self._part = group is not None, -1
+        self._search, self._part = first_uses is not None, -1
         self.lane: Lane | None = None
         self.board: Blackboard | None = None
 
@@ -61,13 +67,8 @@ class Sharing:
             self._layers, self._search, self._part = {}, True, self.lane.part
         known = self._layers.get(id(tensor))
         if known is None or known[0]() is not tensor:
-            if self._search:
-                self._find_layers()
-            known = self._layers.get(id(tensor))
-            if known is None:
-                self._search = False  # one that belongs to no module; the next would not be found either
-                return self._nameless
-        return known[1]
+            known = self._find(tensor) if self._search else None
+        return known[1] if known else self._nameless
 
     def together(self, how: int, what: str, numbers: torch.Tensor) -> torch.Tensor:
         """What comes of the ``numbers`` of all ranks.
@@ -131,20 +132,53 @@ class Sharing:
         rows = board.all(lane.number, len(numbers), waiting)
         return rows.sum(0) if how == SUM else rows
 
-    def _find_layers(self) -> None:
-        """Name the layers of all modules by their path in the outermost module."""
-        self._group.meet(FIRST_USE)  # type: ignore[union-attr]
-        gc.collect()
-        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and hasattr(thing, "_modules")]
-        inner = {id(child) for module in modules for child in module.children()}
-        names: dict[int, tuple[torch.Tensor, str]] = {}
-        for root in modules:
-            for path, module in root.named_modules() if id(root) not in inner else ():
-                if "running_mean" in module._buffers:
-                    for tensor in (module._buffers["running_mean"], module._parameters.get("weight")):
-                        if tensor is not None:
-                            names[id(tensor)] = tensor, min(path, names.get(id(tensor), (None, path))[1])
-        self._layers = {key: (weakref.ref(tensor), _Layer(self, f"batch norm {path!r}")) for key, (tensor, path) in names.items()}
+    def _find(self, tensor: torch.Tensor) -> tuple[weakref.ref[torch.Tensor], _Layer] | None:
+        """The layer of a ``tensor`` that is new, once all ranks have come to one; ``None`` if it belongs to no module."""
+        met = self._first_uses.meet()  # type: ignore[union-attr]
+        if met > SEARCHES and not worth_a_look(met):
+            self._layers[id(tensor)] = weakref.ref(tensor), self._nameless
+        else:
+            named = _named_layers()
+            self._layers = {key: (weakref.ref(each), _Layer(self, f"batch norm {path!r}")) for key, (each, path) in named.items()}
+            self._search = id(tensor) in self._layers  # where one is not found, the next would not be either
+        return self._layers.get(id(tensor))
+
+
+class _FirstUses:
+    """The meetings at which all ranks have come to layers that are new to them.
+
+    They are counted alike on all ranks, those too that have only answered, so that all search at the same.
+    """
+
+    def __init__(self, meetings: Meetings) -> None:
+        self._meetings, self._part, self._met = meetings, -1, 0
+        meetings.answer(FIRST_USE, lambda detail, present: self._count(), lasting=True)
+
+    def meet(self) -> int:
+        """Wait for all; returns the how-manieth time it is in this part of the run."""
+        self._meetings.wait(FIRST_USE)
+        self._count()
+        return self._met
+
+    def _count(self) -> None:
+        if self._part != self._meetings.part:
+            self._part, self._met = self._meetings.part, 0
+        self._met += 1
+
+
+def _named_layers() -> dict[int, tuple[torch.Tensor, str]]:
+    """A tensor of each layer of all modules, by its id, and the path of the layer in the outermost module."""
+    gc.collect()
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and hasattr(thing, "_modules")]
+    inner = {id(child) for module in modules for child in module.children()}
+    names: dict[int, tuple[torch.Tensor, str]] = {}
+    for root in modules:
+        for path, module in root.named_modules() if id(root) not in inner else ():
+            if "running_mean" in module._buffers:
+                for tensor in (module._buffers["running_mean"], module._parameters.get("weight")):
+                    if tensor is not None:
+                        names[id(tensor)] = tensor, min(path, names.get(id(tensor), (None, path))[1])
+    return names
 
 
 class _Layer:
@@ -163,17 +197,29 @@ class _Layer:
 
 def shared_among(group: Group, ranks: Sequence[int]) -> Sharing | None:
     """How ``ranks`` of ``group`` share, unless that is one rank; made once, when all ranks of the group have come to it."""
-    group.meetings.answer(FIRST_USE, lambda detail, present: None)
-    return group.once(("sync_bn", ranks), lambda: _opened(group, ranks))
+    first_uses = group.once(FIRST_USE, lambda: nullcontext(_FirstUses(group.meetings)))
+    return group.once(("sync_bn", ranks), lambda: _opened(group, ranks, first_uses))
 
 
-def new_group(ranks: Sequence[int], **options: Any) -> Any:
+_own_groups: weakref.WeakKeyDictionary[Any, dict[Sequence[int], Any]] = weakref.WeakKeyDictionary()
+"""Made for ranks of a process group that the user's own code has started, and gone with it."""
+
+
+def own_group(ranks: Sequence[int]) -> Any:
+    """A process group of ``ranks``, beside the one that the user's own code has started; made once."""
+    made = _own_groups.setdefault(dist.group.WORLD, {})
+    if ranks not in made:
+        made[ranks] = _new_group(ranks)
+    return made[ranks]
+
+
+def _new_group(ranks: Sequence[int], **options: Any) -> Any:
     """Another process group of ``ranks``, for which the others need not come."""
     return dist.new_group(list(ranks), use_local_synchronization=True, **options)
 
 
 @contextmanager
-def _opened(group: Group, ranks: Sequence[int]) -> Iterator[Sharing | None]:
+def _opened(group: Group, ranks: Sequence[int], first_uses: _FirstUses) -> Iterator[Sharing | None]:
     group.meet("parwrap.sync_bn")
     if len(ranks) == 1:
         yield None
@@ -183,11 +229,11 @@ def _opened(group: Group, ranks: Sequence[int]) -> Iterator[Sharing | None]:
     world = replace(group.world, rank=place, size=len(ranks), local_rank=place, local_size=len(ranks) if on_one_node else 0)
     with mailbox.opened(world, store) as entries:
         if on_one_node and group.backend != "nccl":
-            sharing = Sharing(group=group)
+            sharing = Sharing(group=group, first_uses=first_uses)
             memory = mailbox.shared_memory(world, dist.PrefixStore("blackboard", store), Blackboard.size(world.size))
             sharing.board = Blackboard(memory, world.size, place)
         else:
-            sharing = Sharing(new_group(ranks, backend=group.backend, timeout=group.timeout), group)
-        sharing.lane = Lane(entries, ranks, sharing.answer, runs_ahead=group.backend == "nccl")
+            sharing = Sharing(_new_group(ranks, backend=group.backend, timeout=group.timeout), group, first_uses)
+        sharing.lane = Lane(entries, ranks, sharing.answer, ADVICE, runs_ahead=group.backend == "nccl")
         group.meetings.add_lane(sharing.lane)
         yield sharing

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from parwrap import group as groups
 from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
 from parwrap.strategies.batch_norm import BatchNorm
-from parwrap.strategies.sharing import Sharing, new_group, shared_among
+from parwrap.strategies.sharing import Sharing, own_group, shared_among
 from parwrap.verbs.norm import Norm
 
 __all__ = ["SyncBN"]
@@ -30,9 +31,11 @@ class SyncBN:
     Args:
         process_group: whose ranks share a batch; all by default.
         group_size: how many consecutive ranks share a batch instead.
+        reads_whole: whether every rank has the whole batch now, rather than a part.
     """
 
-    def __init__(self, process_group: Any, group_size: int | None) -> None:
+    def __init__(self, process_group: Any, group_size: int | None, reads_whole: Callable[[], bool]) -> None:
+        self._reads_whole = reads_whole
         self._process_group, self._group_size = process_group, group_size
         self._opened_for: Any = None
         self._sharing: Sharing | None = None
@@ -46,7 +49,7 @@ class SyncBN:
 
     def norm(self, call: Norm) -> torch.Tensor:
         """The normalization ``call`` by the statistics of all ranks' parts of the batch, if it is by those of a batch."""
-        if not call.training or call.eps <= 0 or is_alone() or os.getpid() != self._process:
+        if not call.training or call.eps <= 0 or is_alone() or os.getpid() != self._process or self._reads_whole():
             return call.run()
         together = groups.current() or (dist.group.WORLD if dist.is_initialized() else None)
         if together is not self._opened_for:
@@ -68,7 +71,7 @@ class SyncBN:
         if ours:
             self._sharing = shared_among(together, ranks)
         elif len(ranks) > 1:
-            self._sharing = Sharing(self._process_group or new_group(ranks))
+            self._sharing = Sharing(self._process_group or own_group(ranks))
 
     def _ranks(self, size: int) -> tuple[int, ...]:
         """The ranks that this one shares with."""

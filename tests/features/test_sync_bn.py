@@ -11,9 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import batch_norm
+from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 import parwrap
+from parwrap.group import alone
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,6 +130,75 @@ def test_a_function_inside_may_share_in_smaller_groups():
     with parwrap.sync_bn():
         assert [0.0, 1.0] == parwrap.gather(parwrap.sync_bn(group_size=1)(mean)())
         assert 0.5 == mean()
+
+
+@torch.no_grad()
+def forward_all(loader, model):
+    for (x,) in loader:
+        model(x)
+
+
+def trained_and(look):
+    """The running statistics after passes that ``look`` at data in the midst of training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    samples = TensorDataset(torch.randn(10, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (x,) in DataLoader(samples, batch_size=6):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        look(DataLoader(samples, batch_size=4), model)
+    return torch.cat([model[1].running_mean, model[1].running_var])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("look", [update_bn, forward_all])
+def test_what_all_ranks_read_whole_counts_once(look):
+    with alone():
+        expected = trained_and(look)
+    actual = parwrap.distributed(batch="global")(parwrap.sync_bn(trained_and))(look)
+
+    assert (actual - expected).abs().max() < 1e-6
+
+
+@pytest.mark.ranks(2)
+def test_what_the_users_own_sampler_shares_out_is_no_whole():
+    norm = nn.BatchNorm1d(1, momentum=1.0)
+
+    @parwrap.distributed
+    @parwrap.sync_bn
+    def look():
+        loader = DataLoader(TensorDataset(torch.arange(4.0).view(4, 1)), 2, sampler=DistributedSampler(range(4), 2, parwrap.rank()))
+        with torch.no_grad():
+            for (x,) in loader:
+                norm(x)
+        return norm.running_mean.item()
+
+    assert [1.5, 1.5] == parwrap.gather(look())
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_without_gradients_on_a_training_batch_shares():
+    """As of a teacher that follows the model."""
+    teacher = nn.BatchNorm1d(1, momentum=1.0)
+    weight = nn.Parameter(torch.ones(1))
+
+    @parwrap.distributed(batch="global")
+    @parwrap.sync_bn
+    def train():
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        with torch.no_grad():
+            for _ in DataLoader(range(4)):
+                pass
+        for x in DataLoader(torch.arange(4.0).view(4, 1), batch_size=4):
+            (weight * x).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                teacher(x)
+        return teacher.running_mean.item()
+
+    assert [1.5, 1.5] == parwrap.gather(train())
 
 
 def hints(batch_size, layer=nn.BatchNorm1d, scope=parwrap.distributed):

@@ -206,6 +206,33 @@ def test_models_that_are_new_wait_for_ranks_that_still_train_the_old():
     assert [1, 1, 1] == [states(net) for net in nets]
 
 
+@pytest.mark.ranks(2, timeout=30)
+def test_opened_around_functions_it_has_who_leaves_early_answer_in_each():
+    @parwrap.distributed
+    def run():
+        net = train(model(), 1)
+        if parwrap.rank() == 1:
+            train(model(), 2)
+        return net
+
+    with parwrap.sync_bn(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            assert 1 == states(run())
+
+
+@pytest.mark.ranks(2)
+def test_layers_that_are_new_in_each_step_are_soon_not_searched_for_any_more(monkeypatch):
+    searches = []
+    monkeypatch.setattr(sharing, "_named_layers", lambda found=sharing._named_layers: searches.append(1) or found())
+    with parwrap.distributed(), parwrap.sync_bn():
+        assert [0.5] * 100 == [seen() for _ in range(100)]
+        norm = nn.BatchNorm1d(1, momentum=1.0)
+        assert [0.5] * 100 == [seen(norm) for _ in range(100)]
+
+    assert 8 + len([16, 32, 64]) == len(searches)
+
+
 def ended(script, tmp_path, ranks=2, options=("--sync-bn",)):
     """A run of ``script`` that ends by an error."""
     path = tmp_path / "train.py"
@@ -229,7 +256,8 @@ for step in range(3):
     )
 
     assert run.returncode
-    assert "RankMismatchError: the ranks are in different layers at the same time" in run.stderr
+    assert "RankMismatchError: the ranks are in different places at the same time" in run.stderr
+    assert "Have all ranks run the same layers in the same order, or leave @parwrap.sync_bn out." in run.stderr
     assert "is in the forward of batch norm '1' (2 channels)" in run.stderr
     assert "is in the forward of batch norm '2' (2 channels)" in run.stderr
 
@@ -309,6 +337,18 @@ def test_a_process_group_of_the_users_own_is_used():
 
     assert [0.5, 0.5] == parwrap.gather(mean)
     assert [0.0, 1.0] == parwrap.gather(own)
+
+
+@pytest.mark.ranks(2)
+def test_beside_a_process_group_of_the_users_own_there_is_one_more_for_all_calls():
+    groups = dist.distributed_c10d._world.pg_map
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("parwrap.group._current", None)
+        before = len(groups)
+        for _ in range(3):
+            assert 0.5 == parwrap.sync_bn(seen)()
+
+    assert before + 1 == len(groups)
 
 
 @pytest.mark.ranks(2)
