@@ -7,6 +7,7 @@ the ranks is ``_rank_launcher.py``'s. Every pytest run of every user loads this 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -93,6 +94,7 @@ class Report:
 def run(task: Task, connection: Connection) -> None:
     """Run the test of ``task`` in this process and send its :class:`Report` through ``connection``."""
     __tracebackhide__ = True
+    gc.freeze()  # what the fork server has loaded need not be looked through, which would copy its memory
     os.setpgid(0, 0)  # what the test starts is killed with it
     multiprocessing.set_start_method(task.start_method, force=True)
     threading.Thread(target=_end_with_pytest, daemon=True).start()

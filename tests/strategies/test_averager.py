@@ -24,7 +24,7 @@ def test_the_first_bucket_is_sent_while_the_backward_still_runs():
         events.append("bucket sent")
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
 
-    averager._ddp.register_comm_hook(None, send)
+    averager._reducer.register_comm_hook(None, send)
     model[0].weight.register_post_accumulate_grad_hook(lambda weight: events.append("last gradient"))
     for _ in range(STEPS):
         events.clear()

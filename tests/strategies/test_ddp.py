@@ -407,7 +407,7 @@ def test_ddp_lets_go_of_the_parameters():
         strategy.backward(Backward(((weight * 2).sum(),), (None,), {}, torch.autograd.backward.__wrapped__))
         (site,) = strategy._sites.values()
         averager = weakref.ref(site.averager)
-        ddp = weakref.ref(site.averager._ddp)
+        ddp = weakref.ref(site.averager._reducer)
         del site
         strategy.close()
         gc.collect()
