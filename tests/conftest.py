@@ -12,7 +12,9 @@ def _ctrl_c_is_heard():
 
 
 @pytest.fixture(autouse=True)
-def _pytest_is_as_brief_as_by_hand(monkeypatch):
+def _pytest_is_as_brief_as_by_hand():
     """On a CI machine pytest shows longer differences, also the one that a test has started."""
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.delenv("BUILD_NUMBER", raising=False)
+    with pytest.MonkeyPatch.context() as patch:  # a test's own must pickle
+        patch.delenv("CI", raising=False)
+        patch.delenv("BUILD_NUMBER", raising=False)
+        yield

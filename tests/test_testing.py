@@ -1,6 +1,7 @@
 """``@pytest.mark.ranks``: tests that run on several ranks, and what pytest says of those that do not pass."""
 
 import ipaddress
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -131,7 +132,11 @@ def test_warning_filters_hold_on_every_rank():
         warnings.warn("careful", stacklevel=1)
 
 
-def test_the_default_start_method_is_not_settled_by_the_mark(run: Run):
+def test_the_default_start_method_is_not_settled_by_the_mark(run: Run, request: pytest.FixtureRequest):
+    settled = multiprocessing.get_start_method(allow_none=True)  # maybe by another test, in this process
+    request.addfinalizer(lambda: multiprocessing.set_start_method(settled, force=True))
+    multiprocessing.set_start_method(None, force=True)
+
     run(on_two_ranks("multiprocessing.set_start_method('spawn')")).assert_outcomes(passed=1)
 
 

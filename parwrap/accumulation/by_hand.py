@@ -30,8 +30,9 @@ from parwrap.verbs.scaler import ScalerCall
 __all__ = ["ByHand"]
 
 FIRST_LOOK = 8
+"""Meetings of the ranks after which they compare what they have learned, and again after at least as many."""
 RARER = 4
-"""Meetings of the ranks after which they first compare what they have learned, and by which part of all meetings they do again."""
+"""They compare again after a fourth of all meetings that there were, once that is more."""
 
 
 @dataclass
