@@ -104,7 +104,7 @@ class OverRanks:
         told = self._told(several)
         views = list(self._group.share(WINDOW, told, present).values())
         gradients = self._mean(views, {id(p): total for p, total in merged(several).values()}, weight if several else 0.0)
-        parameters, optimizers = self._loop.owned(), dict(self._loop.numbered_optimizers())
+        parameters, optimizers = self._loop.once_owned(), dict(self._loop.numbered_optimizers())
         clips = [
             Clip(name, [parameters[number] for number in numbers if number in parameters], args, kwargs, getattr(utils, name))
             for name, numbers, args, kwargs in next((view.clips for view in views if view.clips), [])
@@ -138,7 +138,7 @@ class OverRanks:
             self._group.meetings.miss()
 
     def _told(self, several: Sequence[Asked]) -> _Told:
-        number_of = {id(p): number for number, p in self._loop.owned().items()}
+        number_of = {id(p): number for number, p in self._loop.once_owned().items()}
         optimizer_number = {id(optimizer): number for number, optimizer in self._loop.numbered_optimizers()}
         kinds = {number_of[key]: (tuple(total.shape), total.dtype, total.is_sparse) for key, (_, total) in merged(several).items()}
         clips = [

@@ -326,6 +326,27 @@ def test_a_rank_that_ends_first_gives_its_open_window():
     assert abs(actual.item() - (before - 0.01 * window)) < 1e-9
 
 
+@pytest.mark.ranks(2)
+def test_what_no_step_has_used_in_the_end_is_averaged_too(monkeypatch):
+    def left_open(part=slice(None)):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(EPOCHS):
+            for i, (x, y) in numbered(batches(loader=False)):
+                nn.functional.mse_loss(model(x[part]), y[part]).backward()
+                if i % 5 == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return model
+
+    sent = watched(monkeypatch)
+    expected, actual = by_itself(left_open), automatic(left_open, part=slice(parwrap.rank(), None, 2))
+
+    for p, q in zip(expected.parameters(), actual.parameters(), strict=True):
+        assert (p.grad - q.grad).abs().max() < 1e-12
+    assert sends_of(sent)[-1] == [1, 6], "the others are averaged when the function returns"
+
+
 def test_on_one_rank_it_changes_nothing():
     with contextlib.nullcontext():
         expected = train(every(4))
