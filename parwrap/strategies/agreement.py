@@ -10,7 +10,9 @@ import torch
 
 from parwrap.errors import RankMismatchError
 
-__all__ = ["Described", "View", "alike", "checksum", "described", "differing", "refuse_different_parameters"]
+__all__ = ["Described", "View", "alike", "checksum", "described", "differing", "is_stand_in", "refuse_different_parameters"]
+
+MARK = "_parwrap_stand_in"
 
 
 class Described(NamedTuple):
@@ -26,7 +28,14 @@ class Described(NamedTuple):
 
     def stand_in(self, device: torch.device) -> torch.Tensor:
         """A tensor for a rank that does not have this one, and takes part in what others do with it."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=device, requires_grad=True)
+        tensor = torch.zeros(self.shape, dtype=self.dtype, device=device, requires_grad=True)
+        setattr(tensor, MARK, True)
+        return tensor
+
+
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is in the place of one that this rank does not have, so that its values say nothing."""
+    return hasattr(tensor, MARK)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from parwrap.group import Group
 from parwrap.loop import Loop
-from parwrap.strategies.agreement import Described, View, alike, checksum, differing
+from parwrap.strategies.agreement import Described, View, alike, checksum, differing, is_stand_in
 from parwrap.strategies.averager import Averager
 from parwrap.strategies.state import take_state
 
@@ -144,4 +144,4 @@ class Averagers:
     def take_state(self, source: int) -> None:
         """Take over the state of rank ``source``; called on all ranks."""
         averaged = {(each.number, place): p for each in self._all.values() for place, p in enumerate(each.parameters)}
-        take_state(self._group, self._loop, averaged, source)
+        take_state(self._group, self._loop, {where: p for where, p in averaged.items() if not is_stand_in(p)}, source)

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from parwrap.collectives import CPU
 from parwrap.group import Group
 from parwrap.loop import Loop
+from parwrap.strategies.reducer import Reducer
 
 __all__ = ["take_state"]
 
@@ -95,7 +96,7 @@ def _named(loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor]) -> dict
     tensors: dict[Any, torch.Tensor] = {}
     for module in modules:
         known = [(number_of[id(p)], path) for path, p in module.named_parameters() if id(p) in number_of]
-        if known and id(module) not in inner:
+        if known and id(module) not in inner and not isinstance(module, Reducer):
             for path, tensor in (*module.named_parameters(), *module.named_buffers()):
                 tensors["model", min(known), path] = tensor
     tensors |= {("owned", number): p for number, p in owned.items()}

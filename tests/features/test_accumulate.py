@@ -237,6 +237,30 @@ def test_a_rank_that_leaves_first_sends_its_open_window(loader):
 
 
 @pytest.mark.ranks(3)
+def test_a_rank_that_leaves_before_its_first_average_changes_nothing_that_it_does_not_know():
+    """It has never agreed with the others on a layer that no optimizer owns."""
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+
+    @parwrap.distributed
+    @parwrap.accumulate(2)
+    def train():
+        model = build()
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        for _ in range((1, 2, 5)[parwrap.rank()]):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    model = train()
+
+    assert torch.equal(model[1].weight, build()[1].weight)
+
+
+@pytest.mark.ranks(3)
 def test_ranks_that_leave_in_different_windows():
     left = {0: 5, 1: 6, 2: 11}
 
