@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinMethodType
 from typing import Any, ClassVar
 
 from torch import nn
@@ -53,23 +54,29 @@ class _Mixin:
         features = list(_features(cls))
         known = {name for feature in features for name in feature.option_names()}
         cls._keywords = {name: value for name, value in keywords.items() if name in known}
-        super().__init_subclass__(**{name: value for name, value in keywords.items() if name not in known})
+        others = {name: value for name, value in keywords.items() if name not in known}
+        if others and isinstance(super().__init_subclass__, BuiltinMethodType):  # of object: no other base takes any
+            raise _unknown_options(f"{cls.__name__} has the class keyword", others, known)
+        super().__init_subclass__(**others)
         options: dict[str, Any] = {}
         for base in reversed(cls.__mro__):
             options |= {**base.__dict__.get("parwrap_options", {}), **base.__dict__.get("_keywords", {})}
         if unknown := sorted(options.keys() - known):
-            raise UsageError(
-                f"{cls.__name__}.parwrap_options has {', '.join(unknown)}, which none of its mixins takes; "
-                f"they take {', '.join(sorted(known))}."
-            )
+            raise _unknown_options(f"{cls.__name__}.parwrap_options has", unknown, known)
 
         def decorators() -> list[ScopeDecorator]:
             return [feature(**{name: options[name] for name in feature.option_names() if name in options}) for feature in features]
 
         of = _OfEach(decorators)
+        if isinstance(cls.parwrap_methods, str):
+            raise UsageError(f"{cls.__name__}.parwrap_methods is {cls.parwrap_methods!r}: give a tuple, as in ({cls.parwrap_methods!r},).")
         named = [name for base in cls.__mro__ for name in base.__dict__.get("parwrap_methods", ())]
         for name in dict.fromkeys((*METHODS, *named)):
             _decorate(cls, name, name in named, of)
+
+
+def _unknown_options(where: str, unknown: Iterable[str], known: Iterable[str]) -> UsageError:
+    return UsageError(f"{where} {', '.join(unknown)}, which none of its mixins takes; they take {', '.join(sorted(known))}.")
 
 
 class _OfEach:

@@ -287,6 +287,8 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], features: di
         raise LaunchError(f"there is no program {target} to run: give its path, or the name of one on the PATH.")
     if not arguments.no_python and not arguments.module and not os.path.exists(target):
         hint = "" if target.endswith(".py") else " To run a module, put -m before its name."
+        if features.get("amp") == {"dtype": "auto"} and not target.endswith(".py"):
+            hint += f" If it is meant for --amp: that takes {', '.join(AMP_VALUES)}."
         raise LaunchError(f"there is no script {target}: its path is taken from the directory that the command runs in.{hint}")
     if arguments.module and importlib.util.find_spec(target.partition(".")[0]) is None:
         raise LaunchError(

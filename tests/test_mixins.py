@@ -251,7 +251,7 @@ def test_keywords_that_no_mixin_knows_are_for_the_other_bases():
         pass
 
     assert "mine" == Named.name
-    with pytest.raises(TypeError, match="takes no keyword arguments"):
+    with pytest.raises(UsageError, match="Unknown has the class keyword sead, which none of its mixins takes; they take backend, batch"):
 
         class Unknown(parwrap.DistributedMixin, Base, sead=1):
             pass
@@ -339,3 +339,26 @@ def test_an_instance_inside_another_follows_the_rule_of_the_decorators(size):
 
     with pytest.raises(UsageError, match=r"parwrap.accumulate\(2\) cannot be opened inside parwrap.accumulate\(4\): a batch is in one"):
         Outer().fit(Inner(8))
+
+
+@pytest.mark.parametrize(
+    ("mixin", "keywords", "text"),
+    [
+        (
+            parwrap.AmpMixin,
+            {"dtpye": "fp16"},
+            "T has the class keyword dtpye, which none of its mixins takes; they take backoff_factor, dev",
+        ),
+        (parwrap.AccumulateMixin, {"step": 4}, "T has the class keyword step, which none of its mixins takes; they take steps."),
+    ],
+)
+def test_a_keyword_that_nobody_takes_is_named(mixin, keywords, text):
+    with pytest.raises(UsageError) as refusal:
+        type("T", (mixin,), {}, **keywords)
+
+    assert str(refusal.value).startswith(text)
+
+
+def test_method_names_are_a_tuple():
+    with pytest.raises(UsageError, match=r"^T.parwrap_methods is 'run': give a tuple, as in \('run',\)\.$"):
+        type("T", (parwrap.AmpMixin,), {"parwrap_methods": "run", "run": lambda self: None})

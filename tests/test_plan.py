@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from parwrap.errors import LaunchError, UsageError
-from parwrap.plan import LaunchPlan, describe, plan_launch
+from parwrap.plan import AMP_VALUES, LaunchPlan, describe, plan_launch
 from parwrap.script import Script
 
 
@@ -237,6 +237,12 @@ def test_a_command_line_that_makes_no_sense_is_refused(argv, text):
             0,
             "there is no script recipes.digits: its path is taken from the directory that the command runs in. "
             "To run a module, put -m before its name.",
+        ),
+        (
+            ["--amp", "fp17", "train.py"],
+            0,
+            "there is no script fp17: its path is taken from the directory that the command runs in. To run a module, put -m before its "
+            f"name. If it is meant for --amp: that takes {', '.join(AMP_VALUES)}.",
         ),
         (
             ["-m", "no.such"],

@@ -95,6 +95,9 @@ class accumulate(ActingDecorator):
             actor.end()
             _open.remove(actor)
 
+    def described(self) -> str:
+        return f"accumulate({self._steps!r})"
+
     def asked(self) -> Any:
         return self._steps
 

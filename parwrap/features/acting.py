@@ -14,7 +14,7 @@ from typing import Any
 from parwrap.decorator import ScopeDecorator, module_of
 from parwrap.verbs import acting
 
-__all__ = ["ActingDecorator"]
+__all__ = ["ActingDecorator", "described"]
 
 _open: list[ActingDecorator] = []
 """Of all kinds, the innermost last."""
@@ -33,6 +33,10 @@ class ActingDecorator(ScopeDecorator):
     def asked(self) -> Any:
         """What is asked for, in a form that compares; ``None`` if nothing in particular."""
         raise NotImplementedError
+
+    def described(self) -> str:
+        """What it does, for the line at the start of training."""
+        return type(self).__name__
 
     def check_within(self, around: ActingDecorator) -> None:
         """Raise :class:`UsageError` if it cannot be opened inside ``around``, which asks for something else."""
@@ -55,3 +59,8 @@ class ActingDecorator(ScopeDecorator):
                 yield
         finally:
             _open.pop()
+
+
+def described() -> list[str]:
+    """What is open, for the line at the start of training."""
+    return list(dict.fromkeys(each.described() for each in _open))

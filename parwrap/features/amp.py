@@ -95,6 +95,10 @@ class amp(ActingDecorator):
         self._state: AmpState | None = None
         self._scaling: Scaling | None = None
 
+    def described(self) -> str:
+        _, level, _ = self._asked
+        return f"amp {level or str(self._precision().dtype).removeprefix('torch.')}"
+
     def asked(self) -> Precision | None:
         return None if self._asked == ("auto", None, None) else self._precision()
 

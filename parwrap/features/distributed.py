@@ -21,6 +21,7 @@ from parwrap import group as groups
 from parwrap.data.loaders import Loaders, TrainingData
 from parwrap.decorator import ScopeDecorator, module_of
 from parwrap.errors import UsageError
+from parwrap.features.acting import described
 from parwrap.files.clone import CloneFiles
 from parwrap.files.rank_zero import RankZeroFiles
 from parwrap.group import Group
@@ -311,7 +312,7 @@ class _Session:
             facts.append(f"batch {data.batch_size} per rank, {data.global_batch} global" if data.batch_size else "batches dealt out")
             facts.append(f"{data.samples} samples / {size} ranks" if data.samples else "samples without a length")
             warn_of_small_batches(data.batch_size)
-        print(f"parwrap: {', '.join(facts)}, seed {seed}", file=sys.stderr)
+        print(f"parwrap: {', '.join([*facts, *described()])}, seed {seed}", file=sys.stderr)
 
 
 @functools.cache

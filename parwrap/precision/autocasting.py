@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from parwrap.data.passes import Pass
-from parwrap.precision.aside import stand_aside
+from parwrap.precision.aside import stand_aside, warn_once
+from parwrap.sites import location
 from parwrap.verbs.backward import Backward
 from parwrap.verbs.skipping import STEP
 
@@ -38,6 +39,7 @@ class Autocasting:
         self._device, self._dtype = device, dtype
         self._depth, self._before = 0, False
         self._aside = dtype is None
+        self._noted = False
         self._watching = ExitStack()
 
     @contextmanager
@@ -98,6 +100,12 @@ class Autocasting:
             self._aside, self._before = True, False
             torch.set_autocast_enabled(self._device, False)
             stand_aside("torch.autocast", "it casts nothing itself here")
+        elif not (instance._enabled or self._aside or self._noted) and instance.device == self._device:
+            self._noted = True
+            warn_once(
+                f"torch.autocast(enabled=False) at {location()} keeps that part in float32. If the script has a switch for mixed "
+                "precision of its own there, switch it on instead of parwrap.amp, or take it out."
+            )
 
     def _watch(self) -> None:
         """A step that raises is not seen to end, so if a module is called there must be a step around it."""

@@ -55,7 +55,7 @@ class InStep:
             loss = closure()
             if loss is None or is_alone():
                 return loss
-            mean = self._mean(CLOSURE, float(loss), self._loop.weight)
+            mean = self._mean(CLOSURE, float(loss.detach() if isinstance(loss, torch.Tensor) else loss), self._loop.weight)
             return torch.full_like(loss, mean, requires_grad=False) if isinstance(loss, torch.Tensor) else mean
 
         return with_mean

@@ -1,5 +1,7 @@
 """Decorators on one function: whatever order they are written in, they act in the same."""
 
+import io
+from contextlib import redirect_stderr
 from functools import reduce
 from itertools import permutations
 
@@ -54,3 +56,11 @@ def test_a_block_acts_on_imported_names_as_a_decorator_does():
 
     assert torch.allclose(-mean / mean.norm(), in_block)
     assert torch.equal(in_block, parwrap.accumulate(2)(clipped)())
+
+
+@pytest.mark.ranks(2)
+def test_the_line_at_the_start_of_training_tells_what_is_on():
+    with redirect_stderr(io.StringIO()) as said:
+        parwrap.distributed(batch="global")(parwrap.accumulate(2)(parwrap.amp(dtype="bf16")(parwrap.sync_bn(train))))()
+
+    assert (parwrap.rank() == 0) == (", sync_bn, amp bfloat16, accumulate(2), seed " in said.getvalue())
