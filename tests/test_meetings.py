@@ -343,3 +343,28 @@ def test_a_gradient_outside_of_the_known_set_is_averaged_while_a_rank_answers():
             optimizer.step()
 
     assert [0.5] == [round(second.weight.item(), 6)]
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_has_left_answers_for_a_layer_that_was_frozen_then():
+    @parwrap.distributed(timeout=20)
+    def train():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model[0].requires_grad_(False)
+        for step in range(2 if parwrap.rank() else 5):
+            if step == 3:
+                model[0].requires_grad_(True)
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        return model
+
+    before = torch.nn.Linear(3, 3)
+    torch.manual_seed(0)
+    before.reset_parameters()
+    weights = parwrap.gather(train()[0].weight)
+
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[0], before.weight)

@@ -95,7 +95,7 @@ class Averagers:
     def stand_ins(self, view: View) -> tuple[Mapping[tuple[int, int], torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """What a rank that has left has in the place of what one that has not told of in ``view``."""
         others, bare = ([each.stand_in(self._group.device) for each in told] for told in (view.others, view.bare))
-        return self._loop.once_owned(), others, bare
+        return {number: p for number, p in self._loop.once_owned().items() if p.requires_grad}, others, bare  # DDP passes over frozen ones
 
     def _take_same_values(self, different: list[torch.Tensor], total: int, source: int) -> None:
         """Take rank ``source``'s values of parameters that the ranks have built ``different``."""
