@@ -83,7 +83,8 @@ class Averagers:
         # sites that reach the same share an averager; which those are must be found alike by a rank that has stand-ins
         kinds = tuple((number, told[number].kind) for number in union)
         which = None if others or made_alike or varies else (kinds, tuple(sparsely), next(iter(views.values())).generation)
-        return self.build([*agreed, *made_alike], sparse, varies, which), {id(leaf): leaf for leaf in made_alike}
+        in_use = frozenset.intersection(*(view.averagers for view in views.values()))
+        return self.build([*agreed, *made_alike], sparse, varies, which, in_use), {id(leaf): leaf for leaf in made_alike}
 
     def own(self, number: tuple[int, int], told: Described, owned: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
         """This rank's parameter of that number; where it has none like it (frozen, or not built), one that stands in for it."""
@@ -113,9 +114,11 @@ class Averagers:
         if self._loop.backwards:
             self.take_state(source)  # they have drifted apart, and so has what the optimizers keep
 
-    def build(self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool, which: Any = None) -> Averager:
-        """An averager of ``parameters``; the one that there is of ``which``, if that says all about them."""
-        shared = next((number for number, known in self._shared.items() if known == which), None)
+    def build(
+        self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool, which: Any = None, in_use: Collection[int] = ()
+    ) -> Averager:
+        """An averager of ``parameters``; one that is ``in_use``, if it is of ``which`` and that says all about them."""
+        shared = next((number for number, known in self._shared.items() if known == which and number in in_use), None)
         if shared is not None:
             return self._all[shared]
         self._built += 1
