@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Loop"]
+__all__ = ["Loop", "parameters_of"]
 
 
 class Loop:
@@ -80,11 +80,7 @@ class Loop:
 
         Optimizers that are dead on one rank may live on another, until its garbage is collected.
         """
-        return {
-            (number, place): p
-            for number, optimizer in self.numbered_optimizers()
-            for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
-        }
+        return {(number, place): p for number, optimizer in self.numbered_optimizers() for place, p in enumerate(parameters_of(optimizer))}
 
     def once_owned(self) -> dict[tuple[int, int], torch.Tensor]:
         """As :meth:`owned`, with the parameters that outlive their optimizer: a function may have returned that had it."""
@@ -157,7 +153,7 @@ class Loop:
         The ``eval()`` of a frozen backbone is not that of a root.
         """
         held = {id(p) for p in module.parameters()}
-        owned = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in self.optimizers()]
+        owned = [{id(p) for p in parameters_of(optimizer)} for optimizer in self.optimizers()]
         return not owned or any(parameters <= held for parameters in owned)
 
     def reads_whole(self) -> bool:
@@ -167,6 +163,11 @@ class Loop:
     def drawing(self) -> bool:
         """Whether random numbers are drawn for data and dropout now, rather than for what ranks build and arrange alike."""
         return self.trained and not self.evaluations and (self.passes > 0 or not self.looped)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Those in all its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _size(optimizer: torch.optim.Optimizer) -> int:

@@ -10,13 +10,13 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from parwrap.accumulation.at_work import AtWork
 from parwrap.accumulation.changes import ChangesByHand
 from parwrap.accumulation.over_ranks import OverRanks
 from parwrap.accumulation.position import Position
@@ -26,6 +26,7 @@ from parwrap.data.passes import Pass
 from parwrap.data.sharding import last_part
 from parwrap.errors import UsageError
 from parwrap.group import is_alone
+from parwrap.loop import parameters_of
 from parwrap.sites import call_site, location
 from parwrap.strategies.graph import reached
 from parwrap.strategies.share import Share
@@ -53,7 +54,7 @@ class _Reading:
         return last_part(getattr(batches, "_index_sampler", None))
 
 
-class Accumulation:
+class Accumulation(AtWork):
     """Accumulates over windows of ``steps`` batches.
 
     Args:
@@ -70,7 +71,7 @@ class Accumulation:
         self._unsettled: list[tuple[tuple[int, int], Asked]] = []
         self._drops: dict[tuple[int, int], bool] = {}
         self._readings: list[_Reading] = []
-        self._busy = self._ended = self._has_stepped = self._due = self._warned = False
+        self._ended = self._has_stepped = self._due = self._warned = False
         self._scaler: torch.amp.GradScaler | None = None
         self._changes = ChangesByHand()
         self._failure: BaseException | None = None
@@ -224,15 +225,6 @@ class Accumulation:
         """Passes that outlive the function do nothing any more."""
         self._ended = True
 
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """What is called inside is none of the user's calls."""
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
-
     def _drew(self) -> None:
         self._catch_up()
         if self.position.asked:  # what is drawn before is for the same batch, or the batch was left
@@ -318,7 +310,7 @@ class Accumulation:
         return Applied(mean_of(several, weight), clips_of(several), [asked.optimizer for asked in several if asked.optimizer])
 
     def _refuse_own_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        if any(p.grad is not None for p in parameters_of(optimizer)):
             raise UsageError(
                 f"{type(optimizer).__name__}.step() at {location()} uses gradients that no backward() has left, and parwrap.accumulate "
                 "adds up what backward() leaves. Call loss.backward(), or train this part without it."

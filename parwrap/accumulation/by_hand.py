@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import mean
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from parwrap.accumulation.at_work import AtWork
 from parwrap.accumulation.over_ranks import OverRanks
 from parwrap.accumulation.pattern import Pattern
 from parwrap.data.passes import Pass
@@ -50,7 +50,7 @@ class _Local:
     reached: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-class ByHand:
+class ByHand(AtWork):
     """Averages once for each step.
 
     Args:
@@ -63,7 +63,6 @@ class ByHand:
         self._readings: list[_Reading] = []
         self._local: defaultdict[Hashable, _Local] = defaultdict(_Local)
         self._first_meeting = self._next_look = 0
-        self._busy = False
 
     def count(self, total: float) -> None:
         """The loop weighs its batches itself."""
@@ -109,7 +108,7 @@ class ByHand:
                 return
             del self._local[place]
             holding = local.reached.values() if local.reached else over_ranks.with_gradients()
-            call._replace(weight=mean(local.weights), holding=tuple(holding)).run()
+            call._replace(weight=fmean(local.weights), holding=tuple(holding)).run()
 
     def clip(self, clip: Clip) -> Any:
         """Clip what is averaged."""
@@ -135,15 +134,6 @@ class ByHand:
 
     def end(self) -> None:
         """Nothing of it outlives the function."""
-
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """What is called inside is none of the user's calls."""
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
 
     def _look_at_others(self, over_ranks: OverRanks, call: Backward) -> None:
         """At meetings that are the same on all ranks, find out whether they have learned the same."""
@@ -174,7 +164,7 @@ class ByHand:
         whole = max(len(weights), sum(self._pattern.expects(place) for place in self._local))
         self._local.clear()
         with self._at_work():
-            over_ranks.applied(several, mean(weights), over_ranks.given(several, sum(weights) / whole) if gives else Share).add()
+            over_ranks.applied(several, fmean(weights), over_ranks.given(several, sum(weights) / whole) if gives else Share).add()
 
 
 def _length(loader: DataLoader) -> int | None:

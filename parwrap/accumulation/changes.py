@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from parwrap.accumulation.sums import parameters_of
+from parwrap.loop import parameters_of
 from parwrap.sites import location
 
 __all__ = ["ChangesByHand"]

@@ -17,7 +17,6 @@ class Position:
         batches: those of this window that are over.
         backwards: how many have run in the running batch.
         closing: whether it is the last of its window; known at its first backward.
-        stepped: whether a step was asked for in this window.
 
     >>> position = Position(steps=2)
     >>> position.begin(closing=False); position.factor
@@ -33,7 +32,7 @@ class Position:
 
     def begin_window(self) -> None:
         """Another window, of which there is no batch yet."""
-        self.batches, self.stepped = 0, False
+        self.batches = 0
         self._size, self._weight = 0.0, 0.0
         self._reference: float | None = None
         self.begin_batch()
@@ -100,7 +99,6 @@ class Position:
 
     def step(self) -> None:
         """An optimizer was asked to step."""
-        self.stepped = True
         self._told = None
         self._followed |= self._sites
 

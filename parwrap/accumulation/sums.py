@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import torch
 
 from parwrap.errors import UsageError
+from parwrap.loop import parameters_of
 from parwrap.verbs.clipping import Clip
 
-__all__ = ["Asked", "Sums", "merged", "parameters_of", "put_back"]
+__all__ = ["Asked", "Sums", "merged", "put_back"]
 
 
 class Sums:
@@ -118,10 +119,6 @@ class Asked:
     @property
     def parameters(self) -> list[torch.Tensor]:
         return parameters_of(self.optimizer) if self.optimizer else []
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def merged(several: Iterable[Asked]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from parwrap.accumulation.sums import Asked, merged, parameters_of
+from parwrap.accumulation.sums import Asked, merged
+from parwrap.loop import parameters_of
 from parwrap.verbs.clipping import Clip
 
 __all__ = ["Applied", "clips_of", "mean_of"]

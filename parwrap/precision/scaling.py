@@ -9,13 +9,13 @@ it changes in ``iterations.py``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from parwrap.loop import Loop
+from parwrap.loop import Loop, parameters_of
 from parwrap.precision.aside import stand_aside, warn_once
 from parwrap.precision.finite import Found
 from parwrap.precision.iterations import Iterations
@@ -81,7 +81,7 @@ class Scaling:
         self._iterations.expect(optimizer)
         if not any(known is optimizer for known in self._loop.optimizers()):  # it was built between two calls
             self._loop.own_parameters(optimizer)
-            self._found[optimizer] = Found(_parameters(optimizer), later=True)
+            self._found[optimizer] = Found(parameters_of(optimizer), later=True)
         found = self._found.get(optimizer)
         return found is not None and self._counted(optimizer, found)
 
@@ -96,7 +96,7 @@ class Scaling:
             loss = closure()
             found = self._found.pop(optimizer, None)
             if found is not None and self._counted(optimizer, found):
-                for p in _parameters(optimizer):
+                for p in parameters_of(optimizer):
                     p.grad = None
             return loss
 
@@ -105,12 +105,12 @@ class Scaling:
     def clip(self, clip: Clip) -> Any:
         """Look before a clip, which may make gradients finite that were not; what it changes needs no other look."""
         clipped = {id(p) for p in clip.parameters}
-        about = [(each, found) for each, found in self._found.items() if not clipped.isdisjoint(id(p) for p in _parameters(each))]
+        about = [(each, found) for each, found in self._found.items() if not clipped.isdisjoint(id(p) for p in parameters_of(each))]
         for optimizer, found in about:
-            found.look_again(_parameters(optimizer))
+            found.look_again(parameters_of(optimizer))
         result = clip.run()
         for optimizer, found in about:
-            found.accept(_parameters(optimizer))
+            found.accept(parameters_of(optimizer))
         return result
 
     def retain_grad(self, tensor: torch.Tensor) -> None:
@@ -134,7 +134,7 @@ class Scaling:
 
     def _counted(self, optimizer: Optimizer, found: Found) -> bool:
         """Whether a gradient was not finite; the step is counted once."""
-        found.look_again(_parameters(optimizer))
+        found.look_again(parameters_of(optimizer))
         if not found.counted:
             found.counted = True
             self._state.skipped_steps += found.any
@@ -156,26 +156,22 @@ class Scaling:
             self._find_optimizers()  # theirs may have been built between two calls
             overflowed = self._overflowed()
         for optimizer in self._loop.optimizers():
-            self._found[optimizer] = Found(_parameters(optimizer), later=not averaged)
+            self._found[optimizer] = Found(parameters_of(optimizer), later=not averaged)
         for leaf in overflowed:
             leaf.grad.detach().zero_()  # type: ignore[union-attr]
             warn_once(
                 "the gradient of a tensor that no optimizer owns has overflowed in float16. It was set to 0, since there is no step "
                 "that parwrap.amp could skip."
             )
-        if not self._found or (overflowed and not any(Found(_parameters(optimizer)).any for optimizer in self._loop.optimizers())):
+        if not self._found or (overflowed and not any(Found(parameters_of(optimizer)).any for optimizer in self._loop.optimizers())):
             self._state.end_iteration(bool(overflowed))
 
     def _owned(self) -> set[int]:
         """The ids of the parameters of known optimizers."""
-        return {id(p) for optimizer in self._loop.optimizers() for p in _parameters(optimizer)}
+        return {id(p) for optimizer in self._loop.optimizers() for p in parameters_of(optimizer)}
 
     def _overflowed(self) -> list[torch.Tensor]:
         """The leaf tensors of no known optimizer that the backward has left gradients in which are not finite."""
         owned = self._owned()
         unowned = [leaf for key, leaf in self._unscaling.leaves.items() if key not in owned and leaf.grad is not None]
         return [leaf for leaf in unowned if Found([leaf]).any] if Found(unowned).any else []
-
-
-def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torchs
 
 from parwrap.errors import UsageError
+from parwrap.loop import parameters_of
 from parwrap.sites import location
 
 __all__ = ["patches"]
@@ -45,7 +46,7 @@ def patches(actor: Any) -> list[AbstractContextManager]:
         if not actor.skips(optimizer):
             return None
         several = _with_inner(optimizer, [])
-        owned = {id(p): p for each in several for group in each.param_groups for p in group["params"]}
+        owned = {id(p): p for each in several for p in parameters_of(each)}
         if len(args) == 1 and not kwargs:  # a closure may change them in its forward
             before[id(optimizer)] = [(p, p._version) for p in owned.values()]
         return (_image(optimizer, owned, {}), *args[1:]), kwargs
