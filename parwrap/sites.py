@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["call_site", "innermost", "is_ours", "location", "worth_a_look"]
+__all__ = ["call_site", "innermost", "is_ours", "location", "trail", "worth_a_look"]
 
 DEPTH = 10
 """Frames that tell one call site from another: enough to see through a script's own helper functions."""
@@ -32,6 +32,17 @@ def call_site() -> tuple:
         key += (id(frame.f_code), frame.f_lasti)  # a code object hashes all that is in it, which takes longer than the walk
         frame = frame.f_back
     return tuple(key)
+
+
+def trail() -> tuple[str, ...]:
+    """The same place as :func:`call_site`'s, in lines of files, which other ranks know too; the innermost comes first."""
+    frame: FrameType | None = sys._getframe(1)
+    lines: list[str] = []
+    while frame is not None and len(lines) < DEPTH:
+        if lines or not is_ours(frame):
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        frame = frame.f_back
+    return tuple(lines)
 
 
 def worth_a_look(visits: int) -> bool:

@@ -50,6 +50,32 @@ LEAVES_BEFORE_MORE_IS_TRAINED = Program(
 )
 """A rank has left while a layer was frozen and another had no optimizer: sizes of buckets differed."""
 
+LEAVES_WHILE_AN_AVERAGER_IS_GIVEN_UP = Program(
+    widths=(8, 2, 5),
+    norm=True,
+    dropout=True,
+    owners=(0, 1, 1, 2),
+    kinds=("sgd", "adam", "sgd"),
+    samples=20,
+    batch_size=9,
+    shuffle=False,
+    drop_last=False,
+    handmade=True,
+    branch="chance",
+    epochs=4,
+    leave="epoch",
+    good=1.217679706250979,
+    accumulate=3,
+    losses=1,
+    clip=False,
+    frozen=2,
+    evaluate="no_grad",
+    scheduler="loss",
+    save="never",
+    late=True,
+)
+"""One rank let go of an averager that the others, who had left, took again."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def fork_server():
@@ -82,6 +108,7 @@ def test_a_program_on_one_rank_does_what_it_does_without_parwrap(program):
 
 @search
 @example(LEAVES_BEFORE_MORE_IS_TRAINED)
+@example(LEAVES_WHILE_AN_AVERAGER_IS_GIVEN_UP)
 @given(programs())
 def test_a_program_on_three_ranks_ends_and_the_ranks_agree(program):
     results = run(program, 3)

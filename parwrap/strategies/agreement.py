@@ -44,24 +44,24 @@ class View:
 
     Attributes:
         location: file and line that called it.
+        trail: the lines that lead there.
         owned: the parameters that it reaches and an optimizer owns, by ``Loop.owned``'s number.
         others: those that no optimizer owns.
         bare: leaf tensors that are no ``nn.Parameter``: inputs, or parameters of a hand-written SGD.
         sparse: the numbers of the owned ones that get sparse gradients.
         reenters: whether backwards are called inside of it, as re-entrant checkpointing does.
-        averagers: the numbers of the averagers that are in use.
         generation: of the loop.
         owns: whether there is an optimizer at all.
         visits: how often this site was visited before.
     """
 
     location: str
+    trail: tuple[str, ...]
     owned: Mapping[tuple[int, int], Described]
     others: Sequence[Described]
     bare: Sequence[Described]
     sparse: frozenset[tuple[int, int]]
     reenters: bool
-    averagers: frozenset[int]
     generation: int
     owns: bool
     visits: int

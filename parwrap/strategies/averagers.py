@@ -42,13 +42,13 @@ class Averagers:
         """The averager of that number, if this rank knows it."""
         return self._all.get(number)
 
-    def numbers(self) -> frozenset[int]:
-        """Those that are in use."""
-        return frozenset(self._all)
-
     def ids(self) -> frozenset[int]:
         """The ids of all parameters whose gradients are averaged."""
         return frozenset().union(*(averager.ids for averager in self._all.values()))
+
+    def drop(self, number: int) -> None:
+        """Let go of that one."""
+        self.keep(self._all.keys() - {number})
 
     def keep(self, numbers: Collection[int]) -> None:
         """Let go of all but ``numbers``."""
@@ -58,6 +58,7 @@ class Averagers:
     def agree(
         self,
         views: Mapping[int, View],
+        used: Collection[int],
         owned: Mapping[tuple[int, int], torch.Tensor],
         others: list[torch.Tensor],
         bare: list[torch.Tensor],
@@ -66,6 +67,7 @@ class Averagers:
 
         Args:
             views: what the ranks have told, by rank.
+            used: the numbers of the averagers that are used elsewhere too; the others are let go of.
             owned: this rank's parameters of optimizers, by number.
             others: its parameters that no optimizer owns.
             bare: its leaf tensors that are no ``nn.Parameter``.
@@ -83,8 +85,9 @@ class Averagers:
         # sites that reach the same share an averager; which those are must be found alike by a rank that has stand-ins
         kinds = tuple((number, told[number].kind) for number in union)
         which = None if others or made_alike or varies else (kinds, tuple(sparsely), next(iter(views.values())).generation)
-        in_use = frozenset.intersection(*(view.averagers for view in views.values()))
-        return self.build([*agreed, *made_alike], sparse, varies, which, in_use), {id(leaf): leaf for leaf in made_alike}
+        averager = self.build([*agreed, *made_alike], sparse, varies, which)
+        self.keep({averager.number, *used})
+        return averager, {id(leaf): leaf for leaf in made_alike}
 
     def own(self, number: tuple[int, int], told: Described, owned: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
         """This rank's parameter of that number; where it has none like it (frozen, or not built), one that stands in for it."""
@@ -114,11 +117,9 @@ class Averagers:
         if self._loop.backwards:
             self.take_state(source)  # they have drifted apart, and so has what the optimizers keep
 
-    def build(
-        self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool, which: Any = None, in_use: Collection[int] = ()
-    ) -> Averager:
-        """An averager of ``parameters``; one that is ``in_use``, if it is of ``which`` and that says all about them."""
-        shared = next((number for number, known in self._shared.items() if known == which and number in in_use), None)
+    def build(self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool, which: Any = None) -> Averager:
+        """An averager of ``parameters``; the one that is in use, if it is of ``which`` and that says all about them."""
+        shared = next((number for number, known in self._shared.items() if known == which), None)
         if shared is not None:
             return self._all[shared]
         self._built += 1

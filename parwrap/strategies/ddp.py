@@ -20,7 +20,7 @@ from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
 from parwrap.mailbox import Meeting
 from parwrap.meetings import BACKWARD, FIRST_BACKWARD, THEN_AVERAGED
-from parwrap.sites import call_site, location, worth_a_look
+from parwrap.sites import call_site, location, trail, worth_a_look
 from parwrap.strategies.agreement import View, described, refuse_different_parameters
 from parwrap.strategies.averager import Averager
 from parwrap.strategies.averagers import Averagers
@@ -49,6 +49,7 @@ class _Site:
         visits: how often it was visited since it was looked at from the start.
         generation: the loop's, when the ranks agreed on it.
         averager: of the parameters that it reaches; ``None`` where there is nothing to train.
+        trail: the lines that lead there, by which other ranks know it.
         meeting: of its next backward.
         bare: the leaf tensors among those parameters that are no ``nn.Parameter``, by id.
         frozen: parameters of optimizers that were frozen then.
@@ -59,6 +60,7 @@ class _Site:
     visits: int = 0
     generation: int = -1
     averager: Averager | None = None
+    trail: tuple[str, ...] = ()
     meeting: Meeting | None = None
     bare: dict[int, torch.Tensor] = field(default_factory=dict)
     frozen: tuple[torch.Tensor, ...] = ()
@@ -210,8 +212,8 @@ class DDP:
             for site in self._sites.values():
                 if site.averager is averager:
                     site.averager, site.visits = None, 0
-        if weight and call and (misfit or noticed.strays):
-            self._drop_averagers()
+        if misfit or noticed.strays:
+            self._averagers.drop(averager.number)  # no site of any rank has it any more
 
     def _new_site(self, key: tuple) -> _Site:
         if len(self._sites) >= MOST_SITES:
@@ -237,48 +239,48 @@ class DDP:
         remade = not (afresh or mine or bare) and bool(site.bare)
         if remade:
             bare = list(reversed(leaves.values()))
-        place = location()
+        place, site.trail = location(), trail()
         view = View(
             place,
+            site.trail,
             owned={number_of[key]: described(p) for key, p in mine.items() if key in number_of},
             others=[described(p) for p in others],
             bare=[described(leaf) for leaf in bare],
             sparse=frozenset(number_of[key] for key in sparse if key in number_of),
             reenters=site.reenters or self._nested or reenters(call.beginnings),
-            averagers=self._averagers.numbers(),
             generation=self._loop.generation,
             owns=bool(owned),
             visits=0 if afresh else site.visits,
         )
-        views = self._group.exchange(FIRST_BACKWARD, view)
+        self._group.meet(FIRST_BACKWARD)
+        views, used = self._share_views(view, site)
         refuse_different_parameters(views)
-        site.averager, site.bare = self._averagers.agree(views, owned, others, bare)
+        site.averager, site.bare = self._averagers.agree(views, used, owned, others, bare)
         site.generation = self._loop.generation
         site.visits = 0 if afresh else site.visits
         site.reenters = any(each.reenters for each in views.values())
         site.remakes = remade and bool(site.bare)
         site.meeting = Meeting(BACKWARD, place, site.averager.number) if site.averager else None
         site.frozen = tuple(p for p in self._loop.owned().values() if not p.requires_grad)
-        self._drop_averagers()
         self._watch(owned.values())
 
     @torch.inference_mode(False)
     def _answer_first(self, detail: int, present: list[int]) -> None:
         """Others agree on a site, and this rank has left: it only gets to know their averager."""
-        views = self._group.share(FIRST_BACKWARD, None, present)
+        views, used = self._share_views(None)
         told = next(iter(views.values()))
-        self._averagers.keep(told.averagers)
-        averager, _ = self._averagers.agree(views, *self._averagers.stand_ins(told))
+        averager, _ = self._averagers.agree(views, used, *self._averagers.stand_ins(told))
         for site in self._sites.values():
             # this rank has been there too, and need not ask again when it comes back
-            if averager and site.meeting and site.meeting.place == told.location and site.generation == told.generation:
+            if averager and site.meeting and site.trail == told.trail and site.generation == told.generation:
                 site.averager, site.visits = averager, told.visits + 1
                 site.meeting = Meeting(BACKWARD, told.location, averager.number)
 
-    def _drop_averagers(self) -> None:
-        """Let go of what no site uses any more."""
-        used = {site.averager.number for site in self._sites.values() if site.averager}
-        self._averagers.keep(used)
+    def _share_views(self, mine: View | None, here: _Site | None = None) -> tuple[dict[int, View], set[int]]:
+        """The views of those who are in a backward, by rank, and the numbers of the averagers that any rank uses elsewhere than ``here``."""
+        used = {site.averager.number for site in self._sites.values() if site.averager and site is not here}
+        told = self._group.share(FIRST_BACKWARD, (mine, used), range(self._group.world.size))
+        return {rank: view for rank, (view, _) in told.items() if view is not None}, set().union(*(used for _, used in told.values()))
 
     def _watch(self, owned: Iterable[torch.Tensor]) -> None:
         """Notice gradients of parameters that a site was not known to reach: it takes another way now, or a checkpoint hides them."""
