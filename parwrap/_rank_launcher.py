@@ -57,10 +57,12 @@ class Rank:
         return None
 
     def stacks(self) -> str:
-        """The Python stacks that the process has dumped, each down to where the test is called."""
+        """The Python stacks that the process has dumped, and those that it has forked, each down to where the test is called."""
         below = f'  File "{_rank_process.__file__}"'
-        threads = self.task.stacks.read_text(errors="replace").split("\n\n")
         ours = ("_end_with_pytest", "Extension modules:")
+        dumped = [self.task.stacks.read_text(errors="replace")]
+        dumped += [f"In a process that it has forked:\n{file.read_text(errors='replace')}" for file in self.task.stacks_of_children()]
+        threads = "\n\n".join(dumped).split("\n\n")
         return "\n\n".join(thread.partition(below)[0].rstrip() for thread in threads if not any(text in thread for text in ours))
 
 
@@ -166,6 +168,11 @@ def dump_stacks(ranks: list[Rank]) -> None:
     """Make each of ``ranks`` write its Python stacks, for :meth:`Rank.stacks`; one that is still starting ends without."""
     for rank in ranks:
         os.kill(rank.process.pid, signal.SIGQUIT)
+        for file in rank.task.stacks_of_children():
+            child = int(file.name.rpartition("-")[2])
+            with suppress(ProcessLookupError):
+                if os.getpgid(child) == rank.process.pid:  # else another's by now
+                    os.kill(child, signal.SIGQUIT)
     until = time.monotonic() + GRACE
     while time.monotonic() < until and any(rank.process.is_alive() and not rank.task.stacks.stat().st_size for rank in ranks):
         time.sleep(0.05)

@@ -71,6 +71,16 @@ class Task:
         """The file that has the Python stacks of the rank, once it was sent ``SIGQUIT`` or has crashed."""
         return self.folder / f"stacks-{self.rank}"
 
+    def stacks_of_children(self) -> list[Path]:
+        """The same of the processes that the rank has forked, such as the workers of a ``DataLoader``."""
+        return sorted(self.folder.glob(f"stacks-{self.rank}-*"))
+
+    def dump_stacks(self, path: Path) -> None:
+        """Have this process write its stacks to the file at ``path`` when it is sent ``SIGQUIT`` or crashes."""
+        file = path.open("w")
+        faulthandler.enable(file)
+        faulthandler.register(signal.SIGQUIT, file)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -100,9 +110,8 @@ def run(task: Task, connection: Connection) -> None:
     threading.Thread(target=_end_with_pytest, daemon=True).start()
     if task.capture:
         _redirect_output(task)
-    stacks = task.stacks.open("w")
-    faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGQUIT, stacks)
+    task.dump_stacks(task.stacks)
+    os.register_at_fork(after_in_child=lambda: task.dump_stacks(Path(f"{task.stacks}-{os.getpid()}")))
     config = _minimal_pytest(task.pytest_options)
     os.environ.clear()
     os.environ.update(task.environ)

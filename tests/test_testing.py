@@ -237,6 +237,27 @@ def test_a_hang_ends_with_the_stack_of_every_rank(run: Run):
     )
 
 
+def test_a_hang_of_a_process_that_a_rank_has_forked_shows_its_stack_too(run: Run):
+    result = run(
+        """
+        def stuck(): time.sleep(60)
+
+        @pytest.mark.ranks(1, timeout=3)
+        def test_waits():
+            worker = multiprocessing.get_context("fork").Process(target=stuck)
+            worker.start()
+            worker.join()
+        """
+    )
+    result.stdout.fnmatch_lines(
+        [
+            '[[]rank 0]   File "*test_inner.py", line * in test_waits',
+            "[[]rank 0] In a process that it has forked:",
+            '[[]rank 0]   File "*test_inner.py", line 6 in stuck',
+        ]
+    )
+
+
 def test_a_time_limit_may_be_over_before_the_ranks_have_started(run: Run):
     result = run("@pytest.mark.ranks(2, timeout=1e-6)\ndef test_it(): pass")
     result.stdout.fnmatch_lines(["The ranks did not finish within 1e-06 s.*", "[[]rank 0] *", "[[]rank 1] *"])

@@ -277,7 +277,7 @@ class DDP:
                 site.meeting = Meeting(BACKWARD, told.location, averager.number)
 
     def _share_views(self, mine: View | None, here: _Site | None = None) -> tuple[dict[int, View], set[int]]:
-        """The views of those who are in a backward, by rank, and the numbers of the averagers that any rank uses elsewhere than ``here``."""
+        """The views of those who are in a backward, and the numbers of the averagers that any rank uses elsewhere than ``here``."""
         used = {site.averager.number for site in self._sites.values() if site.averager and site is not here}
         told = self._group.share(FIRST_BACKWARD, (mine, used), range(self._group.world.size))
         return {rank: view for rank, (view, _) in told.items() if view is not None}, set().union(*(used for _, used in told.values()))
