@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from parwrap.data.passes import Pass
 from parwrap.data.sharding import shuffles
-from parwrap.data.shares import Shares, TrainingData
+from parwrap.data.shares import Shares, Sharing, TrainingData
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
 from parwrap.streams import Streams
 
-__all__ = ["Loaders", "TrainingData"]
+__all__ = ["Loaders", "Sharing", "TrainingData"]
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Loaders:
         group: the ranks to share with; ``None`` for a single rank.
         loop: what the training loop has done so far.
         streams: the random streams.
-        split: whether each batch is split among the ranks (``batch="global"``).
+        sharing: gives how to share out now.
         began: called at the first training pass.
     """
 
@@ -57,11 +57,12 @@ class Loaders:
         group: Group | None,
         loop: Loop,
         streams: Streams,
-        split: Callable[[], bool],
+        sharing: Callable[[], Sharing],
         began: Callable[[TrainingData], None],
     ) -> None:
-        self._loop = loop
-        self._shares = Shares(group, streams, split, began)
+        self._loop, self._sharing = loop, sharing
+        self._size = group.world.size if group else 1
+        self._shares = Shares(group, streams, sharing, began)
         self._histories: weakref.WeakKeyDictionary[DataLoader, _History] = weakref.WeakKeyDictionary()
         self._shuffled_seen = False
 
@@ -80,11 +81,13 @@ class Loaders:
             return self._evaluation(loader, original, self._watch_evaluation(history))
         batches, weights = self._shares.batches(loader, original)
         self._loop.opened_pass()
+        sharing = self._sharing()
 
         def drawn() -> None:
             self._loop.drew_batch()
             if weights is not None:
-                self._loop.weight = weights.popleft()
+                weight = weights.popleft()
+                self._loop.weigh(weight, sharing.loss_factor(weight, self._size))
 
         return Pass(batches, self._watch_training(history), drawn)
 
@@ -142,7 +145,7 @@ class Loaders:
         before = self._loop.backwards
 
         def closed(exhausted: bool) -> None:
-            self._loop.weight = 1.0
+            self._loop.weigh(1.0)
             self._loop.closed_pass()
             history.has_trained |= self._loop.backwards > before
             if exhausted and not history.has_trained:

@@ -18,32 +18,48 @@ __all__ = ["DealtBatches", "SplitBatches", "distributed_sampler", "is_plain", "l
 
 
 class DealtBatches:
-    """Every ``size``-th batch, from the ``rank``-th on; ranks get equally many, so the last round is filled up from the first.
+    """Every ``size``-th batch, from the ``rank``-th on; all ranks get equally many.
 
-    ``DistributedSampler`` fills up in the same way.
+    What does not go round is filled up from the first round (``uneven="pad"``, as ``DistributedSampler`` does), left out (``"drop"``),
+    or given to as many ranks as it is enough for (``"join"``): the others repeat a batch, and ``weights`` gets, as in
+    :class:`SplitBatches`, how much each batch counts.
 
     >>> [list(DealtBatches("abcde", rank, 2)) for rank in (0, 1)]
     [['a', 'c', 'e'], ['b', 'd', 'a']]
+    >>> [list(DealtBatches("abcde", rank, 2, uneven="drop")) for rank in (0, 1)]
+    [['a', 'c'], ['b', 'd']]
+    >>> joined = DealtBatches([[0, 1], [2, 3], [4, 5]], rank=1, size=2, uneven="join")
+    >>> list(joined), list(joined.weights)
+    ([[2, 3], [4, 5]], [1.0, 0.0])
     """
 
-    def __init__(self, batches: Iterable, rank: int, size: int) -> None:
-        self.batches, self.rank, self.size = batches, rank, size
+    def __init__(self, batches: Iterable, rank: int, size: int, uneven: str = "pad") -> None:
+        self.batches, self.rank, self.size, self.uneven = batches, rank, size, uneven
+        self.weights: deque[float] | None = deque() if uneven == "join" else None
 
     def __iter__(self) -> Iterator:
         first: list = []
         turn: list = []
+        if self.weights is not None:
+            self.weights.clear()
         for batch in self.batches:
             turn.append(batch)
             if len(turn) == self.size:
                 first = first or turn
-                yield turn[self.rank]
+                yield self._mine(turn)
                 turn = []
-        if turn:
-            filled = turn + (first or turn * self.size)
-            yield filled[self.rank]
+        if turn and self.uneven != "drop":
+            yield self._mine(turn + (first or turn * self.size) if self.uneven == "pad" else turn)
+
+    def _mine(self, turn: list) -> Any:
+        mine = turn[self.rank] if self.rank < len(turn) else None
+        if self.weights is not None:
+            samples = [len(batch) if isinstance(batch, Sized) else 1 for batch in turn]
+            self.weights.append(0.0 if mine is None else samples[self.rank] * self.size / (sum(samples) or 1))
+        return turn[0] if mine is None else mine
 
     def __len__(self) -> int:
-        return math.ceil(len(self.batches) / self.size)  # type: ignore[arg-type]
+        return _in_rounds(len(self.batches), self.size, self.uneven)  # type: ignore[arg-type]
 
 
 class SplitBatches:
@@ -93,11 +109,19 @@ def is_plain(loader: DataLoader) -> bool:
     return once and batches_by_size and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
 
 
-def share_length(loader: DataLoader, whole: int, size: int) -> int:
+def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad") -> int:
     """How many batches one of ``size`` ranks gets of a loader that has ``whole``."""
     if loader.batch_sampler is None or not is_plain(loader):
-        return math.ceil(whole / size)
-    return len(BatchSampler(range(math.ceil(len(loader.dataset) / size)), loader.batch_size or 1, loader.drop_last))  # type: ignore[arg-type]
+        return _in_rounds(whole, size, uneven)
+    samples, batch_size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
+    if uneven == "join":
+        return len(BatchSampler(range(samples), batch_size * size, loader.drop_last))
+    return len(BatchSampler(range(_in_rounds(samples, size, uneven)), batch_size, loader.drop_last))
+
+
+def _in_rounds(pieces: int, size: int, uneven: str) -> int:
+    """How many of ``pieces`` each of ``size`` ranks gets when they are dealt out in turn."""
+    return pieces // size if uneven == "drop" else math.ceil(pieces / size)
 
 
 def last_part(batches: Any) -> float:
@@ -128,7 +152,7 @@ def with_indices(loader: DataLoader, indices: Iterable, **others: Any) -> DataLo
     return shard
 
 
-def distributed_sampler(loader: DataLoader, rank: int, size: int, seed: int) -> DistributedSampler:
+def distributed_sampler(loader: DataLoader, rank: int, size: int, seed: int, uneven: str = "pad") -> DistributedSampler:
     """torch's sampler for a loader that :func:`is_plain`."""
     dataset: Sized = loader.dataset  # type: ignore[assignment]
-    return DistributedSampler(dataset, size, rank, shuffle=shuffles(loader), seed=seed)  # type: ignore[arg-type]
+    return DistributedSampler(dataset, size, rank, shuffle=shuffles(loader), seed=seed, drop_last=uneven == "drop")  # type: ignore[arg-type]

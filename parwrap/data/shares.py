@@ -22,13 +22,35 @@ from torch.utils.data.distributed import DistributedSampler
 from parwrap.data.agreement import Agreement, SameDraws
 from parwrap.data.passes import SharedDraws
 from parwrap.data.sharding import DealtBatches, SplitBatches, distributed_sampler, is_plain, share_length, with_indices
+from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.streams import Streams
 
-__all__ = ["Shares", "TrainingData"]
+__all__ = ["Shares", "Sharing", "TrainingData"]
 
 ANOTHER_LOADER = 1_000_003
 """Apart by this, the seeds of two loaders never meet in a later epoch; zipped loaders must not pair a sample with itself."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How training data is to be shared out, in the words of :class:`parwrap.distributed`.
+
+    Attributes:
+        batch: ``"per_rank"`` or ``"global"``.
+        uneven: ``"pad"``, ``"drop"`` or ``"join"``.
+        loss: ``"mean"`` or ``"sum"``.
+    """
+
+    batch: str = "per_rank"
+    uneven: str = "pad"
+    loss: str = "mean"
+
+    def loss_factor(self, weight: float, size: int) -> float:
+        """What the loss of a batch is to be multiplied by, beside its ``weight``: a sum weighs by samples as it is."""
+        if self.loss == "mean" or not weight:
+            return 1.0
+        return (size if self.batch == "global" else 1) / weight
 
 
 @dataclass(frozen=True)
@@ -71,13 +93,14 @@ class Shares:
     Args:
         group: the ranks to share with; ``None`` for a single rank.
         streams: the random streams; what samplers draw must be drawn from the shared ones.
-        split: whether each batch is split among the ranks (``batch="global"``) rather than every rank taking batches of
-            its own.
+        sharing: gives how to share out now.
         began: called at the first training pass.
     """
 
-    def __init__(self, group: Group | None, streams: Streams, split: Callable[[], bool], began: Callable[[TrainingData], None]) -> None:
-        self._group, self._streams, self._split, self._began = group, streams, split, began
+    def __init__(
+        self, group: Group | None, streams: Streams, sharing: Callable[[], Sharing], began: Callable[[TrainingData], None]
+    ) -> None:
+        self._group, self._streams, self._sharing, self._began = group, streams, sharing, began
         self._rank, self._size = (group.world.rank, group.world.size) if group else (0, 1)
         self._agreement = Agreement(group) if group else None
         self._loaders: weakref.WeakKeyDictionary[DataLoader, _Shared] = weakref.WeakKeyDictionary()
@@ -104,18 +127,20 @@ class Shares:
         if isinstance(shard.sampler, DistributedSampler) and not isinstance(loader.sampler, DistributedSampler):
             shard.sampler.set_epoch(shared.epoch)
         shared.epoch += 1
-        return original(shard), getattr(shard.batch_sampler, "weights", None)
+        return original(shard), getattr(shard.sampler if shard.batch_sampler is None else shard.batch_sampler, "weights", None)
 
     def length(self, loader: DataLoader, whole: int) -> int:
         """How many of a training pass's ``whole`` batches this rank gets."""
-        return whole if self.shares_out_itself(loader) or self._splits(loader) else share_length(loader, whole, self._size)
+        if self.shares_out_itself(loader) or self._splits(loader):
+            return whole
+        return share_length(loader, whole, self._size, self._sharing().uneven)
 
     def shares_out_itself(self, loader: DataLoader) -> bool:
         """Whether the user's own sampler shares out ``loader`` to as many ranks as there are."""
         return isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas == self._size > 1
 
     def _splits(self, loader: DataLoader) -> bool:
-        return self._split() and loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
+        return self._sharing().batch == "global" and loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
 
     def _shard(self, loader: DataLoader, shared: _Shared) -> DataLoader:
         """A copy for one pass: another pass over the same loader may be open, and options and dataset may have changed since."""
@@ -132,14 +157,33 @@ class Shares:
             self._note(loader.sampler)
         if self.shares_out_itself(loader):
             return self._own_shard(loader, shared)
-        batches = loader.batch_sampler
+        batches, uneven = loader.batch_sampler, self._sharing().uneven
         if self._splits(loader):
             return with_indices(loader, SplitBatches(self._drawn(loader, shared), self._rank, self._size))
-        if is_plain(loader):
-            sampler = distributed_sampler(loader, self._rank, self._size, shared.seeds[samples])
+        if uneven == "drop":
+            self._refuse_nothing(loader)
+        if is_plain(loader) and uneven == "join" and batches is not None:
+            # the batches of all ranks together, as one process with a batch that large would take them
+            together = BatchSampler(self._drawn(loader, shared, loader.sampler), (loader.batch_size or 1) * self._size, loader.drop_last)
+            return with_indices(loader, SplitBatches(together, self._rank, self._size))
+        if is_plain(loader) and uneven != "join":
+            sampler = distributed_sampler(loader, self._rank, self._size, shared.seeds[samples], uneven)
             indices = sampler if batches is None else BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
             return with_indices(loader, indices, sampler=sampler)
-        return with_indices(loader, DealtBatches(self._drawn(loader, shared), self._rank, self._size))
+        return with_indices(loader, DealtBatches(self._drawn(loader, shared), self._rank, self._size, uneven))
+
+    def _refuse_nothing(self, loader: DataLoader) -> None:
+        """With ``uneven="drop"``, a loader that is too short would not be trained on at all."""
+        try:
+            whole = len(loader.sampler if is_plain(loader) or loader.batch_sampler is None else loader.batch_sampler)  # type: ignore[arg-type]
+        except TypeError:
+            return  # who does not know its length has a batch for every rank, or none
+        if whole < self._size:
+            what = "samples" if is_plain(loader) or loader.batch_sampler is None else "batches"
+            raise UsageError(
+                f'uneven="drop" leaves nothing to train on: a DataLoader has {whole} {what} for {self._size} ranks. '
+                'Give uneven="pad", which repeats some, or uneven="join", or start fewer ranks.'
+            )
 
     def _seed(self, loader: DataLoader) -> int:
         """The seed of one more loader."""
@@ -149,9 +193,9 @@ class Shares:
         self._sharded += 1
         return seed % 2**62
 
-    def _drawn(self, loader: DataLoader, shared: _Shared) -> Any:
-        """What the loader's own sampler draws, the same on all ranks."""
-        draws = SharedDraws(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, self._streams)
+    def _drawn(self, loader: DataLoader, shared: _Shared, sampler: Any = None) -> Any:
+        """What ``sampler``, or else what the loader draws from, draws, the same on all ranks."""
+        draws = SharedDraws(sampler or (loader.sampler if loader.batch_sampler is None else loader.batch_sampler), self._streams)
         return SameDraws(draws, self._group, shared.draws, type(loader.sampler).__name__) if self._group else draws
 
     def _own_shard(self, loader: DataLoader, shared: _Shared) -> DataLoader:
