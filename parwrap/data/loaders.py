@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from parwrap.data.iterables import world_size_asked
 from parwrap.data.passes import Pass
 from parwrap.data.sharding import shuffles
 from parwrap.data.shares import Shares, Sharing, TrainingData
@@ -111,6 +112,10 @@ class Loaders:
         if history.trains is None and torch.is_grad_enabled():
             history.told = ((share, whole) if trains else (whole, share)) if share != whole else None
         return share if trains else whole
+
+    def world_size_asked(self) -> None:
+        """A dataset that asks for the number of ranks shards itself."""
+        world_size_asked()
 
     def _history(self, loader: DataLoader) -> _History:
         self._shuffled_seen |= not isinstance(loader.dataset, IterableDataset) and shuffles(loader)

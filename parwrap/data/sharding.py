@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["DealtBatches", "SplitBatches", "distributed_sampler", "is_plain", "last_part", "share_length", "shuffles", "with_indices"]
+__all__ = [
+    "DealtBatches",
+    "SplitBatches",
+    "distributed_sampler",
+    "is_plain",
+    "last_part",
+    "samples_in",
+    "share_length",
+    "shuffles",
+    "with_indices",
+    "with_others",
+]
 
 
 class DealtBatches:
@@ -141,15 +153,33 @@ def last_part(batches: Any) -> float:
 
 
 def with_indices(loader: DataLoader, indices: Iterable, **others: Any) -> DataLoader:
-    """A shallow copy of ``loader`` that draws its batches (or samples, if it does not batch) from ``indices``.
+    """A shallow copy of ``loader`` that draws its batches (or samples, if it does not batch) from ``indices``."""
+    drawn = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    return with_others(loader, **{drawn: indices, **others})
+
+
+def with_others(loader: DataLoader, **others: Any) -> DataLoader:
+    """A shallow copy of ``loader`` with ``others`` in the place of some of its attributes.
 
     Everything else is kept, also of subclasses. ``DataLoader`` refuses new samplers by ``__setattr__``, hence ``vars``;
     ``copy.copy`` would leave a cache behind on the class.
     """
-    shard = loader.__class__.__new__(loader.__class__)
-    drawn = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    vars(shard).update({**vars(loader), drawn: indices, "_iterator": None, **others})
-    return shard
+    copied = loader.__class__.__new__(loader.__class__)
+    vars(copied).update({**vars(loader), "_iterator": None, **others})
+    return copied
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples a collated ``batch`` holds: the length of the first tensor or list in it.
+
+    >>> samples_in({"x": (torch.zeros(3, 2), torch.zeros(3))})
+    3
+    """
+    if isinstance(batch, Mapping):
+        return samples_in(next(iter(batch.values()), ()))
+    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], (torch.Tensor, Mapping, tuple, list)):
+        return samples_in(batch[0])
+    return len(batch) if isinstance(batch, Sized) and not (isinstance(batch, torch.Tensor) and batch.dim() == 0) else 1
 
 
 def distributed_sampler(loader: DataLoader, rank: int, size: int, seed: int, uneven: str = "pad") -> DistributedSampler:

@@ -9,24 +9,42 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.data.agreement import Agreement, SameDraws
+from parwrap.data.iterables import Pick, part_of
 from parwrap.data.passes import SharedDraws
-from parwrap.data.sharding import DealtBatches, SplitBatches, distributed_sampler, is_plain, share_length, with_indices
+from parwrap.data.sharding import (
+    DealtBatches,
+    SplitBatches,
+    distributed_sampler,
+    is_plain,
+    samples_in,
+    share_length,
+    with_indices,
+    with_others,
+)
 from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.streams import Streams
 
-__all__ = ["Shares", "Sharing", "TrainingData"]
+__all__ = ["Shares", "Sharing", "TrainingData", "replicated"]
+
+END_OF_STREAM = "the end of a pass over an IterableDataset"
+
+replicated: weakref.WeakSet[DataLoader] = weakref.WeakSet()
+"""Loaders of which every rank is to see all; what users say holds in every scope."""
 
 ANOTHER_LOADER = 1_000_003
 """Apart by this, the seeds of two loaders never meet in a later epoch; zipped loaders must not pair a sample with itself."""
@@ -45,6 +63,11 @@ class Sharing:
     batch: str = "per_rank"
     uneven: str = "pad"
     loss: str = "mean"
+
+    @property
+    def weighs_streams(self) -> bool:
+        """Whether the batches of a stream count by their samples."""
+        return self.loss == "mean" and (self.batch == "global" or self.uneven == "join")
 
     def loss_factor(self, weight: float, size: int) -> float:
         """What the loss of a batch is to be multiplied by, beside its ``weight``: a sum weighs by samples as it is."""
@@ -103,19 +126,23 @@ class Shares:
         self._group, self._streams, self._sharing, self._began = group, streams, sharing, began
         self._rank, self._size = (group.world.rank, group.world.size) if group else (0, 1)
         self._agreement = Agreement(group) if group else None
+        if group:
+            group.meetings.answer(END_OF_STREAM, lambda detail, present: None)
         self._loaders: weakref.WeakKeyDictionary[DataLoader, _Shared] = weakref.WeakKeyDictionary()
         self._sharded = 0
         self._noted = False
 
     def batches(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
         """This rank's batches of a training pass, and the weights of them if each is a part of a larger batch."""
-        if isinstance(loader.dataset, IterableDataset):
-            self._announce(loader, None)
-            with self._streams.shared():
-                stream = SharedDraws(original(loader), self._streams)
-            return iter(DealtBatches(stream, self._rank, self._size)), None
+        if loader in replicated:
+            return self._all(loader, original), None
         shared = self._loaders.setdefault(loader, _Shared())
-        shard = shared.lasting or self._shard(loader, shared)
+        if isinstance(loader.dataset, IterDataPipe):
+            self._announce(loader, None)
+            return iter(DealtBatches(self._all(loader, original), self._rank, self._size)), None
+        if isinstance(loader.dataset, IterableDataset):
+            return self._part_of_stream(loader, shared, original)
+        shard = self._shard(loader, shared) if shared.lasting is None else shared.lasting
         if shared.lasting is None:
             with self._streams.shared():
                 # what the loader's own iterator draws in a single process, so that the shared streams stay where they would be
@@ -129,9 +156,58 @@ class Shares:
         shared.epoch += 1
         return original(shard), getattr(shard.sampler if shard.batch_sampler is None else shard.batch_sampler, "weights", None)
 
+    def _all(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+        """All batches, the same on every rank."""
+        with self._streams.shared():
+            if isinstance(loader.dataset, IterableDataset):
+                return iter(SharedDraws(original(loader), self._streams))
+            return original(with_indices(loader, self._on_shared_streams(loader)))
+
+    def _part_of_stream(self, loader: DataLoader, shared: _Shared, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
+        self._announce(loader, None)
+        part = with_others(loader, **part_of(loader, self._pick(loader))) if shared.lasting is None else shared.lasting
+        if loader.persistent_workers:
+            shared.lasting = part
+        with self._streams.shared():
+            batches = original(part)
+        weights: deque[float] | None = deque() if self._sharing().weighs_streams else None
+        samples = (loader.batch_size or 1) / (self._size if self._splits(loader) else 1)
+
+        def drawn() -> Iterator:
+            nothing = object()
+            while True:
+                # who shards itself may draw more often on one rank than on another
+                with nullcontext() if getattr(part.dataset, "shards_itself", False) else self._streams.shared():
+                    batch = next(batches, nothing)
+                if batch is nothing:
+                    break
+                if weights is not None:
+                    weights.append(samples_in(batch) / samples)
+                yield batch
+            if self._group and threading.current_thread() is threading.main_thread():
+                self._group.meet(END_OF_STREAM)  # parts may differ in length: who is through answers the others
+
+        return drawn(), weights
+
+    def _pick(self, loader: DataLoader) -> Pick:
+        sharing = self._sharing()
+        if self._size == 1 or not self._splits(loader):
+            return Pick(self._rank, self._size, sharing.uneven)
+        if sharing.loss == "sum":
+            raise UsageError(
+                'loss="sum" with batch="global" is not for an IterableDataset: how many samples the other ranks have in its last batch is '
+                "not known. Have the loss be a mean over the batch."
+            )
+        if loader.batch_size < self._size:  # type: ignore[operator]
+            raise UsageError(
+                f'batch="global" cannot split the batches of an IterableDataset: {loader.batch_size} samples for {self._size} ranks. '
+                'Raise batch_size, or give batch="per_rank".'
+            )
+        return Pick(self._rank, self._size, batch=loader.batch_size, drop_last=loader.drop_last)
+
     def length(self, loader: DataLoader, whole: int) -> int:
         """How many of a training pass's ``whole`` batches this rank gets."""
-        if self.shares_out_itself(loader) or self._splits(loader):
+        if loader in replicated or self.shares_out_itself(loader) or self._splits(loader):
             return whole
         return share_length(loader, whole, self._size, self._sharing().uneven)
 
@@ -140,7 +216,7 @@ class Shares:
         return isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas == self._size > 1
 
     def _splits(self, loader: DataLoader) -> bool:
-        return self._sharing().batch == "global" and loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
+        return self._sharing().batch == "global" and loader.batch_sampler is not None and not isinstance(loader.dataset, IterDataPipe)
 
     def _shard(self, loader: DataLoader, shared: _Shared) -> DataLoader:
         """A copy for one pass: another pass over the same loader may be open, and options and dataset may have changed since."""
@@ -195,8 +271,11 @@ class Shares:
 
     def _drawn(self, loader: DataLoader, shared: _Shared, sampler: Any = None) -> Any:
         """What ``sampler``, or else what the loader draws from, draws, the same on all ranks."""
-        draws = SharedDraws(sampler or (loader.sampler if loader.batch_sampler is None else loader.batch_sampler), self._streams)
+        draws = self._on_shared_streams(loader, sampler)
         return SameDraws(draws, self._group, shared.draws, type(loader.sampler).__name__) if self._group else draws
+
+    def _on_shared_streams(self, loader: DataLoader, sampler: Any = None) -> SharedDraws:
+        return SharedDraws(sampler or (loader.sampler if loader.batch_sampler is None else loader.batch_sampler), self._streams)
 
     def _own_shard(self, loader: DataLoader, shared: _Shared) -> DataLoader:
         """A copy that draws from the user's own ``DistributedSampler``, if need be as this rank."""

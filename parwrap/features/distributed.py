@@ -117,6 +117,12 @@ def parts() -> Parts | None:
     return None if _session is None else _session.parts
 
 
+def shared_out(samples: int | None) -> None:
+    """Data in no loader is shared out by the user, for the line at the start of training; ``None`` if it has no length."""
+    if _session is not None:
+        _session.began(TrainingData(samples, None, None))
+
+
 @contextmanager
 def _opened(options: Options, module: str | None, hidden: Iterable[str] = ()) -> Iterator[None]:
     """A session for the length of the block, in the process group that is open, or in one of its own."""
@@ -232,7 +238,7 @@ class _Session:
             loop.find_optimizers()
             loop.changed = self._changed
             self._undo.callback(self._stop)
-            actors += [loop, Loaders(group, loop, self._streams, self._sharing, self._began)]
+            actors += [loop, Loaders(group, loop, self._streams, self._sharing, self.began)]
         if group is None:
             return [*actors, *([Single(loop)] if actors else []), Voice()]
         voices, ddp = Voices(group.world.rank), DDP(group, loop, self._ddp_options)
@@ -271,7 +277,7 @@ class _Session:
             "gradient_as_bucket_view": self._options.gradient_as_bucket_view,
         }
 
-    def _began(self, data: TrainingData) -> None:
+    def began(self, data: TrainingData) -> None:
         self._data = self._data or data
 
     def _announce(self) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from parwrap.errors import UsageError
 
-__all__ = ["Options"]
+__all__ = ["CHOICES", "Options"]
 
 CHOICES = {
     "batch": {
