@@ -8,7 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 import parwrap
@@ -214,6 +222,38 @@ def test_dealt_batches_are_equally_many_and_what_is_said_of_them_is_true(sizes, 
         assert sorted(whole[: rounds * size]) == sorted(map(tuple, counted))
     else:
         assert set(whole) == set(map(tuple, counted))
+
+
+def sampler_of(kind, samples, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "in order": lambda: SequentialSampler(range(samples)),
+        "shuffled": lambda: RandomSampler(range(samples), generator=generator),
+        "drawn": lambda: RandomSampler(range(samples), replacement=True, num_samples=2 * samples, generator=generator),
+        "weighted": lambda: WeightedRandomSampler(range(1, samples + 1), samples, generator=generator),
+        "of a subset": lambda: SubsetRandomSampler(range(0, samples, 2), generator=generator),
+    }[kind]()
+
+
+@given(
+    st.sampled_from(["in order", "shuffled", "drawn", "weighted", "of a subset"]),
+    st.integers(1, 50),
+    st.integers(1, 9),
+    st.integers(1, 8),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_parts_of_global_batches_have_the_order_of_one_process_in_every_epoch(kind, samples, batch_size, size, drop_last, seed):
+    alone = BatchSampler(sampler_of(kind, samples, seed), batch_size, drop_last)
+    ranks = [SplitBatches(BatchSampler(sampler_of(kind, samples, seed), batch_size, drop_last), rank, size) for rank in range(size)]
+    for _ in range(3):
+        parts = [list(split) for split in ranks]
+        merged = [
+            [sample for rank in range(size) if ranks[rank].weights[step] for sample in parts[rank][step]] for step in range(len(alone))
+        ]
+
+        assert list(alone) == merged
+        assert {len(alone)} == {len(part) for part in parts}
 
 
 def test_the_order_of_a_shuffled_loader_is_not_looked_at_before_it_is_drawn():
