@@ -53,14 +53,14 @@ def alone(function, *args, **kwargs):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("samples", [1797, 98, 290])
-def test_joined_ranks_come_to_the_weights_of_one_process_with_the_batches_of_all(samples):
-    expected, steps = alone(trained, DataLoader(numbers(samples), batch_size=96, shuffle=True))
+@pytest.mark.parametrize(("samples", "epochs"), [(1797, 1), (98, 3), (290, 2)])
+def test_joined_ranks_come_to_the_weights_of_one_process_with_the_batches_of_all(samples, epochs):
+    expected, steps = alone(trained, DataLoader(numbers(samples), batch_size=96, shuffle=True), epochs=epochs)
     with parwrap.distributed(uneven="join", seed=0):
         loader = DataLoader(numbers(samples), batch_size=32, shuffle=True)
-        actual, sizes = trained(loader)
+        actual, sizes = trained(loader, epochs=epochs)
 
-        assert len(steps) == len(sizes) == 2 * len(loader)
+        assert len(steps) == len(sizes) == epochs * len(loader)
     assert expected == pytest.approx(actual, abs=1e-12)
 
 
