@@ -50,6 +50,9 @@ class Loaders:
         streams: the random streams.
         split: whether each batch is split among the ranks (``batch="global"``).
         began: called at the first training pass.
+
+    Attributes:
+        streams: the random streams.
     """
 
     def __init__(
@@ -60,15 +63,22 @@ class Loaders:
         split: Callable[[], bool],
         began: Callable[[TrainingData], None],
     ) -> None:
-        self._loop = loop
+        self._loop, self.streams = loop, streams
         self._shares = Shares(group, streams, split, began)
         self._histories: weakref.WeakKeyDictionary[DataLoader, _History] = weakref.WeakKeyDictionary()
         self._shuffled_seen = False
+
+    def agree(self, loader: DataLoader) -> None:
+        """Have all ranks hold the same samples behind ``loader``, of which each is about to look at a part."""
+        self._check_told(self._history(loader), trains=False)
+        self._shares.agree(loader)
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         """A pass over ``loader``."""
         if _is_private():
             return original(loader)
+        if self._loop.parts:
+            return self._evaluation(loader, original, lambda exhausted: None)
         history = self._history(loader)
         if not torch.is_grad_enabled():
             self._check_told(history, trains=False)
@@ -89,7 +99,7 @@ class Loaders:
         return Pass(batches, self._watch_training(history), drawn)
 
     def _evaluation(self, loader: DataLoader, original: Callable, closed: Callable[[bool], None]) -> Iterator:
-        batches, whole = original(loader), not self._shares.shares_out_itself(loader)
+        batches, whole = original(loader), not (self._loop.parts or self._shares.shares_out_itself(loader))
         self._loop.opened_evaluation()
 
         def all_closed(exhausted: bool) -> None:
@@ -101,7 +111,7 @@ class Loaders:
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         """``len(loader)``: of what this rank gets to see of it."""
         whole = original(loader)
-        if _is_private():
+        if _is_private() or self._loop.parts:
             return whole
         history, trains = self._history(loader), self._will_train(loader)
         share = self._shares.length(loader, whole)

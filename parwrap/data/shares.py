@@ -106,6 +106,12 @@ class Shares:
         shared.epoch += 1
         return original(shard), getattr(shard.batch_sampler, "weights", None)
 
+    def agree(self, loader: DataLoader) -> None:
+        """Have all ranks hold the same samples behind ``loader``, which is not shared out here."""
+        changed = self._agreement.changed(loader) if self._agreement else []
+        if changed and self._agreement:
+            self._agreement.agree(loader, changed, 0)
+
     def length(self, loader: DataLoader, whole: int) -> int:
         """How many of a training pass's ``whole`` batches this rank gets."""
         return whole if self.shares_out_itself(loader) or self._splits(loader) else share_length(loader, whole, self._size)
