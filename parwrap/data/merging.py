@@ -167,7 +167,8 @@ class _Merge:
             if all(torch.equal(each, wide[0]) for each in wide):
                 return first
             weights = self._weights()
-            wide = [each * (weight / sum(weights)) for each, weight in zip(wide, weights, strict=True)]
+            weighted = torch.stack([each * weight for each, weight in zip(wide, weights, strict=True)])
+            return (weighted.sum(0) / sum(weights)).to(first.dtype)
         return torch.stack(wide).sum(0).to(first.dtype)
 
     def _mean(self, results: list[Any]) -> Any:

@@ -138,7 +138,7 @@ def _evaluated(group: Group, reduce: Any, function: Callable, args: tuple, kwarg
             set_state(gathered[0].streams)
     readings = check([each.readings for each in gathered])
     if not any(each.batches for each in readings[0]):
-        if not evaluation.within and not readings[0]:
+        if not evaluation.within and not evaluation.readings:
             _warn(f"{describe(function)} has read no DataLoader, so every rank has computed all of it, and its own result is returned.")
         return merged(reduce, [Part(result, [])])
     parts = [
