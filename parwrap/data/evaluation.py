@@ -132,11 +132,11 @@ class Evaluation:
             return self._share(loader).batches or whole
         return whole if self.lengths is None else self.lengths.of_loader(loader, whole)
 
-    def dataset(self, loader: DataLoader, dataset: Any) -> Any:
-        """``loader.dataset``, whose length may be asked for."""
+    def source(self, loader: DataLoader, name: str, source: Any) -> Any:
+        """``loader.dataset`` or the like, whose length may be asked for."""
         if self.lengths is None or self._sleeps() or not asked_inside():
-            return dataset
-        return self.lengths.of_part(loader, dataset)
+            return source
+        return self.lengths.of_part(loader, name, source)
 
     def backward(self, call: Backward) -> None:
         if not self._sleeps():

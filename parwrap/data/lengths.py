@@ -11,7 +11,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from types import FrameType
 from typing import Any, NamedTuple
@@ -23,19 +23,18 @@ from parwrap.errors import UsageError
 from parwrap.group import is_alone
 from parwrap.patching import Measured, Patch, installed
 from parwrap.sites import is_ours, location
+from parwrap.verbs.source import NAMES
 
 __all__ = ["Lengths", "Share", "asked_for_a_bar", "asked_inside"]
 
 BARS = ("tqdm", "rich", "alive_progress", "progressbar")
 """Packages that ask for the length to show how far a loop is."""
 
-PASSING_ON = (__name__, "parwrap.data.evaluation", "parwrap.verbs.loader", "parwrap.verbs.dataset", "parwrap.patching", "wrapt.wrappers")
+PASSING_ON = (__name__, "parwrap.data.evaluation", "parwrap.verbs.loader", "parwrap.verbs.source", "parwrap.patching", "wrapt.wrappers")
 """The modules through which a patched call goes. What they ask for themselves, they ask for in another."""
 
 HEAP_TYPE = 1 << 9
 """The flag of a class whose attributes can be set."""
-
-NAMES = ("dataset", "sampler", "batch_sampler")
 
 TELLS = ("CACHE", "PRECALL", "PUSH_NULL", "RESUME", "EXTENDED_ARG")
 """Instructions that load nothing."""
@@ -109,12 +108,12 @@ class Lengths:
                     "reduce='sum'."
                 )
 
-    def of_part(self, loader: DataLoader, dataset: Any) -> Any:
-        """``dataset``, of which the user's code may ask the length, which is to be that of this rank's part of ``loader``."""
+    def of_part(self, loader: DataLoader, name: str, source: Any) -> Any:
+        """``source``, of which the user's code may ask the length, which is to be that of this rank's part of ``loader``."""
         self.note(loader)
-        if _can_patch(type(dataset)) or not hasattr(dataset, "__len__"):
-            return dataset
-        return Measured(dataset, lambda: self._of(loader, "dataset", len(dataset)) if asked_inside() else len(dataset))
+        if _can_patch(type(source)) or not hasattr(source, "__len__"):
+            return source
+        return Measured(source, lambda: self._of(loader, name, len(source)) if asked_inside() else len(source))
 
     def of_loader(self, loader: DataLoader, whole: int) -> int:
         """The number of batches of this rank's part of ``loader``, which has ``whole``."""
@@ -203,8 +202,12 @@ def _bound(function: Callable, arguments: Mapping[str, Any]) -> dict[str, Any]:
     function = inspect.unwrap(function)
     names = getattr(getattr(function, "__code__", None), "co_names", ())
     everything = getattr(function, "__globals__", {})
-    closure = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
-    return {name: everything[name] for name in names if name in everything} | dict(closure) | dict(arguments)
+    bound = {name: everything[name] for name in names if name in everything}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True) if inspect.isfunction(function) else ()
+    for name, cell in cells:
+        with suppress(ValueError):  # it has no value yet
+            bound[name] = cell.cell_contents
+    return bound | dict(arguments)
 
 
 def _inner(value: Any) -> list[Any]:

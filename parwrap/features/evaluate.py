@@ -11,6 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -114,13 +115,16 @@ class _Told(NamedTuple):
     streams: Any
 
 
-class _Away(NamedTuple):
+@dataclass(frozen=True)
+class _Away:
     """A tensor from an accelerator, on the CPU."""
 
     tensor: torch.Tensor
 
 
 def _evaluated(group: Group, reduce: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
+    kind = f"parwrap.evaluate of {getattr(function, '__qualname__', function)}"
+    group.meet(kind)  # who has ended an epoch sooner must not evaluate other weights
     known = distributed.parts()
     lengths = Lengths(function, _arguments(function, args, kwargs)) if reduce == "mean" else None
     shared = known.loaders.streams.shared if known else nullcontext
@@ -130,7 +134,7 @@ def _evaluated(group: Group, reduce: Any, function: Callable, args: tuple, kwarg
     with shared():
         streams = get_state() if known and group.world.rank == 0 else None
     mine = _Told(mapped(result, _sent), [told(each) for each in evaluation.readings], evaluation.readers, streams)
-    group.meet(f"parwrap.evaluate of {getattr(function, '__qualname__', function)}")
+    group.meet(kind)
     gathered: list[Any] = [None] * group.world.size
     dist.all_gather_object(gathered, mine)
     if known:

@@ -16,7 +16,6 @@ from parwrap.verbs import (
     calling,
     clipping,
     data_parallel,
-    dataset,
     disk,
     files,
     foreign,
@@ -31,6 +30,7 @@ from parwrap.verbs import (
     scaler,
     schedule,
     skipping,
+    source,
     state,
 )
 
@@ -40,7 +40,7 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "load": files.load_patches,
     "iterate": loader.iterate_patches,
     "length": loader.length_patches,
-    "dataset": dataset.patches,
+    "source": source.patches,
     "backward": backward.patches,
     "own_parameters": optimizer.own_parameters_patches,
     "closure": optimizer.closure_patches,

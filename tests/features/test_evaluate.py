@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import types
 import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -30,7 +31,9 @@ from tqdm import tqdm
 
 import parwrap
 import parwrap.meetings
+from parwrap.collectives import mapped
 from parwrap.errors import RankMismatchError, UsageError
+from parwrap.features.evaluate import _arrived, _Away, _sent
 from parwrap.group import alone
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +180,7 @@ def collate(items):
 
 
 KINDS = {
-    "workers": {"num_workers": 2},
+    "workers": {"num_workers": 2, "persistent_workers": True},
     "collate": {"collate_fn": collate},
     "varying": {"batch_sampler": OfVaryingSize(range(9), 2, False), "batch_size": 1},
     "subset": {"sampler": SubsetRandomSampler([3, 1, 8, 5, 2])},
@@ -292,6 +295,27 @@ def test_in_the_midst_of_training_in_train_mode_with_gradients_and_noise(batch):
 
 
 @pytest.mark.ranks(2)
+def test_a_rank_that_has_left_an_epoch_sooner_evaluates_the_same_weights():
+    @parwrap.distributed
+    def train():
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        for step, (x, y) in enumerate(samples(16)):
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            if step == parwrap.rank() - 1:
+                break
+        return parwrap.evaluate(by_own_counter)(net, samples(9)), net
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*ran fewer batches")
+        result, net = train()
+
+    close(by_own_counter(net, samples(9)), result)
+
+
+@pytest.mark.ranks(2)
 def test_methods_in_any_order_of_decorators_with_the_others():
     class Trainer:
         def __init__(self):
@@ -355,8 +379,13 @@ def test_the_length_of_a_list_is_that_of_the_part_too():
     def by_name():
         return sum(x.sum().item() for x in DataLoader(data, batch_size=2)) / len(data)
 
+    @parwrap.evaluate
+    def by_sampler(loader):
+        return sum(x.sum().item() for x in loader) / len(loader.sampler)
+
     data = list(range(9))
     with parwrap.distributed():
+        assert 3.0 == by_sampler(DataLoader(data, batch_size=2, sampler=[1, 3, 5]))
         assert [4.0] * 3 == [mean(DataLoader(each, batch_size=2)) for each in (data, range(9), torch.arange(9))]
         with pytest.raises(UsageError, match=r"asks for the length of a dataset that is a list, which is that of all samples, while"):
             by_name()
@@ -499,6 +528,16 @@ def test_a_failure_of_one_rank_ends_the_others_too(monkeypatch):
     error, message = (KeyError, "on purpose") if parwrap.rank() else (RankMismatchError, "rank 1 has failed with KeyError: 'on purpose'")
     with pytest.raises(error, match=message):
         fails()
+
+
+def test_tensors_from_an_accelerator_come_back_to_one():
+    group = types.SimpleNamespace(device=torch.device("meta"))
+    result = {"outputs": [_Away(torch.ones(2))], "loss": torch.ones(1)}
+
+    arrived = mapped(result, lambda leaf: _arrived(leaf, group))
+
+    assert ["meta", "cpu"] == [arrived["outputs"][0].device.type, arrived["loss"].device.type]
+    assert result["loss"].tolist() == mapped(result["loss"], _sent).tolist()
 
 
 @pytest.mark.ranks(2)
