@@ -124,7 +124,7 @@ class _Away:
 
 def _evaluated(group: Group, reduce: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
     kind = f"parwrap.evaluate of {getattr(function, '__qualname__', function)}"
-    group.meet(kind)  # who has ended an epoch sooner must not evaluate other weights
+    group.meet(kind)  # one that has left an epoch sooner must not evaluate other weights
     known = distributed.parts()
     lengths = Lengths(function, _arguments(function, args, kwargs)) if reduce == "mean" else None
     shared = known.loaders.streams.shared if known else nullcontext

@@ -23,6 +23,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
 )
@@ -300,14 +301,16 @@ def test_a_rank_that_has_left_an_epoch_sooner_evaluates_the_same_weights():
     def train():
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        evaluate(net, held_out)  # from here on nothing has to be agreed on
         for step, (x, y) in enumerate(samples(16)):
             optimizer.zero_grad()
             F.cross_entropy(net(x), y).backward()
             optimizer.step()
             if step == parwrap.rank() - 1:
                 break
-        return parwrap.evaluate(by_own_counter)(net, samples(9)), net
+        return evaluate(net, held_out), net
 
+    evaluate, held_out = parwrap.evaluate(by_own_counter), samples(9)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*ran fewer batches")
         result, net = train()
@@ -339,6 +342,13 @@ def test_methods_in_any_order_of_decorators_with_the_others():
 
     amp = parwrap.distributed(parwrap.evaluate(parwrap.amp(dtype="bf16")(Trainer.evaluate)))(Trainer())
     assert amp["accuracy"] == parwrap.amp(dtype="bf16")(Trainer.evaluate)(Trainer())["accuracy"]
+
+
+@pytest.mark.ranks(2)
+def test_a_subset_that_differs_by_rank_becomes_rank_zeros():
+    loader = DataLoader(Subset(torch.arange(10), [3, 1, 4] if parwrap.rank() == 0 else [2, 7, 8]))
+    with parwrap.distributed(), pytest.warns(UserWarning, match="indices of a Subset differ between ranks; rank 0's are used"):
+        assert [3, 1, 4] == parwrap.evaluate(reduce="gather")(lambda: [x.item() for x in loader])()
 
 
 @pytest.mark.ranks(2)
