@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     accumulate: Decorating
     amp: Decorating
     distributed: Decorating
+    evaluate: Decorating
     every_rank_writes: Decorating
     rank_zero_first: Decorating
     rank_zero_only: Decorating
@@ -33,6 +34,7 @@ _HOMES = {
     "parwrap.features.accumulate": ("accumulate",),
     "parwrap.features.amp": ("amp", "amp_state"),
     "parwrap.features.distributed": ("distributed",),
+    "parwrap.features.evaluate": ("evaluate",),
     "parwrap.features.every_rank": ("every_rank_writes",),
     "parwrap.features.mean": ("mean_over_ranks",),
     "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
@@ -61,6 +63,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "distributed",
+    "evaluate",
     "every_rank_writes",
     "gather",
     "is_rank_zero",

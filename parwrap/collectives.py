@@ -18,7 +18,19 @@ from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone, open_group, world_size
 from parwrap.world import read_world
 
-__all__ = ["all_ranks", "all_reduced", "any_rank", "barrier", "broadcast", "gather", "group_for", "reduce_mean", "reduce_sum"]
+__all__ = [
+    "all_ranks",
+    "all_reduced",
+    "any_rank",
+    "barrier",
+    "broadcast",
+    "callers",
+    "gather",
+    "group_for",
+    "mapped",
+    "reduce_mean",
+    "reduce_sum",
+]
 
 CPU = torch.device("cpu")
 
@@ -70,7 +82,7 @@ def gather(x: Any) -> list[Any]:
     """
     group = group_for("gather")
     if group is None:
-        return [_map(x, _detached)]
+        return [mapped(x, _detached)]
     gathered: list[Any] = [None] * group.world.size
     dist.all_gather_object(gathered, _moved(x, CPU))
     return [_moved(each, group.device) for each in gathered]
@@ -91,7 +103,7 @@ def broadcast(x: Any, src: int = 0) -> Any:
         raise UsageError(f"broadcast(src={src}) asks for a rank that is not there: ranks are 0 to {size - 1}.")
     group = group_for("broadcast")
     if group is None:
-        return _map(x, _detached)
+        return mapped(x, _detached)
     box = [_moved(x, CPU) if group.world.rank == src else None]
     dist.broadcast_object_list(box, src)
     return _moved(box[0], group.device)
@@ -122,6 +134,14 @@ def group_for(name: str, of: str = "") -> Group | None:
         name: of the function, for error texts.
         of: what it is given, which must be the same on all ranks.
     """
+    group = callers(name)
+    if group is not None:
+        group.meet(f"parwrap.{name} of {of}" if of else f"parwrap.{name}")
+    return group
+
+
+def callers(name: str) -> Group | None:
+    """As :func:`group_for`, without waiting for the other ranks."""
     group = open_group()
     if group is None:
         if read_world(os.environ).size > 1:
@@ -135,27 +155,26 @@ def group_for(name: str, of: str = "") -> Group | None:
             f"parwrap.{name}() would wait for ever: only this rank runs what @parwrap.rank_zero_only guards. "
             "Call it outside of that function."
         )
-    group.meet(f"parwrap.{name} of {of}" if of else f"parwrap.{name}")
     return group
 
 
-def _map(x: Any, leaf: Callable[[Any], Any]) -> Any:
+def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
     """``x`` with ``leaf`` applied to whatever is not a dict, list or tuple."""
     if isinstance(x, dict):
-        mapped = copy.copy(x)
+        copied = copy.copy(x)
         for key in sorted(x, key=repr):  # ranks may have filled theirs in another order
-            mapped[key] = _map(x[key], leaf)
-        return mapped
+            copied[key] = mapped(x[key], leaf)
+        return copied
     if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return type(x)(*(_map(value, leaf) for value in x))
+        return type(x)(*(mapped(value, leaf) for value in x))
     if isinstance(x, (list, tuple)):
-        return type(x)([_map(value, leaf) for value in x])
+        return type(x)([mapped(value, leaf) for value in x])
     return leaf(x)
 
 
 def _moved(x: Any, device: torch.device) -> Any:
     """``x`` with its tensors detached and on ``device``."""
-    return _map(x, lambda leaf: leaf.detach().to(device) if isinstance(leaf, torch.Tensor) else leaf)
+    return mapped(x, lambda leaf: leaf.detach().to(device) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def _described(tensor: torch.Tensor) -> str:
@@ -168,7 +187,7 @@ def _detached(leaf: Any) -> Any:
 
 def _reduce(name: str, x: Any, finish: Callable[[Any, int], Any]) -> Any:
     leaves: list[torch.Tensor] = []
-    _map(x, lambda leaf: leaves.append(_as_tensor(name, leaf)))
+    mapped(x, lambda leaf: leaves.append(_as_tensor(name, leaf)))
     group = group_for(name, of=", ".join(_described(leaf) for leaf in leaves[:MOST_DESCRIBED]))
     size = 1
     if group is not None:
@@ -183,7 +202,7 @@ def _reduce(name: str, x: Any, finish: Callable[[Any, int], Any]) -> Any:
         finished = finish(total.to(leaf.device), size)
         return finished.to(leaf.dtype) if leaf.dtype.is_floating_point or leaf.dtype.is_complex else finished
 
-    return _map(x, result)
+    return mapped(x, result)
 
 
 def _as_tensor(name: str, leaf: Any) -> torch.Tensor:

@@ -55,6 +55,10 @@ class ScopeDecorator:
         """What to hold during one call of ``function``; ``None`` stands for a ``with`` block."""
         raise NotImplementedError
 
+    def around(self, function: Callable) -> Callable:
+        """What is called inside of the scopes in the place of ``function``."""
+        return function
+
     def __call__(self, decorated: F) -> F:
         function: Any = decorated
         if isinstance(function, (staticmethod, classmethod)):
@@ -71,13 +75,14 @@ class ScopeDecorator:
         elif decorators:
             function = outermost.__wrapped__
         decorators = tuple(sorted((self, *decorators), key=lambda decorator: decorator.layer))
+        runs = functools.reduce(lambda inner, decorator: decorator.around(inner), decorators, function)
 
         @functools.wraps(function)
         def scoped(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as scopes:
                 for decorator in decorators:
                     scopes.enter_context(decorator.scope(function))
-                return function(*args, **kwargs)
+                return runs(*args, **kwargs)
 
         scoped.__parwrap_scopes__ = (scoped, decorators)  # type: ignore[attr-defined]
         return scoped

@@ -26,6 +26,7 @@ class Loop:
         batches: how many batches passes over loaders have yielded.
         passes: how many training passes over loaders are open.
         evaluations: how many passes are open that only look at data, which all ranks do alike.
+        parts: whether what is looked at is shared out already, each rank having a part of its own.
         looped: whether there has been a training pass at all.
         weight: how much this rank's part of the current batch counts in an average over ranks.
         loss_factor: what its loss is multiplied by beside that weight.
@@ -39,6 +40,7 @@ class Loop:
         self.batches = 0
         self.passes = 0
         self.evaluations = 0
+        self.parts = False
         self._whole = False
         self.looped = False
         self.weigh(1.0)

@@ -17,7 +17,7 @@ import wrapt
 
 from parwrap.imported import Namespaces
 
-__all__ = ["Patch", "installed", "is_patched"]
+__all__ = ["Measured", "Patch", "installed", "is_patched"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,21 @@ class _Wrapped(wrapt.FunctionWrapper):
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return resolve_name, (self._self_reference,)
+
+
+class Measured(wrapt.ObjectProxy):
+    """``thing`` in all but its length, for what is of a type that cannot be patched, such as a list.
+
+    >>> [len(Measured(["a", "b"], lambda: 1)), Measured(["a", "b"], lambda: 1)[1]]
+    [1, 'b']
+    """
+
+    def __init__(self, thing: Any, length: Callable[[], int]) -> None:
+        super().__init__(thing)
+        self._self_length = length
+
+    def __len__(self) -> int:
+        return self._self_length()
 
 
 def is_patched(function: Any) -> bool:

@@ -51,6 +51,9 @@ class Loaders:
         streams: the random streams.
         sharing: gives how to share out now.
         began: called at the first training pass.
+
+    Attributes:
+        streams: the random streams.
     """
 
     def __init__(
@@ -61,16 +64,23 @@ class Loaders:
         sharing: Callable[[], Sharing],
         began: Callable[[TrainingData], None],
     ) -> None:
-        self._loop, self._sharing = loop, sharing
+        self._loop, self._sharing, self.streams = loop, sharing, streams
         self._size = group.world.size if group else 1
         self._shares = Shares(group, streams, sharing, began)
         self._histories: weakref.WeakKeyDictionary[DataLoader, _History] = weakref.WeakKeyDictionary()
         self._shuffled_seen = False
 
+    def agree(self, loader: DataLoader) -> None:
+        """Have all ranks hold the same samples behind ``loader``, of which each is about to look at a part."""
+        self._check_told(self._history(loader), trains=False)
+        self._shares.agree(loader)
+
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         """A pass over ``loader``."""
         if _is_private():
             return original(loader)
+        if self._loop.parts:
+            return self._evaluation(loader, original, lambda exhausted: None)
         history = self._history(loader)
         if not torch.is_grad_enabled():
             self._check_told(history, trains=False)
@@ -93,7 +103,7 @@ class Loaders:
         return Pass(batches, self._watch_training(history), drawn)
 
     def _evaluation(self, loader: DataLoader, original: Callable, closed: Callable[[bool], None]) -> Iterator:
-        batches, whole = original(loader), not self._shares.shares_out_itself(loader)
+        batches, whole = original(loader), not (self._loop.parts or self._shares.shares_out_itself(loader))
         self._loop.opened_evaluation()
 
         def all_closed(exhausted: bool) -> None:
@@ -105,7 +115,7 @@ class Loaders:
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         """``len(loader)``: of what this rank gets to see of it."""
         whole = original(loader)
-        if _is_private():
+        if _is_private() or self._loop.parts:
             return whole
         history, trains = self._history(loader), self._will_train(loader)
         share = self._shares.length(loader, whole)

@@ -205,6 +205,12 @@ class Shares:
             )
         return Pick(self._rank, self._size, batch=loader.batch_size, drop_last=loader.drop_last)
 
+    def agree(self, loader: DataLoader) -> None:
+        """Have all ranks hold the same samples behind ``loader``, which is not shared out here."""
+        changed = self._agreement.changed(loader) if self._agreement else []
+        if changed and self._agreement:
+            self._agreement.agree(loader, changed, 0)
+
     def length(self, loader: DataLoader, whole: int) -> int:
         """How many of a training pass's ``whole`` batches this rank gets."""
         if loader in replicated or self.shares_out_itself(loader) or self._splits(loader):

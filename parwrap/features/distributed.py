@@ -110,6 +110,7 @@ class Parts(NamedTuple):
     loop: Loop
     strategy: DDP
     counts: Counts
+    loaders: Loaders
 
 
 def parts() -> Parts | None:
@@ -238,11 +239,12 @@ class _Session:
             loop.find_optimizers()
             loop.changed = self._changed
             self._undo.callback(self._stop)
-            actors += [loop, Loaders(group, loop, self._streams, self._sharing, self.began)]
+            loaders = Loaders(group, loop, self._streams, self._sharing, self.began)
+            actors += [loop, loaders]
         if group is None:
             return [*actors, *([Single(loop)] if actors else []), Voice()]
         voices, ddp = Voices(group.world.rank), DDP(group, loop, self._ddp_options)
-        self.parts = Parts(group, loop, ddp, Counts(group, loop))
+        self.parts = Parts(group, loop, ddp, Counts(group, loop), loaders)
         files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
         self._undo.enter_context(voices.silenced())
         self._undo.callback(ddp.close)

@@ -31,6 +31,7 @@ from parwrap.verbs import (
     scaler,
     schedule,
     skipping,
+    source,
     state,
 )
 
@@ -41,6 +42,7 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "world_size_asked": ranks.patches,
     "iterate": loader.iterate_patches,
     "length": loader.length_patches,
+    "source": source.patches,
     "backward": backward.patches,
     "own_parameters": optimizer.own_parameters_patches,
     "closure": optimizer.closure_patches,
