@@ -14,7 +14,17 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["DealtBatches", "SplitBatches", "distributed_sampler", "is_plain", "last_part", "share_length", "shuffles", "with_indices"]
+__all__ = [
+    "DealtBatches",
+    "SplitBatches",
+    "arranged",
+    "distributed_sampler",
+    "is_plain",
+    "last_part",
+    "share_length",
+    "shuffles",
+    "with_indices",
+]
 
 
 class DealtBatches:
@@ -93,8 +103,15 @@ def is_plain(loader: DataLoader) -> bool:
     return once and batches_by_size and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
 
 
+def arranged(draws: Any, size: int) -> Any:
+    """What a sampler ``draws``, in the order to deal it out to ``size`` ranks, if it says that it knows one."""
+    return draws.for_ranks(size) if hasattr(draws, "for_ranks") else draws
+
+
 def share_length(loader: DataLoader, whole: int, size: int) -> int:
     """How many batches one of ``size`` ranks gets of a loader that has ``whole``."""
+    if hasattr(loader.batch_sampler, "for_ranks"):
+        whole = len(arranged(loader.batch_sampler, size))
     if loader.batch_sampler is None or not is_plain(loader):
         return math.ceil(whole / size)
     return len(BatchSampler(range(math.ceil(len(loader.dataset) / size)), loader.batch_size or 1, loader.drop_last))  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.data.agreement import Agreement, SameDraws
 from parwrap.data.passes import SharedDraws
-from parwrap.data.sharding import DealtBatches, SplitBatches, distributed_sampler, is_plain, share_length, with_indices
+from parwrap.data.sharding import DealtBatches, SplitBatches, arranged, distributed_sampler, is_plain, share_length, with_indices
 from parwrap.group import Group
 from parwrap.streams import Streams
 
@@ -151,7 +151,8 @@ class Shares:
 
     def _drawn(self, loader: DataLoader, shared: _Shared) -> Any:
         """What the loader's own sampler draws, the same on all ranks."""
-        draws = SharedDraws(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, self._streams)
+        draws = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        draws = SharedDraws(arranged(draws, 1 if self._splits(loader) else self._size), self._streams)
         return SameDraws(draws, self._group, shared.draws, type(loader.sampler).__name__) if self._group else draws
 
     def _own_shard(self, loader: DataLoader, shared: _Shared) -> DataLoader:
