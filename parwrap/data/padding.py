@@ -62,9 +62,9 @@ class pad_collate:
         self.fields = None if fields is None else tuple(fields)
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        return self._collated(list(samples), masked=self.attention_mask)
+        return self._collated(samples, masked=self.attention_mask)
 
-    def _collated(self, samples: list[Any], masked: bool | None) -> Any:
+    def _collated(self, samples: Sequence[Any], masked: bool | None) -> Any:
         """A batch of ``samples``, which may be what a field holds; with a mask or without, or ``None`` for where it is usual."""
         first = samples[0]
         if _is_sequence(first):
@@ -78,12 +78,14 @@ class pad_collate:
             return default_collate(samples)
         sequences = [name for name in columns if self._pads(name, columns[name])]
         measure: Any = "input_ids" if "input_ids" in sequences else sequences[0] if sequences else None
-        batch: dict[Any, Any] = {
-            name: self._padded(name, column, _lengths(column) == _lengths(columns[measure]))
-            if name in sequences
-            else self._collated(list(column), masked=None if masked is None else False)
-            for name, column in columns.items()
-        }
+        batch: dict[Any, Any] = {}
+        for name, column in columns.items():
+            if name in sequences:
+                batch[name] = self._padded(name, column, rounded=_lengths(column) == _lengths(columns[measure]))
+            elif _is_sequence(column[0]):
+                batch[name] = default_collate(column)
+            else:
+                batch[name] = self._collated(column, masked=None if masked is None else False)
         usual = isinstance(first, Mapping) and measure == "input_ids"
         if sequences and "attention_mask" not in batch and (usual if masked is None else masked):
             batch["attention_mask"] = _mask(columns[measure], batch[measure].shape[1])
