@@ -92,7 +92,8 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(DealtBatches(self._pass(self.num_replicas), self.rank, self.num_replicas))
+        # only when it is asked for the first: torch's shuffled loaders draw their order then too
+        yield from DealtBatches(self._pass(self.num_replicas), self.rank, self.num_replicas)
 
     def __len__(self) -> int:
         return -(-self._count(self.num_replicas) // self.num_replicas)
@@ -209,7 +210,7 @@ class _Arranged:
         self._sampler, self._ranks = sampler, ranks
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._sampler._pass(self._ranks))
+        yield from self._sampler._pass(self._ranks)
 
     def __len__(self) -> int:
         return self._sampler._count(self._ranks)

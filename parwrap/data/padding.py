@@ -64,7 +64,7 @@ class pad_collate:
     def __call__(self, samples: Sequence[Any]) -> Any:
         return self._collated(samples, masked=self.attention_mask)
 
-    def _collated(self, samples: Sequence[Any], masked: bool | None) -> Any:
+    def _collated(self, samples: Any, masked: bool | None) -> Any:
         """A batch of ``samples``, which may be what a field holds; with a mask or without, or ``None`` for where it is usual."""
         first = samples[0]
         if _is_sequence(first):
