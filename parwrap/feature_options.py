@@ -74,7 +74,7 @@ def features_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         features["uniform_length"] = of_uniform_length
     elif of_uniform_length:
         given = " and ".join(f"--{name.replace('_', '-')}" for name in of_uniform_length)
-        raise UsageError(f"{given} is for --uniform-length, which is not there: add it, or put the script's own options after its name.")
+        raise UsageError(f"{given} has nothing to act on without --uniform-length: add it. The script's own options come after its name.")
     return features
 
 
