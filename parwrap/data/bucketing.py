@@ -7,6 +7,7 @@ It needs no process group and knows nothing of loaders. Where lengths come from 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,6 +86,7 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         self.shuffle, self.seed, self.multiple_of, self.slack = shuffle, seed, multiple_of, slack
         self.num_replicas, self.rank = _checked_rank(num_replicas, rank)
         self._epoch = 0
+        self._counted: _Counted | None = None
         self._refuse_too_long()
 
     def set_epoch(self, epoch: int) -> None:
@@ -134,10 +136,13 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         return [batch for samples in [*whole, *incomplete] for batch in _batches(samples, ranks, random)]
 
     def _count(self, ranks: int) -> int:
-        """The number of all batches of a pass."""
-        padded = -np.sort(-self._padded())
-        buckets = self._cut(padded[: len(padded) - self._left_out(ranks)], ranks)
-        return sum(min(bucket.rounds * ranks, bucket.end - bucket.start) for bucket in buckets)
+        """The number of all batches of a pass, counted once: loops ask for it in every step."""
+        if self._counted is None or self._counted.lengths is not self.lengths or self._counted.ranks != ranks:
+            padded = -np.sort(-self._padded())
+            buckets = self._cut(padded[: len(padded) - self._left_out(ranks)], ranks)
+            batches = sum(min(bucket.rounds * ranks, bucket.end - bucket.start) for bucket in buckets)
+            self._counted = _Counted(self.lengths, ranks, batches)
+        return self._counted.batches
 
     def _left_out(self, ranks: int) -> int:
         return len(self.lengths) % (ranks * (self.batch_size or 1)) if self.drop_last else 0
@@ -214,6 +219,15 @@ class _Arranged:
 
     def __len__(self) -> int:
         return self._sampler._count(self._ranks)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """How many ``batches`` samples of those ``lengths`` make for as many ``ranks``; no sequence, which ranks would compare."""
+
+    lengths: np.ndarray
+    ranks: int
+    batches: int
 
 
 class _Bucket(NamedTuple):
