@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     rank_zero_first: Decorating
     rank_zero_only: Decorating
     sync_bn: Decorating
+    uniform_length: Decorating
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ _HOMES = {
     "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
     "parwrap.features.shard": ("replicate", "shard"),
     "parwrap.features.sync_bn": ("sync_bn",),
+    "parwrap.features.uniform_length": ("uniform_length",),
     "parwrap.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
     "parwrap.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin", "SyncBNMixin"),
 }
@@ -77,11 +79,14 @@ __all__ = [
     "replicate",
     "shard",
     "sync_bn",
+    "uniform_length",
     "world_size",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":
+        return import_module("parwrap.data")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'parwrap' has no attribute {name!r}")
     value = getattr(import_module(_HOME_OF[name]), name)

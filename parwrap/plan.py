@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from parwrap.errors import LaunchError, UsageError
+from parwrap.feature_options import AMP_VALUES, add_feature_options, features_of, number, whole, with_amp_value
 from parwrap.script import Script
 
 __all__ = ["LaunchPlan", "describe", "plan_launch"]
 
 SCOPE_OPTIONS = ("backend", "seed", "batch", "uneven", "lr", "loss", "bucket_cap_mb", "timeout", "hang_after", "gradient_as_bucket_view")
-AMP_VALUES = ("auto", "bf16", "fp16", "bfloat16", "float16", "O0", "O1", "O2", "O3")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ONE_NODE = "parwrap"
 """The rendezvous backend of a node that need not wait for others; see ``agent.py``."""
@@ -72,7 +72,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         nproc_per_node=environ.get("PET_NPROC_PER_NODE", str(gpus or 1)),
         start_method=environ.get("PET_START_METHOD", "forkserver"),
     )
-    arguments, unknown = parser.parse_known_args(_with_amp_value(parser, argv))
+    arguments, unknown = parser.parse_known_args(with_amp_value(parser, argv))
     if unknown:
         raise UsageError(_unknown(unknown[0], [option for action in parser._actions for option in action.option_strings]))
     options = {name: getattr(arguments, name) for name in SCOPE_OPTIONS if hasattr(arguments, name)}
@@ -83,7 +83,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
             f"--nproc-per-node {ranks} is more than the GPUs that torch can use here ({gpus}). "
             f"Start at most {gpus} ranks on this node, or add --backend gloo to let ranks share GPUs."
         )
-    script = _script(arguments, options, _features(arguments))
+    script = _script(arguments, options, features_of(arguments))
     if _meets_alone(arguments, nodes):
         arguments.rdzv_backend, arguments.rdzv_endpoint = ONE_NODE, "localhost"
     if arguments.master_port is None:
@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     ours.add_argument("--show", action="store_true", help="Print the plan and start nothing.")
     absent = argparse.SUPPRESS
     ours.add_argument("--backend", default=absent, help="Backend of the process group; by default nccl for GPUs and gloo for the CPU.")
-    ours.add_argument("--seed", default=absent, type=_whole, help="Seed of torch, numpy and python on all ranks.")
+    ours.add_argument("--seed", default=absent, type=whole, help="Seed of torch, numpy and python on all ranks.")
     ours.add_argument(
         "--batch", default=absent, help="per_rank: each rank takes whole batches; global: each takes its part of every batch."
     )
@@ -168,14 +168,14 @@ def _parser() -> argparse.ArgumentParser:
     ours.add_argument("--lr", default=absent, help="Learning rates, as the global batch grows with the ranks: keep, linear or sqrt.")
     ours.add_argument("--loss", default=absent, help="What the loss is over the samples of a batch: mean or sum.")
     ours.add_argument(
-        "--bucket-cap-mb", "--bucket_cap_mb", default=absent, type=_number, help="Size of DDP's gradient buckets in megabytes."
+        "--bucket-cap-mb", "--bucket_cap_mb", default=absent, type=number, help="Size of DDP's gradient buckets in megabytes."
     )
-    ours.add_argument("--timeout", default=absent, type=_number, help="Seconds that a rank waits for another.")
+    ours.add_argument("--timeout", default=absent, type=number, help="Seconds that a rank waits for another.")
     ours.add_argument(
         "--hang-after",
         "--hang_after",
         default=absent,
-        type=_number,
+        type=number,
         help="Seconds after which rank 0 says where every rank is, if one still waits; by default 60.",
     )
     ours.add_argument(
@@ -185,63 +185,8 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="As in DistributedDataParallel: saves memory, but gradients kept across steps change.",
     )
-    ours.add_argument(
-        "--amp",
-        default=absent,
-        metavar="DTYPE",
-        help=f"Mixed precision: {', '.join(AMP_VALUES)}; auto if left out, which is bf16 where the device has it.",
-    )
-    ours.add_argument("--sync-bn", "--sync_bn", default=absent, action="store_true", help="BatchNorm shares its statistics over ranks.")
-    ours.add_argument(
-        "--accumulate",
-        default=absent,
-        metavar="N",
-        type=_steps,
-        help="Take an optimizer step every N batches; auto for a script that accumulates by hand.",
-    )
+    add_feature_options(ours)
     return parser
-
-
-def _with_amp_value(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """``argv`` with the value that a bare ``--amp`` leaves out, for which argparse would take the script's name."""
-    completed = list(argv)
-    for place, (argument, following) in enumerate(zip(argv, [*argv[1:], ""], strict=False)):
-        if argument == "--amp" and following not in AMP_VALUES:
-            before, _ = parser.parse_known_args([*argv[:place], "script"])
-            if not before.training_script_args:  # else this one is the script's own
-                completed[place] = "--amp=auto"
-            break
-    return completed
-
-
-def _features(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The decorators that options ask for, by name, with what they take."""
-    features: dict[str, dict[str, Any]] = {}
-    if hasattr(arguments, "amp"):
-        features["amp"] = {"level" if arguments.amp.startswith("O") else "dtype": arguments.amp}
-    if hasattr(arguments, "sync_bn"):
-        features["sync_bn"] = {}
-    if hasattr(arguments, "accumulate"):
-        features["accumulate"] = {"steps": arguments.accumulate}
-    return features
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number.") from None
-
-
-def _steps(text: str) -> int | str:
-    return text if text == "auto" else _whole(text)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from None
 
 
 def _unknown(option: str, known: list[str]) -> str:

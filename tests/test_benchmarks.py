@@ -72,3 +72,15 @@ def test_what_features_cost_is_written_as_json(tmp_path):
 )
 def test_a_limit_is_met_by_the_median_or_by_a_narrow_interval_around_it(judged, samples, met):
     assert judged(samples, limit=1.02).met == met
+
+
+def test_the_time_to_an_accuracy_lies_between_two_evaluations(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from uniform_length import TARGET, Run, draw
+
+    run = Run(seconds=[1.0, 3.0], accuracies=[TARGET - 0.1, TARGET + 0.3], padding=0.01)
+    at_once = Run(seconds=[2.0], accuracies=[2 * TARGET], padding=0.01)
+
+    assert (1.5, 1.0) == (pytest.approx(run.to_target), at_once.to_target)
+    draw({"1 rank(s)": {"padded to the longest": [run], "uniform_length": [at_once]}}, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -13,7 +13,7 @@ FLOORS = [
     {"strategies", "data", "files", "voices", "precision", "accumulation"},
     {"features"},
     {"mixins"},
-    {"plan", "run", "script", "agent", "failures", "preloaded", "testing", "_rank_launcher", "_rank_process"},
+    {"plan", "feature_options", "run", "script", "agent", "failures", "preloaded", "testing", "_rank_launcher", "_rank_process"},
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
 FILES = sorted(PACKAGE.rglob("*.py"))

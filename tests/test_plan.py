@@ -47,6 +47,11 @@ def plan(*argv: str, gpus: int = 0, cores: int = 8, **environ: str) -> LaunchPla
             ["--accumulate", "4", "train.py", "--accumulate", "2"],
             Script("train.py", ("--accumulate", "2"), scope={}, features={"accumulate": {"steps": 4}}),
         ),
+        (["--uniform-length", "train.py"], Script("train.py", scope={}, features={"uniform_length": {}})),
+        (
+            ["--uniform_length", "--pad-value", "0", "--max-tokens=512", "train.py", "--max-tokens", "9"],
+            Script("train.py", ("--max-tokens", "9"), scope={}, features={"uniform_length": {"pad_value": 0.0, "max_tokens": 512}}),
+        ),
         (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
         (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),
         (["--plain", "--use_env", "train.py"], Script("train.py", scope=None)),
@@ -218,6 +223,11 @@ variables  as they are"""
             ["--plain", "--seed", "1", "--bucket-cap-mb", "5", "train.py"],
             "--plain opens no scope, so there is nothing for --seed, --bucket-cap-mb to act on: leave one of them out.",
         ),
+        (
+            ["--pad-value", "0", "train.py"],
+            "--pad-value has nothing to act on without --uniform-length: add it. The script's own options come after its name.",
+        ),
+        (["--uniform-length", "--max-tokens", "0", "train.py"], "max_tokens=0 is not a whole number above 0."),
         (["--no-python", "-m", "ls"], "--no-python runs a program and --module a Python module: leave one of them out."),
         (
             ["--no-python", "ls"],
@@ -306,6 +316,12 @@ def test_batches_of_a_step_are_a_whole_number(steps, text):
 
 def test_show_accumulation():
     assert "inside     parwrap.distributed(seed=1) accumulate(steps=4)" in describe(plan("--seed", "1", "--accumulate", "4", "train.py"))
+
+
+def test_show_uniform_length():
+    shown = describe(plan("--uniform-length", "--pad-value", "0", "train.py"))
+
+    assert "inside     parwrap.distributed() uniform_length(pad_value=0.0)" in shown
 
 
 def test_options_of_the_scope_are_checked_by_the_scope():

@@ -38,6 +38,16 @@ def test_the_decorated_example_runs_alone_and_on_two_ranks_however_it_is_launche
     assert f"on {2 if launch else 1} rank(s)" in printed
 
 
+def test_the_example_with_texts_wastes_little_on_padding_with_the_option_that_the_readme_names():
+    (command,) = re.findall(r"^    python (-m parwrap\.run .*--uniform-length.* examples/text\.py)$", README, re.MULTILINE)
+    small = ["--functions=40", "--epochs=1", "--longest=128", "--batch-size=4"]
+    run = subprocess.run([sys.executable, *shlex.split(command), *small], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+
+    assert float(re.search(r"padding (\S+)", run.stdout)[1]) < 0.1
+    assert 1 == run.stdout.count("epoch 1")
+    assert re.search(r"272 samples / 2 ranks, uniform_length, seed \d+$", run.stderr, re.MULTILINE)
+
+
 def test_the_test_command_is_the_one_that_ci_runs():
     assert re.search(r"^ +python3 -m venv .*-e '\.\[test\]' && \.venv/bin/python -m pytest$", README, re.MULTILINE)
 

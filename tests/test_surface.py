@@ -15,6 +15,14 @@ def test_every_public_name_is_there_and_documented():
     assert set(parwrap.__all__) <= set(dir(parwrap))
 
 
+def test_the_names_of_data_are_there_and_documented():
+    for name in parwrap.data.__all__:
+        assert getattr(parwrap.data, name).__doc__, name
+    assert set(parwrap.data.__all__) <= set(dir(parwrap.data))
+    with pytest.raises(AttributeError, match=r"module .parwrap\.data. has no attribute .pad."):
+        _ = parwrap.data.pad
+
+
 def test_names_that_do_not_exist_are_attribute_errors():
     with pytest.raises(AttributeError, match="module 'parwrap' has no attribute 'distribute'"):
         _ = parwrap.distribute

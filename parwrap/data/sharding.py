@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 __all__ = [
     "DealtBatches",
     "SplitBatches",
+    "arranged",
     "distributed_sampler",
     "is_plain",
     "last_part",
@@ -121,8 +122,15 @@ def is_plain(loader: DataLoader) -> bool:
     return once and batches_by_size and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
 
 
+def arranged(draws: Any, size: int) -> Any:
+    """What a sampler ``draws``, in the order to deal it out to ``size`` ranks, if it says that it knows one."""
+    return draws.for_ranks(size) if hasattr(draws, "for_ranks") else draws
+
+
 def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad") -> int:
     """How many batches one of ``size`` ranks gets of a loader that has ``whole``."""
+    if hasattr(loader.batch_sampler, "for_ranks"):
+        whole = len(arranged(loader.batch_sampler, size))
     if loader.batch_sampler is None or not is_plain(loader):
         return _in_rounds(whole, size, uneven)
     samples, batch_size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]

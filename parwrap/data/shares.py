@@ -28,6 +28,7 @@ from parwrap.data.passes import SharedDraws
 from parwrap.data.sharding import (
     DealtBatches,
     SplitBatches,
+    arranged,
     distributed_sampler,
     is_plain,
     samples_in,
@@ -277,11 +278,13 @@ class Shares:
 
     def _drawn(self, loader: DataLoader, shared: _Shared, sampler: Any = None) -> Any:
         """What ``sampler``, or else what the loader draws from, draws, the same on all ranks."""
-        draws = self._on_shared_streams(loader, sampler)
+        draws = self._on_shared_streams(loader, sampler, 1 if self._splits(loader) else self._size)
         return SameDraws(draws, self._group, shared.draws, type(loader.sampler).__name__) if self._group else draws
 
-    def _on_shared_streams(self, loader: DataLoader, sampler: Any = None) -> SharedDraws:
-        return SharedDraws(sampler or (loader.sampler if loader.batch_sampler is None else loader.batch_sampler), self._streams)
+    def _on_shared_streams(self, loader: DataLoader, sampler: Any = None, size: int = 1) -> SharedDraws:
+        """What is drawn on all ranks, in the order in which it is best dealt out to ``size`` of them."""
+        draws = sampler or (loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+        return SharedDraws(arranged(draws, size), self._streams)
 
     def _own_shard(self, loader: DataLoader, shared: _Shared) -> DataLoader:
         """A copy that draws from the user's own ``DistributedSampler``, if need be as this rank."""

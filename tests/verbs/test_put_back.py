@@ -154,6 +154,17 @@ def test_after_accumulation(fails):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_uniform_length(fails):
+    train()
+    before = everything()
+    with contextlib.suppress(KeyError):
+        parwrap.distributed(parwrap.uniform_length(pad_value=0)(train))(fails=fails)
+
+    assert [] == changed(before)
+
+
+@pytest.mark.ranks(2)
 def test_after_nested_blocks():
     train()
     before = everything()

@@ -1,0 +1,153 @@
+"""Samples of different lengths made into one batch, padded to the longest of them, as a ``collate_fn``.
+
+What is already padded is cut down by ``trimming.py``; which samples come together is ``bucketing.py``'s.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from parwrap.errors import UsageError
+
+__all__ = ["pad_collate"]
+
+USUAL = {"labels": -100}
+"""What fields of these names are padded with, unless it is said: the index that torch's losses ignore."""
+
+
+class pad_collate:
+    """Make a batch of samples whose sequences differ in length, for ``DataLoader(collate_fn=...)``.
+
+    A sample is a sequence, or a tuple, list or dict of fields. Sequences are tensors and arrays, padded along their first dimension, and
+    lists of numbers. Fields that are no sequences or all of one shape, such as labels, are what ``default_collate`` makes of them.
+
+    Args:
+        pad_value: to pad with; or a dict of values by the name or place of a field, of which others have 0, and ``labels`` -100.
+        multiple_of: what the length of a batch is rounded up to, as by 8 for tensor cores. So are the first sequence of a sample and others
+            that are always as long.
+        attention_mask: whether a mask of ones for tokens and zeros for padding is added, of the field ``input_ids``, or else the first
+            sequence: as ``attention_mask`` of a dict, else as the last of the fields. By default for dicts with ``input_ids`` and no mask.
+        fields: names or places of those that are sequences; by default it is looked for.
+
+    Raises:
+        UsageError: an option that cannot mean anything; in a batch: other dimensions than the first differ.
+
+    >>> pad_collate()([(torch.tensor([1, 2, 3]), 0), (torch.tensor([4]), 1)])
+    [tensor([[1, 2, 3],
+            [4, 0, 0]]), tensor([0, 1])]
+    >>> pad_collate(pad_value=9)([{"input_ids": [1, 2]}, {"input_ids": [3]}])
+    {'input_ids': tensor([[1, 2],
+            [3, 9]]), 'attention_mask': tensor([[1, 1],
+            [1, 0]])}
+    """
+
+    def __init__(
+        self,
+        pad_value: float | Mapping[Any, float] = 0,
+        multiple_of: int = 1,
+        attention_mask: bool | None = None,
+        fields: Sequence[Any] | None = None,
+    ) -> None:
+        if not (isinstance(multiple_of, int) and multiple_of > 0):
+            raise UsageError(f"multiple_of={multiple_of!r} is not a whole number above 0.")
+        if isinstance(fields, str):
+            raise UsageError(f"fields={fields!r} is one name: give a list of them, as in [{fields!r}].")
+        self.pad_value, self.multiple_of, self.attention_mask = pad_value, multiple_of, attention_mask
+        self.fields = None if fields is None else tuple(fields)
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        return self._collated(samples, masked=self.attention_mask)
+
+    def _collated(self, samples: Any, masked: bool | None) -> Any:
+        """A batch of ``samples``, which may be what a field holds; with a mask or without, or ``None`` for where it is usual."""
+        first = samples[0]
+        if _is_sequence(first):
+            padded = self._padded(None, samples, rounded=True)
+            return [padded, _mask(samples, padded.shape[1])] if masked else padded
+        if isinstance(first, Mapping):
+            columns = {name: [sample[name] for sample in samples] for name in first}
+        elif isinstance(first, (tuple, list)):
+            columns = dict(enumerate(zip(*samples, strict=True)))  # type: ignore[arg-type]
+        else:
+            return default_collate(samples)
+        sequences = [name for name in columns if self._pads(name, columns[name])]
+        measure: Any = "input_ids" if "input_ids" in sequences else sequences[0] if sequences else None
+        batch: dict[Any, Any] = {}
+        for name, column in columns.items():
+            if name in sequences:
+                batch[name] = self._padded(name, column, rounded=_lengths(column) == _lengths(columns[measure]))
+            elif _is_sequence(column[0]):
+                batch[name] = default_collate(column)
+            else:
+                batch[name] = self._collated(column, masked=None if masked is None else False)
+        usual = isinstance(first, Mapping) and measure == "input_ids"
+        if sequences and "attention_mask" not in batch and (usual if masked is None else masked):
+            batch["attention_mask"] = _mask(columns[measure], batch[measure].shape[1])
+        return _like(first, batch)
+
+    def _pads(self, name: Any, column: Sequence[Any]) -> bool:
+        return _is_sequence(column[0]) and (self.fields is None or name in self.fields)
+
+    def _padded(self, name: Any, column: Sequence[Any], rounded: bool) -> torch.Tensor:
+        """One tensor of sequences, padded if they differ in length, or if their length is ``rounded``."""
+        tensors = _tensors(column)
+        shapes = {tensor.shape[1:] for tensor in tensors}
+        if len(shapes) > 1:
+            field = "the samples" if name is None else f"the field {name!r}"
+            found = " and ".join(sorted({str(tuple(tensor.shape)) for tensor in tensors})[:2])
+            raise UsageError(
+                f"{field} of a batch have shapes {found}: only the first dimension can be padded, so the others must be the same."
+            )
+        longest = max(map(len, tensors))
+        if rounded or any(len(tensor) != longest for tensor in tensors):
+            longest = -(-longest // self.multiple_of) * self.multiple_of
+        if all(len(tensor) == longest for tensor in tensors):
+            return default_collate(tensors)
+        batch = tensors[0].new_full((len(tensors), longest, *shapes.pop()), self._value(name))
+        for row, tensor in zip(batch, tensors, strict=True):
+            row[: len(tensor)] = tensor
+        return batch
+
+    def _value(self, name: Any) -> float:
+        if isinstance(self.pad_value, Mapping):
+            return self.pad_value.get(name, USUAL.get(name, 0))
+        return 0 if name in ("attention_mask", "token_type_ids") else USUAL.get(name, self.pad_value)
+
+
+def _is_sequence(value: Any) -> bool:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.ndim > 0
+    return isinstance(value, list) and all(isinstance(each, (bool, int, float, np.number)) for each in value)
+
+
+def _lengths(column: Sequence[Any]) -> list[int]:
+    return [len(each) for each in column]
+
+
+def _tensors(column: Sequence[Any]) -> list[torch.Tensor]:
+    """``column`` as tensors; an empty list has no dtype of its own."""
+    if not isinstance(column[0], list):
+        return [torch.as_tensor(each) for each in column]
+    dtype = next((torch.as_tensor(each).dtype for each in column if len(each)), None)
+    return [torch.as_tensor(each, dtype=dtype) for each in column]
+
+
+def _mask(column: Sequence[Any], length: int) -> torch.Tensor:
+    return (torch.arange(length) < torch.tensor(_lengths(column))[:, None]).long()
+
+
+def _like(sample: Any, batch: dict[Any, Any]) -> Any:
+    """The fields of a ``batch`` in a container as ``default_collate`` chooses it for such a ``sample``."""
+    if isinstance(sample, Mapping):
+        if type(sample) is dict or not isinstance(sample, MutableMapping):
+            return batch
+        container = copy.copy(sample)
+        container.update(batch)
+        return container
+    return type(sample)(*batch.values()) if hasattr(sample, "_fields") and len(batch) == len(sample) else list(batch.values())

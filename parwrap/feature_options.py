@@ -1,0 +1,96 @@
+"""The options of ``parwrap.run`` that stand for feature decorators: what they take, and which decorators they ask for.
+
+What they mean together with the others is ``plan.py``'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from parwrap.errors import UsageError
+
+__all__ = ["AMP_VALUES", "add_feature_options", "features_of", "number", "whole", "with_amp_value"]
+
+AMP_VALUES = ("auto", "bf16", "fp16", "bfloat16", "float16", "O0", "O1", "O2", "O3")
+
+
+def add_feature_options(group: argparse._ArgumentGroup) -> None:
+    """Add them to ``group``; one that is not given leaves no attribute."""
+    absent = argparse.SUPPRESS
+    group.add_argument(
+        "--amp",
+        default=absent,
+        metavar="DTYPE",
+        help=f"Mixed precision: {', '.join(AMP_VALUES)}; auto if left out, which is bf16 where the device has it.",
+    )
+    group.add_argument("--sync-bn", "--sync_bn", default=absent, action="store_true", help="BatchNorm shares its statistics over ranks.")
+    group.add_argument(
+        "--accumulate",
+        default=absent,
+        metavar="N",
+        type=_steps,
+        help="Take an optimizer step every N batches; auto for a script that accumulates by hand.",
+    )
+    group.add_argument(
+        "--uniform-length",
+        "--uniform_length",
+        default=absent,
+        action="store_true",
+        help="Batches of samples of about the same length, padded no further than need be.",
+    )
+    group.add_argument(
+        "--pad-value", "--pad_value", default=absent, type=number, help="With --uniform-length: what sequences are padded with."
+    )
+    group.add_argument(
+        "--max-tokens", "--max_tokens", default=absent, type=whole, help="With --uniform-length: tokens of a batch, instead of samples."
+    )
+
+
+def with_amp_value(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """``argv`` with the value that a bare ``--amp`` leaves out, for which argparse would take the script's name."""
+    completed = list(argv)
+    for place, (argument, following) in enumerate(zip(argv, [*argv[1:], ""], strict=False)):
+        if argument == "--amp" and following not in AMP_VALUES:
+            before, _ = parser.parse_known_args([*argv[:place], "script"])
+            if not before.training_script_args:  # else this one is the script's own
+                completed[place] = "--amp=auto"
+            break
+    return completed
+
+
+def features_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The decorators that options ask for, by name, with what they take."""
+    features: dict[str, dict[str, Any]] = {}
+    if hasattr(arguments, "amp"):
+        features["amp"] = {"level" if arguments.amp.startswith("O") else "dtype": arguments.amp}
+    if hasattr(arguments, "sync_bn"):
+        features["sync_bn"] = {}
+    if hasattr(arguments, "accumulate"):
+        features["accumulate"] = {"steps": arguments.accumulate}
+    of_uniform_length = {name: getattr(arguments, name) for name in ("pad_value", "max_tokens") if hasattr(arguments, name)}
+    if hasattr(arguments, "uniform_length"):
+        features["uniform_length"] = of_uniform_length
+    elif of_uniform_length:
+        given = " and ".join(f"--{name.replace('_', '-')}" for name in of_uniform_length)
+        raise UsageError(f"{given} has nothing to act on without --uniform-length: add it. The script's own options come after its name.")
+    return features
+
+
+def whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number.") from None
+
+
+def _steps(text: str) -> int | str:
+    return text if text == "auto" else whole(text)
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from None
