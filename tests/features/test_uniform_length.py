@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 
 import parwrap
 from parwrap.data import UniformLengthBatchSampler
-from parwrap.data.lengths import read_lengths
+from parwrap.data.sample_lengths import read_lengths
 from parwrap.errors import UsageError
 from parwrap.group import alone
 
