@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from parwrap import group as groups
+from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders, TrainingData
 from parwrap.decorator import ScopeDecorator, module_of
 from parwrap.errors import UsageError
@@ -269,13 +270,14 @@ class _Session:
             return [*actors, *([Single(loop)] if actors else []), Voice()]
         voices, ddp = Voices(group.world.rank), DDP(group, loop, self._ddp_options)
         self.parts = Parts(group, loop, ddp, Counts(group, loop))
+        pipelines = Pipelines(group, loop, self._streams, lambda: self._options.batch == "global", self._began)
         files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
         self._undo.enter_context(voices.silenced())
         self._undo.callback(ddp.close)
         self._left_together = ddp.leave
         self._undo.callback(files.close)
         self._undo.enter_context(watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after))
-        return [*actors, ddp, InStep(group, loop), Bypasses(group, loop), voices, files, self]
+        return [*actors, pipelines, ddp, InStep(group, loop), Bypasses(group, loop), voices, files, self]
 
     def _stop(self) -> None:
         """Passes that outlive the session must not switch streams any more."""
