@@ -185,12 +185,20 @@ class Pipelines:
         batches = iter(SharedDraws(_rest(drawing), self._streams))
         if history.alike is None:
             batches, history.alike = self._compared(iterator, batches)
-            self._tell_dealt(iterator, history.alike)
         if history.alike:
+            self._announce(pipelines_of(iterator))
             batches = iter(DealtBatches(batches, self._rank, self._size))
+        before = self._loop.backwards
+
+        def watched() -> Iterator:
+            for batch in batches:
+                yield batch
+                if self._loop.backwards > before:
+                    self._tell_dealt(iterator, history)
 
         def closed(exhausted: bool, trained: bool) -> None:
-            history.has_trained |= trained
+            if trained:
+                self._tell_dealt(iterator, history)
             if exhausted and not history.has_trained and history.trains is None:
                 history.trains = False
                 self._say(
@@ -198,7 +206,7 @@ class Pipelines:
                     "on every rank sees all of it; with torch.no_grad() around the loop, the first would too."
                 )
 
-        return self._pass(batches, True, False, closed)
+        return self._pass(watched(), True, False, closed)
 
     def _compared(self, iterator: Any, batches: Iterator) -> tuple[Iterator, bool]:
         """All of ``batches``, and whether they are the same on all ranks, as the first of them tells."""
@@ -209,9 +217,12 @@ class Pipelines:
         views = self._group.exchange(DRAWS, _digest(first))
         return chain((batch for _, batch in first), batches), len(set(views.values())) == 1
 
-    def _tell_dealt(self, iterator: Any, alike: bool) -> None:
-        if alike:
-            self._announce(pipelines_of(iterator))
+    def _tell_dealt(self, iterator: Any, history: _History) -> None:
+        """There was a backward in a pass over ``iterator``."""
+        if history.has_trained:
+            return
+        history.has_trained = True
+        if history.alike:
             self._say(
                 f"{_named(iterator)} is read whole by every rank; now that it is trained on, its batches are dealt out to the ranks, and "
                 "len() of it, which was that of the whole, is a share's. To share the work of reading, give the reader "
