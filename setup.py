@@ -23,6 +23,7 @@ setup(
         "test": ["pytest>=8.1", "hypothesis", "psutil", "tqdm", "matplotlib", "pandas", "tensorboard", "ruff", "mypy", *DIGITS],
         "examples": DIGITS,
         "bench": [],
+        "dali": ["nvidia-dali-cuda120>=2.4"],
     },
     entry_points={"pytest11": ["parwrap = parwrap.testing"]},
 )

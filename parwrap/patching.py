@@ -6,6 +6,7 @@ it. What the wrappers do is left to ``verbs/``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from typing import Any
 import wrapt
 
 from parwrap.imported import Namespaces
+from parwrap.importing import imports_watched
 
-__all__ = ["Measured", "Patch", "installed", "is_patched"]
+__all__ = ["Measured", "Patch", "installed", "is_patched", "when_imported"]
 
 
 @dataclass(frozen=True)
@@ -105,4 +107,34 @@ def installed(patches: Iterable[Patch | AbstractContextManager], module: str | N
             else:
                 stack.enter_context(patch)
         names.exchange({id(place[0]): place[-1] for place in reversed(places.values())})
+        yield
+
+
+@contextmanager
+def when_imported(name: str, patches: Callable[[ModuleType], Iterable[Patch]]) -> Iterator[None]:
+    """Install the ``patches`` on a module once it is there: at once, or as soon as something in the block imports it.
+
+    Args:
+        name: of the module.
+        patches: makes them, of the module. Where several wait for one module, they are installed in the order of their blocks.
+
+    >>> _ = sys.modules.pop("colorsys", None)
+    >>> def patched(module):
+    ...     return [Patch(module, "rgb_to_hsv", lambda wrapped, instance, args, kwargs: "patched")]
+    >>> with when_imported("colorsys", patched):
+    ...     import colorsys
+    ...     colorsys.rgb_to_hsv(0, 0, 0)
+    'patched'
+    >>> colorsys.rgb_to_hsv(0, 0, 0)
+    (0.0, 0.0, 0)
+    """
+    with ExitStack() as stack:
+
+        def install(module: ModuleType) -> None:
+            stack.enter_context(installed(patches(module)))
+
+        if name in sys.modules:
+            install(sys.modules[name])
+        else:
+            stack.enter_context(imports_watched(name, install))
         yield

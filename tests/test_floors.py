@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "parwrap"
 FLOORS = [
-    {"errors", "world", "imported", "patching", "decorator"},
+    {"errors", "world", "imported", "importing", "patching", "decorator"},
     {"device", "sites", "mailbox", "blackboard", "lane", "whereabouts", "meetings", "watch", "group", "collectives", "loop", "streams"},
     {"verbs"},
     {"strategies", "data", "files", "voices", "precision", "accumulation"},

@@ -104,6 +104,8 @@ class Accumulation(AtWork):
         self._readings.append(reading)
         return watched
 
+    iterate_pipelines = iterate
+
     def backward(self, call: Backward) -> None:
         """Run ``call`` at its part of the window; if that is the last, have it averaged together with what came before."""
         if self._busy or is_alone():

@@ -84,6 +84,8 @@ class ByHand(AtWork):
         self._readings.append(reading)
         return Pass(batches, closed, drew)
 
+    iterate_pipelines = iterate
+
     def backward(self, call: Backward) -> None:
         """Run ``call``, and have its gradients averaged if no other is expected in their place before the next step."""
         over_ranks = None if self._busy or is_alone() else self._over_ranks()

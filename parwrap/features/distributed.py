@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from parwrap import group as groups
+from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders, Sharing, TrainingData
 from parwrap.decorator import ScopeDecorator, module_of
 from parwrap.errors import UsageError
@@ -245,6 +246,7 @@ class _Session:
             return [*actors, *([Single(loop)] if actors else []), Voice()]
         voices, ddp = Voices(group.world.rank), DDP(group, loop, self._ddp_options)
         self.parts = Parts(group, loop, ddp, Counts(group, loop), loaders)
+        pipelines = Pipelines(group, loop, self._streams, lambda: self._options.batch == "global", self.began)
         files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
         self._undo.enter_context(voices.silenced())
         self._undo.callback(ddp.close)
@@ -253,7 +255,7 @@ class _Session:
         self._undo.enter_context(watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after))
         if self._options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
-        return [*actors, ddp, InStep(group, loop), Bypasses(group, loop), voices, files, self]
+        return [*actors, pipelines, ddp, InStep(group, loop), Bypasses(group, loop), voices, files, self]
 
     def _sharing(self) -> Sharing:
         return Sharing(self._options.batch, self._options.uneven, self._options.loss)

@@ -54,6 +54,8 @@ class Autocasting:
         with self.off_for_data():
             return _Drawn(original(loader), self)
 
+    iterate_pipelines = iterate
+
     def off_for_data(self) -> AbstractContextManager:
         """While data is drawn; a script's own autocast is as its authors had it."""
         return nullcontext() if self._aside else self._off()

@@ -68,6 +68,7 @@ def everything():
     found |= {f"hook {number} after step": hook for number, hook in _global_optimizer_post_hooks.items()}
     found |= {f"hook {number} before forward": hook for number, hook in _global_forward_pre_hooks.items()}
     found |= {f"environ {name}": sys.intern(value) for name, value in os.environ.items()}
+    found |= {f"finder {number} of modules": finder for number, finder in enumerate(sys.meta_path)}
     return found | {"stdout": sys.stdout, "stderr": sys.stderr}
 
 

@@ -1,0 +1,297 @@
+"""The actor on pipelines of NVIDIA DALI: each rank's readers read its part of the data, as a rank's share of a loader.
+
+A pipeline is built, and begins to read, before anybody can know whether it will be trained on. So the guess is made by its reader: one
+that shuffles is for training, and each rank gets a shard of it; one that does not is read whole. If that is trained on all
+the same, its batches are dealt out. How DALI is got at is ``verbs/dali.py``'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from parwrap.data.passes import Pass, SharedDraws
+from parwrap.data.sharding import DealtBatches
+from parwrap.data.shares import ANOTHER_LOADER, TrainingData
+from parwrap.errors import RankMismatchError
+from parwrap.group import Group, is_alone
+from parwrap.loop import Loop
+from parwrap.streams import Streams
+from parwrap.verbs.dali import pipelines_of, readers_of
+
+__all__ = ["Pipelines"]
+
+FILES, DRAWS = "files of a DALI pipeline", "first batch of a DALI pipeline"
+"""What the ranks meet for."""
+
+LISTED = 256
+"""Names of files that are compared, of however many."""
+
+
+@dataclass
+class _History:
+    """What is known of one iterator.
+
+    Attributes:
+        trains: whether it is trained on, if a pass has shown that.
+        has_trained: whether there ever was a backward in a pass.
+        alike: whether the ranks' batches were found to be the same; ``None`` while that is not known.
+        agreed: whether the ranks read the same files.
+    """
+
+    trains: bool | None = None
+    has_trained: bool = False
+    alike: bool | None = None
+    agreed: bool = False
+
+
+class Pipelines:
+    """Shares out what DALI reads.
+
+    Args:
+        group: the ranks to share with.
+        loop: what the training loop has done so far.
+        streams: the random streams.
+        split: whether the user's batch is that of all ranks together (``batch="global"``).
+        began: called when training data is known to be shared out.
+    """
+
+    def __init__(
+        self, group: Group, loop: Loop, streams: Streams, split: Callable[[], bool], began: Callable[[TrainingData], None]
+    ) -> None:
+        self._group, self._loop, self._streams, self._split, self._began = group, loop, streams, split, began
+        self._rank, self._size = group.world.rank, group.world.size
+        self._sharded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._built: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+        self._histories: weakref.WeakKeyDictionary[Any, _History] = weakref.WeakKeyDictionary()
+        self._said: set[str] = set()
+        self._seeds = 0
+        for kind in (FILES, DRAWS):
+            group.meetings.answer(kind, lambda detail, present: None)  # who has left shares out nothing
+
+    def shard_reader(self, operator: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What a reader that was ``given`` these arguments is to have instead: its shard, if it shuffles and has none.
+
+        A single shard is what a script gives that has learned of no launcher.
+        """
+        shuffles = given.get("random_shuffle") or given.get("shuffle_after_epoch")
+        if is_alone() or not shuffles or given.get("num_shards", 1) != 1:
+            return {}
+        self._sharded[operator] = _listed(given)
+        return {"num_shards": self._size, "shard_id": self._rank, "pad_last_batch": True}
+
+    def build_pipeline(self, pipeline: Any, operators: Collection[Any], seed: int | None) -> tuple[int | None, int]:
+        """The seed for ``pipeline``, which differs by rank if it reads a shard, and the size of its batches."""
+        size = pipeline.max_batch_size
+        if is_alone():
+            return seed, size
+        listed = [self._sharded[each] for each in operators if each in self._sharded]
+        self._built[pipeline] = listed
+        if seed is None:
+            seed = (self._streams.seed() + ANOTHER_LOADER * self._seeds) % 2**62
+            self._seeds += 1
+        if not listed:
+            return seed, size
+        return seed + self._rank, math.ceil(size / self._size) if self._split() else size
+
+    def make_iterator(self, pipelines: Collection[Any], size: int) -> int | None:
+        """How many of ``size`` samples an epoch of this rank has; ``None`` if the pipelines read no shard that they got here."""
+        if not any(self._built.get(pipeline) for pipeline in pipelines):
+            return None
+        self._announce(pipelines)
+        return math.ceil(size / self._size) if size > 0 else size
+
+    def iterate_pipelines(self, iterator: Any, original: Callable[[Any], Iterator]) -> Iterator:
+        """A pass over ``iterator``."""
+        if is_alone():
+            return original(iterator)
+        history = self._histories.setdefault(iterator, _History())
+        if _reads_part(iterator):
+            return self._read_part(iterator, original, history)
+        if torch.is_grad_enabled() and (not self._loop.evaluating() if history.trains is None else history.trains):
+            return self._deal(iterator, original, history)
+        return self._pass(original(iterator), False, True, lambda exhausted, trained: self._check_whole(iterator, history, trained))
+
+    def length_of_pipelines(self, iterator: Any, original: Callable[[Any], int]) -> int:
+        """``len(iterator)``: of what this rank gets to see of it."""
+        whole = original(iterator)
+        history = self._histories.get(iterator)
+        dealt = history is not None and history.has_trained and history.alike and torch.is_grad_enabled() and not is_alone()
+        return math.ceil(whole / self._size) if dealt else whole
+
+    def _pass(self, batches: Iterator, trains: bool, whole: bool, closed: Callable[[bool, bool], None]) -> Pass:
+        """Over ``batches``, which are ``whole`` if all ranks have the same; ``closed`` is told if it came to its end, and if it trained."""
+        loop, before = self._loop, self._loop.backwards
+        (loop.opened_pass if trains else loop.opened_evaluation)()
+
+        def all_closed(exhausted: bool) -> None:
+            (loop.closed_pass if trains else loop.closed_evaluation)()
+            closed(exhausted, loop.backwards > before)
+
+        return Pass(batches, all_closed, lambda: loop.drew_batch(whole))
+
+    def _read_part(self, iterator: Any, original: Callable, history: _History) -> Iterator:
+        """A pass over what each rank reads another part of."""
+        evaluates = self._loop.in_eval_mode()
+        ours = any(self._built.get(pipeline) for pipeline in pipelines_of(iterator))
+        if ours and not evaluates and not history.agreed:
+            self._agree(iterator)
+            history.agreed = True
+        if not evaluates:
+            self._announce(pipelines_of(iterator))
+
+        def closed(exhausted: bool, trained: bool) -> None:
+            history.has_trained |= trained
+            if ours and exhausted and (evaluates or not history.has_trained):
+                self._say(
+                    f"{_named(iterator)} was read to its end without training, and each rank saw only its share of it, since it shuffles. "
+                    "Have every rank see all of it: leave out random_shuffle= and shuffle_after_epoch=."
+                )
+
+        return self._pass(original(iterator), not evaluates, False, closed)
+
+    def _agree(self, iterator: Any) -> None:
+        """Make sure that the shards of the ranks are of the same data.
+
+        Raises:
+            RankMismatchError: they are not.
+        """
+        lengths = {name: metas[0]["epoch_size"] for name, metas in readers_of(pipelines_of(iterator)).items()}
+        listed = [self._built.get(pipeline) for pipeline in pipelines_of(iterator)]
+        views = self._group.exchange(FILES, (lengths, listed))
+        if any(view[0] != lengths for view in views.values()):
+            told = ", ".join(f"{view[0]} on rank {rank}" for rank, view in views.items())
+            raise RankMismatchError(f"{_named(iterator)} finds another number of samples on other ranks: {told}. Each must find the same.")
+        if any(view[1] != listed for view in views.values()):
+            raise RankMismatchError(
+                f"{_named(iterator)} was given other files, or the same in another order, on other ranks, so that their shards overlap. "
+                "os.listdir and glob give files in any order: sort them."
+            )
+
+    def _deal(self, iterator: Any, original: Callable, history: _History) -> Iterator:
+        """A training pass over what every rank reads whole: its batches are dealt out."""
+        with self._streams.shared():
+            drawing = original(iterator)
+        batches = iter(SharedDraws(_rest(drawing), self._streams))
+        if history.alike is None:
+            batches, history.alike = self._compared(iterator, batches)
+        if history.alike:
+            self._announce(pipelines_of(iterator))
+            batches = iter(DealtBatches(batches, self._rank, self._size))
+        before = self._loop.backwards
+
+        def watched() -> Iterator:
+            for batch in batches:
+                yield batch
+                if self._loop.backwards > before:
+                    self._tell_dealt(iterator, history)
+
+        def closed(exhausted: bool, trained: bool) -> None:
+            if trained:
+                self._tell_dealt(iterator, history)
+            if exhausted and not history.has_trained and history.trains is None:
+                history.trains = False
+                self._say(
+                    f"{_named(iterator)} was read to its end without training, and each rank saw only its share of it. From its next pass "
+                    "on every rank sees all of it; with torch.no_grad() around the loop, the first would too."
+                )
+
+        return self._pass(watched(), True, False, closed)
+
+    def _compared(self, iterator: Any, batches: Iterator) -> tuple[Iterator, bool]:
+        """All of ``batches``, and whether they are the same on all ranks, as the first of them tells."""
+        read_alike = all(pipeline in self._built for pipeline in pipelines_of(iterator)) and readers_of(pipelines_of(iterator))
+        if read_alike:
+            return batches, True
+        first = list(zip(range(1), batches, strict=False))
+        views = self._group.exchange(DRAWS, _digest(first))
+        return chain((batch for _, batch in first), batches), len(set(views.values())) == 1
+
+    def _tell_dealt(self, iterator: Any, history: _History) -> None:
+        """There was a backward in a pass over ``iterator``."""
+        if history.has_trained:
+            return
+        history.has_trained = True
+        if history.alike:
+            self._say(
+                f"{_named(iterator)} is read whole by every rank; now that it is trained on, its batches are dealt out to the ranks, and "
+                "len() of it, which was that of the whole, is a share's. To share the work of reading, give the reader "
+                "random_shuffle=True, or num_shards=parwrap.world_size() and shard_id=parwrap.rank()."
+            )
+        else:
+            self._say(
+                f"{_named(iterator)} gives other batches on other ranks, so these are left alone: each rank trains on all that it reads. "
+                "That is right if you share it out yourself. Otherwise build the pipeline inside of what parwrap runs, and have a source "
+                "of your own draw from torch, np.random or random."
+            )
+
+    def _check_whole(self, iterator: Any, history: _History, trained: bool) -> None:
+        if trained and not self._loop.passes and not history.trains:
+            history.trains = history.has_trained = True
+            self._say(
+                f"{_named(iterator)} was read in eval() mode or before any optimizer was built, and yet trained on: every rank trained on "
+                "all of it. From its next pass on its batches are dealt out to the ranks."
+            )
+
+    def _announce(self, pipelines: Collection[Any]) -> None:
+        samples = [metas[0]["epoch_size"] for metas in readers_of(pipelines).values()]
+        size = sum(pipeline.max_batch_size for pipeline in pipelines)
+        self._began(TrainingData(samples[0] if samples else None, size, size * self._size))
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(f"parwrap: {text}", stacklevel=2)
+
+
+def _rest(batches: Iterator) -> Iterator:
+    """What ``batches`` has yet to give: ``iter`` of one of DALI's iterators begins another pass."""
+    while True:
+        try:
+            yield next(batches)
+        except StopIteration:
+            return
+
+
+def _reads_part(iterator: Any) -> bool:
+    """Whether the pipelines of ``iterator`` read only some shards of the data."""
+    readers = readers_of(pipelines_of(iterator)).values()
+    return any({meta["shard_id"] for meta in metas} < {*range(metas[0]["number_of_shards"])} for metas in readers)
+
+
+def _named(iterator: Any) -> str:
+    names = [repr(name) for name in readers_of(pipelines_of(iterator))]
+    return f"a DALI iterator over the reader {' and '.join(names)}" if names else "a DALI iterator over an external source"
+
+
+def _listed(given: Mapping[str, Any]) -> str:
+    """A few letters that are the same for readers that were ``given`` the same files and labels, in whatever directory."""
+    described = []
+    for name, values in sorted(given.items()):
+        if isinstance(values, (list, tuple)) and values and isinstance(values[0], (str, os.PathLike)):
+            some = [os.fspath(value) for value in values[:: max(1, len(values) // LISTED)]]
+            start = len(os.path.commonpath(some)) if len(some) > 1 else len(some[0])
+            described.append((name, len(values), [each[start:] for each in some]))
+        elif isinstance(values, (list, tuple)) and values and isinstance(values[0], int):
+            described.append((name, len(values), [*values[:: max(1, len(values) // LISTED)]]))
+    return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
+
+
+def _digest(batches: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in tree_leaves(batches):
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+            digest.update(
+                f"{tuple(leaf.shape)}{leaf.dtype}".encode() + leaf.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
+    return digest.hexdigest()
