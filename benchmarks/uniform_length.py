@@ -27,7 +27,7 @@ from statistics import median
 from timing import Row, alternated, compared
 
 ROOT = Path(__file__).parents[1]
-TARGET = 0.75
+TARGET = 0.7
 LIMIT = 0.5
 """Of the time of padding everything to the longest."""
 

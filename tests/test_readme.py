@@ -61,6 +61,16 @@ def test_the_costs_that_the_readme_tells_are_the_benchmarks_own():
         assert [] == [value for value in values if f"x {value:.3f}" not in README]
 
 
+def test_what_the_readme_tells_of_uniform_lengths_is_what_was_measured():
+    for row in json.loads((ROOT / "benchmarks" / "uniform_length.json").read_text())["rows"]:
+        padding = sorted(run["padding"] for run in row["runs"]["uniform_length"])[len(row["samples"]) // 2]
+
+        assert row["value"] <= row["limit"] == 0.5
+        assert padding < 0.05
+        assert f"in {row['value']:.2f} o" in README
+        assert f"{padding * 100:.1f} %" in README
+
+
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_every_example_is_in_the_readme(script):
     assert f"examples/{script.name}" in README
