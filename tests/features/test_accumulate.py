@@ -157,12 +157,7 @@ def train_by_rank(numbers, to_zero=lambda optimizer: optimizer.zero_grad(), load
 
 def parwrap_loader(numbers):
     """A loader that gives every rank all of ``numbers``."""
-
-    class Numbers(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return (number for number in numbers for _ in range(parwrap.world_size()))
-
-    return DataLoader(Numbers(), batch_size=None)
+    return parwrap.replicate(DataLoader(list(numbers), batch_size=None))
 
 
 def after(model):
