@@ -20,7 +20,7 @@ __all__ = ["DealtBatches", "SplitBatches", "distributed_sampler", "is_plain", "l
 class DealtBatches:
     """Every ``size``-th batch, from the ``rank``-th on; ranks get equally many, so the last round is filled up from the first.
 
-    ``DistributedSampler`` fills up in the same way.
+    ``DistributedSampler`` fills up in the same way. Batches that are the rest of a pass have those that it began with as ``first``.
 
     >>> [list(DealtBatches("abcde", rank, 2)) for rank in (0, 1)]
     [['a', 'c', 'e'], ['b', 'd', 'a']]
@@ -30,7 +30,7 @@ class DealtBatches:
         self.batches, self.rank, self.size = batches, rank, size
 
     def __iter__(self) -> Iterator:
-        first: list = []
+        first: list = getattr(self.batches, "first", [])
         turn: list = []
         for batch in self.batches:
             turn.append(batch)
@@ -39,7 +39,7 @@ class DealtBatches:
                 yield turn[self.rank]
                 turn = []
         if turn:
-            filled = turn + (first or turn * self.size)
+            filled = turn + (first or turn) * self.size
             yield filled[self.rank]
 
     def __len__(self) -> int:

@@ -152,6 +152,11 @@ def parts() -> Parts | None:
     return None if _session is None else _session.parts
 
 
+def loaders_read() -> Loaders | None:
+    """The loaders of the function that runs; ``None`` outside of one, and where the script distributes itself."""
+    return None if _session is None else _session.loaders
+
+
 @contextmanager
 def _opened(options: Options, module: str | None, hidden: Iterable[str] = ()) -> Iterator[None]:
     """A session for the length of the block, in the process group that is open, or in one of its own."""
@@ -187,6 +192,7 @@ class _Session:
         self._data: TrainingData | None = None
         self._announced = self._aside = False
         self.parts: Parts | None = None
+        self.loaders: Loaders | None = None
         self._left_together: Callable[[], None] = lambda: None
         self._undo = ExitStack()
 
@@ -243,7 +249,7 @@ class _Session:
         """The script distributes itself: take everything off and let it."""
         if isinstance(instance, Reducer):
             return
-        self._aside, self.parts = True, None
+        self._aside, self.parts, self.loaders = True, None, None
         self._undo.close()
         if instance is None:
             self._leave_group()
@@ -259,14 +265,13 @@ class _Session:
             seed_all(self._options.seed)
         elif group is not None:
             set_state(group.exchange("random state", get_state() if group.world.rank == 0 else None)[0])
-        actors: list[Any] = []
+        loop.find_optimizers()
         if group is not None or self._options.batch == "global":
-            loop.find_optimizers()
             loop.changed = self._changed
             self._undo.callback(self._stop)
-            actors += [loop, Loaders(group, loop, self._streams, lambda: self._options.batch == "global", self._began)]
+        self.loaders = Loaders(group, loop, self._streams, lambda: self._options.batch == "global", self._began)
         if group is None:
-            return [*actors, *([Single(loop)] if actors else []), Voice()]
+            return [loop, self.loaders, Single(loop), Voice()]
         voices, ddp = Voices(group.world.rank), DDP(group, loop, self._ddp_options)
         self.parts = Parts(group, loop, ddp, Counts(group, loop))
         files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
@@ -275,7 +280,7 @@ class _Session:
         self._left_together = ddp.leave
         self._undo.callback(files.close)
         self._undo.enter_context(watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after))
-        return [*actors, ddp, InStep(group, loop), Bypasses(group, loop), voices, files, self]
+        return [loop, self.loaders, ddp, InStep(group, loop), Bypasses(group, loop), voices, files, self]
 
     def _stop(self) -> None:
         """Passes that outlive the session must not switch streams any more."""

@@ -39,6 +39,8 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "load": files.load_patches,
     "iterate": loader.iterate_patches,
     "length": loader.length_patches,
+    "loader_state": loader.state_patches,
+    "load_loader_state": loader.load_state_patches,
     "backward": backward.patches,
     "own_parameters": optimizer.own_parameters_patches,
     "closure": optimizer.closure_patches,

@@ -1,0 +1,88 @@
+"""The rest of a pass, as samplers: what comes after what was trained on before, shared out among as many ranks as there are now.
+
+Only indices are skipped, no sample is read. What was trained on before is ``position.py``'s to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, cycle, islice
+from typing import Any
+
+__all__ = ["RestOfBatches", "RestOfSamples", "Skipping"]
+
+
+class RestOfSamples:
+    """This rank's part of what comes after the first ``done`` samples of an ``order``.
+
+    Ranks get equally many; as in ``DistributedSampler``, which deals in the same way, the last round is filled up from the first samples.
+
+    >>> [list(RestOfSamples("abcdefg", 4, rank, 2)) for rank in (0, 1)]
+    [['e', 'g'], ['f', 'a']]
+    """
+
+    def __init__(self, order: Sequence, done: int, rank: int, size: int) -> None:
+        rest = order[done:]
+        filling = islice(cycle(order), -len(rest) % size)
+        self._indices = [*rest, *filling][rank::size]
+
+    def __iter__(self) -> Iterator:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+class RestOfBatches:
+    """What comes after the first ``done`` of ``batches``, for one pass.
+
+    Args:
+        batches: what a sampler draws.
+        done: how many are left out.
+        kept: how many of the first are kept as ``first``, which the last round is filled up from.
+
+    >>> rest = RestOfBatches(iter("abcde"), done=2, kept=1)
+    >>> rest.draw(lambda: True); rest.first, list(rest)
+    (['a'], ['c', 'd', 'e'])
+    """
+
+    def __init__(self, batches: Any, done: int, kept: int) -> None:
+        self.within = batches
+        self.first: list = []
+        self._done, self._kept = done, kept
+        self._ahead: list = []
+        self._drawing: Iterator = iter(())
+
+    def draw(self, enough: Callable[[], bool]) -> None:
+        """Draw those that are left out, and on until ``enough()``: loaders draw ahead, and had done so."""
+        self._drawing = iter(self.within)
+        for number, batch in enumerate(self._drawing):
+            if number < self._kept:
+                self.first.append(batch)
+            if number >= self._done:
+                self._ahead.append(batch)
+            if number + 1 >= max(self._done, self._kept) and enough():
+                break
+
+    def __iter__(self) -> Iterator:
+        return chain(self._ahead, self._drawing)
+
+    def __len__(self) -> int:
+        return max(0, len(self.within) - self._done)
+
+
+class Skipping:
+    """``batches`` without the first ``done``.
+
+    >>> list(Skipping("abc", 2))
+    ['c']
+    """
+
+    def __init__(self, batches: Iterable, done: int) -> None:
+        self.within, self._done = batches, done
+
+    def __iter__(self) -> Iterator:
+        return islice(iter(self.within), self._done, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.within) - self._done)  # type: ignore[arg-type]
