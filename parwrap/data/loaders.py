@@ -76,7 +76,7 @@ class Loaders:
         history = self._history(loader)
         if not torch.is_grad_enabled():
             self._check_told(history, trains=False)
-            return self._evaluation(loader, original, lambda exhausted: None)
+            return self._evaluation(loader, original, lambda: None)
         if not history.corrected:
             history.trains = not self._loop.evaluating()
         self._check_told(history, bool(history.trains))
@@ -127,15 +127,20 @@ class Loaders:
         else:
             original(state)
 
-    def _evaluation(self, loader: DataLoader, original: Callable, closed: Callable[[bool], None]) -> Iterator:
-        batches, whole = original(loader), not self._shares.shares_out_itself(loader)
+    def _evaluation(self, loader: DataLoader, original: Callable, watch: Callable[[], None]) -> Iterator:
+        with self._streams.shared():  # a loader with workers draws ahead at once
+            batches, whole = original(loader), not self._shares.shares_out_itself(loader)
         self._loop.opened_evaluation()
 
-        def all_closed(exhausted: bool) -> None:
-            self._loop.closed_evaluation()
-            closed(exhausted)
+        def drawn() -> None:
+            self._loop.drew_batch(whole)
+            watch()
 
-        return Pass(batches, all_closed, lambda: self._loop.drew_batch(whole))
+        def closed(exhausted: bool) -> None:
+            self._loop.closed_evaluation()
+            watch()
+
+        return Pass(batches, closed, drawn)
 
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         """``len(loader)``: of what this rank gets to see of it."""
@@ -194,18 +199,18 @@ class Loaders:
 
         return closed
 
-    def _watch_evaluation(self, history: _History) -> Callable[[bool], None]:
+    def _watch_evaluation(self, history: _History) -> Callable[[], None]:
         before = self._loop.backwards
 
-        def closed(exhausted: bool) -> None:
-            if self._loop.backwards > before and not self._loop.passes:
+        def watch() -> None:
+            if self._loop.backwards > before and not self._loop.passes and not history.corrected:
                 history.trains = history.has_trained = history.corrected = True
                 self._warn(
                     "a DataLoader was read in eval() mode or before any optimizer was built, and yet trained on: every rank "
                     "trained on all of it. From its next pass on each rank gets its share."
                 )
 
-        return closed
+        return watch
 
     def _warn(self, text: str) -> None:
         """A single rank has nothing that others could lack."""

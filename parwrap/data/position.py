@@ -65,7 +65,7 @@ class Position:
     """Where the training passes over one loader are; what :func:`parwrap.loaders` lists.
 
     Args:
-        loader: it is not kept alive.
+        loader: it is kept alive only while a pass is open.
         streams: what its sampler may draw from.
         plan: gives how a loader is read, and how for a position of the ``kind`` that is given.
 
@@ -85,7 +85,9 @@ class Position:
         self.given: tuple[int, int] | None = None
         self.draws: Any = None
         self._plan: Plan | None = None
+        self._held: DataLoader | None = None
         self._open = self._done = 0
+        self._several = False
         self._began: list[Any] = []
         self._loaded: dict[str, Any] | None = None
 
@@ -112,11 +114,11 @@ class Position:
         Numbers and texts, a few kilobytes, the same on all ranks. No rank waits for another.
 
         Raises:
-            UsageError: two training passes over the loader are open.
+            UsageError: two training passes over the loader are open, or were until one was left.
         """
         if self._loaded is not None:
             return self._loaded
-        if self._open > 1:
+        if self._several:
             raise UsageError(
                 "two training passes over one DataLoader are open, so that it is at no one place. Give each its own DataLoader."
             )
@@ -168,16 +170,21 @@ class Position:
         inside = state is not None and state["done"] > 0
         self._plan = self._plan_of(loader, state["kind"]) if state and inside else self._plan_of(loader)
         self._done = state["done"] if state else 0
-        self._open, self.epoch, self.draws = self._open + 1, self.epoch + 1, None
+        self._open, self.epoch, self.draws, self._held = self._open + 1, self.epoch + 1, None, loader
+        self._several = self._open > 1
         with self._streams.shared():
             self._began = get_sources(loader)
         return state if inside else None
 
+    def set_back(self, loader: DataLoader) -> None:
+        """Have the streams where the pass began again."""
+        with self._streams.shared():
+            set_sources(loader, self._began)
+
     def went_on(self, loader: DataLoader, state: dict[str, Any]) -> None:
-        """The pass is where ``state`` says; so are the streams from now on, if as much was drawn from them."""
-        if self.draws is None or self.draws.drawn == state["drawn"]:
-            with self._streams.shared():
-                set_sources(loader, state["now"])
+        """The pass is where ``state`` says, and so are the streams from now on, whatever else was drawn from them then."""
+        with self._streams.shared():
+            set_sources(loader, state["now"])
 
     def drew(self) -> None:
         """The loop has got a batch."""
@@ -185,7 +192,9 @@ class Position:
 
     def end(self) -> None:
         """A pass is over."""
-        self._open, self._done = self._open - 1, 0
+        self._open -= 1
+        if not self._open:
+            self._done, self._several, self._held = 0, False, None
 
     def _alive(self) -> DataLoader:
         loader = self._loader()
@@ -232,4 +241,6 @@ def _compare(before: dict[str, Any], now: dict[str, Any], only: str | None = Non
 
 
 def _described(state: Any) -> str:
-    return f"a dict with {', '.join(map(repr, list(state)[:3]))}" if isinstance(state, dict) else f"a {type(state).__name__}"
+    if not isinstance(state, dict):
+        return f"a {type(state).__name__}"
+    return f"a dict with {', '.join(map(repr, list(state)[:3]))}" if state else "an empty dict"

@@ -5,7 +5,7 @@ Only indices are skipped, no sample is read. What was trained on before is ``pos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -39,36 +39,36 @@ class RestOfBatches:
     Args:
         batches: what a sampler draws.
         done: how many are left out.
+        drawn: how many are drawn at once: loaders read ahead, and had done so.
         kept: how many of the first are kept as ``first``, which the last round is filled up from.
 
-    >>> rest = RestOfBatches(iter("abcde"), done=2, kept=1)
-    >>> rest.draw(lambda: True); rest.first, list(rest)
-    (['a'], ['c', 'd', 'e'])
+    >>> rest = RestOfBatches("abcde", done=2, drawn=3, kept=1)
+    >>> list(rest), rest.first
+    (['c', 'd', 'e'], ['a'])
     """
 
-    def __init__(self, batches: Any, done: int, kept: int) -> None:
+    def __init__(self, batches: Any, done: int, drawn: int, kept: int) -> None:
         self.within = batches
         self.first: list = []
         self._done, self._kept = done, kept
-        self._ahead: list = []
-        self._drawing: Iterator = iter(())
+        self._drawing = enumerate(batches)
+        self._ahead = [batch for batch in map(self._noted, islice(self._drawing, drawn)) if batch is not _LEFT_OUT]
 
-    def draw(self, enough: Callable[[], bool]) -> None:
-        """Draw those that are left out, and on until ``enough()``: loaders draw ahead, and had done so."""
-        self._drawing = iter(self.within)
-        for number, batch in enumerate(self._drawing):
-            if number < self._kept:
-                self.first.append(batch)
-            if number >= self._done:
-                self._ahead.append(batch)
-            if number + 1 >= max(self._done, self._kept) and enough():
-                break
+    def _noted(self, drawn: tuple[int, Any]) -> Any:
+        number, batch = drawn
+        if number < self._kept:
+            self.first.append(batch)
+        return batch if number >= self._done else _LEFT_OUT
 
     def __iter__(self) -> Iterator:
-        return chain(self._ahead, self._drawing)
+        later = map(self._noted, self._drawing)
+        return chain(self._ahead, (batch for batch in later if batch is not _LEFT_OUT))
 
     def __len__(self) -> int:
         return max(0, len(self.within) - self._done)
+
+
+_LEFT_OUT = object()
 
 
 class Skipping:

@@ -89,7 +89,10 @@ def is_plain(loader: DataLoader) -> bool:
         once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     else:
         once = type(sampler) is SequentialSampler
-    batches_by_size = loader.batch_size is not None or loader.batch_sampler is None
+    batches: Any = loader.batch_sampler  # which some put another in the place of, to read a loader without end
+    batches_by_size = batches is None or (
+        loader.batch_size is not None and isinstance(batches, BatchSampler) and batches.sampler is sampler
+    )
     return once and batches_by_size and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
 
 

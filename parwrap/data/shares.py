@@ -119,7 +119,10 @@ class Shares:
         if shared.lasting and not rest:
             position.draws = shared.draws_of_lasting
             return self._begun(shared.lasting, loader, original, position)
-        seed = None if self._keeps() and not rest else self._workers_seed(loader, rest)
+        lasting = loader.persistent_workers and position.epoch > 0  # their seed was drawn for the first pass, in the run before
+        seed = None if self._keeps() and not rest and not lasting else self._workers_seed(loader, rest)
+        if lasting:
+            position.set_back(loader)
         shard = self._shard(loader, shared, rest)
         if seed is not None:
             shard.generator = torch.Generator().manual_seed(seed)
@@ -233,13 +236,10 @@ class Shares:
         """What the loader's own sampler draws, the same on all ranks; of that the ``rest``."""
         draws = SharedDraws(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, self._streams)
         shared.position.draws = draws
-        same = SameDraws(draws, self._group, shared.draws, type(loader.sampler).__name__) if self._group else draws
-        if not rest:
-            return same
-        draws.check = rest["drawn"], partial(_check_drawn, rest)
-        remaining = RestOfBatches(same, rest["done"], self._size)
-        remaining.draw(lambda: draws.drawn >= rest["drawn"])
-        return remaining
+        if rest:
+            draws.check = rest["drawn"], partial(_check_drawn, rest)  # which shows too that all ranks draw the same
+            return RestOfBatches(draws, rest["done"], rest["drawn"], self._size)
+        return SameDraws(draws, self._group, shared.draws, type(loader.sampler).__name__) if self._group else draws
 
     def _own_shard(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None) -> DataLoader:
         """A copy that draws from the user's own ``DistributedSampler``, if need be as this rank."""

@@ -90,6 +90,8 @@ def _set_state(source: Any, state: Any) -> None:
 
 
 def _kind(source: Any) -> str:
+    if source is torch.default_generator:
+        return "torch"
     return source.__name__ if hasattr(source, "__name__") else f"a {type(source).__module__}.{type(source).__name__}"
 
 
