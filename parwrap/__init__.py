@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from parwrap.features.amp import amp_state
     from parwrap.features.loaders import loaders
     from parwrap.features.mean import mean_over_ranks
+    from parwrap.features.shard import replicate, shard
     from parwrap.group import is_rank_zero, local_rank, rank, world_size
     from parwrap.mixins import AccumulateMixin, AmpMixin, DistributedMixin, SyncBNMixin
 
@@ -37,6 +38,7 @@ _HOMES = {
     "parwrap.features.loaders": ("loaders",),
     "parwrap.features.mean": ("mean_over_ranks",),
     "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
+    "parwrap.features.shard": ("replicate", "shard"),
     "parwrap.features.sync_bn": ("sync_bn",),
     "parwrap.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
     "parwrap.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin", "SyncBNMixin"),
@@ -72,6 +74,8 @@ __all__ = [
     "rank_zero_only",
     "reduce_mean",
     "reduce_sum",
+    "replicate",
+    "shard",
     "sync_bn",
     "world_size",
 ]

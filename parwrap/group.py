@@ -200,7 +200,7 @@ def world_size() -> int:
     >>> world_size()
     1
     """
-    return _world().size
+    return dist.get_world_size() if open_group() else _world().size  # torch's function tells who shards by it
 
 
 def local_rank() -> int:

@@ -28,6 +28,7 @@ class Loop:
         evaluations: how many passes are open that only look at data, which all ranks do alike.
         looped: whether there has been a training pass at all.
         weight: how much this rank's part of the current batch counts in an average over ranks.
+        loss_factor: what its loss is multiplied by beside that weight.
         generation: how many times an optimizer has got new parameters, or a module was moved or cast.
         changed: called with no arguments when training begins, or a pass or another optimizer does.
     """
@@ -40,7 +41,7 @@ class Loop:
         self.evaluations = 0
         self._whole = False
         self.looped = False
-        self.weight = 1.0
+        self.weigh(1.0)
         self.generation = 0
         self.changed: Callable[[], None] = lambda: None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -128,6 +129,10 @@ class Loop:
         """A pass has yielded a batch, which is ``whole`` if all ranks have the same."""
         self.batches += 1
         self._whole = whole
+
+    def weigh(self, weight: float, loss_factor: float = 1.0) -> None:
+        """From now on this rank's part counts by ``weight``, with its loss multiplied by ``loss_factor`` too."""
+        self.weight, self.loss_factor = weight, loss_factor
 
     def opened_evaluation(self) -> None:
         self.evaluations += 1

@@ -22,7 +22,7 @@ from parwrap.script import Script
 
 __all__ = ["LaunchPlan", "describe", "plan_launch"]
 
-SCOPE_OPTIONS = ("backend", "seed", "batch", "bucket_cap_mb", "timeout", "hang_after", "gradient_as_bucket_view")
+SCOPE_OPTIONS = ("backend", "seed", "batch", "uneven", "lr", "loss", "bucket_cap_mb", "timeout", "hang_after", "gradient_as_bucket_view")
 AMP_VALUES = ("auto", "bf16", "fp16", "bfloat16", "float16", "O0", "O1", "O2", "O3")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ONE_NODE = "parwrap"
@@ -162,6 +162,11 @@ def _parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--batch", default=absent, help="per_rank: each rank takes whole batches; global: each takes its part of every batch."
     )
+    ours.add_argument(
+        "--uneven", default=absent, help="Where samples do not go round: pad takes some twice; drop leaves some out; join takes each once."
+    )
+    ours.add_argument("--lr", default=absent, help="Learning rates, as the global batch grows with the ranks: keep, linear or sqrt.")
+    ours.add_argument("--loss", default=absent, help="What the loss is over the samples of a batch: mean or sum.")
     ours.add_argument(
         "--bucket-cap-mb", "--bucket_cap_mb", default=absent, type=_number, help="Size of DDP's gradient buckets in megabytes."
     )

@@ -30,6 +30,10 @@ def plan(*argv: str, gpus: int = 0, cores: int = 8, **environ: str) -> LaunchPla
         (["train.py", "--seed", "3"], Script("train.py", ("--seed", "3"), scope={})),
         (["--seed", "3", "train.py", "--lr=1"], Script("train.py", ("--lr=1",), scope={"seed": 3})),
         (["--batch=global", "--bucket_cap_mb", "5", "train.py"], Script("train.py", scope={"batch": "global", "bucket_cap_mb": 5.0})),
+        (
+            ["--uneven", "join", "--lr=sqrt", "--loss", "sum", "train.py", "--lr", "1"],
+            Script("train.py", args=("--lr", "1"), scope={"uneven": "join", "lr": "sqrt", "loss": "sum"}),
+        ),
         (["--timeout", "9", "--backend", "gloo", "train.py"], Script("train.py", scope={"timeout": 9.0, "backend": "gloo"})),
         (["--hang-after", "5", "train.py"], Script("train.py", scope={"hang_after": 5.0})),
         (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
@@ -305,5 +309,5 @@ def test_show_accumulation():
 
 
 def test_options_of_the_scope_are_checked_by_the_scope():
-    with pytest.raises(UsageError, match="batch='globe' is not one of the ways to share out batches"):
+    with pytest.raises(UsageError, match="batch='globe' is not one of its values"):
         plan("--batch", "globe", "train.py")

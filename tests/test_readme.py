@@ -22,7 +22,9 @@ def test_the_main_job_trains_digits_to_over_95_percent_and_prints_once():
     assert float(re.fullmatch(r"test accuracy (\d\.\d+)", last)[1]) > 0.95
     assert len(epochs) == len(set(epochs))
     assert re.search(
-        r"^parwrap: 2 ranks, gloo on cpu, ddp, batch 32 per rank, 64 global, 1437 samples / 2 ranks, seed \d+$", run.stderr, re.MULTILINE
+        r"^parwrap: 2 ranks, gloo on cpu, ddp, batch 32 per rank, 64 global, lr kept, 1437 samples / 2 ranks, seed \d+$",
+        run.stderr,
+        re.MULTILINE,
     )
 
 
@@ -64,7 +66,7 @@ def test_files_that_documents_name_exist(document):
 @pytest.mark.parametrize("option", re.findall(r"^``(\w+)``  +", README, re.MULTILINE))
 def test_options_that_the_readme_lists_exist(option):
     import parwrap
-    from parwrap.features.distributed import Options
+    from parwrap.features.options import Options
 
     assert hasattr(Options(), option)
     assert f"    {option}: " in parwrap.distributed.__doc__

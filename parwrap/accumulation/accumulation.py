@@ -137,7 +137,8 @@ class Accumulation(AtWork):
     def _begin_batch(self) -> None:
         over_ranks, feeding = self._over_ranks(), [reading for reading in self._readings if reading.drew]
         parts = [part for reading in feeding if (part := reading.last_part) is not None]
-        self.position.begin(self.position.full or bool(parts), over_ranks.weight if over_ranks else 1.0, min(parts, default=1.0))
+        weight, loss_factor = (over_ranks.weight, over_ranks.loss_factor) if over_ranks else (1.0, 1.0)
+        self.position.begin(self.position.full or bool(parts), weight, min(parts, default=1.0), loss_factor)
         for reading in feeding:
             reading.trains = True
 

@@ -99,8 +99,9 @@ class ByHand(AtWork):
                 call.run()
                 return
             local, weight = self._local[place], over_ranks.weight
+            scale = weight * over_ranks.loss_factor
             local.weights.append(weight)
-            call = call.scaled(weight) if weight != 1.0 else call
+            call = call.scaled(scale) if scale != 1.0 else call
             if goes_on:
                 if self._pattern.mixed:
                     local.reached.update((id(leaf), leaf) for leaf in reached(call.beginnings))

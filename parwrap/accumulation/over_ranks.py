@@ -65,6 +65,11 @@ class OverRanks:
         return self._loop.weight
 
     @property
+    def loss_factor(self) -> float:
+        """What its loss is multiplied by beside that weight."""
+        return self._loop.loss_factor
+
+    @property
     def meetings(self) -> int:
         """The number of the next meeting of the ranks."""
         return self._group.meetings.number

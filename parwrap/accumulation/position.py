@@ -40,7 +40,7 @@ class Position:
     def begin_batch(self) -> None:
         """Another batch, in which there was no backward yet."""
         self.backwards, self.closing = 0, False
-        self._relative, self._own_weight = 1.0, 1.0
+        self._relative, self._own_weight, self._loss_factor = 1.0, 1.0, 1.0
         self._sites: set[tuple] = set()
         self._followed: set[tuple] = set()
         self._drawn_after: set[tuple] = set()
@@ -70,20 +70,21 @@ class Position:
         self._told = None
         self._drawn_after |= self._sites
 
-    def begin(self, closing: bool, weight: float = 1.0, part: float = 1.0) -> None:
+    def begin(self, closing: bool, weight: float = 1.0, part: float = 1.0, loss_factor: float = 1.0) -> None:
         """The first backward of the batch is about to run.
 
         Args:
             closing: whether the batch is the last of its window.
             weight: how much this rank's part of it counts in an average over ranks.
             part: how many samples it has, in full batches, unless :meth:`count` has told better.
+            loss_factor: what its loss is multiplied by beside the weight.
         """
         self._relative = part
         if self._told:
             self._reference = self._reference or self._told
             self._relative = self._told / self._reference
         self._told = None
-        self._own_weight, self.closing = weight, closing
+        self._own_weight, self._loss_factor, self.closing = weight, loss_factor, closing
         self._size += self._relative
         self._weight += self._relative * weight
 
@@ -118,7 +119,7 @@ class Position:
     @property
     def factor(self) -> float:
         """By which the loss of the running batch is to be multiplied."""
-        return self._relative * self._own_weight / (self._size if self.closing else self.steps)
+        return self._relative * self._own_weight * self._loss_factor / (self._size if self.closing else self.steps)
 
     @property
     def correction(self) -> float:

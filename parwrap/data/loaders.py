@@ -14,16 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from parwrap.data.iterables import world_size_asked
 from parwrap.data.passes import Pass
 from parwrap.data.position import MARK, Position
 from parwrap.data.sharding import shuffles
-from parwrap.data.shares import Shares, TrainingData
+from parwrap.data.shares import Shares, Sharing, TrainingData
 from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
 from parwrap.streams import Streams
 
-__all__ = ["Loaders", "TrainingData"]
+__all__ = ["Loaders", "Sharing", "TrainingData"]
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Loaders:
         group: the ranks to share with; ``None`` for a single rank.
         loop: what the training loop has done so far.
         streams: the random streams.
-        split: whether each batch is split among the ranks (``batch="global"``).
+        sharing: gives how to share out now.
         began: called at the first training pass.
     """
 
@@ -59,13 +60,14 @@ class Loaders:
         group: Group | None,
         loop: Loop,
         streams: Streams,
-        split: Callable[[], bool],
+        sharing: Callable[[], Sharing],
         began: Callable[[TrainingData], None],
     ) -> None:
-        self._loop, self._streams, self._alone = loop, streams, group is None
+        self._loop, self._streams, self._sharing = loop, streams, sharing
+        self._size, self._alone = (group.world.size, False) if group else (1, True)
+        self._shares = Shares(group, streams, sharing, began)
         self._positions: weakref.WeakKeyDictionary[DataLoader, Position] = weakref.WeakKeyDictionary()
         self._trained = 0
-        self._shares = Shares(group, streams, split, began)
         self._histories: weakref.WeakKeyDictionary[DataLoader, _History] = weakref.WeakKeyDictionary()
         self._shuffled_seen = False
 
@@ -85,12 +87,14 @@ class Loaders:
         position = self._begin(loader)
         batches, weights = self._shares.batches(loader, original, position)
         self._loop.opened_pass()
+        sharing = self._sharing()
 
         def drawn() -> None:
             self._loop.drew_batch()
             position.drew()
             if weights is not None:
-                self._loop.weight = weights.popleft()
+                weight = weights.popleft()
+                self._loop.weigh(weight, sharing.loss_factor(weight, self._size))
 
         return Pass(batches, self._watch_training(history, position), drawn)
 
@@ -153,6 +157,10 @@ class Loaders:
             history.told = ((share, whole) if trains else (whole, share)) if share != whole else None
         return share if trains else whole
 
+    def world_size_asked(self) -> None:
+        """A dataset that asks for the number of ranks shards itself."""
+        world_size_asked()
+
     def _history(self, loader: DataLoader) -> _History:
         self._shuffled_seen |= not isinstance(loader.dataset, IterableDataset) and shuffles(loader)
         return self._histories.setdefault(loader, _History())
@@ -187,7 +195,7 @@ class Loaders:
 
         def closed(exhausted: bool) -> None:
             position.end()
-            self._loop.weight = 1.0
+            self._loop.weigh(1.0)
             self._loop.closed_pass()
             history.has_trained |= self._loop.backwards > before
             if exhausted and not history.has_trained:

@@ -20,7 +20,7 @@ from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group import Group
 from parwrap.streams import Streams
 
-__all__ = ["EPOCH", "LENGTH", "LOADED", "MARK", "RANKS", "Plan", "Position", "digest"]
+__all__ = ["EPOCH", "LENGTH", "LOADED", "MARK", "RANKS", "Plan", "Position", "check_drawn", "digest"]
 
 MARK = "parwrap"
 """The entry that a state is known by; its value is the version of what else is in it."""
@@ -38,6 +38,7 @@ HINTS = {
 MEANINGS = {
     "samples": "one that takes each sample once, in order or shuffled",
     "batches": "one with a sampler of its own",
+    "draws": "one whose ranks take their samples together",
     "own": "one with a DistributedSampler for as many replicas as there are ranks",
     "stream": "one over an IterableDataset",
 }
@@ -103,6 +104,11 @@ class Position:
     def _next(self) -> int:
         """The epoch that the next batch is of, from 0."""
         return self.epoch if self._open else self.epoch + 1
+
+    @property
+    def kind(self) -> str | None:
+        """What the place in the pass that began last is counted in."""
+        return self._plan.kind if self._plan else None
 
     @property
     def _per_step(self) -> int:
@@ -229,6 +235,16 @@ def digest(drawn: Any) -> str:
     (True, False)
     """
     return hashlib.blake2b(repr(drawn).encode(), digest_size=8).hexdigest()
+
+
+def check_drawn(rest: dict[str, Any], drawn: Any) -> None:
+    """Raise if a sampler draws something else than it did before the state of ``rest`` was taken."""
+    if drawn is None or digest(drawn) != rest["last"]:
+        raise UsageError(
+            f"a DataLoader's sampler does not draw again what it drew before its state was taken: number {rest['drawn']} of the pass is "
+            "another, so there is no place to go on from. Its batch_size, weights and indices must be what they were, and it must draw "
+            "from torch, np.random or random while nothing else does, or from a generator that is an attribute of it."
+        )
 
 
 def _compare(before: dict[str, Any], now: dict[str, Any], only: str | None = None) -> None:

@@ -15,16 +15,18 @@ __all__ = ["RestOfBatches", "RestOfSamples", "Skipping"]
 class RestOfSamples:
     """This rank's part of what comes after the first ``done`` samples of an ``order``.
 
-    Ranks get equally many; as in ``DistributedSampler``, which deals in the same way, the last round is filled up from the first samples.
+    Ranks get equally many: as in ``DistributedSampler``, which deals in the same way, a last round that is not full is filled up from the
+    first samples, or left out with ``uneven="drop"``.
 
     >>> [list(RestOfSamples("abcdefg", 4, rank, 2)) for rank in (0, 1)]
     [['e', 'g'], ['f', 'a']]
     """
 
-    def __init__(self, order: Sequence, done: int, rank: int, size: int) -> None:
-        rest = order[done:]
-        filling = islice(cycle(order), -len(rest) % size)
-        self._indices = [*rest, *filling][rank::size]
+    def __init__(self, order: Sequence, done: int, rank: int, size: int, uneven: str = "pad") -> None:
+        rest = list(order[done:])
+        if uneven == "drop":
+            del rest[len(rest) - len(rest) % size :]
+        self._indices = [*rest, *islice(cycle(order), -len(rest) % size)][rank::size]
 
     def __iter__(self) -> Iterator:
         return iter(self._indices)

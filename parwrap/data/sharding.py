@@ -8,42 +8,73 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["DealtBatches", "SplitBatches", "distributed_sampler", "is_plain", "last_part", "share_length", "shuffles", "with_indices"]
+from parwrap.errors import UsageError
+
+__all__ = [
+    "DealtBatches",
+    "SplitBatches",
+    "distributed_sampler",
+    "is_plain",
+    "last_part",
+    "refuse_nothing",
+    "samples_in",
+    "share_length",
+    "shuffles",
+    "with_indices",
+    "with_others",
+]
 
 
 class DealtBatches:
-    """Every ``size``-th batch, from the ``rank``-th on; ranks get equally many, so the last round is filled up from the first.
+    """Every ``size``-th batch, from the ``rank``-th on; all ranks get equally many.
 
-    ``DistributedSampler`` fills up in the same way. Batches that are the rest of a pass have those that it began with as ``first``.
+    What does not go round is filled up from the first round (``uneven="pad"``, as ``DistributedSampler`` does), left out (``"drop"``),
+    or given to as many ranks as it is enough for (``"join"``): the others repeat a batch, and ``weights`` gets, as in
+    :class:`SplitBatches`, how much each batch counts. The rest of a pass has the batches that it began with as ``first``.
 
     >>> [list(DealtBatches("abcde", rank, 2)) for rank in (0, 1)]
     [['a', 'c', 'e'], ['b', 'd', 'a']]
+    >>> [list(DealtBatches("abcde", rank, 2, uneven="drop")) for rank in (0, 1)]
+    [['a', 'c'], ['b', 'd']]
+    >>> joined = DealtBatches([[0, 1], [2, 3], [4, 5]], rank=1, size=2, uneven="join")
+    >>> list(joined), list(joined.weights)
+    ([[2, 3], [4, 5]], [1.0, 0.0])
     """
 
-    def __init__(self, batches: Iterable, rank: int, size: int) -> None:
-        self.batches, self.rank, self.size = batches, rank, size
+    def __init__(self, batches: Iterable, rank: int, size: int, uneven: str = "pad") -> None:
+        self.batches, self.rank, self.size, self.uneven = batches, rank, size, uneven
+        self.weights: deque[float] | None = deque() if uneven == "join" else None
 
     def __iter__(self) -> Iterator:
         first: list = getattr(self.batches, "first", [])
         turn: list = []
+        if self.weights is not None:
+            self.weights.clear()
         for batch in self.batches:
             turn.append(batch)
             if len(turn) == self.size:
                 first = first or turn
-                yield turn[self.rank]
+                yield self._mine(turn)
                 turn = []
-        if turn:
-            filled = turn + (first or turn) * self.size
-            yield filled[self.rank]
+        if turn and self.uneven != "drop":
+            yield self._mine(turn + (first or turn) * self.size if self.uneven == "pad" else turn)
+
+    def _mine(self, turn: list) -> Any:
+        mine = turn[self.rank] if self.rank < len(turn) else None
+        if self.weights is not None:
+            samples = [len(batch) if isinstance(batch, Sized) else 1 for batch in turn]
+            self.weights.append(0.0 if mine is None else samples[self.rank] * self.size / (sum(samples) or 1))
+        return turn[0] if mine is None else mine
 
     def __len__(self) -> int:
-        return math.ceil(len(self.batches) / self.size)  # type: ignore[arg-type]
+        return _in_rounds(len(self.batches), self.size, self.uneven)  # type: ignore[arg-type]
 
 
 class SplitBatches:
@@ -96,11 +127,33 @@ def is_plain(loader: DataLoader) -> bool:
     return once and batches_by_size and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
 
 
-def share_length(loader: DataLoader, whole: int, size: int) -> int:
+def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad") -> int:
     """How many batches one of ``size`` ranks gets of a loader that has ``whole``."""
     if loader.batch_sampler is None or not is_plain(loader):
-        return math.ceil(whole / size)
-    return len(BatchSampler(range(math.ceil(len(loader.dataset) / size)), loader.batch_size or 1, loader.drop_last))  # type: ignore[arg-type]
+        return _in_rounds(whole, size, uneven)
+    samples, batch_size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
+    if uneven == "join":
+        return len(BatchSampler(range(samples), batch_size * size, loader.drop_last))
+    return len(BatchSampler(range(_in_rounds(samples, size, uneven)), batch_size, loader.drop_last))
+
+
+def refuse_nothing(loader: DataLoader, size: int) -> None:
+    """With ``uneven="drop"``, a loader that is too short would not be trained on at all."""
+    try:
+        whole = len(loader.sampler if is_plain(loader) or loader.batch_sampler is None else loader.batch_sampler)  # type: ignore[arg-type]
+    except TypeError:
+        return  # who does not know its length has a batch for every rank, or none
+    if whole < size:
+        what = "samples" if is_plain(loader) or loader.batch_sampler is None else "batches"
+        raise UsageError(
+            f'uneven="drop" leaves nothing to train on: a DataLoader has {whole} {what} for {size} ranks. '
+            'Give uneven="pad", which repeats some, or uneven="join", or start fewer ranks.'
+        )
+
+
+def _in_rounds(pieces: int, size: int, uneven: str) -> int:
+    """How many of ``pieces`` each of ``size`` ranks gets when they are dealt out in turn."""
+    return pieces // size if uneven == "drop" else math.ceil(pieces / size)
 
 
 def last_part(batches: Any) -> float:
@@ -120,18 +173,36 @@ def last_part(batches: Any) -> float:
 
 
 def with_indices(loader: DataLoader, indices: Iterable, **others: Any) -> DataLoader:
-    """A shallow copy of ``loader`` that draws its batches (or samples, if it does not batch) from ``indices``.
+    """A shallow copy of ``loader`` that draws its batches (or samples, if it does not batch) from ``indices``."""
+    drawn = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    return with_others(loader, **{drawn: indices, **others})
+
+
+def with_others(loader: DataLoader, **others: Any) -> DataLoader:
+    """A shallow copy of ``loader`` with ``others`` in the place of some of its attributes.
 
     Everything else is kept, also of subclasses. ``DataLoader`` refuses new samplers by ``__setattr__``, hence ``vars``;
     ``copy.copy`` would leave a cache behind on the class.
     """
-    shard = loader.__class__.__new__(loader.__class__)
-    drawn = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    vars(shard).update({**vars(loader), drawn: indices, "_iterator": None, **others})
-    return shard
+    copied = loader.__class__.__new__(loader.__class__)
+    vars(copied).update({**vars(loader), "_iterator": None, **others})
+    return copied
 
 
-def distributed_sampler(loader: DataLoader, rank: int, size: int, seed: int) -> DistributedSampler:
+def samples_in(batch: Any) -> int:
+    """How many samples a collated ``batch`` holds: the length of the first tensor or list in it.
+
+    >>> samples_in({"x": (torch.zeros(3, 2), torch.zeros(3))})
+    3
+    """
+    if isinstance(batch, Mapping):
+        return samples_in(next(iter(batch.values()), ()))
+    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], (torch.Tensor, Mapping, tuple, list)):
+        return samples_in(batch[0])
+    return len(batch) if isinstance(batch, Sized) and not (isinstance(batch, torch.Tensor) and batch.dim() == 0) else 1
+
+
+def distributed_sampler(loader: DataLoader, rank: int, size: int, seed: int, uneven: str = "pad") -> DistributedSampler:
     """torch's sampler for a loader that :func:`is_plain`."""
     dataset: Sized = loader.dataset  # type: ignore[assignment]
-    return DistributedSampler(dataset, size, rank, shuffle=shuffles(loader), seed=seed)  # type: ignore[arg-type]
+    return DistributedSampler(dataset, size, rank, shuffle=shuffles(loader), seed=seed, drop_last=uneven == "drop")  # type: ignore[arg-type]

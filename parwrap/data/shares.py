@@ -6,49 +6,53 @@ indices are whose by ``sharding.py``.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
-import sys
-import warnings
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.data.agreement import Agreement, SameDraws
+from parwrap.data.iterables import Pick, part_of
+from parwrap.data.own_sampler import OwnSamplers
 from parwrap.data.passes import SharedDraws
-from parwrap.data.position import EPOCH, LENGTH, LOADED, RANKS, Plan, Position, digest
-from parwrap.data.resuming import RestOfBatches, RestOfSamples, Skipping
-from parwrap.data.sharding import DealtBatches, SplitBatches, distributed_sampler, is_plain, share_length, shuffles, with_indices
+from parwrap.data.position import EPOCH, LENGTH, LOADED, RANKS, Plan, Position, check_drawn
+from parwrap.data.resuming import RestOfBatches, RestOfSamples
+from parwrap.data.sharding import (
+    DealtBatches,
+    SplitBatches,
+    distributed_sampler,
+    is_plain,
+    refuse_nothing,
+    samples_in,
+    share_length,
+    shuffles,
+    with_indices,
+    with_others,
+)
+from parwrap.data.sharing import Sharing, TrainingData
 from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.streams import Streams
 
-__all__ = ["Shares", "TrainingData"]
+__all__ = ["Shares", "Sharing", "TrainingData", "replicated"]
+
+END_OF_STREAM = "the end of a pass over an IterableDataset"
+
+replicated: weakref.WeakSet[DataLoader] = weakref.WeakSet()
+"""Loaders of which every rank is to see all; what users say holds in every scope."""
 
 ANOTHER_LOADER = 1_000_003
 """Apart by this, the seeds of two loaders never meet in a later epoch; zipped loaders must not pair a sample with itself."""
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """What the first training pass is over, for the line that says so.
-
-    Attributes:
-        samples: in the whole dataset; ``None`` where it has no length.
-        batch_size: per rank; ``None`` where batches are of no fixed size.
-        global_batch: of all ranks together.
-    """
-
-    samples: int | None
-    batch_size: int | None
-    global_batch: int | None
 
 
 @dataclass
@@ -59,7 +63,6 @@ class _Shared:
         position: where its training passes are.
         seeds: the seed to share out by, for each length that the dataset has had.
         draws: whether the ranks' samplers were found to draw the same.
-        ranks_differ: whether the ranks' own ``DistributedSampler`` objects share out.
         lasting: the copy whose persistent workers stay from pass to pass.
         draws_of_lasting: what its sampler draws, if it has one of its own.
     """
@@ -67,7 +70,6 @@ class _Shared:
     position: Position
     seeds: dict[int, int] = field(default_factory=dict)
     draws: dict[str, bool] = field(default_factory=dict)
-    ranks_differ: bool | None = None
     lasting: DataLoader | None = None
     draws_of_lasting: SharedDraws | None = None
 
@@ -78,49 +80,61 @@ class Shares:
     Args:
         group: the ranks to share with; ``None`` for a single rank.
         streams: the random streams; what samplers draw must be drawn from the shared ones.
-        split: whether each batch is split among the ranks (``batch="global"``) rather than every rank taking batches of
-            its own.
+        sharing: gives how to share out now.
         began: called at the first training pass.
     """
 
-    def __init__(self, group: Group | None, streams: Streams, split: Callable[[], bool], began: Callable[[TrainingData], None]) -> None:
-        self._group, self._streams, self._split, self._began = group, streams, split, began
+    def __init__(
+        self, group: Group | None, streams: Streams, sharing: Callable[[], Sharing], began: Callable[[TrainingData], None]
+    ) -> None:
+        self._group, self._streams, self._sharing, self._began = group, streams, sharing, began
         self._rank, self._size = (group.world.rank, group.world.size) if group else (0, 1)
         self._agreement = Agreement(group) if group else None
         if group:
-            group.meetings.answer(LOADED, lambda detail, present: None)  # who has left goes on from nowhere
+            for kind in (END_OF_STREAM, LOADED):
+                group.meetings.answer(kind, lambda detail, present: None)
+        self._own = OwnSamplers(self._agreement, self._rank, self._size)
         self._loaders: weakref.WeakKeyDictionary[DataLoader, _Shared] = weakref.WeakKeyDictionary()
         self._sharded = 0
-        self._noted = False
 
     def batches(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], position: Position) -> tuple[Iterator, Any]:
         """This rank's batches of a training pass, and the weights of them if each is a part of a larger batch.
 
-        Where the loader is put at ``position``, the pass has what comes after it.
+        Where the loader was put at a ``position``, they are those that come after it.
         """
         rest = position.begin(loader, self._group)
-        batches, weights = self._shared_out(loader, original, position, rest)
-        if rest and rest["kind"] == "stream":
+        shared = self._loaders.setdefault(loader, _Shared(position))
+        if not isinstance(loader.dataset, IterableDataset):
+            return self._batches_by_index(loader, shared, original, rest)
+        batches, weights = self._stream(loader, shared, original)
+        if rest:
             for _ in itertools.islice(batches, rest["done"]):
                 if weights is not None:
                     weights.popleft()
             position.went_on(loader, rest)
         return batches, weights
 
-    def _shared_out(self, loader: DataLoader, original: Callable, position: Position, rest: dict[str, Any] | None) -> tuple[Iterator, Any]:
-        if isinstance(loader.dataset, IterableDataset):
-            self._announce(loader, None)
-            if self._keeps():
-                return original(loader), None
+    def _stream(self, loader: DataLoader, shared: _Shared, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
+        if self._keeps():
+            return original(loader), None
+        if loader in replicated or isinstance(loader.dataset, IterDataPipe):
             with self._streams.shared():
-                stream = SharedDraws(original(loader), self._streams)
-            return iter(DealtBatches(stream, self._rank, self._size)), None
-        shared = self._loaders.setdefault(loader, _Shared(position))
+                whole = SharedDraws(original(loader), self._streams)
+            if loader in replicated:
+                return iter(whole), None
+            self._announce(loader, None)
+            return iter(DealtBatches(whole, self._rank, self._size)), None
+        return self._part_of_stream(loader, shared, original)
+
+    def _batches_by_index(
+        self, loader: DataLoader, shared: _Shared, original: Callable, rest: dict[str, Any] | None
+    ) -> tuple[Iterator, Any]:
+        position = shared.position
         if shared.lasting and not rest:
             position.draws = shared.draws_of_lasting
             return self._begun(shared.lasting, loader, original, position)
         lasting = loader.persistent_workers and position.epoch > 0  # their seed was drawn for the first pass, in the run before
-        seed = None if self._keeps() and not rest and not lasting else self._workers_seed(loader, rest)
+        seed = None if self._whole(loader) and not rest and not lasting else self._workers_seed(loader, rest)
         if lasting:
             position.set_back(loader)
         shard = self._shard(loader, shared, rest)
@@ -135,7 +149,9 @@ class Shares:
     def _begun(self, shard: DataLoader, loader: DataLoader, original: Callable, position: Position) -> tuple[Iterator, Any]:
         if isinstance(shard.sampler, DistributedSampler) and not isinstance(loader.sampler, DistributedSampler):
             shard.sampler.set_epoch(position.epoch)
-        return original(shard), getattr(shard.batch_sampler, "weights", None)
+        with self._streams.shared() if self._whole(loader) else nullcontext():
+            batches = original(shard)
+        return batches, getattr(shard.sampler if shard.batch_sampler is None else shard.batch_sampler, "weights", None)
 
     def _workers_seed(self, loader: DataLoader, rest: dict[str, Any] | None) -> int:
         """What this rank's workers are seeded from in a pass.
@@ -146,71 +162,142 @@ class Shares:
         with self._streams.shared():
             # what the loader's own iterator draws in a single process, so that the shared streams stay where they would be
             drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
-        return (drawn + self._rank + (ANOTHER_LOADER * rest["done"] if rest else 0)) % 2**63
+        rank = 0 if self._whole(loader) else self._rank
+        return (drawn + rank + (ANOTHER_LOADER * rest["done"] if rest else 0)) % 2**63
 
     def plan(self, loader: DataLoader, kind: str | None = None) -> Plan:
         """How a training pass over ``loader`` is read, and from what ``kind`` of position, if that is not the loader's own."""
+        sharing, size = self._sharing(), loader.batch_size
+        of = {"batch_size": size, "sharing": f"batch={sharing.batch}, uneven={sharing.uneven}"} if self._size > 1 else {"batch_size": size}
         if isinstance(loader.dataset, IterableDataset):
-            return Plan("stream", 1, ("stream",), {RANKS: self._size, "number of workers": loader.num_workers})
+            return Plan("stream", 1, ("stream",), {RANKS: self._size, "number of workers": loader.num_workers, **of})
         facts = {LENGTH: _length(loader), "order": "shuffled" if shuffles(loader) else "as it is"}
-        if self.shares_out_itself(loader):
+        if self.shares_out_itself(loader) and loader not in replicated:
             sampler: Any = loader.sampler
-            return Plan("own", 1, ("own",), facts | {RANKS: self._size, "sampler's seed": sampler.seed, EPOCH: sampler.epoch})
-        whole, plain = self._keeps() or self._splits(loader), is_plain(loader)
-        kind = kind or ("samples" if plain and not whole else "batches")
-        ranks, size = 1 if whole else self._size, loader.batch_size or 1
-        return Plan(kind, ranks if kind == "batches" else ranks * size, ("samples", "batches") if plain else ("batches",), facts)
+            return Plan("own", 1, ("own",), facts | of | {RANKS: self._size, "sampler's seed": sampler.seed, EPOCH: sampler.epoch})
+        plain, whole = is_plain(loader), self._whole(loader) or self._splits(loader)
+        kind = kind or ("samples" if self._by_sample(loader) else "draws" if self._joins(loader) else "batches")
+        per_step = (1 if whole else self._size) * (1 if kind == "batches" else size or 1)
+        return Plan(kind, per_step, ("samples", "batches", "draws") if plain else ("batches",), facts)
+
+    def _part_of_stream(self, loader: DataLoader, shared: _Shared, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
+        self._announce(loader, None)
+        part = with_others(loader, **part_of(loader, self._pick(loader))) if shared.lasting is None else shared.lasting
+        if loader.persistent_workers:
+            shared.lasting = part
+        with self._streams.shared():
+            batches = original(part)
+        weights: deque[float] | None = deque() if self._sharing().weighs_streams else None
+        samples = (loader.batch_size or 1) / (self._size if self._splits(loader) else 1)
+
+        def drawn() -> Iterator:
+            nothing = object()
+            while True:
+                # who shards itself may draw more often on one rank than on another
+                with nullcontext() if getattr(part.dataset, "shards_itself", False) else self._streams.shared():
+                    batch = next(batches, nothing)
+                if batch is nothing:
+                    break
+                if weights is not None:
+                    weights.append(samples_in(batch) / samples)
+                yield batch
+            if self._group and threading.current_thread() is threading.main_thread():
+                self._group.meet(END_OF_STREAM)  # parts may differ in length: who is through answers the others
+
+        return drawn(), weights
+
+    def _pick(self, loader: DataLoader) -> Pick:
+        sharing = self._sharing()
+        if self._size == 1 or not self._splits(loader):
+            return Pick(self._rank, self._size, sharing.uneven)
+        if sharing.loss == "sum":
+            raise UsageError(
+                'loss="sum" with batch="global" is not for an IterableDataset: how many samples the other ranks have in its last batch is '
+                "not known. Have the loss be a mean over the batch."
+            )
+        if loader.batch_size < self._size:  # type: ignore[operator]
+            raise UsageError(
+                f'batch="global" cannot split the batches of an IterableDataset: {loader.batch_size} samples for {self._size} ranks. '
+                'Raise batch_size, or give batch="per_rank".'
+            )
+        return Pick(self._rank, self._size, batch=loader.batch_size, drop_last=loader.drop_last)
 
     def length(self, loader: DataLoader, whole: int) -> int:
         """How many of a training pass's ``whole`` batches this rank gets."""
-        return whole if self.shares_out_itself(loader) or self._splits(loader) else share_length(loader, whole, self._size)
+        if self._whole(loader) or self.shares_out_itself(loader) or self._splits(loader):
+            return whole
+        return share_length(loader, whole, self._size, self._sharing().uneven)
 
     def shares_out_itself(self, loader: DataLoader) -> bool:
         """Whether the user's own sampler shares out ``loader`` to as many ranks as there are."""
-        return isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas == self._size > 1
+        return self._own.shares_out(loader)
 
     def _splits(self, loader: DataLoader) -> bool:
-        return self._split() and loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
+        return self._sharing().batch == "global" and loader.batch_sampler is not None and not isinstance(loader.dataset, IterDataPipe)
 
     def _keeps(self) -> bool:
         """Whether there is nothing to share out: a single rank has the loader's own batches."""
-        return self._group is None and not self._split()
+        return self._group is None and self._sharing().batch != "global"
+
+    def _whole(self, loader: DataLoader) -> bool:
+        """Whether every rank has all batches."""
+        return self._keeps() or loader in replicated
 
     def _shard(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None) -> DataLoader:
         """A copy for one pass: another pass over the same loader may be open, and options and dataset may have changed since."""
-        if rest is None and self._keeps():
-            return with_indices(loader, self._drawn(loader, shared, None))
-        samples = len(loader.dataset)  # type: ignore[arg-type]
-        self._share_seed(loader, shared, samples)
-        if isinstance(loader.sampler, DistributedSampler):
-            self._note(loader.sampler)
-        if self.shares_out_itself(loader):
-            return self._own_shard(loader, shared, rest)
-        batches = loader.batch_sampler
-        if rest and rest["kind"] == "samples":
-            return self._rest_of_samples(loader, shared.seeds[samples], rest)
-        if self._splits(loader):
-            return with_indices(loader, SplitBatches(self._drawn(loader, shared, rest), self._rank, self._size))
-        if is_plain(loader) and not rest:
-            sampler = distributed_sampler(loader, self._rank, self._size, shared.seeds[samples])
-            indices = sampler if batches is None else BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
+        if not self._whole(loader):
+            self._share_seed(loader, shared)
+            if isinstance(loader.sampler, DistributedSampler):
+                self._own.note(loader.sampler)
+            if self.shares_out_itself(loader):
+                return self._own.shard(loader, rest["done"] if rest else 0)
+            if self._sharing().uneven == "drop" and not self._splits(loader):
+                refuse_nothing(loader, self._size)
+        kind, size = shared.position.kind, loader.batch_size or 1
+        if kind == "batches":
+            return with_indices(loader, self._dealt(loader, self._drawn(loader, shared, rest)))
+        if kind == "samples" and self._by_sample(loader):
+            sampler = self._samples(loader, shared, rest, self._rank, self._size)
+            indices = sampler if loader.batch_sampler is None else BatchSampler(sampler, size, loader.drop_last)
             return with_indices(loader, indices, sampler=sampler)
-        return with_indices(loader, DealtBatches(self._drawn(loader, shared, rest), self._rank, self._size))
-
-    def _rest_of_samples(self, loader: DataLoader, seed: int, rest: dict[str, Any]) -> DataLoader:
-        """What comes after the first samples in the order that ``DistributedSampler`` has for all ranks together."""
-        order = distributed_sampler(loader, 0, 1, seed)
-        order.set_epoch(rest["epoch"])
-        ranks = (0, 1) if self._splits(loader) else (self._rank, self._size)
-        indices = RestOfSamples(list(order), rest["done"], *ranks)
+        order = self._samples(loader, shared, rest, 0, 1) if kind == "samples" else self._drawn(loader, shared, rest, loader.sampler)
         if loader.batch_sampler is None:
-            return with_indices(loader, indices)
-        batches = BatchSampler(indices, loader.batch_size or 1, loader.drop_last)
-        return with_indices(loader, SplitBatches(batches, self._rank, self._size) if self._splits(loader) else batches, sampler=indices)
+            return with_indices(loader, self._dealt(loader, order))
+        if self._joins(loader):
+            # the batches of all ranks together, as one process with a batch that large would take them
+            together = BatchSampler(order, size * self._size, loader.drop_last)
+            return with_indices(loader, SplitBatches(together, self._rank, self._size))
+        return with_indices(loader, self._dealt(loader, BatchSampler(order, size, loader.drop_last)))
 
-    def _share_seed(self, loader: DataLoader, shared: _Shared, samples: int) -> None:
+    def _joins(self, loader: DataLoader) -> bool:
+        """Whether the ranks take samples together, which count by how many a rank has."""
+        whole = self._whole(loader) or self._splits(loader) or loader.batch_sampler is None
+        return self._sharing().uneven == "join" and not whole and is_plain(loader)
+
+    def _by_sample(self, loader: DataLoader) -> bool:
+        """Whether samples are dealt out one by one, as ``DistributedSampler`` does."""
+        return is_plain(loader) and not (self._whole(loader) or self._splits(loader) or self._sharing().uneven == "join")
+
+    def _dealt(self, loader: DataLoader, batches: Any) -> Any:
+        """This rank's of ``batches`` that are the same on all ranks."""
+        if self._whole(loader):
+            return batches
+        if self._splits(loader):
+            return SplitBatches(batches, self._rank, self._size)
+        return DealtBatches(batches, self._rank, self._size, self._sharing().uneven)
+
+    def _samples(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None, rank: int, size: int) -> Any:
+        """Samples in the order that ``DistributedSampler`` has them in; of that the ``rest``."""
+        seed, uneven = shared.seeds.get(len(loader.dataset), 0), self._sharing().uneven  # type: ignore[arg-type]
+        if not rest:
+            return distributed_sampler(loader, rank, size, seed, uneven)
+        order = distributed_sampler(loader, 0, 1, rest["seed"][0])
+        order.set_epoch(rest["epoch"])
+        return RestOfSamples(list(order), rest["done"], rank, size, uneven)
+
+    def _share_seed(self, loader: DataLoader, shared: _Shared) -> None:
         """Agree on what is shared out, and by which seed; a position that was loaded has one."""
-        position = shared.position
+        position, samples = shared.position, len(loader.dataset)  # type: ignore[arg-type]
         changed = self._agreement.changed(loader) if self._agreement else []
         given, position.given = position.given, None
         if given:
@@ -232,46 +319,16 @@ class Shares:
         self._sharded += 1
         return seed % 2**62
 
-    def _drawn(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None) -> Any:
-        """What the loader's own sampler draws, the same on all ranks; of that the ``rest``."""
-        draws = SharedDraws(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, self._streams)
+    def _drawn(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None, sampler: Any = None) -> Any:
+        """What ``sampler``, or else what the loader draws from, draws, the same on all ranks; of that the ``rest``."""
+        draws = SharedDraws(sampler or (loader.sampler if loader.batch_sampler is None else loader.batch_sampler), self._streams)
         shared.position.draws = draws
         if rest:
-            draws.check = rest["drawn"], partial(_check_drawn, rest)  # which shows too that all ranks draw the same
+            draws.check = rest["drawn"], partial(check_drawn, rest)  # which shows too that all ranks draw the same
             return RestOfBatches(draws, rest["done"], rest["drawn"], self._size)
-        return SameDraws(draws, self._group, shared.draws, type(loader.sampler).__name__) if self._group else draws
-
-    def _own_shard(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None) -> DataLoader:
-        """A copy that draws from the user's own ``DistributedSampler``, if need be as this rank."""
-        sampler: Any = loader.sampler
-        if shared.ranks_differ is None and self._agreement:
-            shared.ranks_differ = self._agreement.own_sampler(sampler)
-            if not shared.ranks_differ:
-                warnings.warn(
-                    f"parwrap: a DataLoader's own DistributedSampler was made with rank={sampler.rank} on more than one rank, so that they "
-                    "would train on the same share; each gets its own. Leave out num_replicas= and rank=, or use no DistributedSampler.",
-                    stacklevel=2,
-                )
-        if not shared.ranks_differ:
-            sampler = copy.copy(sampler)  # each time anew: set_epoch is the user's
-            sampler.rank = self._rank
-        batches: Any = loader.batch_sampler
-        if batches is not None and sampler is not loader.sampler:
-            batches = copy.copy(batches)
-            batches.sampler = sampler
-        drawn = sampler if batches is None else batches
-        others = {} if batches is None else {"sampler": sampler}
-        return with_indices(loader, Skipping(drawn, rest["done"]) if rest else drawn, **others)
-
-    def _note(self, sampler: DistributedSampler) -> None:
-        if self._noted or self._size == 1:
-            return
-        self._noted = True
-        if self._rank == 0:
-            replicas = sampler.num_replicas
-            what = "it is kept" if replicas == self._size else f"what it draws is shared out among {self._size} ranks"
-            made_for = "1 replica" if replicas == 1 else f"{replicas} replicas"
-            print(f"parwrap: a DataLoader has a DistributedSampler of its own, for {made_for}: {what}.", file=sys.stderr)
+        if self._group is None or self._whole(loader):
+            return draws
+        return SameDraws(draws, self._group, shared.draws, type(loader.sampler).__name__)
 
     def _announce(self, loader: DataLoader, samples: int | None) -> None:
         size = loader.batch_size
@@ -288,13 +345,3 @@ def _length(loader: DataLoader) -> int | None:
         return len(loader.dataset)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
-
-
-def _check_drawn(rest: dict[str, Any], drawn: Any) -> None:
-    """Raise if a sampler draws something else than it did before the state of ``rest`` was taken."""
-    if drawn is None or digest(drawn) != rest["last"]:
-        raise UsageError(
-            f"a DataLoader's sampler does not draw again what it drew before its state was taken: number {rest['drawn']} of the pass is "
-            "another, so there is no place to go on from. Its batch_size, weights and indices must be what they were, and it must draw "
-            "from torch, np.random or random while nothing else does, or from a generator that is an attribute of it."
-        )

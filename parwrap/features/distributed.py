@@ -10,18 +10,19 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
-from datetime import timedelta
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from parwrap import group as groups
-from parwrap.data.loaders import Loaders, TrainingData
+from parwrap.data.loaders import Loaders, Sharing, TrainingData
 from parwrap.decorator import ScopeDecorator, module_of
 from parwrap.errors import UsageError
 from parwrap.features.acting import described
+from parwrap.features.learning_rate import learning_rates_times
+from parwrap.features.options import Options
 from parwrap.files.clone import CloneFiles
 from parwrap.files.rank_zero import RankZeroFiles
 from parwrap.group import Group
@@ -40,49 +41,7 @@ from parwrap.voices import Voice, Voices
 from parwrap.watch import watched
 from parwrap.world import launch_variables, read_world
 
-__all__ = ["Options", "distributed"]
-
-BATCHES = {
-    "per_rank": "each rank takes batches of the loader's batch_size, so the global batch is that times the ranks",
-    "global": "the loader's batch_size is the global batch, and each rank takes a part of it",
-}
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of :class:`distributed`, checked."""
-
-    backend: str | None = None
-    seed: int | None = None
-    batch: str = "per_rank"
-    bucket_cap_mb: float = 25
-    timeout: float | timedelta | None = None
-    gradient_as_bucket_view: bool = False
-    hang_after: float = 60
-
-    def __post_init__(self) -> None:
-        if self.batch not in BATCHES:
-            meanings = "; ".join(f"{value!r}: {meaning}" for value, meaning in BATCHES.items())
-            raise UsageError(f"batch={self.batch!r} is not one of the ways to share out batches. {meanings}.")
-        if self.backend is not None and not dist.is_backend_available(self.backend):
-            there = ", ".join(name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name))
-            raise UsageError(
-                f"backend={self.backend!r} is not a backend of this build of torch, which has {there}. Leave it out to choose by device."
-            )
-        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
-            raise UsageError(f"seed={self.seed!r} is not a whole number from 0 to 2**63 - 1.")
-        if not self.bucket_cap_mb > 0:
-            raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of megabytes above 0.")
-        if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
-            raise UsageError(f"timeout={self.timeout!r} is not a number of seconds above 0.")
-
-        if not self.hang_after > 0:
-            raise UsageError(f"hang_after={self.hang_after!r} is not a number of seconds above 0.")
-
-    @property
-    def patience(self) -> timedelta | None:
-        """``timeout`` as torch takes it."""
-        return timedelta(seconds=self.timeout) if isinstance(self.timeout, (int, float)) else self.timeout
+__all__ = ["distributed"]
 
 
 class distributed(ScopeDecorator):
@@ -97,6 +56,12 @@ class distributed(ScopeDecorator):
         seed: for torch, numpy and python on all ranks; by default they go on from rank 0's state.
         batch: ``"per_rank"``: each rank takes batches of the loader's ``batch_size``; ``"global"``: each rank takes its part
             of every batch, so that the run has the numbers of a single process.
+        uneven: where samples do not go round, ``"pad"``: some are taken twice, as by ``DistributedSampler``; ``"drop"``: some are left out;
+            ``"join"``: each is taken once, and ranks count by how many they have in a step, down to none.
+        lr: ``"linear"`` or ``"sqrt"``: steps are taken at the learning rate times the number of ranks, or its root, because the global
+            batch is that much larger. ``param_groups`` and schedules are not touched.
+        loss: ``"mean"`` or ``"sum"``, over the samples of a batch, where parts of different size are averaged; a sum is summed over the
+            ranks with ``batch="global"``.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
         timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
         hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
@@ -155,6 +120,12 @@ def parts() -> Parts | None:
 def loaders_read() -> Loaders | None:
     """The loaders of the function that runs; ``None`` outside of one, and where the script distributes itself."""
     return None if _session is None else _session.loaders
+
+
+def shared_out(samples: int | None) -> None:
+    """Data in no loader is shared out by the user, for the line at the start of training; ``None`` if it has no length."""
+    if _session is not None:
+        _session.began(TrainingData(samples, None, None))
 
 
 @contextmanager
@@ -240,8 +211,11 @@ class _Session:
             with self._streams.shared():
                 seed_all(given["seed"])
         self._options = replace(before, **given)
+        # where learning rates stayed as they are, nobody is on the verb
+        adjusts = self._group is not None and before.lr == "keep" != self._options.lr
         try:
-            yield
+            with learning_rates_times(self._lr_factor) if adjusts else nullcontext():
+                yield
         finally:
             self._options = before
 
@@ -269,7 +243,7 @@ class _Session:
         if group is not None or self._options.batch == "global":
             loop.changed = self._changed
             self._undo.callback(self._stop)
-        self.loaders = Loaders(group, loop, self._streams, lambda: self._options.batch == "global", self._began)
+        self.loaders = Loaders(group, loop, self._streams, self._sharing, self.began)
         if group is None:
             return [loop, self.loaders, Single(loop), Voice()]
         voices, ddp = Voices(group.world.rank), DDP(group, loop, self._ddp_options)
@@ -280,7 +254,15 @@ class _Session:
         self._left_together = ddp.leave
         self._undo.callback(files.close)
         self._undo.enter_context(watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after))
+        if self._options.lr != "keep":
+            self._undo.enter_context(learning_rates_times(self._lr_factor))
         return [loop, self.loaders, ddp, InStep(group, loop), Bypasses(group, loop), voices, files, self]
+
+    def _sharing(self) -> Sharing:
+        return Sharing(self._options.batch, self._options.uneven, self._options.loss)
+
+    def _lr_factor(self) -> float:
+        return self._options.lr_factor(self._group.world.size if self._group else 1)
 
     def _stop(self) -> None:
         """Passes that outlive the session must not switch streams any more."""
@@ -300,7 +282,7 @@ class _Session:
             "gradient_as_bucket_view": self._options.gradient_as_bucket_view,
         }
 
-    def _began(self, data: TrainingData) -> None:
+    def began(self, data: TrainingData) -> None:
         self._data = self._data or data
 
     def _announce(self) -> None:
@@ -315,7 +297,11 @@ class _Session:
             facts.append("no DataLoader was shared out: every rank trains on the same data")
         else:
             facts.append(f"batch {data.batch_size} per rank, {data.global_batch} global" if data.batch_size else "batches dealt out")
+            if self._options.batch == "per_rank":
+                facts.append("lr kept" if self._options.lr == "keep" else f"lr times {self._lr_factor():.4g}")
             facts.append(f"{data.samples} samples / {size} ranks" if data.samples else "samples without a length")
+            if self._options.uneven != "pad":
+                facts.append(f"uneven {self._options.uneven}")
             warn_of_small_batches(data.batch_size)
         print(f"parwrap: {', '.join([*facts, *described()])}, seed {seed}", file=sys.stderr)
 

@@ -142,7 +142,8 @@ class DDP:
         averager, meeting, weight = site.averager, site.meeting, call.weight
         if weight is None:
             weight = self._loop.weight
-            call = call.scaled(weight) if weight != 1.0 else call
+            scale = weight * self._loop.loss_factor
+            call = call.scaled(scale) if scale != 1.0 else call
         if averager is None or meeting is None:
             call.run()
             return

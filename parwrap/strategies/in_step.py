@@ -46,7 +46,7 @@ class InStep:
 
     def metric(self, metric: Any) -> Any:
         """The mean over ranks of what ``ReduceLROnPlateau`` looks at, or learning rates drift apart."""
-        return metric if is_alone() else self._mean(METRIC, float(metric), weight=1.0)
+        return metric if is_alone() else self._mean(METRIC, float(metric))
 
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose loss is the mean over ranks: LBFGS decides by it how often it goes on."""
@@ -55,7 +55,8 @@ class InStep:
             loss = closure()
             if loss is None or is_alone():
                 return loss
-            mean = self._mean(CLOSURE, float(loss.detach() if isinstance(loss, torch.Tensor) else loss), self._loop.weight)
+            value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+            mean = self._mean(CLOSURE, value * self._loop.weight * self._loop.loss_factor, self._loop.weight)
             return torch.full_like(loss, mean, requires_grad=False) if isinstance(loss, torch.Tensor) else mean
 
         return with_mean
@@ -72,9 +73,9 @@ class InStep:
                 alike.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         self._take_buffers(list(alike.values()), self._group.meet(EVALUATION))
 
-    def _mean(self, kind: str, value: float, weight: float) -> float:
+    def _mean(self, kind: str, weighted: float, weight: float = 1.0) -> float:
         self._group.meet(kind)
-        total, weights = self._weighted_sum(value * weight, weight)
+        total, weights = self._weighted_sum(weighted, weight)
         return total / weights
 
     def _weighted_sum(self, value: float, weight: float) -> list[float]:

@@ -26,6 +26,7 @@ from parwrap.verbs import (
     norm,
     optimizer,
     output,
+    ranks,
     retaining,
     scaler,
     schedule,
@@ -37,6 +38,7 @@ __all__ = ["VERBS", "acting", "patches"]
 
 VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "load": files.load_patches,
+    "world_size_asked": ranks.patches,
     "iterate": loader.iterate_patches,
     "length": loader.length_patches,
     "loader_state": loader.state_patches,

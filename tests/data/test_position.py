@@ -109,11 +109,13 @@ def built(kind):
     return options.pop("of", DataLoader)(options.pop("dataset", range(SAMPLES)), **options)
 
 
-def run(kind, epochs=3, batch="per_rank", state=None, at=None):
+def run(kind, epochs=3, state=None, at=None, replicate=False, **options):
     """What this rank sees in each epoch, and the state that was taken ``at`` an epoch and step of it."""
     seen, taken = {}, None
-    with parwrap.distributed(seed=3, batch=batch):
+    with parwrap.distributed(seed=3, **options):
         setup, loader = Setup(), built(kind)
+        if replicate:
+            parwrap.replicate(loader)
         first = start = 0
         if state:
             (position,) = parwrap.loaders(loader)
@@ -148,12 +150,21 @@ def test_on_as_many_ranks_the_very_same_batches_come(kind):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["shuffled", "drawn", "varying size", "stateful", "lasting workers"])
-def test_so_they_do_when_batches_are_split(kind):
-    whole, state = run(kind, at=(1, 2), batch="global")
-    rest, _ = run(kind, state=state, batch="global")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {"batch": "global"}) for kind in ("shuffled", "drawn", "varying size", "stateful", "stream", "lasting workers")),
+        *((kind, {"uneven": "join"}) for kind in ("shuffled", "one by one", "varying size", "stream")),
+        *((kind, {"uneven": "drop"}) for kind in ("shuffled", "weighted")),
+        ("shuffled", {"replicate": True}),
+    ],
+)
+def test_so_they_do_however_data_is_shared_out(kind, options):
+    whole, state = run(kind, at=(1, 2), **options)
+    rest, _ = run(kind, state=state, **options)
 
     assert [whole[1][2:], whole[2]] == [rest[1], rest[2]]
+    assert rest[1]
 
 
 ANYWHERE = ["shuffled", "one by one", "last dropped", "weighted", "own generator", "varying size", "workers", "stateful"]
@@ -183,6 +194,17 @@ def test_the_batches_that_are_left_of_one_rank_are_dealt_to_more(kind, alone):
 
     assert left == dealt[: len(left)]
     assert whole[1][: len(dealt) - len(left)] == dealt[len(left) :]  # the last round is filled up as ever
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("kind", "given"), [("shuffled", "join"), ("drawn", "join"), ("shuffled", "drop"), ("drawn", "drop")])
+def test_what_does_not_go_round_is_shared_out_as_ever(kind, given, alone):
+    whole, state = alone
+    mine, _ = run(kind, state=state, epochs=2, uneven=given)
+    dealt = [batch for step in zip(*parwrap.gather(mine[1]), strict=True) for batch in step]
+    left = whole[1][4:]  # 8 batches for 3 ranks
+
+    assert (left[:6] if given == "drop" else [*left, left[6]]) == dealt
 
 
 @pytest.mark.ranks(2)

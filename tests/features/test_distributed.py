@@ -62,7 +62,7 @@ def test_one_rank_starts_no_process_group_and_says_nothing():
 def test_one_line_on_rank_zero_says_what_runs():
     lines = parwrap.gather(said(parwrap.distributed(seed=7)(train))[0])
 
-    assert ["parwrap: 2 ranks, gloo on cpu, ddp, batch 2 per rank, 4 global, 8 samples / 2 ranks, seed 7\n", ""] == lines
+    assert ["parwrap: 2 ranks, gloo on cpu, ddp, batch 2 per rank, 4 global, lr kept, 8 samples / 2 ranks, seed 7\n", ""] == lines
     lines = parwrap.gather(said(parwrap.distributed(seed=7, batch="global")(train))[0])
 
     assert "batch 1 per rank, 2 global" in lines[0]
@@ -132,8 +132,11 @@ def test_another_backend_inside_is_refused():
     ("options", "text"),
     [
         ({"bach": "global"}, "parwrap.distributed has no option 'bach'; did you mean 'batch'?"),
-        ({"zzz": 1}, "has no option 'zzz'; it takes backend, seed, batch, bucket_cap_mb, timeout, gradient_as_bucket_view"),
-        ({"batch": "split"}, "batch='split' is not one of the ways to share out batches. 'per_rank': each rank takes batches of"),
+        ({"zzz": 1}, "has no option 'zzz'; it takes backend, seed, batch, uneven, lr, loss, bucket_cap_mb, timeout"),
+        ({"batch": "split"}, "batch='split' is not one of its values. 'per_rank': each rank takes batches of"),
+        ({"uneven": "fill"}, "uneven='fill' is not one of its values. 'pad': samples are taken again .*; 'drop': .*; 'join': every sample"),
+        ({"lr": "square"}, "lr='square' is not one of its values. 'keep': learning rates stay as they are; 'linear': .*; 'sqrt': "),
+        ({"loss": "max"}, "loss='max' is not one of its values. 'mean': the loss is an average over the batch; 'sum': "),
         ({"backend": "carrier pigeon"}, "backend='carrier pigeon' is not a backend of this build of torch, which has gloo"),
         ({"seed": -1}, r"seed=-1 is not a whole number from 0 to 2\*\*63 - 1"),
         ({"seed": "1"}, "seed='1' is not a whole number"),

@@ -1,0 +1,214 @@
+"""This rank's part of an ``IterableDataset``: what stands for the dataset in the copy of the loader that is iterated.
+
+A dataset that asks in a worker how many workers there are shards by that itself, and is told of the workers of all ranks. One that asks
+for the number of ranks is left alone, and Hugging Face's are split by their own library. Of any other each rank reads all and takes its
+samples.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker
+
+from parwrap.data.sharding import DealtBatches
+from parwrap.errors import UsageError
+from parwrap.streams import seed_all
+
+__all__ = ["Pick", "RankPart", "part_of", "world_size_asked"]
+
+APART = 1_000_003
+"""Apart by this, the seeds of workers of two ranks never meet."""
+
+_read: list[_Place] = []
+"""The places of the datasets that are being read in this process, the innermost last."""
+
+
+def world_size_asked() -> None:
+    """Somebody wants to know how many ranks there are: a dataset that is being read shards itself by them."""
+    for place in _read[-1:]:
+        place.knows_ranks = True
+
+
+class _Place:
+    """What ``get_worker_info()`` gives to a dataset in a worker: which it is of those of this rank, or of those of all.
+
+    Numbers go round the ranks, so that all ranks have some work where there is less than there are workers.
+
+    Args:
+        dataset: the user's.
+        rank: this one.
+        size: how many ranks there are.
+        own: what torch gives; ``None`` without workers.
+    """
+
+    def __init__(self, dataset: Any, rank: int, size: int, own: Any) -> None:
+        self.dataset, self._rank, self._size = dataset, rank, size
+        self._own = own
+        self.seed = own.seed if own else 0
+        self.rng, self.worker_method = getattr(own, "rng", None), getattr(own, "worker_method", None)
+        self.asked = self.knows_ranks = self.of_all_ranks = False
+
+    @property
+    def id(self) -> int:
+        return self._own.id * self._size + self._rank if self.of_all_ranks else self._own.id
+
+    @property
+    def num_workers(self) -> int:
+        self.asked = True
+        return self._own.num_workers * self._size if self.of_all_ranks else self._own.num_workers
+
+    def spread(self) -> None:
+        """From now on be one among the workers of all ranks, with random numbers of its own."""
+        self.of_all_ranks = True
+        self.seed = (self.seed + APART * self._rank) % 2**63
+        seed_all(self.seed)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While this is held, it is what a dataset gets that asks."""
+        before = worker._worker_info
+        worker._worker_info = self if self._own else None  # type: ignore[assignment]
+        _read.append(self)
+        try:
+            yield
+        finally:
+            _read.pop()
+            worker._worker_info = before
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Takes this rank's samples of all.
+
+    Attributes:
+        rank: this one.
+        size: how many ranks there are.
+        uneven: what becomes of samples that do not go round, as in :class:`parwrap.distributed`.
+        batch: how many samples all ranks take together, each of them its part; ``None`` to take turns.
+        drop_last: whether a last batch of fewer is left out.
+
+    >>> list(Pick(1, 2, "pad")("abcde")), list(Pick(1, 2, "join")("abcde")), list(Pick(1, 2, batch=3)("abcdef"))
+    (['b', 'd', 'a'], ['b', 'd'], ['b', 'e'])
+    """
+
+    rank: int
+    size: int
+    uneven: str = "pad"
+    batch: int | None = None
+    drop_last: bool = False
+
+    def __call__(self, samples: Iterable) -> Iterator:
+        if self.batch is not None:
+            return self._parts(iter(samples), self.batch)
+        if self.uneven == "join":
+            return islice(samples, self.rank, None, self.size)
+        return iter(DealtBatches(samples, self.rank, self.size, self.uneven))
+
+    def _parts(self, samples: Iterator, batch: int) -> Iterator:
+        while whole := list(islice(samples, batch)):
+            if len(whole) == batch or not self.drop_last:
+                yield from whole[self.rank :: self.size]
+
+
+class RankPart(IterableDataset):
+    """This rank's part of ``dataset``, read in a worker or in the main process.
+
+    Args:
+        dataset: the user's.
+        pick: takes this rank's samples, if the dataset does not.
+
+    Attributes:
+        shards_itself: whether it was found to, once a sample was read in this process.
+    """
+
+    def __init__(self, dataset: IterableDataset, pick: Pick) -> None:
+        self.dataset, self._pick = dataset, pick
+        self.shards_itself = False
+        self._place: _Place | None = None
+
+    def begin_worker(self, init: Callable[[int], Any] | None, number: int) -> None:
+        """A worker starts: the user's ``worker_init_fn`` may shard the dataset, by its own number and that of the workers."""
+        if init is None:
+            return
+        place = self._new_place()
+        place.spread()
+        with place.shown():
+            init(place.id)
+        self._place = place if place.asked and not place.knows_ranks else None
+
+    def __iter__(self) -> Iterator:
+        place = self._place or self._new_place()
+        samples = self._samples(place)
+        first = list(islice(samples, 1))
+        if place.asked and not (place.knows_ranks or place.of_all_ranks):
+            place.spread()
+            first, samples = [], self._samples(place)
+        self.shards_itself = place.of_all_ranks or place.knows_ranks
+        whole = chain(first, samples)
+        yield from whole if self.shards_itself else self._pick(self._all(place, whole))
+
+    def _new_place(self) -> _Place:
+        return _Place(self.dataset, self._pick.rank, self._pick.size, get_worker_info())
+
+    def _samples(self, place: _Place) -> Iterator:
+        nothing = object()
+        with place.shown():
+            samples = iter(self.dataset)
+        while True:
+            with place.shown():
+                sample = next(samples, nothing)
+            if sample is nothing:
+                return
+            yield sample
+
+    def _all(self, place: _Place, samples: Iterator) -> Iterator:
+        for sample in samples:
+            if place.asked or place.knows_ranks:
+                raise UsageError(
+                    f"{type(self.dataset).__name__} asks how many workers or ranks there are after it has yielded its first sample, when "
+                    "each rank takes part of what it reads. Ask at the beginning of its __iter__, or give its loader to parwrap.replicate."
+                )
+            yield sample
+
+
+@dataclass(frozen=True)
+class _InitWorker:
+    """The ``worker_init_fn`` of a loader of a :class:`RankPart`; ``init`` is the user's."""
+
+    init: Callable[[int], Any] | None
+
+    def __call__(self, number: int) -> None:
+        part: Any = get_worker_info().dataset  # type: ignore[union-attr]
+        part.begin_worker(self.init, number)
+
+
+def part_of(loader: DataLoader, pick: Pick) -> dict[str, Any]:
+    """What of a ``loader`` of an ``IterableDataset`` is to be another to have this rank's part of it."""
+    dataset: Any = loader.dataset
+    if _is_hugging_faces(dataset):
+        return {"dataset": dataset if dataset._distributed else _split_by_node(dataset, pick)}
+    others: dict[str, Any] = {"dataset": RankPart(dataset, pick), "worker_init_fn": _InitWorker(loader.worker_init_fn)}
+    if pick.batch is not None:
+        share = len(range(pick.rank, pick.batch, pick.size))
+        others["batch_sampler"] = BatchSampler(loader.sampler, share, loader.drop_last)
+    return others
+
+
+def _is_hugging_faces(dataset: Any) -> bool:
+    library = sys.modules.get("datasets")
+    return isinstance(dataset, getattr(library, "IterableDataset", ()))
+
+
+def _split_by_node(dataset: Any, pick: Pick) -> Any:
+    from datasets.distributed import split_dataset_by_node
+
+    part = split_dataset_by_node(dataset, pick.rank, pick.size)
+    part._epoch = dataset._epoch  # one tensor in shared memory, which set_epoch changes for workers that persist too
+    return part

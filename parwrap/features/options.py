@@ -1,0 +1,85 @@
+"""The options of ``@distributed``: their values, what these mean, and which are refused. What they do is ``distributed.py``'s."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from parwrap.errors import UsageError
+
+__all__ = ["CHOICES", "Options"]
+
+CHOICES = {
+    "batch": {
+        "per_rank": "each rank takes batches of the loader's batch_size, so the global batch is that times the ranks",
+        "global": "the loader's batch_size is the global batch, and each rank takes a part of it",
+    },
+    "uneven": {
+        "pad": "samples are taken again from the beginning until all ranks have equally many",
+        "drop": "samples that are not enough for all ranks are left out",
+        "join": "every sample is taken once, and ranks count by how many they have",
+    },
+    "lr": {
+        "keep": "learning rates stay as they are",
+        "linear": "they are multiplied by the number of ranks, as the global batch is",
+        "sqrt": "they are multiplied by its square root",
+    },
+    "loss": {"mean": "the loss is an average over the batch", "sum": "the loss is a sum over the batch"},
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of :class:`distributed`, checked."""
+
+    backend: str | None = None
+    seed: int | None = None
+    batch: str = "per_rank"
+    uneven: str = "pad"
+    lr: str = "keep"
+    loss: str = "mean"
+    bucket_cap_mb: float = 25
+    timeout: float | timedelta | None = None
+    gradient_as_bucket_view: bool = False
+    hang_after: float = 60
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                meanings = "; ".join(f"{choice!r}: {meaning}" for choice, meaning in choices.items())
+                raise UsageError(f"{name}={value!r} is not one of its values. {meanings}.")
+        if self.lr != "keep" and self.batch == "global":
+            raise UsageError(
+                f"lr={self.lr!r} has nothing to scale for with batch='global', where the global batch is that of a single process: "
+                "leave one of them out."
+            )
+        if self.backend is not None and not dist.is_backend_available(self.backend):
+            there = ", ".join(name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name))
+            raise UsageError(
+                f"backend={self.backend!r} is not a backend of this build of torch, which has {there}. Leave it out to choose by device."
+            )
+        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
+            raise UsageError(f"seed={self.seed!r} is not a whole number from 0 to 2**63 - 1.")
+        if not self.bucket_cap_mb > 0:
+            raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of megabytes above 0.")
+        if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
+            raise UsageError(f"timeout={self.timeout!r} is not a number of seconds above 0.")
+
+        if not self.hang_after > 0:
+            raise UsageError(f"hang_after={self.hang_after!r} is not a number of seconds above 0.")
+
+    @property
+    def patience(self) -> timedelta | None:
+        """``timeout`` as torch takes it."""
+        return timedelta(seconds=self.timeout) if isinstance(self.timeout, (int, float)) else self.timeout
+
+    def lr_factor(self, size: int) -> float:
+        """What learning rates are multiplied by on ``size`` ranks.
+
+        >>> Options(lr="sqrt").lr_factor(4)
+        2.0
+        """
+        return {"keep": 1.0, "linear": float(size), "sqrt": math.sqrt(size)}[self.lr]

@@ -1,0 +1,99 @@
+"""Data that the user shares out, or has replicated, by hand."""
+
+import io
+import itertools
+from contextlib import redirect_stderr
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+
+import parwrap
+from parwrap.errors import UsageError
+
+
+@pytest.mark.ranks(2)
+def test_a_part_is_of_the_kind_of_the_whole():
+    rank = parwrap.rank()
+    padded = [[0, 2, 4], [1, 3, 0]][rank]
+
+    assert padded == parwrap.shard([0, 1, 2, 3, 4])
+    assert tuple(padded) == parwrap.shard((0, 1, 2, 3, 4))
+    assert padded == parwrap.shard(range(5))
+    assert padded == list(parwrap.shard(iter(range(5))))
+    assert torch.equal(torch.tensor(padded), parwrap.shard(torch.arange(5)))
+    assert np.array_equal(np.array(padded), parwrap.shard(np.arange(5)))
+    part = parwrap.shard(TensorDataset(torch.arange(5)))
+    assert (Subset, padded) == (type(part), part.indices)
+    assert [[0, 2, 4], [1, 3]][rank] == parwrap.shard([0, 1, 2, 3, 4], uneven="join")
+    assert [[0, 2], [1, 3]][rank] == parwrap.shard([0, 1, 2, 3, 4], uneven="drop")
+    assert [rank, rank + 2] == list(itertools.islice(parwrap.shard(itertools.count()), 2))
+
+
+@pytest.mark.ranks(2)
+def test_the_start_line_says_that_data_was_shared_out_by_hand():
+    heard = io.StringIO()
+    with redirect_stderr(heard), parwrap.distributed(seed=3):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in parwrap.shard(torch.ones(6, 1, 1)):
+            model(x).sum().backward()
+            optimizer.step()
+
+    assert parwrap.rank() > 0 or heard.getvalue().endswith("ddp, batches dealt out, lr kept, 6 samples / 2 ranks, seed 3\n")
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        ("text", r"cannot share out a str: give a sequence, .* such as sorted\(x\) or list\(x.items\(\)\)"),
+        ({"a": 1}, "cannot share out a dict"),
+        ({1, 2}, "cannot share out a set"),
+        (3, "cannot share out a int"),
+        (torch.tensor(1), "cannot share out a tensor without a dimension"),
+        (DataLoader(range(3)), "is for data that is in no DataLoader: a loader that is trained on is shared out by itself"),
+    ],
+    ids=["str", "dict", "set", "int", "scalar", "loader"],
+)
+def test_what_has_no_items_in_an_order_is_refused(x, text):
+    with pytest.raises(UsageError, match=text):
+        parwrap.shard(x)
+
+
+def test_unknown_ways_are_refused():
+    with pytest.raises(UsageError, match="uneven='fill' is not one of 'pad', 'drop', 'join'"):
+        parwrap.shard([1], uneven="fill")
+    with pytest.raises(UsageError, match="takes a DataLoader, not a list: what is in no loader is the same on all ranks anyway"):
+        parwrap.replicate([1])
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        yield from torch.randperm(6).tolist()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dataset", [range(6), Numbers()], ids=["map", "stream"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_replicated_loader_is_the_same_on_every_rank_in_training_and_shuffled_anew(dataset, workers):
+    shuffle = isinstance(dataset, range)
+    loader = parwrap.replicate(DataLoader(dataset, batch_size=2, shuffle=shuffle, num_workers=workers))
+    with parwrap.distributed():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        passes = []
+        for _ in range(3):
+            passes.append([])
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch.float().view(-1, 1)).mean().backward()
+                optimizer.step()
+                passes[-1] += batch.tolist()
+        first, second = parwrap.gather(passes)
+
+    assert first == second
+    assert [list(range(6))] * 3 == [sorted(each) for each in first]
+    assert first[0] != first[1] or first[1] != first[2]
+    assert not shuffle or 3 == len(loader)
