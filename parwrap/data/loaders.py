@@ -80,7 +80,7 @@ class Loaders:
             self._check_told(history, trains=False)
             return self._evaluation(loader, original, lambda: None)
         if not history.corrected:
-            history.trains = not self._loop.evaluating()
+            history.trains = not (self._loop.in_eval_mode() if self._shares.keeps() else self._loop.evaluating())
         self._check_told(history, bool(history.trains))
         if not history.trains:
             return self._evaluation(loader, original, self._watch_evaluation(history))
@@ -135,12 +135,15 @@ class Loaders:
         with self._streams.shared():  # a loader with workers draws ahead at once
             batches, whole = original(loader), not self._shares.shares_out_itself(loader)
         self._loop.opened_evaluation()
+        position = self.position(loader)
+        position.looked_at += 1
 
         def drawn() -> None:
             self._loop.drew_batch(whole)
             watch()
 
         def closed(exhausted: bool) -> None:
+            position.looked_at -= 1
             self._loop.closed_evaluation()
             watch()
 
@@ -198,7 +201,7 @@ class Loaders:
             self._loop.weigh(1.0)
             self._loop.closed_pass()
             history.has_trained |= self._loop.backwards > before
-            if exhausted and not history.has_trained:
+            if exhausted and not history.has_trained and not self._shares.keeps():
                 history.trains, history.corrected = False, True
                 self._warn(
                     "a DataLoader was read to its end without training, and each rank saw only its share of it. "

@@ -76,6 +76,7 @@ class Position:
         seed: what the loader is shared out by, and how many loaders had got one then.
         given: the same of a state that was loaded, until it is used.
         draws: what counts the draws of the sampler in the pass that began last.
+        looked_at: how many passes are open that do not train.
     """
 
     def __init__(self, loader: DataLoader, streams: Streams, plan: Callable[..., Plan]) -> None:
@@ -85,6 +86,7 @@ class Position:
         self.seed: tuple[int, int] | None = None
         self.given: tuple[int, int] | None = None
         self.draws: Any = None
+        self.looked_at = 0
         self._plan: Plan | None = None
         self._held: DataLoader | None = None
         self._open = self._done = 0
@@ -120,10 +122,15 @@ class Position:
         Numbers and texts, a few kilobytes, the same on all ranks. No rank waits for another.
 
         Raises:
-            UsageError: two training passes over the loader are open, or were until one was left.
+            UsageError: two training passes over the loader are open, or were until one was left; or one that is not for training.
         """
         if self._loaded is not None:
             return self._loaded
+        if self.looked_at and self.number is None:
+            raise UsageError(
+                "a DataLoader is read as one that is only looked at: in eval() mode, without gradients or before there is an optimizer. "
+                "Its place is not kept in such a pass."
+            )
         if self._several:
             raise UsageError(
                 "two training passes over one DataLoader are open, so that it is at no one place. Give each its own DataLoader."

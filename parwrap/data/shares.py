@@ -115,7 +115,7 @@ class Shares:
         return batches, weights
 
     def _stream(self, loader: DataLoader, shared: _Shared, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
-        if self._keeps():
+        if self.keeps():
             return original(loader), None
         if loader in replicated or isinstance(loader.dataset, IterDataPipe):
             with self._streams.shared():
@@ -235,13 +235,13 @@ class Shares:
     def _splits(self, loader: DataLoader) -> bool:
         return self._sharing().batch == "global" and loader.batch_sampler is not None and not isinstance(loader.dataset, IterDataPipe)
 
-    def _keeps(self) -> bool:
+    def keeps(self) -> bool:
         """Whether there is nothing to share out: a single rank has the loader's own batches."""
         return self._group is None and self._sharing().batch != "global"
 
     def _whole(self, loader: DataLoader) -> bool:
         """Whether every rank has all batches."""
-        return self._keeps() or loader in replicated
+        return self.keeps() or loader in replicated
 
     def _shard(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None) -> DataLoader:
         """A copy for one pass: another pass over the same loader may be open, and options and dataset may have changed since."""

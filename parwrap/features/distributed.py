@@ -245,7 +245,7 @@ class _Session:
             self._undo.callback(self._stop)
         self.loaders = Loaders(group, loop, self._streams, self._sharing, self.began)
         if group is None:
-            return [loop, self.loaders, Single(loop), Voice()]
+            return [loop, self.loaders, *([Single(loop)] if self._options.batch == "global" else []), Voice()]
         voices, ddp = Voices(group.world.rank), DDP(group, loop, self._ddp_options)
         self.parts = Parts(group, loop, ddp, Counts(group, loop))
         files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)

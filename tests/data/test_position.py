@@ -418,6 +418,17 @@ def test_a_loader_that_two_passes_read_is_at_no_place():
         assert 2 == position.state_dict()["epoch"]
 
 
+@pytest.mark.ranks(2)
+def test_a_loader_that_is_only_looked_at_has_no_place():
+    with parwrap.distributed():
+        loader = DataLoader(range(SAMPLES))
+        looking = iter(loader)
+        with pytest.raises(UsageError, match=r"read as one that is only looked at: .* before there is an optimizer"):
+            parwrap.loaders(loader)[0].state_dict()
+        del looking
+        assert 0 == parwrap.loaders(loader)[0].state_dict()["done"]
+
+
 @pytest.mark.ranks(2, timeout=30)
 def test_ranks_that_load_different_states_are_told():
     with parwrap.distributed():
