@@ -17,12 +17,19 @@ def order_of(samples):
     return list(sampler)
 
 
-@given(samples=st.integers(1, 60), batch_size=st.integers(1, 5), steps=st.integers(0, 12), ranks=RANKS, drop_last=st.booleans())
-def test_the_same_ranks_go_on_as_distributed_sampler_does(samples, batch_size, steps, ranks, drop_last):
+@given(
+    samples=st.integers(1, 60),
+    batch_size=st.integers(1, 5),
+    steps=st.integers(0, 12),
+    ranks=RANKS,
+    drop_last=st.booleans(),
+    uneven=st.sampled_from(["pad", "drop"]),
+)
+def test_the_same_ranks_go_on_as_distributed_sampler_does(samples, batch_size, steps, ranks, drop_last, uneven):
     for rank in range(ranks):
-        sampler = DistributedSampler(range(samples), ranks, rank, seed=samples)
+        sampler = DistributedSampler(range(samples), ranks, rank, seed=samples, drop_last=uneven == "drop" and samples >= ranks)
         sampler.set_epoch(2)
-        rest = RestOfSamples(order_of(samples), steps * batch_size * ranks, rank, ranks)
+        rest = RestOfSamples(order_of(samples), steps * batch_size * ranks, rank, ranks, uneven if samples >= ranks else "pad")
 
         assert list(BatchSampler(sampler, batch_size, drop_last))[steps:] == list(BatchSampler(rest, batch_size, drop_last))
 
