@@ -20,7 +20,7 @@ from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group import Group
 from parwrap.streams import Streams
 
-__all__ = ["EPOCH", "LENGTH", "LOADED", "MARK", "RANKS", "Plan", "Position", "check_drawn", "digest"]
+__all__ = ["EPOCH", "LENGTH", "MARK", "RANKS", "Plan", "Position", "check_drawn", "digest"]
 
 MARK = "parwrap"
 """The entry that a state is known by; its value is the version of what else is in it."""

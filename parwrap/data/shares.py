@@ -25,7 +25,7 @@ from parwrap.data.agreement import Agreement, SameDraws
 from parwrap.data.iterables import Pick, part_of
 from parwrap.data.own_sampler import OwnSamplers
 from parwrap.data.passes import SharedDraws
-from parwrap.data.position import EPOCH, LENGTH, LOADED, RANKS, Plan, Position, check_drawn
+from parwrap.data.position import EPOCH, LENGTH, RANKS, Plan, Position, check_drawn
 from parwrap.data.resuming import RestOfBatches, RestOfSamples
 from parwrap.data.sharding import (
     DealtBatches,
@@ -40,6 +40,7 @@ from parwrap.data.sharding import (
     with_others,
 )
 from parwrap.data.sharing import Sharing, TrainingData
+from parwrap.data.summaries import length_of
 from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.streams import Streams
@@ -91,8 +92,7 @@ class Shares:
         self._rank, self._size = (group.world.rank, group.world.size) if group else (0, 1)
         self._agreement = Agreement(group) if group else None
         if group:
-            for kind in (END_OF_STREAM, LOADED):
-                group.meetings.answer(kind, lambda detail, present: None)
+            group.meetings.answer(END_OF_STREAM, lambda detail, present: None)
         self._own = OwnSamplers(self._agreement, self._rank, self._size)
         self._loaders: weakref.WeakKeyDictionary[DataLoader, _Shared] = weakref.WeakKeyDictionary()
         self._sharded = 0
@@ -103,7 +103,13 @@ class Shares:
         Where the loader was put at a ``position``, they are those that come after it.
         """
         rest = position.begin(loader, self._group)
-        shared = self._loaders.setdefault(loader, _Shared(position))
+        try:
+            return self._read(loader, original, self._loaders.setdefault(loader, _Shared(position)), rest)
+        except BaseException:
+            position.end()
+            raise
+
+    def _read(self, loader: DataLoader, original: Callable, shared: _Shared, rest: dict[str, Any] | None) -> tuple[Iterator, Any]:
         if not isinstance(loader.dataset, IterableDataset):
             return self._batches_by_index(loader, shared, original, rest)
         batches, weights = self._stream(loader, shared, original)
@@ -111,7 +117,7 @@ class Shares:
             for _ in itertools.islice(batches, rest["done"]):
                 if weights is not None:
                     weights.popleft()
-            position.went_on(loader, rest)
+            shared.position.went_on(loader, rest)
         return batches, weights
 
     def _stream(self, loader: DataLoader, shared: _Shared, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
@@ -171,7 +177,7 @@ class Shares:
         of = {"batch_size": size, "sharing": f"batch={sharing.batch}, uneven={sharing.uneven}"} if self._size > 1 else {"batch_size": size}
         if isinstance(loader.dataset, IterableDataset):
             return Plan("stream", 1, ("stream",), {RANKS: self._size, "number of workers": loader.num_workers, **of})
-        facts = {LENGTH: _length(loader), "order": "shuffled" if shuffles(loader) else "as it is"}
+        facts = {LENGTH: length_of(loader.dataset), "order": "shuffled" if shuffles(loader) else "as it is"}
         if self.shares_out_itself(loader) and loader not in replicated:
             sampler: Any = loader.sampler
             return Plan("own", 1, ("own",), facts | of | {RANKS: self._size, "sampler's seed": sampler.seed, EPOCH: sampler.epoch})
@@ -338,10 +344,3 @@ class Shares:
             self._began(TrainingData(samples, math.ceil(size / self._size), size))
         else:
             self._began(TrainingData(samples, size, size * self._size))
-
-
-def _length(loader: DataLoader) -> int | None:
-    try:
-        return len(loader.dataset)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return None

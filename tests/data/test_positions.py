@@ -443,6 +443,23 @@ def test_ranks_that_load_different_states_are_told():
             iter(loader)
 
 
+@parwrap.distributed
+def load_on_rank_zero_only():
+    loader, position, _rest, setup = reading()
+    setup.step()
+    state = position.state_dict()
+    if parwrap.is_rank_zero():
+        position.load_state_dict(state)
+    for _ in loader:
+        setup.step()
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_a_rank_that_has_loaded_nothing_is_told_of():
+    with pytest.raises(RankMismatchError, match=r"rank 0 is at the position that a training loader goes on from"):
+        load_on_rank_zero_only()
+
+
 @pytest.mark.ranks(2)
 def test_passes_that_are_not_dealt_out_by_index_go_on_with_as_many_ranks_only():
     _, stream = run("stream", at=(1, 2))
