@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from parwrap.decorator import Decorating
     from parwrap.errors import LaunchError, ParwrapError, RankMismatchError, RankZeroError, UsageError
     from parwrap.features.amp import amp_state
+    from parwrap.features.loaders import loaders
     from parwrap.features.mean import mean_over_ranks
     from parwrap.features.shard import replicate, shard
     from parwrap.group import is_rank_zero, local_rank, rank, world_size
@@ -37,6 +38,7 @@ _HOMES = {
     "parwrap.features.distributed": ("distributed",),
     "parwrap.features.evaluate": ("evaluate",),
     "parwrap.features.every_rank": ("every_rank_writes",),
+    "parwrap.features.loaders": ("loaders",),
     "parwrap.features.mean": ("mean_over_ranks",),
     "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
     "parwrap.features.shard": ("replicate", "shard"),
@@ -69,6 +71,7 @@ __all__ = [
     "every_rank_writes",
     "gather",
     "is_rank_zero",
+    "loaders",
     "local_rank",
     "mean_over_ranks",
     "rank",

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from parwrap.data.summaries import Held, Items, held_by, items_of, summary
+from parwrap.data.summaries import Held, Items, held_by, items_of, length_of, summary
 from parwrap.errors import RankMismatchError
 from parwrap.group import Group
 
@@ -58,7 +58,7 @@ class Agreement:
         """Whether these are of a new dataset or of one that has grown, or say another order than they did."""
         holder = attributes[0].holder
         known, length, orders = self._known.get(id(holder), (lambda: None, 0, {}))
-        if all(known() is not each for each in (holder, loader)) or length != _length(holder):
+        if all(known() is not each for each in (holder, loader)) or length != length_of(holder):
             return True
         # a list of indices may be another in every pass; what a dataset holds is compared once
         return any(held.orders and summary(held) != orders.get(held.name) for held in attributes)
@@ -147,7 +147,7 @@ class Agreement:
         except TypeError:  # as of a plain list, which its loader keeps alive
             known = weakref.ref(loader, lambda _: self._known.pop(key, None))
         orders = {held.name: summary(held._replace(value=vars(holder)[held.name])) for held in attributes if held.orders}
-        self._known[key] = known, _length(holder), orders
+        self._known[key] = known, length_of(holder), orders
 
     def own_sampler(self, sampler: DistributedSampler) -> bool:
         """Whether the ranks' own ``DistributedSampler`` objects, which they made by themselves, are each of another rank."""
@@ -230,17 +230,10 @@ def _on_cpu(value: Any) -> Any:
 
 def _left_behind(differing: list[Held], attributes: list[Held]) -> bool:
     """Whether something that cannot be looked into is as long as a list that differs, and so may be in the same order."""
-    lengths = {_length(held.value) for held in differing}
-    return any(summary(held) is None and _length(held.value) in lengths for held in attributes) or any(
+    lengths = {length_of(held.value) for held in differing}
+    return any(summary(held) is None and length_of(held.value) in lengths for held in attributes) or any(
         not held.name and not isinstance(held.holder, list) for held in differing
     )
-
-
-def _length(thing: Any) -> int:
-    try:
-        return len(thing)
-    except (TypeError, NotImplementedError):
-        return -1
 
 
 def _refuse_other_lengths(lengths: dict[int, int]) -> None:

@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from parwrap.data.iterables import world_size_asked
 from parwrap.data.passes import Pass
+from parwrap.data.position import MARK, Position
 from parwrap.data.sharding import shuffles
 from parwrap.data.shares import Shares, Sharing, TrainingData
+from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
 from parwrap.streams import Streams
@@ -64,9 +66,11 @@ class Loaders:
         sharing: Callable[[], Sharing],
         began: Callable[[TrainingData], None],
     ) -> None:
-        self._loop, self._sharing, self.streams = loop, sharing, streams
-        self._size = group.world.size if group else 1
+        self._loop, self.streams, self._sharing = loop, streams, sharing
+        self._size, self._alone = (group.world.size, False) if group else (1, True)
         self._shares = Shares(group, streams, sharing, began)
+        self._positions: weakref.WeakKeyDictionary[DataLoader, Position] = weakref.WeakKeyDictionary()
+        self._trained = 0
         self._histories: weakref.WeakKeyDictionary[DataLoader, _History] = weakref.WeakKeyDictionary()
         self._shuffled_seen = False
 
@@ -80,37 +84,80 @@ class Loaders:
         if _is_private():
             return original(loader)
         if self._loop.parts:
-            return self._evaluation(loader, original, lambda exhausted: None)
+            return self._evaluation(loader, original, lambda: None)
         history = self._history(loader)
         if not torch.is_grad_enabled():
             self._check_told(history, trains=False)
-            return self._evaluation(loader, original, lambda exhausted: None)
+            return self._evaluation(loader, original, lambda: None)
         if not history.corrected:
-            history.trains = not self._loop.evaluating()
+            history.trains = not (self._loop.in_eval_mode() if self._shares.keeps() else self._loop.evaluating())
         self._check_told(history, bool(history.trains))
         if not history.trains:
             return self._evaluation(loader, original, self._watch_evaluation(history))
-        batches, weights = self._shares.batches(loader, original)
+        position = self._begin(loader)
+        batches, weights = self._shares.batches(loader, original, position)
         self._loop.opened_pass()
         sharing = self._sharing()
 
         def drawn() -> None:
             self._loop.drew_batch()
+            position.drew()
             if weights is not None:
                 weight = weights.popleft()
                 self._loop.weigh(weight, sharing.loss_factor(weight, self._size))
 
-        return Pass(batches, self._watch_training(history), drawn)
+        return Pass(batches, self._watch_training(history, position), drawn)
 
-    def _evaluation(self, loader: DataLoader, original: Callable, closed: Callable[[bool], None]) -> Iterator:
-        batches, whole = original(loader), not (self._loop.parts or self._shares.shares_out_itself(loader))
+    def position(self, loader: DataLoader) -> Position:
+        """Where training passes over ``loader`` are, also before the first."""
+        if loader not in self._positions:
+            self._positions[loader] = Position(loader, self.streams, self._shares.plan)
+        return self._positions[loader]
+
+    def positions(self) -> list[Position]:
+        """Those of the loaders that were trained on, in the order of the first passes."""
+        return sorted((each for each in self._positions.values() if each.number is not None), key=lambda each: each.number or 0)
+
+    def _begin(self, loader: DataLoader) -> Position:
+        if getattr(loader, "next_iter_state", None) is not None:
+            raise UsageError(
+                f"a {type(loader).__name__} was given a state that was taken without parwrap, which does not say where several ranks are. "
+                "Take it from the loader, or from parwrap.loaders(), where parwrap runs the training."
+            )
+        position = self.position(loader)
+        if position.number is None:
+            position.number = self._trained
+            self._trained += 1
+        return position
+
+    def loader_state(self, loader: DataLoader, original: Callable[[], dict]) -> dict:
+        """``state_dict()`` of a loader that has one: its own iterator is not the one that is read where it is shared out."""
+        return original() if _is_private() or not self._will_train(loader) else self.position(loader).state_dict()
+
+    def load_loader_state(self, loader: DataLoader, original: Callable[[dict], None], state: dict) -> None:
+        """``load_state_dict(state)`` of such a loader."""
+        if isinstance(state, dict) and MARK in state:
+            self.position(loader).load_state_dict(state)
+        else:
+            original(state)
+
+    def _evaluation(self, loader: DataLoader, original: Callable, watch: Callable[[], None]) -> Iterator:
+        with self.streams.shared():  # a loader with workers draws ahead at once
+            batches, whole = original(loader), not (self._loop.parts or self._shares.shares_out_itself(loader))
         self._loop.opened_evaluation()
+        position = self.position(loader)
+        position.looked_at += 1
 
-        def all_closed(exhausted: bool) -> None:
+        def drawn() -> None:
+            self._loop.drew_batch(whole)
+            watch()
+
+        def closed(exhausted: bool) -> None:
+            position.looked_at -= 1
             self._loop.closed_evaluation()
-            closed(exhausted)
+            watch()
 
-        return Pass(batches, all_closed, lambda: self._loop.drew_batch(whole))
+        return Pass(batches, closed, drawn)
 
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         """``len(loader)``: of what this rank gets to see of it."""
@@ -156,36 +203,40 @@ class Loaders:
                 stacklevel=2,
             )
 
-    def _watch_training(self, history: _History) -> Callable[[bool], None]:
+    def _watch_training(self, history: _History, position: Position) -> Callable[[bool], None]:
         before = self._loop.backwards
 
         def closed(exhausted: bool) -> None:
+            position.end()
             self._loop.weigh(1.0)
             self._loop.closed_pass()
             history.has_trained |= self._loop.backwards > before
-            if exhausted and not history.has_trained:
+            if exhausted and not history.has_trained and not self._shares.keeps():
                 history.trains, history.corrected = False, True
-                warnings.warn(
-                    "parwrap: a DataLoader was read to its end without training, and each rank saw only its share of it. "
-                    "From its next pass on every rank sees all of it; with torch.no_grad() around the loop, the first would too.",
-                    stacklevel=2,
+                self._warn(
+                    "a DataLoader was read to its end without training, and each rank saw only its share of it. "
+                    "From its next pass on every rank sees all of it; with torch.no_grad() around the loop, the first would too."
                 )
 
         return closed
 
-    def _watch_evaluation(self, history: _History) -> Callable[[bool], None]:
+    def _watch_evaluation(self, history: _History) -> Callable[[], None]:
         before = self._loop.backwards
 
-        def closed(exhausted: bool) -> None:
-            if self._loop.backwards > before and not self._loop.passes:
+        def watch() -> None:
+            if self._loop.backwards > before and not self._loop.passes and not history.corrected:
                 history.trains = history.has_trained = history.corrected = True
-                warnings.warn(
-                    "parwrap: a DataLoader was read in eval() mode or before any optimizer was built, and yet trained on: every rank "
-                    "trained on all of it. From its next pass on each rank gets its share.",
-                    stacklevel=2,
+                self._warn(
+                    "a DataLoader was read in eval() mode or before any optimizer was built, and yet trained on: every rank "
+                    "trained on all of it. From its next pass on each rank gets its share."
                 )
 
-        return closed
+        return watch
+
+    def _warn(self, text: str) -> None:
+        """A single rank has nothing that others could lack."""
+        if not self._alone:
+            warnings.warn(f"parwrap: {text}", stacklevel=3)
 
 
 def _is_private() -> bool:

@@ -15,13 +15,23 @@ __all__ = ["Pass", "SharedDraws"]
 
 
 class SharedDraws:
-    """What a sampler yields, each drawn on the shared streams, so that all ranks draw the same."""
+    """What a sampler yields, each drawn on the shared streams, so that all ranks draw the same.
+
+    Attributes:
+        drawn: how many were drawn in this pass.
+        last: the last of them.
+        check: called with the one that is drawn as that number, or with ``None`` if there is no such.
+    """
 
     def __init__(self, indices: Any, streams: Streams) -> None:
         self._indices = self.within = indices
         self._streams = streams
+        self.drawn = 0
+        self.last: Any = None
+        self.check: tuple[int, Callable[[Any], None]] = (0, _ignore)
 
     def __iter__(self) -> Iterator:
+        self.drawn = 0
         with self._streams.shared():
             drawing = iter(self._indices)
         nothing = object()
@@ -29,7 +39,12 @@ class SharedDraws:
             with self._streams.shared():
                 drawn = next(drawing, nothing)
             if drawn is nothing:
+                if self.drawn < self.check[0]:
+                    self.check[1](None)
                 return
+            self.drawn, self.last = self.drawn + 1, drawn
+            if self.drawn == self.check[0]:
+                self.check[1](drawn)
             yield drawn
 
     def __len__(self) -> int:
@@ -105,5 +120,5 @@ def _raise(error: Exception) -> Any:
     raise error
 
 
-def _ignore(exhausted: bool) -> None:
+def _ignore(told: Any) -> None:
     pass

@@ -15,6 +15,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from parwrap.errors import UsageError
+
 __all__ = [
     "DealtBatches",
     "SplitBatches",
@@ -22,6 +24,7 @@ __all__ = [
     "distributed_sampler",
     "is_plain",
     "last_part",
+    "refuse_nothing",
     "samples_in",
     "share_length",
     "shuffles",
@@ -35,7 +38,7 @@ class DealtBatches:
 
     What does not go round is filled up from the first round (``uneven="pad"``, as ``DistributedSampler`` does), left out (``"drop"``),
     or given to as many ranks as it is enough for (``"join"``): the others repeat a batch, and ``weights`` gets, as in
-    :class:`SplitBatches`, how much each batch counts.
+    :class:`SplitBatches`, how much each batch counts. The rest of a pass has the batches that it began with as ``first``.
 
     >>> [list(DealtBatches("abcde", rank, 2)) for rank in (0, 1)]
     [['a', 'c', 'e'], ['b', 'd', 'a']]
@@ -51,7 +54,7 @@ class DealtBatches:
         self.weights: deque[float] | None = deque() if uneven == "join" else None
 
     def __iter__(self) -> Iterator:
-        first: list = []
+        first: list = getattr(self.batches, "first", [])
         turn: list = []
         if self.weights is not None:
             self.weights.clear()
@@ -62,7 +65,7 @@ class DealtBatches:
                 yield self._mine(turn)
                 turn = []
         if turn and self.uneven != "drop":
-            yield self._mine(turn + (first or turn * self.size) if self.uneven == "pad" else turn)
+            yield self._mine(turn + (first or turn) * self.size if self.uneven == "pad" else turn)
 
     def _mine(self, turn: list) -> Any:
         mine = turn[self.rank] if self.rank < len(turn) else None
@@ -118,7 +121,10 @@ def is_plain(loader: DataLoader) -> bool:
         once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     else:
         once = type(sampler) is SequentialSampler
-    batches_by_size = loader.batch_size is not None or loader.batch_sampler is None
+    batches: Any = loader.batch_sampler  # which some put another in the place of, to read a loader without end
+    batches_by_size = batches is None or (
+        loader.batch_size is not None and isinstance(batches, BatchSampler) and batches.sampler is sampler
+    )
     return once and batches_by_size and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
 
 
@@ -137,6 +143,20 @@ def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad")
     if uneven == "join":
         return len(BatchSampler(range(samples), batch_size * size, loader.drop_last))
     return len(BatchSampler(range(_in_rounds(samples, size, uneven)), batch_size, loader.drop_last))
+
+
+def refuse_nothing(loader: DataLoader, size: int) -> None:
+    """With ``uneven="drop"``, a loader that is too short would not be trained on at all."""
+    try:
+        whole = len(loader.sampler if is_plain(loader) or loader.batch_sampler is None else loader.batch_sampler)  # type: ignore[arg-type]
+    except TypeError:
+        return  # who does not know its length has a batch for every rank, or none
+    if whole < size:
+        what = "samples" if is_plain(loader) or loader.batch_sampler is None else "batches"
+        raise UsageError(
+            f'uneven="drop" leaves nothing to train on: a DataLoader has {whole} {what} for {size} ranks. '
+            'Give uneven="pad", which repeats some, or uneven="join", or start fewer ranks.'
+        )
 
 
 def _in_rounds(pieces: int, size: int, uneven: str) -> int:

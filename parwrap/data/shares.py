@@ -6,16 +6,15 @@ indices are whose by ``sharding.py``.
 
 from __future__ import annotations
 
-import copy
+import itertools
 import math
-import sys
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +23,25 @@ from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.data.agreement import Agreement, SameDraws
 from parwrap.data.iterables import Pick, part_of
+from parwrap.data.own_sampler import OwnSamplers
 from parwrap.data.passes import SharedDraws
+from parwrap.data.position import EPOCH, LENGTH, RANKS, Plan, Position, check_drawn
+from parwrap.data.resuming import RestOfBatches, RestOfSamples
 from parwrap.data.sharding import (
     DealtBatches,
     SplitBatches,
     arranged,
     distributed_sampler,
     is_plain,
+    refuse_nothing,
     samples_in,
     share_length,
+    shuffles,
     with_indices,
     with_others,
 )
+from parwrap.data.sharing import Sharing, TrainingData
+from parwrap.data.summaries import length_of
 from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.streams import Streams
@@ -51,64 +57,23 @@ ANOTHER_LOADER = 1_000_003
 """Apart by this, the seeds of two loaders never meet in a later epoch; zipped loaders must not pair a sample with itself."""
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """How training data is to be shared out, in the words of :class:`parwrap.distributed`.
-
-    Attributes:
-        batch: ``"per_rank"`` or ``"global"``.
-        uneven: ``"pad"``, ``"drop"`` or ``"join"``.
-        loss: ``"mean"`` or ``"sum"``.
-    """
-
-    batch: str = "per_rank"
-    uneven: str = "pad"
-    loss: str = "mean"
-
-    @property
-    def weighs_streams(self) -> bool:
-        """Whether the batches of a stream count by their samples."""
-        return self.loss == "mean" and (self.batch == "global" or self.uneven == "join")
-
-    def loss_factor(self, weight: float, size: int) -> float:
-        """What the loss of a batch is to be multiplied by, beside its ``weight``: a sum weighs by samples as it is."""
-        if self.loss == "mean" or not weight:
-            return 1.0
-        return (size if self.batch == "global" else 1) / weight
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """What the first training pass is over, for the line that says so.
-
-    Attributes:
-        samples: in the whole dataset; ``None`` where it has no length.
-        batch_size: per rank; ``None`` where batches are of no fixed size.
-        global_batch: of all ranks together.
-    """
-
-    samples: int | None
-    batch_size: int | None
-    global_batch: int | None
-
-
 @dataclass
 class _Shared:
     """What is known of one loader that has been shared out.
 
     Attributes:
-        epoch: the number of training passes.
+        position: where its training passes are.
         seeds: the seed to share out by, for each length that the dataset has had.
         draws: whether the ranks' samplers were found to draw the same.
-        ranks_differ: whether the ranks' own ``DistributedSampler`` objects share out.
         lasting: the copy whose persistent workers stay from pass to pass.
+        draws_of_lasting: what its sampler draws, if it has one of its own.
     """
 
-    epoch: int = 0
+    position: Position
     seeds: dict[int, int] = field(default_factory=dict)
     draws: dict[str, bool] = field(default_factory=dict)
-    ranks_differ: bool | None = None
     lasting: DataLoader | None = None
+    draws_of_lasting: SharedDraws | None = None
 
 
 class Shares:
@@ -129,40 +94,98 @@ class Shares:
         self._agreement = Agreement(group) if group else None
         if group:
             group.meetings.answer(END_OF_STREAM, lambda detail, present: None)
+        self._own = OwnSamplers(self._agreement, self._rank, self._size)
         self._loaders: weakref.WeakKeyDictionary[DataLoader, _Shared] = weakref.WeakKeyDictionary()
         self._sharded = 0
-        self._noted = False
 
-    def batches(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
-        """This rank's batches of a training pass, and the weights of them if each is a part of a larger batch."""
-        if loader in replicated:
-            return self._all(loader, original), None
-        shared = self._loaders.setdefault(loader, _Shared())
-        if isinstance(loader.dataset, IterDataPipe):
-            self._announce(loader, None)
-            return iter(DealtBatches(self._all(loader, original), self._rank, self._size)), None
-        if isinstance(loader.dataset, IterableDataset):
-            return self._part_of_stream(loader, shared, original)
-        shard = self._shard(loader, shared) if shared.lasting is None else shared.lasting
-        if shared.lasting is None:
+    def batches(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], position: Position) -> tuple[Iterator, Any]:
+        """This rank's batches of a training pass, and the weights of them if each is a part of a larger batch.
+
+        Where the loader was put at a ``position``, they are those that come after it.
+        """
+        rest = position.begin(loader, self._group)
+        try:
+            return self._read(loader, original, self._loaders.setdefault(loader, _Shared(position)), rest)
+        except BaseException:
+            position.end()
+            raise
+
+    def _read(self, loader: DataLoader, original: Callable, shared: _Shared, rest: dict[str, Any] | None) -> tuple[Iterator, Any]:
+        if not isinstance(loader.dataset, IterableDataset):
+            return self._batches_by_index(loader, shared, original, rest)
+        batches, weights = self._stream(loader, shared, original)
+        if rest:
+            for _ in itertools.islice(batches, rest["done"]):
+                if weights is not None:
+                    weights.popleft()
+            shared.position.went_on(loader, rest)
+        return batches, weights
+
+    def _stream(self, loader: DataLoader, shared: _Shared, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
+        if self.keeps():
+            return original(loader), None
+        if loader in replicated or isinstance(loader.dataset, IterDataPipe):
             with self._streams.shared():
-                # what the loader's own iterator draws in a single process, so that the shared streams stay where they would be
-                drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
-            # workers are seeded from here: augmentation must differ by rank, also where the user's generator is the same on all
-            shard.generator = torch.Generator().manual_seed((drawn + self._rank) % 2**63)
-        if loader.persistent_workers:
-            shared.lasting = shard
-        if isinstance(shard.sampler, DistributedSampler) and not isinstance(loader.sampler, DistributedSampler):
-            shard.sampler.set_epoch(shared.epoch)
-        shared.epoch += 1
-        return original(shard), getattr(shard.sampler if shard.batch_sampler is None else shard.batch_sampler, "weights", None)
+                whole = SharedDraws(original(loader), self._streams)
+            if loader in replicated:
+                return iter(whole), None
+            self._announce(loader, None)
+            return iter(DealtBatches(whole, self._rank, self._size)), None
+        return self._part_of_stream(loader, shared, original)
 
-    def _all(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """All batches, the same on every rank."""
+    def _batches_by_index(
+        self, loader: DataLoader, shared: _Shared, original: Callable, rest: dict[str, Any] | None
+    ) -> tuple[Iterator, Any]:
+        position = shared.position
+        if shared.lasting is not None and not rest:
+            position.draws = shared.draws_of_lasting
+            return self._begun(shared.lasting, loader, original, position)
+        lasting = loader.persistent_workers and position.epoch > 0  # their seed was drawn for the first pass, in the run before
+        seed = None if self._whole(loader) and not rest and not lasting else self._workers_seed(loader, rest)
+        if lasting:
+            position.set_back(loader)
+        shard = self._shard(loader, shared, rest)
+        if seed is not None:
+            shard.generator = torch.Generator().manual_seed(seed)
+        if rest:
+            position.went_on(loader, rest)
+        elif loader.persistent_workers:
+            shared.lasting, shared.draws_of_lasting = shard, position.draws
+        return self._begun(shard, loader, original, position)
+
+    def _begun(self, shard: DataLoader, loader: DataLoader, original: Callable, position: Position) -> tuple[Iterator, Any]:
+        if isinstance(shard.sampler, DistributedSampler) and not isinstance(loader.sampler, DistributedSampler):
+            shard.sampler.set_epoch(position.epoch)
+        with self._streams.shared() if self._whole(loader) else nullcontext():
+            batches = original(shard)
+        return batches, getattr(shard.sampler if shard.batch_sampler is None else shard.batch_sampler, "weights", None)
+
+    def _workers_seed(self, loader: DataLoader, rest: dict[str, Any] | None) -> int:
+        """What this rank's workers are seeded from in a pass.
+
+        Augmentation must differ by rank, also where the user's generator is the same on all, and not be that of the pass's beginning
+        where it goes on from the middle.
+        """
         with self._streams.shared():
-            if isinstance(loader.dataset, IterableDataset):
-                return iter(SharedDraws(original(loader), self._streams))
-            return original(with_indices(loader, self._on_shared_streams(loader)))
+            # what the loader's own iterator draws in a single process, so that the shared streams stay where they would be
+            drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
+        rank = 0 if self._whole(loader) else self._rank
+        return (drawn + rank + (ANOTHER_LOADER * rest["done"] if rest else 0)) % 2**63
+
+    def plan(self, loader: DataLoader, kind: str | None = None) -> Plan:
+        """How a training pass over ``loader`` is read, and from what ``kind`` of position, if that is not the loader's own."""
+        sharing, size = self._sharing(), loader.batch_size
+        of = {"batch_size": size, "sharing": f"batch={sharing.batch}, uneven={sharing.uneven}"} if self._size > 1 else {"batch_size": size}
+        if isinstance(loader.dataset, IterableDataset):
+            return Plan("stream", 1, ("stream",), {RANKS: self._size, "number of workers": loader.num_workers, **of})
+        facts = {LENGTH: length_of(loader.dataset), "order": "shuffled" if shuffles(loader) else "as it is"}
+        if self.shares_out_itself(loader) and loader not in replicated:
+            sampler: Any = loader.sampler
+            return Plan("own", 1, ("own",), facts | of | {RANKS: self._size, "sampler's seed": sampler.seed, EPOCH: sampler.epoch})
+        plain, whole = is_plain(loader), self._whole(loader) or self._splits(loader)
+        kind = kind or ("samples" if self._by_sample(loader) else "draws" if self._joins(loader) else "batches")
+        per_step = (1 if whole else self._size) * (1 if kind == "batches" else size or 1)
+        return Plan(kind, per_step, ("samples", "batches", "draws") if plain else ("batches",), facts)
 
     def _part_of_stream(self, loader: DataLoader, shared: _Shared, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
         self._announce(loader, None)
@@ -214,59 +237,92 @@ class Shares:
 
     def length(self, loader: DataLoader, whole: int) -> int:
         """How many of a training pass's ``whole`` batches this rank gets."""
-        if loader in replicated or self.shares_out_itself(loader) or self._splits(loader):
+        if self._whole(loader) or self.shares_out_itself(loader) or self._splits(loader):
             return whole
         return share_length(loader, whole, self._size, self._sharing().uneven)
 
     def shares_out_itself(self, loader: DataLoader) -> bool:
         """Whether the user's own sampler shares out ``loader`` to as many ranks as there are."""
-        return isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas == self._size > 1
+        return self._own.shares_out(loader)
 
     def _splits(self, loader: DataLoader) -> bool:
         return self._sharing().batch == "global" and loader.batch_sampler is not None and not isinstance(loader.dataset, IterDataPipe)
 
-    def _shard(self, loader: DataLoader, shared: _Shared) -> DataLoader:
-        """A copy for one pass: another pass over the same loader may be open, and options and dataset may have changed since."""
-        samples = len(loader.dataset)  # type: ignore[arg-type]
-        changed = self._agreement.changed(loader) if self._agreement else []
-        if samples not in shared.seeds or changed:
-            seed = self._seed(loader) if samples not in shared.seeds else shared.seeds[samples]
-            if self._agreement:
-                seed = self._agreement.agree(loader, changed, seed)
-            if samples not in shared.seeds:
-                self._announce(loader, samples)
-            shared.seeds[samples] = seed
-        if isinstance(loader.sampler, DistributedSampler):
-            self._note(loader.sampler)
-        if self.shares_out_itself(loader):
-            return self._own_shard(loader, shared)
-        batches, uneven = loader.batch_sampler, self._sharing().uneven
-        if self._splits(loader):
-            return with_indices(loader, SplitBatches(self._drawn(loader, shared), self._rank, self._size))
-        if uneven == "drop":
-            self._refuse_nothing(loader)
-        if is_plain(loader) and uneven == "join" and batches is not None:
-            # the batches of all ranks together, as one process with a batch that large would take them
-            together = BatchSampler(self._drawn(loader, shared, loader.sampler), (loader.batch_size or 1) * self._size, loader.drop_last)
-            return with_indices(loader, SplitBatches(together, self._rank, self._size))
-        if is_plain(loader) and uneven != "join":
-            sampler = distributed_sampler(loader, self._rank, self._size, shared.seeds[samples], uneven)
-            indices = sampler if batches is None else BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
-            return with_indices(loader, indices, sampler=sampler)
-        return with_indices(loader, DealtBatches(self._drawn(loader, shared), self._rank, self._size, uneven))
+    def keeps(self) -> bool:
+        """Whether there is nothing to share out: a single rank has the loader's own batches."""
+        return self._group is None and self._sharing().batch != "global"
 
-    def _refuse_nothing(self, loader: DataLoader) -> None:
-        """With ``uneven="drop"``, a loader that is too short would not be trained on at all."""
-        try:
-            whole = len(loader.sampler if is_plain(loader) or loader.batch_sampler is None else loader.batch_sampler)  # type: ignore[arg-type]
-        except TypeError:
-            return  # who does not know its length has a batch for every rank, or none
-        if whole < self._size:
-            what = "samples" if is_plain(loader) or loader.batch_sampler is None else "batches"
-            raise UsageError(
-                f'uneven="drop" leaves nothing to train on: a DataLoader has {whole} {what} for {self._size} ranks. '
-                'Give uneven="pad", which repeats some, or uneven="join", or start fewer ranks.'
-            )
+    def _whole(self, loader: DataLoader) -> bool:
+        """Whether every rank has all batches."""
+        return self.keeps() or loader in replicated
+
+    def _shard(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None) -> DataLoader:
+        """A copy for one pass: another pass over the same loader may be open, and options and dataset may have changed since."""
+        if not self._whole(loader):
+            self._share_seed(loader, shared)
+            if isinstance(loader.sampler, DistributedSampler):
+                self._own.note(loader.sampler)
+            if self.shares_out_itself(loader):
+                return self._own.shard(loader, rest["done"] if rest else 0)
+            if self._sharing().uneven == "drop" and not self._splits(loader):
+                refuse_nothing(loader, self._size)
+        kind, size = shared.position.kind, loader.batch_size or 1
+        if kind == "batches":
+            return with_indices(loader, self._dealt(loader, self._drawn(loader, shared, rest)))
+        if kind == "samples" and self._by_sample(loader):
+            sampler = self._samples(loader, shared, rest, self._rank, self._size)
+            indices = sampler if loader.batch_sampler is None else BatchSampler(sampler, size, loader.drop_last)
+            return with_indices(loader, indices, sampler=sampler)
+        order = self._samples(loader, shared, rest, 0, 1) if kind == "samples" else self._drawn(loader, shared, rest, loader.sampler)
+        if loader.batch_sampler is None:
+            return with_indices(loader, self._dealt(loader, order))
+        if self._joins(loader):
+            # the batches of all ranks together, as one process with a batch that large would take them
+            together = BatchSampler(order, size * self._size, loader.drop_last)
+            return with_indices(loader, SplitBatches(together, self._rank, self._size))
+        return with_indices(loader, self._dealt(loader, BatchSampler(order, size, loader.drop_last)))
+
+    def _joins(self, loader: DataLoader) -> bool:
+        """Whether the ranks take samples together, which count by how many a rank has."""
+        whole = self._whole(loader) or self._splits(loader) or loader.batch_sampler is None
+        return self._sharing().uneven == "join" and not whole and is_plain(loader)
+
+    def _by_sample(self, loader: DataLoader) -> bool:
+        """Whether samples are dealt out one by one, as ``DistributedSampler`` does."""
+        return is_plain(loader) and not (self._whole(loader) or self._splits(loader) or self._sharing().uneven == "join")
+
+    def _dealt(self, loader: DataLoader, batches: Any) -> Any:
+        """This rank's of ``batches`` that are the same on all ranks."""
+        if self._whole(loader):
+            return batches
+        if self._splits(loader):
+            return SplitBatches(batches, self._rank, self._size)
+        return DealtBatches(batches, self._rank, self._size, self._sharing().uneven)
+
+    def _samples(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None, rank: int, size: int) -> Any:
+        """Samples in the order that ``DistributedSampler`` has them in; of that the ``rest``."""
+        seed, uneven = shared.seeds.get(len(loader.dataset), 0), self._sharing().uneven  # type: ignore[arg-type]
+        if not rest:
+            return distributed_sampler(loader, rank, size, seed, uneven)
+        order = distributed_sampler(loader, 0, 1, rest["seed"][0])
+        order.set_epoch(rest["epoch"])
+        return RestOfSamples(list(order), rest["done"], rank, size, uneven)
+
+    def _share_seed(self, loader: DataLoader, shared: _Shared) -> None:
+        """Agree on what is shared out, and by which seed; a position that was loaded has one."""
+        position, samples = shared.position, len(loader.dataset)  # type: ignore[arg-type]
+        changed = self._agreement.changed(loader) if self._agreement else []
+        given, position.given = position.given, None
+        if given:
+            self._sharded = max(self._sharded, given[1])
+        new = samples not in shared.seeds
+        seed = given[0] if given else self._seed(loader) if new else shared.seeds[samples]
+        if self._agreement and (new or changed):
+            seed = self._agreement.agree(loader, changed, seed)
+        if new:
+            self._announce(loader, samples)
+            position.seed = position.seed if given else (seed, self._sharded)
+        shared.seeds[samples] = seed
 
     def _seed(self, loader: DataLoader) -> int:
         """The seed of one more loader."""
@@ -276,47 +332,17 @@ class Shares:
         self._sharded += 1
         return seed % 2**62
 
-    def _drawn(self, loader: DataLoader, shared: _Shared, sampler: Any = None) -> Any:
-        """What ``sampler``, or else what the loader draws from, draws, the same on all ranks."""
-        draws = self._on_shared_streams(loader, sampler, 1 if self._splits(loader) else self._size)
-        return SameDraws(draws, self._group, shared.draws, type(loader.sampler).__name__) if self._group else draws
-
-    def _on_shared_streams(self, loader: DataLoader, sampler: Any = None, size: int = 1) -> SharedDraws:
-        """What is drawn on all ranks, in the order in which it is best dealt out to ``size`` of them."""
-        draws = sampler or (loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
-        return SharedDraws(arranged(draws, size), self._streams)
-
-    def _own_shard(self, loader: DataLoader, shared: _Shared) -> DataLoader:
-        """A copy that draws from the user's own ``DistributedSampler``, if need be as this rank."""
-        sampler: Any = loader.sampler
-        if shared.ranks_differ is None and self._agreement:
-            shared.ranks_differ = self._agreement.own_sampler(sampler)
-            if not shared.ranks_differ:
-                warnings.warn(
-                    f"parwrap: a DataLoader's own DistributedSampler was made with rank={sampler.rank} on more than one rank, so that they "
-                    "would train on the same share; each gets its own. Leave out num_replicas= and rank=, or use no DistributedSampler.",
-                    stacklevel=2,
-                )
-        if not shared.ranks_differ:
-            sampler = copy.copy(sampler)  # each time anew: set_epoch is the user's
-            sampler.rank = self._rank
-        batches = loader.batch_sampler
-        if batches is None:
-            return with_indices(loader, sampler)
-        if sampler is not loader.sampler:
-            batches = copy.copy(batches)
-            batches.sampler = sampler  # type: ignore[attr-defined]
-        return with_indices(loader, batches, sampler=sampler)
-
-    def _note(self, sampler: DistributedSampler) -> None:
-        if self._noted or self._size == 1:
-            return
-        self._noted = True
-        if self._rank == 0:
-            replicas = sampler.num_replicas
-            what = "it is kept" if replicas == self._size else f"what it draws is shared out among {self._size} ranks"
-            made_for = "1 replica" if replicas == 1 else f"{replicas} replicas"
-            print(f"parwrap: a DataLoader has a DistributedSampler of its own, for {made_for}: {what}.", file=sys.stderr)
+    def _drawn(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None, sampler: Any = None) -> Any:
+        """What ``sampler``, or else what the loader draws from, draws, the same on all ranks; of that the ``rest``."""
+        source = sampler or (loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+        draws = SharedDraws(arranged(source, 1 if self._splits(loader) else self._size), self._streams)
+        shared.position.draws = draws
+        if rest:
+            draws.check = rest["drawn"], partial(check_drawn, rest)  # which shows too that all ranks draw the same
+            return RestOfBatches(draws, rest["done"], rest["drawn"], self._size)
+        if self._group is None or self._whole(loader):
+            return draws
+        return SameDraws(draws, self._group, shared.draws, type(loader.sampler).__name__)
 
     def _announce(self, loader: DataLoader, samples: int | None) -> None:
         size = loader.batch_size

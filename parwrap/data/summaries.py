@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
-__all__ = ["Held", "Items", "held_by", "items_of", "summary"]
+__all__ = ["Held", "Items", "held_by", "items_of", "length_of", "summary"]
 
 SAMPLED = 256
 """Places at which a large sequence is looked at. Two orders of the same items differ at nearly all of them."""
@@ -75,6 +75,14 @@ def held_by(loader: DataLoader) -> list[list[Held]]:
             inner = value[:SAMPLED] if isinstance(value, (list, tuple)) else (value,)
             waiting += [each for each in inner if isinstance(each, (Dataset, Sampler))]
     return found
+
+
+def length_of(thing: Any) -> int:
+    """How many items it says that it has; -1 if it cannot say."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return -1
 
 
 def _is_sequence(value: Any) -> bool:

@@ -119,6 +119,11 @@ def parts() -> Parts | None:
     return None if _session is None else _session.parts
 
 
+def loaders_read() -> Loaders | None:
+    """The loaders of the function that runs; ``None`` outside of one, and where the script distributes itself."""
+    return None if _session is None else _session.loaders
+
+
 def shared_out(samples: int | None) -> None:
     """Data in no loader is shared out by the user, for the line at the start of training; ``None`` if it has no length."""
     if _session is not None:
@@ -160,6 +165,7 @@ class _Session:
         self._data: TrainingData | None = None
         self._announced = self._aside = False
         self.parts: Parts | None = None
+        self.loaders: Loaders | None = None
         self._left_together: Callable[[], None] = lambda: None
         self._undo = ExitStack()
 
@@ -219,7 +225,7 @@ class _Session:
         """The script distributes itself: take everything off and let it."""
         if isinstance(instance, Reducer):
             return
-        self._aside, self.parts = True, None
+        self._aside, self.parts, self.loaders = True, None, None
         self._undo.close()
         if instance is None:
             self._leave_group()
@@ -235,17 +241,15 @@ class _Session:
             seed_all(self._options.seed)
         elif group is not None:
             set_state(group.exchange("random state", get_state() if group.world.rank == 0 else None)[0])
-        actors: list[Any] = []
+        loop.find_optimizers()
         if group is not None or self._options.batch == "global":
-            loop.find_optimizers()
             loop.changed = self._changed
             self._undo.callback(self._stop)
-            loaders = Loaders(group, loop, self._streams, self._sharing, self.began)
-            actors += [loop, loaders]
+        self.loaders = Loaders(group, loop, self._streams, self._sharing, self.began)
         if group is None:
-            return [*actors, *([Single(loop)] if actors else []), Voice()]
+            return [loop, self.loaders, *([Single(loop)] if self._options.batch == "global" else []), Voice()]
         voices, ddp = Voices(group.world.rank), DDP(group, loop, self._ddp_options)
-        self.parts = Parts(group, loop, ddp, Counts(group, loop), loaders)
+        self.parts = Parts(group, loop, ddp, Counts(group, loop), self.loaders)
         pipelines = Pipelines(group, loop, self._streams, lambda: self._options.batch == "global", self.began)
         files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
         self._undo.enter_context(voices.silenced())
@@ -255,7 +259,7 @@ class _Session:
         self._undo.enter_context(watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after))
         if self._options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
-        return [*actors, pipelines, ddp, InStep(group, loop), Bypasses(group, loop), voices, files, self]
+        return [loop, self.loaders, pipelines, ddp, InStep(group, loop), Bypasses(group, loop), voices, files, self]
 
     def _sharing(self) -> Sharing:
         return Sharing(self._options.batch, self._options.uneven, self._options.loss)

@@ -49,6 +49,8 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "make_iterator": dali.iterator_patches,
     "iterate_pipelines": dali.iterate_patches,
     "length_of_pipelines": dali.length_patches,
+    "loader_state": loader.state_patches,
+    "load_loader_state": loader.load_state_patches,
     "backward": backward.patches,
     "own_parameters": optimizer.own_parameters_patches,
     "closure": optimizer.closure_patches,

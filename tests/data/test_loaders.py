@@ -411,9 +411,10 @@ def test_a_dataset_that_grows_is_shared_out_whole():
 
 
 @pytest.mark.ranks(2)
-def test_evaluation_inside_a_training_pass_is_the_same_on_every_rank():
+@pytest.mark.parametrize("workers", [0, 1])
+def test_evaluation_inside_a_training_pass_is_the_same_on_every_rank(workers):
     with parwrap.distributed(seed=0):
-        setup, held_out = Setup(), DataLoader(range(50), batch_size=5, shuffle=True)
+        setup, held_out = Setup(), DataLoader(range(50), batch_size=5, shuffle=True, num_workers=workers)
         estimates = []
         for batch in DataLoader(range(12), batch_size=2):
             setup.step(batch)

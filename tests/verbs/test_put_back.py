@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import parwrap
 from parwrap.patching import Patch
@@ -33,6 +34,7 @@ OWNERS = (
     torch.nn.functional,
     dist,
     DataLoader,
+    StatefulDataLoader,
     nn.Module,
     torch.optim.Optimizer,
     ReduceLROnPlateau,
@@ -210,10 +212,12 @@ def test_the_launch_variables_that_a_script_must_not_see():
     assert not [name for name in changed(before) if "environ" not in name]
 
 
-def test_one_rank_patches_nothing_but_print():
+def test_one_rank_patches_only_print_and_what_shows_where_its_loaders_are():
     before = everything()
     with parwrap.distributed():
         during = changed(before)
 
-    assert ["builtins.print"] == during
+    shown = {"DataLoader.__iter__", "DataLoader.__len__", "Module.train", "Optimizer.add_param_group", "torch.distributed.get_world_size"}
+    stateful = {f"StatefulDataLoader.{name}" for name in ("__iter__", "state_dict", "load_state_dict")}
+    assert {"builtins.print"} | shown | stateful == set(during)
     assert [] == changed(before)

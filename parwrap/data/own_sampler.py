@@ -1,0 +1,70 @@
+"""Loaders with a ``DistributedSampler`` of the user's own: it is kept where it was made for as many ranks as there are."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+import weakref
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from parwrap.data.agreement import Agreement
+from parwrap.data.resuming import Skipping
+from parwrap.data.sharding import with_indices
+
+__all__ = ["OwnSamplers"]
+
+
+class OwnSamplers:
+    """Has each rank draw from the user's own sampler as that rank.
+
+    Args:
+        agreement: asks the other ranks; ``None`` for a single rank.
+        rank: this one.
+        size: how many there are.
+    """
+
+    def __init__(self, agreement: Agreement | None, rank: int, size: int) -> None:
+        self._agreement, self._rank, self._size = agreement, rank, size
+        self._ranks_differ: weakref.WeakKeyDictionary[DataLoader, bool] = weakref.WeakKeyDictionary()
+        self._noted = False
+
+    def shares_out(self, loader: DataLoader) -> bool:
+        """Whether the user's own sampler shares out ``loader`` to as many ranks as there are."""
+        return isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas == self._size > 1
+
+    def shard(self, loader: DataLoader, done: int) -> DataLoader:
+        """A copy that draws from that sampler, if need be as this rank, without the first ``done``."""
+        sampler: Any = loader.sampler
+        if loader not in self._ranks_differ and self._agreement:
+            self._ranks_differ[loader] = self._agreement.own_sampler(sampler)
+            if not self._ranks_differ[loader]:
+                warnings.warn(
+                    f"parwrap: a DataLoader's own DistributedSampler was made with rank={sampler.rank} on more than one rank, so that they "
+                    "would train on the same share; each gets its own. Leave out num_replicas= and rank=, or use no DistributedSampler.",
+                    stacklevel=2,
+                )
+        if not self._ranks_differ.get(loader):
+            sampler = copy.copy(sampler)  # each time anew: set_epoch is the user's
+            sampler.rank = self._rank
+        batches: Any = loader.batch_sampler
+        if batches is not None and sampler is not loader.sampler:
+            batches = copy.copy(batches)
+            batches.sampler = sampler
+        drawn = sampler if batches is None else batches
+        others = {} if batches is None else {"sampler": sampler}
+        return with_indices(loader, Skipping(drawn, done) if done else drawn, **others)
+
+    def note(self, sampler: DistributedSampler) -> None:
+        """Say once what becomes of ``sampler``."""
+        if self._noted or self._size == 1:
+            return
+        self._noted = True
+        if self._rank == 0:
+            replicas = sampler.num_replicas
+            what = "it is kept" if replicas == self._size else f"what it draws is shared out among {self._size} ranks"
+            made_for = "1 replica" if replicas == 1 else f"{replicas} replicas"
+            print(f"parwrap: a DataLoader has a DistributedSampler of its own, for {made_for}: {what}.", file=sys.stderr)

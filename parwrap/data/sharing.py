@@ -1,0 +1,48 @@
+"""How training data is to be shared out, and what was; how it is done is ``shares.py``'s."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Sharing", "TrainingData"]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How training data is to be shared out, in the words of :class:`parwrap.distributed`.
+
+    Attributes:
+        batch: ``"per_rank"`` or ``"global"``.
+        uneven: ``"pad"``, ``"drop"`` or ``"join"``.
+        loss: ``"mean"`` or ``"sum"``.
+    """
+
+    batch: str = "per_rank"
+    uneven: str = "pad"
+    loss: str = "mean"
+
+    @property
+    def weighs_streams(self) -> bool:
+        """Whether the batches of a stream count by their samples."""
+        return self.loss == "mean" and (self.batch == "global" or self.uneven == "join")
+
+    def loss_factor(self, weight: float, size: int) -> float:
+        """What the loss of a batch is to be multiplied by, beside its ``weight``: a sum weighs by samples as it is."""
+        if self.loss == "mean" or not weight:
+            return 1.0
+        return (size if self.batch == "global" else 1) / weight
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What the first training pass is over, for the line that says so.
+
+    Attributes:
+        samples: in the whole dataset; ``None`` where it has no length.
+        batch_size: per rank; ``None`` where batches are of no fixed size.
+        global_batch: of all ranks together.
+    """
+
+    samples: int | None
+    batch_size: int | None
+    global_batch: int | None
