@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from parwrap.data.passes import Pass, SharedDraws
 from parwrap.data.sharding import DealtBatches
-from parwrap.data.shares import ANOTHER_LOADER, TrainingData
+from parwrap.data.shares import ANOTHER_LOADER
+from parwrap.data.sharing import TrainingData
 from parwrap.errors import RankMismatchError
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 from torch.utils.data._utils import worker
 
 from parwrap.data.sharding import DealtBatches
+from parwrap.data.sharing import Sharing
 from parwrap.errors import UsageError
 from parwrap.streams import seed_all
 
@@ -189,16 +190,35 @@ class _InitWorker:
         part.begin_worker(self.init, number)
 
 
-def part_of(loader: DataLoader, pick: Pick) -> dict[str, Any]:
-    """What of a ``loader`` of an ``IterableDataset`` is to be another to have this rank's part of it."""
+def part_of(loader: DataLoader, rank: int, size: int, sharing: Sharing) -> dict[str, Any]:
+    """What of a ``loader`` of an ``IterableDataset`` is to be another to have the part of one rank of ``size``.
+
+    Raises:
+        UsageError: its batches are to be split, and cannot be.
+    """
     dataset: Any = loader.dataset
     if _is_hugging_faces(dataset):
-        return {"dataset": dataset if dataset._distributed else _split_by_node(dataset, pick)}
-    others: dict[str, Any] = {"dataset": RankPart(dataset, pick), "worker_init_fn": _InitWorker(loader.worker_init_fn)}
-    if pick.batch is not None:
-        share = len(range(pick.rank, pick.batch, pick.size))
-        others["batch_sampler"] = BatchSampler(loader.sampler, share, loader.drop_last)
-    return others
+        return {"dataset": dataset if dataset._distributed else _split_by_node(dataset, rank, size)}
+    pick = Pick(rank, size, sharing.uneven)
+    others: dict[str, Any] = {"worker_init_fn": _InitWorker(loader.worker_init_fn)}
+    if size > 1 and sharing.batch == "global" and loader.batch_size is not None:
+        _check_can_be_split(loader.batch_size, size, sharing)
+        pick = Pick(rank, size, batch=loader.batch_size, drop_last=loader.drop_last)
+        others["batch_sampler"] = BatchSampler(loader.sampler, len(range(rank, loader.batch_size, size)), loader.drop_last)
+    return {**others, "dataset": RankPart(dataset, pick)}
+
+
+def _check_can_be_split(batch_size: int, size: int, sharing: Sharing) -> None:
+    if sharing.loss == "sum":
+        raise UsageError(
+            'loss="sum" with batch="global" is not for an IterableDataset: how many samples the other ranks have in its last batch is '
+            "not known. Have the loss be a mean over the batch."
+        )
+    if batch_size < size:
+        raise UsageError(
+            f'batch="global" cannot split the batches of an IterableDataset: {batch_size} samples for {size} ranks. '
+            'Raise batch_size, or give batch="per_rank".'
+        )
 
 
 def _is_hugging_faces(dataset: Any) -> bool:
@@ -206,9 +226,9 @@ def _is_hugging_faces(dataset: Any) -> bool:
     return isinstance(dataset, getattr(library, "IterableDataset", ()))
 
 
-def _split_by_node(dataset: Any, pick: Pick) -> Any:
+def _split_by_node(dataset: Any, rank: int, size: int) -> Any:
     from datasets.distributed import split_dataset_by_node
 
-    part = split_dataset_by_node(dataset, pick.rank, pick.size)
+    part = split_dataset_by_node(dataset, rank, size)
     part._epoch = dataset._epoch  # one tensor in shared memory, which set_epoch changes for workers that persist too
     return part

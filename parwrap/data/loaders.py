@@ -18,13 +18,14 @@ from parwrap.data.iterables import world_size_asked
 from parwrap.data.passes import Pass
 from parwrap.data.position import MARK, Position
 from parwrap.data.sharding import shuffles
-from parwrap.data.shares import Shares, Sharing, TrainingData
+from parwrap.data.shares import Shares
+from parwrap.data.sharing import Sharing, TrainingData
 from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
 from parwrap.streams import Streams
 
-__all__ = ["Loaders", "Sharing", "TrainingData"]
+__all__ = ["Loaders"]
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.data.agreement import Agreement, SameDraws
-from parwrap.data.iterables import Pick, part_of
+from parwrap.data.iterables import part_of
 from parwrap.data.own_sampler import OwnSamplers
 from parwrap.data.passes import SharedDraws
 from parwrap.data.position import EPOCH, LENGTH, RANKS, Plan, Position, check_drawn
@@ -42,11 +42,10 @@ from parwrap.data.sharding import (
 )
 from parwrap.data.sharing import Sharing, TrainingData
 from parwrap.data.summaries import length_of
-from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.streams import Streams
 
-__all__ = ["Shares", "Sharing", "TrainingData", "replicated"]
+__all__ = ["Shares", "replicated"]
 
 END_OF_STREAM = "the end of a pass over an IterableDataset"
 
@@ -189,7 +188,7 @@ class Shares:
 
     def _part_of_stream(self, loader: DataLoader, shared: _Shared, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
         self._announce(loader, None)
-        part = with_others(loader, **part_of(loader, self._pick(loader))) if shared.lasting is None else shared.lasting
+        part = with_others(loader, **part_of(loader, self._rank, self._size, self._sharing())) if shared.lasting is None else shared.lasting
         if loader.persistent_workers:
             shared.lasting = part
         with self._streams.shared():
@@ -212,22 +211,6 @@ class Shares:
                 self._group.meet(END_OF_STREAM)  # parts may differ in length: who is through answers the others
 
         return drawn(), weights
-
-    def _pick(self, loader: DataLoader) -> Pick:
-        sharing = self._sharing()
-        if self._size == 1 or not self._splits(loader):
-            return Pick(self._rank, self._size, sharing.uneven)
-        if sharing.loss == "sum":
-            raise UsageError(
-                'loss="sum" with batch="global" is not for an IterableDataset: how many samples the other ranks have in its last batch is '
-                "not known. Have the loss be a mean over the batch."
-            )
-        if loader.batch_size < self._size:  # type: ignore[operator]
-            raise UsageError(
-                f'batch="global" cannot split the batches of an IterableDataset: {loader.batch_size} samples for {self._size} ranks. '
-                'Raise batch_size, or give batch="per_rank".'
-            )
-        return Pick(self._rank, self._size, batch=loader.batch_size, drop_last=loader.drop_last)
 
     def agree(self, loader: DataLoader) -> None:
         """Have all ranks hold the same samples behind ``loader``, which is not shared out here."""

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from parwrap import group as groups
 from parwrap.data.dali import Pipelines
-from parwrap.data.loaders import Loaders, Sharing, TrainingData
+from parwrap.data.loaders import Loaders
+from parwrap.data.sharing import Sharing, TrainingData
 from parwrap.decorator import ScopeDecorator, module_of
 from parwrap.errors import UsageError
 from parwrap.features.acting import described
