@@ -26,7 +26,8 @@ PROBES = Path(__file__).parent / "probes"
 def import_times(statement: str) -> tuple[float, float]:
     """The milliseconds of ``import torch`` and, after that, of ``statement``, in an interpreter of their own."""
     clock = "print((time.perf_counter() - begin) * 1e3); begin = time.perf_counter()"
-    program = f"import time; begin = time.perf_counter()\nimport torch; {clock}\n{statement}; {clock}"
+    # whose turn it is to look through all that torch has made for garbage is chance
+    program = f"import gc, time; begin = time.perf_counter()\nimport torch; gc.collect(); {clock}\n{statement}; {clock}"
     torch, added = _output([sys.executable, "-c", program]).split()
     return float(torch), float(added)
 

@@ -18,9 +18,6 @@ from parwrap.errors import UsageError
 
 __all__ = ["get_sources", "set_sources"]
 
-STREAMS = (torch.default_generator, np.random, random)
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
 
 def get_sources(loader: DataLoader) -> list[Any]:
     """The states of the streams that are running and of the generators that ``loader`` and its samplers hold.
@@ -51,7 +48,7 @@ def set_sources(loader: DataLoader, states: list[Any]) -> None:
 
 
 def _sources(loader: DataLoader) -> Iterator[Any]:
-    yield from STREAMS
+    yield from (torch.default_generator, np.random, random)  # numpy loads its own when it is first asked for
     seen: set[int] = set()
     waiting: list[Any] = [loader.generator, loader.sampler, loader.batch_sampler]
     while waiting:
@@ -59,7 +56,7 @@ def _sources(loader: DataLoader) -> Iterator[Any]:
         if id(each) in seen or isinstance(each, random.SystemRandom):
             continue
         seen.add(id(each))
-        if isinstance(each, GENERATORS):
+        if isinstance(each, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
             yield each
         elif isinstance(each, Sampler):
             waiting += vars(each).values()
