@@ -6,29 +6,31 @@ iterates in a way of its own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from parwrap.patching import Patch
+from parwrap.patching import Patch, when_imported
 
 __all__ = ["iterate_patches", "length_patches", "load_state_patches", "state_patches"]
 
+STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
+"""The module of the loaders that have a state."""
 
-def iterate_patches(actor: Any) -> list[Patch]:
-    return [_iterate_patch(actor, kind) for kind in (DataLoader, *_stateful())]
 
+def iterate_patches(actor: Any) -> list[Patch | AbstractContextManager]:
+    def patch(kind: Any) -> Patch:
+        original = kind.__iter__
 
-def _iterate_patch(actor: Any, kind: Any) -> Patch:
-    original = kind.__iter__
+        def iterate(wrapped: Any, instance: DataLoader, args: tuple, kwargs: dict) -> Iterator:
+            return actor.iterate(instance, original)
 
-    def iterate(wrapped: Any, instance: DataLoader, args: tuple, kwargs: dict) -> Iterator:
-        return actor.iterate(instance, original)
+        return Patch(kind, "__iter__", iterate)
 
-    return Patch(kind, "__iter__", iterate)
+    return [patch(DataLoader), _of_stateful(patch)]
 
 
 def length_patches(actor: Any) -> list[Patch]:
@@ -40,27 +42,22 @@ def length_patches(actor: Any) -> list[Patch]:
     return [Patch(DataLoader, "__len__", length)]
 
 
-def state_patches(actor: Any) -> list[Patch]:
+def state_patches(actor: Any) -> list[AbstractContextManager]:
     def state_dict(wrapped: Callable, instance: DataLoader, args: tuple, kwargs: dict) -> dict:
         return actor.loader_state(instance, wrapped)
 
-    return [Patch(kind, "state_dict", state_dict) for kind in _stateful()]
+    return [_of_stateful(lambda kind: Patch(kind, "state_dict", state_dict))]
 
 
-def load_state_patches(actor: Any) -> list[Patch]:
+def load_state_patches(actor: Any) -> list[AbstractContextManager]:
     def load_state_dict(wrapped: Callable, instance: DataLoader, args: tuple, kwargs: dict) -> None:
         return (lambda state_dict: actor.load_loader_state(instance, wrapped, state_dict))(*args, **kwargs)
 
-    return [Patch(kind, "load_state_dict", load_state_dict) for kind in _stateful()]
+    return [_of_stateful(lambda kind: Patch(kind, "load_state_dict", load_state_dict))]
 
 
-@functools.cache
-def _stateful() -> tuple[type[DataLoader], ...]:
-    """torchdata's loader, where it is installed: a script may import it when it runs already."""
-    if find_spec("torchdata") is None:
-        return ()
-    try:
-        from torchdata.stateful_dataloader import StatefulDataLoader
-    except ImportError:
-        return ()  # before it had one
-    return (StatefulDataLoader,)
+def _of_stateful(patch: Callable[[Any], Patch]) -> AbstractContextManager:
+    def patches(module: ModuleType) -> list[Patch]:
+        return [patch(module.StatefulDataLoader)]
+
+    return when_imported(STATEFUL, patches)
