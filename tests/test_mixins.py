@@ -235,7 +235,7 @@ def test_options_come_as_keywords_or_as_a_mapping_and_go_on_to_subclasses():
         parwrap_options = {"seed": 7}  # noqa: RUF012
 
     assert [first_of(seed) for seed in (5, 6, 6, 7)] == [cls().train() for cls in (Given, Keyword, Mapping, MappingAgain)]
-    with pytest.raises(UsageError, match="batch='all' is not one of the ways to share out batches"):
+    with pytest.raises(UsageError, match="batch='all' is not one of its values"):
 
         class BadValue(Given, batch="all"):
             pass
