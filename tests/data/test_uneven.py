@@ -163,6 +163,13 @@ def test_samples_without_batches_can_be_joined():
     assert 4 == len(seen)
 
 
+def test_a_sample_that_goes_by_a_name_counts_as_one_however_long_that_is():
+    joined = DealtBatches(["a", "long name"], rank=0, size=2, uneven="join")
+
+    assert ["a"] == list(joined)
+    assert [1.0] == list(joined.weights)
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("options", "text"),
