@@ -119,6 +119,18 @@ def test_batches_count_by_their_samples_whatever_collate_fn_makes_of_them(worker
     assert expected == pytest.approx(actual, abs=1e-12)
 
 
+def times_all(batch):
+    return torch.tensor(batch, dtype=torch.float64) * get_worker_info().dataset.samples
+
+
+@pytest.mark.ranks(2)
+def test_a_collate_fn_in_a_worker_gets_the_users_own_dataset():
+    with parwrap.distributed():
+        _, seen = trained(DataLoader(Numbers(2), batch_size=1, num_workers=1, collate_fn=times_all))
+
+        assert [[2.0 * parwrap.rank()]] == seen
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("options", "uneven", "steps"),
