@@ -73,7 +73,7 @@ class Agreement:
             RankMismatchError: the datasets differ in length.
         """
         mine = [{held.name: summary(held) for held in each} for each in changed]
-        answers = self._group.exchange(LOADER, (len(loader.dataset), seed, mine))  # type: ignore[arg-type]
+        answers = self._group.exchange(LOADER, (length_of(loader.dataset), seed, mine))
         _refuse_other_lengths({rank: length for rank, (length, _, _) in answers.items()})
         self._take({rank: each for rank, (_, _, each) in answers.items()}, changed)
         for attributes in changed:

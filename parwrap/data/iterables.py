@@ -186,8 +186,10 @@ class _InitWorker:
     init: Callable[[int], Any] | None
 
     def __call__(self, number: int) -> None:
-        part: Any = get_worker_info().dataset  # type: ignore[union-attr]
+        info: Any = get_worker_info()
+        part = info.dataset
         part.begin_worker(self.init, number)
+        object.__setattr__(info, "dataset", part.dataset)  # which a collate_fn may ask for
 
 
 def part_of(loader: DataLoader, rank: int, size: int, sharing: Sharing) -> dict[str, Any]:

@@ -205,12 +205,12 @@ class Loaders:
             )
 
     def _watch_training(self, history: _History, position: Position) -> Callable[[bool], None]:
-        before = self._loop.backwards
+        before, around = self._loop.backwards, (self._loop.weight, self._loop.loss_factor)
 
         def closed(exhausted: bool) -> None:
             position.end()
-            self._loop.weigh(1.0)
             self._loop.closed_pass()
+            self._loop.weigh(*(around if self._loop.passes else (1.0,)))  # a pass around this one goes on with its batch
             history.has_trained |= self._loop.backwards > before
             if exhausted and not history.has_trained and not self._shares.keeps():
                 history.trains, history.corrected = False, True

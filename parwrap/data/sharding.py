@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.errors import UsageError
@@ -70,7 +70,7 @@ class DealtBatches:
     def _mine(self, turn: list) -> Any:
         mine = turn[self.rank] if self.rank < len(turn) else None
         if self.weights is not None:
-            samples = [len(batch) if isinstance(batch, Sized) else 1 for batch in turn]
+            samples = [len(batch) if isinstance(batch, Sized) and not isinstance(batch, str) else 1 for batch in turn]
             self.weights.append(0.0 if mine is None else samples[self.rank] * self.size / (sum(samples) or 1))
         return turn[0] if mine is None else mine
 
@@ -137,10 +137,11 @@ def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad")
     """How many batches one of ``size`` ranks gets of a loader that has ``whole``."""
     if hasattr(loader.batch_sampler, "for_ranks"):
         whole = len(arranged(loader.batch_sampler, size))
-    if loader.batch_sampler is None or not is_plain(loader):
+    stream = isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, IterDataPipe)
+    if loader.batch_size is None or not (stream or is_plain(loader)):
         return _in_rounds(whole, size, uneven)
-    samples, batch_size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
-    if uneven == "join":
+    samples, batch_size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
+    if uneven == "join" and not stream:
         return len(BatchSampler(range(samples), batch_size * size, loader.drop_last))
     return len(BatchSampler(range(_in_rounds(samples, size, uneven)), batch_size, loader.drop_last))
 

@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.data.agreement import Agreement, SameDraws
+from parwrap.data.blocks import Counted
 from parwrap.data.iterables import part_of
 from parwrap.data.own_sampler import OwnSamplers
 from parwrap.data.passes import SharedDraws
@@ -157,7 +158,8 @@ class Shares:
             shard.sampler.set_epoch(position.epoch)
         with self._streams.shared() if self._whole(loader) else nullcontext():
             batches = original(shard)
-        return batches, getattr(shard.sampler if shard.batch_sampler is None else shard.batch_sampler, "weights", None)
+        drawn = shard.sampler if shard.batch_sampler is None else shard.batch_sampler
+        return batches, drawn.weights if isinstance(drawn, (DealtBatches, SplitBatches)) else None
 
     def _workers_seed(self, loader: DataLoader, rest: dict[str, Any] | None) -> int:
         """What this rank's workers are seeded from in a pass.
@@ -188,29 +190,39 @@ class Shares:
 
     def _part_of_stream(self, loader: DataLoader, shared: _Shared, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
         self._announce(loader, None)
-        part = with_others(loader, **part_of(loader, self._rank, self._size, self._sharing())) if shared.lasting is None else shared.lasting
+        weighs = self._sharing().weighs_streams
+        part = shared.lasting
+        if part is None:
+            part = self._part(loader, counted=weighs and loader.batch_sampler is not None)
         if loader.persistent_workers:
             shared.lasting = part
         with self._streams.shared():
             batches = original(part)
-        weights: deque[float] | None = deque() if self._sharing().weighs_streams else None
+        weights: deque[float] | None = deque() if weighs else None
         samples = (loader.batch_size or 1) / (self._size if self._splits(loader) else 1)
+        counted = isinstance(part.collate_fn, Counted)
 
         def drawn() -> Iterator:
-            nothing = object()
+            nothing: Any = object()
             while True:
                 # who shards itself may draw more often on one rank than on another
                 with nullcontext() if getattr(part.dataset, "shards_itself", False) else self._streams.shared():
                     batch = next(batches, nothing)
                 if batch is nothing:
                     break
+                count, batch = batch if counted else (None, batch)
                 if weights is not None:
-                    weights.append(samples_in(batch) / samples)
+                    weights.append((samples_in(batch) if count is None else count) / samples)
                 yield batch
             if self._group and threading.current_thread() is threading.main_thread():
                 self._group.meet(END_OF_STREAM)  # parts may differ in length: who is through answers the others
 
         return drawn(), weights
+
+    def _part(self, loader: DataLoader, counted: bool) -> DataLoader:
+        """A copy of a stream's loader that reads this rank's part; if it is ``counted``, with the number of samples in each batch."""
+        others = part_of(loader, self._rank, self._size, self._sharing())
+        return with_others(loader, **others, **({"collate_fn": Counted(loader.collate_fn)} if counted else {}))
 
     def agree(self, loader: DataLoader) -> None:
         """Have all ranks hold the same samples behind ``loader``, which is not shared out here."""
@@ -293,7 +305,7 @@ class Shares:
 
     def _share_seed(self, loader: DataLoader, shared: _Shared) -> None:
         """Agree on what is shared out, and by which seed; a position that was loaded has one."""
-        position, samples = shared.position, len(loader.dataset)  # type: ignore[arg-type]
+        position, samples = shared.position, length_of(loader.dataset)
         changed = self._agreement.changed(loader) if self._agreement else []
         given, position.given = position.given, None
         if given:
@@ -303,7 +315,7 @@ class Shares:
         if self._agreement and (new or changed):
             seed = self._agreement.agree(loader, changed, seed)
         if new:
-            self._announce(loader, samples)
+            self._announce(loader, samples if samples >= 0 else None)
             position.seed = position.seed if given else (seed, self._sharded)
         shared.seeds[samples] = seed
 

@@ -26,13 +26,13 @@ def shard(x: Any, uneven: str = "pad") -> Any:
 
     Args:
         x: the same on all ranks: a tensor or an array, of which the first dimension is shared out; a list, tuple or other sequence; a
-            dataset; or any other iterable, which is read to its end on every rank.
+            dataset; a table of pandas, by rows; or any other iterable, which is read to its end on every rank.
         uneven: where items do not go round, ``"pad"``: some are given twice; ``"drop"``: some are left out; ``"join"``: ranks have one
             more or one less.
 
     Returns:
-        A tensor, array, tuple or ``Subset`` where ``x`` is a tensor, array, tuple or dataset; a list for other sequences; else an
-        iterator. On one rank ``x`` itself.
+        A tensor, array, tuple, table or ``Subset`` where ``x`` is a tensor, array, tuple, table or dataset; a list for other sequences;
+        else an iterator. On one rank ``x`` itself.
 
     Raises:
         UsageError: ``x`` has no items in an order that could be shared out.
@@ -49,8 +49,8 @@ def shard(x: Any, uneven: str = "pad") -> Any:
             f"parwrap.shard cannot share out a {type(x).__name__}: give a sequence, a tensor, an array, a dataset or an iterator, such as "
             "sorted(x) or list(x.items())."
         )
-    if isinstance(x, torch.Tensor) and x.dim() == 0:
-        raise UsageError("parwrap.shard cannot share out a tensor without a dimension.")
+    if isinstance(x, (torch.Tensor, np.ndarray)) and x.ndim == 0:
+        raise UsageError("parwrap.shard cannot share out a tensor or an array without a dimension.")
     if world_size() == 1:
         return x
     pick = Pick(rank(), world_size(), uneven)
@@ -61,6 +61,8 @@ def shard(x: Any, uneven: str = "pad") -> Any:
     indices = list(pick(range(len(x))))
     if isinstance(x, (torch.Tensor, np.ndarray)):
         return x[indices]
+    if hasattr(x, "iloc"):  # a table's own items are columns, or go by labels
+        return x.iloc[indices]
     if isinstance(x, Dataset):
         return Subset(x, indices)
     return tuple(x[index] for index in indices) if isinstance(x, tuple) else [x[index] for index in indices]

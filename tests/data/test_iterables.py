@@ -25,6 +25,13 @@ class Numbers(IterableDataset):
         yield from (float(number) for number in range(self.samples))
 
 
+class Pairs(Numbers):
+    """What a sample is longer than is no number of samples."""
+
+    def __iter__(self):
+        yield from ((torch.zeros(7), torch.tensor(number, dtype=torch.float64)) for number in range(self.samples))
+
+
 class SharedByWorkers(Numbers):
     def __iter__(self):
         info = get_worker_info()
@@ -49,7 +56,7 @@ class ShuffledByWorker(Numbers):
         yield from torch.randperm(self.samples, generator=order).double().tolist()
 
 
-def trained(loader, passes=1):
+def trained(loader, passes=1, numbers_of=lambda batch: batch):
     """The weights that a plain loop comes to, and the samples of each of its batches."""
     model = nn.Linear(1, 1).double()
     with torch.no_grad():
@@ -57,7 +64,7 @@ def trained(loader, passes=1):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     seen = []
     for _ in range(passes):
-        for batch in loader:
+        for batch in map(numbers_of, loader):
             optimizer.zero_grad()
             (model(batch.view(-1, 1)) - 1).square().mean().backward()
             optimizer.step()
@@ -96,6 +103,49 @@ def test_ranks_that_join_or_split_come_to_the_weights_of_one_process(options, ba
         actual, _ = trained(DataLoader(Numbers(13), batch_size=batch_size), passes=2)
 
         assert [expected] * 3 == [pytest.approx(each, abs=1e-12) for each in parwrap.gather(actual)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_count_by_their_samples_whatever_collate_fn_makes_of_them(workers):
+    def weights(batch_size, **options):
+        loader = DataLoader(Pairs(5), batch_size=batch_size, collate_fn=list, **options)
+        return trained(loader, numbers_of=lambda batch: torch.stack([number for _, number in batch]))[0]
+
+    expected = weights(batch_size=5)
+    with parwrap.distributed(uneven="join"):
+        actual = weights(batch_size=4, num_workers=workers, persistent_workers=workers > 0)
+
+    assert expected == pytest.approx(actual, abs=1e-12)
+
+
+def times_all(batch):
+    return torch.tensor(batch, dtype=torch.float64) * get_worker_info().dataset.samples
+
+
+@pytest.mark.ranks(2)
+def test_a_collate_fn_in_a_worker_gets_the_users_own_dataset():
+    with parwrap.distributed():
+        _, seen = trained(DataLoader(Numbers(2), batch_size=1, num_workers=1, collate_fn=times_all))
+
+        assert [[2.0 * parwrap.rank()]] == seen
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("options", "uneven", "steps"),
+    [({"drop_last": True}, "pad", 1), ({}, "pad", 2), ({}, "drop", 2), ({"batch_size": None}, "join", 20)],
+)
+def test_the_length_of_a_stream_that_has_one_is_that_of_this_ranks_part(options, uneven, steps):
+    class Long(Numbers):
+        def __len__(self):
+            return self.samples
+
+    with parwrap.distributed(uneven=uneven):
+        loader = DataLoader(Long(39 if uneven == "drop" else 40), **{"batch_size": 13, **options})
+        _, seen = trained(loader, numbers_of=lambda batch: torch.as_tensor(batch, dtype=torch.float64))
+
+        assert steps == len(seen) == len(loader)
 
 
 @pytest.mark.ranks(3)

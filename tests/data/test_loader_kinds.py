@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import parwrap
@@ -50,6 +50,13 @@ class Growing(Sampler):
         return 10
 
 
+class NoLength(Dataset):
+    """Only its sampler knows what there is."""
+
+    def __getitem__(self, index):
+        return range(SAMPLES)[index]
+
+
 class Own(DataLoader):
     """With an ``__init__``, ``__iter__`` and ``__len__`` of its own."""
 
@@ -78,6 +85,7 @@ KINDS = {
     "not batched": lambda: DataLoader(torch.arange(SAMPLES), batch_size=None, shuffle=True),
     "custom sampler": lambda: DataLoader(range(SAMPLES), batch_size=4, sampler=Backwards()),
     "custom sampler, not batched": lambda: DataLoader(torch.arange(SAMPLES), batch_size=None, sampler=Backwards()),
+    "custom sampler, no length": lambda: DataLoader(NoLength(), batch_size=4, sampler=Backwards()),
     "batches of varying size": lambda: DataLoader(range(SAMPLES), batch_sampler=Growing()),
     "weighted": lambda: DataLoader(range(SAMPLES), batch_size=4, sampler=WeightedRandomSampler(torch.arange(46.0), SAMPLES)),
     "subset": lambda: DataLoader(range(SAMPLES), batch_size=4, sampler=SubsetRandomSampler(range(20, 46)), drop_last=True),

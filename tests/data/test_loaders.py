@@ -163,6 +163,21 @@ def test_the_users_own_distributed_sampler_is_kept_and_its_epochs_are_the_users(
     assert parwrap.is_rank_zero() == (heard.getvalue().count(said) == 1)
 
 
+class Weighted(DistributedSampler):
+    """Its weights are those of samples."""
+
+    weights = torch.ones(10)
+
+
+@pytest.mark.ranks(2)
+def test_weights_of_a_sampler_of_the_users_own_are_none_of_batches():
+    with parwrap.distributed():
+        setup, sampler = Setup(), Weighted(range(10), parwrap.world_size(), parwrap.rank())
+        seen = setup.train(DataLoader(torch.arange(10).view(-1, 1), batch_size=None, sampler=sampler))
+
+        assert list(sampler) == seen
+
+
 @pytest.mark.ranks(2)
 def test_own_distributed_samplers_that_all_ranks_made_for_rank_zero_become_each_ones_own():
     """As with rank=int(os.environ.get("RANK", 0)), in a script that does not see RANK."""

@@ -163,6 +163,36 @@ def test_samples_without_batches_can_be_joined():
     assert 4 == len(seen)
 
 
+@pytest.mark.ranks(2)
+def test_after_a_pass_inside_of_another_the_outer_batch_counts_as_before():
+    def weights():
+        model = nn.Linear(2, 1).double()
+        with torch.no_grad():
+            model.weight.fill_(0.5), model.bias.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inner = DataLoader(numbers(8), batch_size=4)
+        for x, y in DataLoader(numbers(9), batch_size=3):
+            for _ in inner:
+                pass
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return model.weight.flatten().tolist()
+
+    expected = weights()
+    with parwrap.distributed(batch="global"):
+        actual = weights()
+
+    assert expected == pytest.approx(actual, abs=1e-12)
+
+
+def test_a_sample_that_goes_by_a_name_counts_as_one_however_long_that_is():
+    joined = DealtBatches(["a", "long name"], rank=0, size=2, uneven="join")
+
+    assert ["a"] == list(joined)
+    assert [1.0] == list(joined.weights)
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("options", "text"),

@@ -33,6 +33,16 @@ def test_a_part_is_of_the_kind_of_the_whole():
 
 
 @pytest.mark.ranks(2)
+def test_of_a_table_rows_are_shared_out():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({0: range(5), 1: range(5, 10)}, index=[4, 3, 2, 1, 0])
+    rows = [[0, 2, 4], [1, 3, 0]][parwrap.rank()]
+
+    assert table.iloc[rows].equals(parwrap.shard(table))
+    assert table[0].iloc[rows].equals(parwrap.shard(table[0]))
+
+
+@pytest.mark.ranks(2)
 def test_the_start_line_says_that_data_was_shared_out_by_hand():
     heard = io.StringIO()
     with redirect_stderr(heard), parwrap.distributed(seed=3):
@@ -52,10 +62,11 @@ def test_the_start_line_says_that_data_was_shared_out_by_hand():
         ({"a": 1}, "cannot share out a dict"),
         ({1, 2}, "cannot share out a set"),
         (3, "cannot share out a int"),
-        (torch.tensor(1), "cannot share out a tensor without a dimension"),
+        (torch.tensor(1), "cannot share out a tensor or an array without a dimension"),
+        (np.array(1), "cannot share out a tensor or an array without a dimension"),
         (DataLoader(range(3)), "is for data that is in no DataLoader: a loader that is trained on is shared out by itself"),
     ],
-    ids=["str", "dict", "set", "int", "scalar", "loader"],
+    ids=["str", "dict", "set", "int", "scalar", "array", "loader"],
 )
 def test_what_has_no_items_in_an_order_is_refused(x, text):
     with pytest.raises(UsageError, match=text):
