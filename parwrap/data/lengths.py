@@ -60,14 +60,15 @@ class Lengths:
     Args:
         function: the function that reads loaders.
         arguments: what it was called with, by name.
+        parts: whether lengths are those of parts; else they are whole, and it is only noted that they were asked for.
 
     Attributes:
         share: gives what is known of the part of a loader.
     """
 
-    def __init__(self, function: Callable, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, function: Callable, arguments: Mapping[str, Any], parts: bool = True) -> None:
         self.share: Callable[[DataLoader], Share] = lambda loader: Share(None, None)
-        self._function, self._bound = function, _bound(function, arguments)
+        self._function, self._bound, self._parts = function, _bound(function, arguments), parts
         self._known: dict[int, tuple[Any, DataLoader, str]] = {}
         self._told: dict[int, int | None] = {}
         self._asked: dict[tuple[int, str], tuple[DataLoader, str, int, str]] = {}
@@ -95,7 +96,7 @@ class Lengths:
             thing = vars(loader).get(name)
             if thing is None:
                 continue
-            if name == "dataset" and id(thing) not in self._known:
+            if name == "dataset" and self._parts and id(thing) not in self._known:
                 self._refuse_length_of(thing)
             self._known[id(thing)] = thing, loader, name
             kind = type(thing)
@@ -136,7 +137,12 @@ class Lengths:
         samples = [sum(map(sum, sizes)) for sizes in passes]
         equal = all(sum(each) * len(sizes[0]) == len(each) * sum(sizes[0]) for sizes in passes for each in sizes)
         for _, name, whole, place in self._asked.values():
-            if name == "batches" and not equal:
+            if not self._parts:
+                _warn(
+                    f"a length was asked for ({place}), which is that of the whole, since reduce has a 'sum' or a function for an entry: "
+                    "what is divided by it must be a 'sum' too. With a 'mean', divide by what was counted."
+                )
+            elif name == "batches" and not equal:
                 _warn(
                     f"the number of batches was asked for ({place}), and those of one rank are smaller: what is divided by it is weighted "
                     "by samples, and so is not the mean over batches of a single process. Use reduce='sum' for it, as in "
@@ -171,7 +177,7 @@ class Lengths:
 
     def _of(self, loader: DataLoader, name: str, whole: int) -> int:
         """The length ``name`` of this rank's part of ``loader``, where ``whole`` is that of all."""
-        batches, samples, readers = self.share(loader)
+        batches, samples, readers = self.share(loader) if self._parts else Share(whole, whole)
         told = batches if name in ("batches", "batch_sampler") else samples
         if told is None:
             raise UsageError(

@@ -50,7 +50,7 @@ class evaluate(ScopeDecorator):
             - ``"gather"``: tensors and arrays are concatenated along the first dimension and lists are joined, in the order of a single
               process. Lengths are told as for ``"mean"``.
             - a function of the list of the ranks' results, in their order; on one rank, a list of one.
-            - a dict or tuple of these, one for each entry of the result. Lengths are whole then.
+            - a dict or tuple of these, one for each entry of the result. With a ``"sum"`` or a function in it, lengths are whole.
 
     Raises:
         UsageError: ``reduce`` is none of these, the function trains, or its results cannot be put together exactly.
@@ -88,12 +88,19 @@ class evaluate(ScopeDecorator):
 
 
 def _check(reduce: Any) -> None:
+    for way in _ways(reduce):
+        if not (callable(way) or (isinstance(way, str) and way in REDUCTIONS)):
+            meanings = "; ".join(f"{value!r}: {meaning}" for value, meaning in REDUCTIONS.items())
+            raise UsageError(f"reduce={way!r} is not one of the ways to put results together. {meanings}; or a function of their list.")
+
+
+def _ways(reduce: Any) -> Iterator[Any]:
+    """Each way to put results together that is in ``reduce``."""
     if isinstance(reduce, (Mapping, tuple, list)):
         for each in reduce.values() if isinstance(reduce, Mapping) else reduce:
-            _check(each)
-    elif not (callable(reduce) or (isinstance(reduce, str) and reduce in REDUCTIONS)):
-        meanings = "; ".join(f"{value!r}: {meaning}" for value, meaning in REDUCTIONS.items())
-        raise UsageError(f"reduce={reduce!r} is not one of the ways to put results together. {meanings}; or a function of their list.")
+            yield from _ways(each)
+    else:
+        yield reduce
 
 
 _running: list[Evaluation] = []
@@ -127,7 +134,9 @@ def _evaluated(group: Group, reduce: Any, function: Callable, args: tuple, kwarg
     kind = f"parwrap.evaluate of {getattr(function, '__qualname__', function)}"
     group.meet(kind)  # one that has left an epoch sooner must not evaluate other weights
     known = distributed.parts()
-    lengths = Lengths(function, _arguments(function, args, kwargs)) if reduce in ("mean", "gather") else None
+    ways = list(_ways(reduce))
+    told_parts = all(way in ("mean", "gather") for way in ways)
+    lengths = Lengths(function, _arguments(function, args, kwargs), told_parts) if told_parts or "mean" in ways else None
     shared = known.loaders.streams.shared if known else nullcontext
     evaluation = Evaluation(group, shared, known.loaders.agree if known else lambda loader: None, lengths)
     with _innermost(evaluation, known), lengths or nullcontext(), acting([evaluation], module_of(function)):
@@ -150,7 +159,7 @@ def _evaluated(group: Group, reduce: Any, function: Callable, args: tuple, kwarg
         Part(mapped(each.result, lambda leaf: _arrived(leaf, group)), [Passed(of.sizes, of.in_turn, of.rows) for of in passes])
         for each, passes in zip(gathered[: evaluation.readers], readings, strict=False)
     ]
-    if lengths is not None and reduce == "mean" and len(parts) > 1:
+    if lengths is not None and "mean" in ways and len(parts) > 1:
         lengths.warn([[passed.sizes for passed in of_all] for of_all in zip(*(part.passes for part in parts), strict=True)])
     if result is None and not callable(reduce):
         _warn(

@@ -465,7 +465,7 @@ def test_what_is_filled_in_by_length_is_gathered_once():
         with pytest.raises(
             UsageError, match=r"\['outputs'\] has 9 rows on each rank, as many as there are samples on all, so it was made for"
         ):
-            parwrap.evaluate(reduce={"outputs": "gather"})(filled)(loader)
+            parwrap.evaluate(reduce=({"outputs": "gather"}, sum))(lambda loader: (filled(loader), 1))(loader)
 
 
 class Squares(Dataset):
@@ -503,6 +503,21 @@ def test_the_mean_of_batch_means_is_warned_of_where_batches_differ():
             loss(DataLoader(data, batch_size=3))
         with pytest.warns(UserWarning, match=r"the length of a dataset was asked for .*which is 8, and a pass reads 6 samples"):
             parwrap.evaluate(by_length)(DataLoader(data, batch_size=3, drop_last=True))
+
+
+@pytest.mark.ranks(2)
+def test_lengths_are_the_parts_for_each_entry_unless_one_is_a_sum():
+    def evaluate(loader):
+        seen = torch.cat(list(loader))
+        return {"mean": seen.sum().item() / len(loader.dataset), "seen": seen, "count": float(len(seen))}
+
+    loader = DataLoader(torch.arange(8), batch_size=2)
+    with parwrap.distributed():
+        exact = parwrap.evaluate(reduce={"mean": "mean", "seen": "gather", "count": "mean"})(evaluate)(loader)
+        with pytest.warns(UserWarning, match=r"a length was asked for \(.*\), which is that of the whole, since reduce has a 'sum' or a"):
+            parwrap.evaluate(reduce={"mean": "mean", "seen": "gather", "count": "sum"})(evaluate)(loader)
+
+    assert [3.5, list(range(8))] == [exact["mean"], exact["seen"].tolist()]
 
 
 def by_length(loader):
