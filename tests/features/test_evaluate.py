@@ -122,15 +122,13 @@ def close(expected, actual):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_usual_shapes_are_exact(size):
-    for count in (1, 2, 7, 12, 23):
-        for reduce, function in (("mean", by_own_counter), ("mean", by_length_of_dataset), ("gather", predictions)):
-            expected = function(model(), samples(count))
-            with parwrap.distributed():
-                close(expected, parwrap.evaluate(reduce=reduce)(function)(model(), samples(count)))
-        arguments = samples(count), model(), F.cross_entropy
-        expected = the_tutorials(*arguments)
+    for count in (1, 7, 12, 23):
+        of_two, of_three = (model(), samples(count)), (samples(count), model(), F.cross_entropy)
+        ways = [("mean", by_own_counter), ("mean", by_length_of_dataset), ("gather", predictions), ("sum", the_tutorials)]
+        cases = [(reduce, function, of_three if function is the_tutorials else of_two) for reduce, function in ways]
+        expected = [function(*arguments) for _, function, arguments in cases]
         with parwrap.distributed():
-            close(expected, parwrap.evaluate(reduce="sum")(the_tutorials)(*arguments))
+            close(expected, [parwrap.evaluate(reduce=reduce)(function)(*arguments) for reduce, function, arguments in cases])
 
 
 @pytest.mark.parametrize("size", SIZES)
