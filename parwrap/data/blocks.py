@@ -124,7 +124,9 @@ def regular_sizes(loader: DataLoader) -> list[int] | None:
     batches, sampler = loader.batch_sampler, loader.sampler
     if batches is None:
         return [1] * len(sampler) if hasattr(sampler, "__len__") else None  # type: ignore[arg-type]
-    if type(batches) is not BatchSampler or not hasattr(batches.sampler, "__len__"):
+    if not isinstance(batches, BatchSampler) or not hasattr(batches.sampler, "__len__"):
+        return None
+    if type(batches) is not BatchSampler and not type(batches).__module__.startswith("torchdata."):  # which may do anything
         return None
     whole, left = divmod(len(batches.sampler), batches.batch_size)  # type: ignore[arg-type]
     return [batches.batch_size] * whole + [left] * (left > 0 and not batches.drop_last)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,8 +121,9 @@ class Evaluation:
         within = loader.batch_sampler if batched else loader.sampler
         if is_endless(within):
             raise _endless()
-        batches = original(with_indices(loader, Blocks(within, self._shared, chosen)))  # type: ignore[arg-type]
-        return _Read(batches, reading, None if batched else rows_of)
+        with self._whole():  # workers are sent indices at once
+            batches = original(with_indices(loader, Blocks(within, self._shared, chosen)))  # type: ignore[arg-type]
+        return _Read(batches, reading, None if batched else rows_of, self._whole)
 
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         """``len(loader)``: of this rank's part where lengths of parts are told; a bar that shows progress is always told that."""
@@ -149,6 +150,9 @@ class Evaluation:
 
     def _sleeps(self) -> bool:
         return self.asleep or get_worker_info() is not None or is_alone()
+
+    def _whole(self) -> AbstractContextManager:
+        return nullcontext() if self.lengths is None else self.lengths.whole()
 
     def _refuse(self, loader: DataLoader) -> None:
         if self.within:
@@ -189,8 +193,9 @@ class Evaluation:
             if self._rank < self.readers:
                 reading.planned = len(range(self._rank, batches, self.readers))
 
-        turns = Turns(original(counted), self._size, begin, ended)
-        return _ReadInTurn(turns, reading, batched)
+        with self._whole():
+            turns = Turns(original(counted), self._size, begin, ended)
+        return _ReadInTurn(turns, reading, batched, self._whole)
 
     def _share(self, loader: DataLoader) -> Share:
         """What is known of this rank's part of ``loader``: of its last pass, or of the next."""
@@ -207,14 +212,17 @@ class Evaluation:
 
 
 class _Read(Pass):
-    """A pass whose batches are counted in ``reading``, and their ``rows`` if need be."""
+    """A pass whose batches are counted in ``reading``, and their ``rows`` if need be; each is read ``within`` a context."""
 
-    def __init__(self, batches: Iterator, reading: Reading, rows: Callable[[Any], int] | None) -> None:
+    def __init__(
+        self, batches: Iterator, reading: Reading, rows: Callable[[Any], int] | None, within: Callable[[], AbstractContextManager]
+    ) -> None:
         super().__init__(batches, lambda exhausted: None)
-        self._reading, self._rows = reading, rows
+        self._reading, self._rows, self._within = reading, rows, within
 
     def __next__(self) -> Any:
-        batch = super().__next__()
+        with self._within():
+            batch = super().__next__()
         self._reading.read += 1
         if self._rows is not None:
             self._reading.rows += self._rows(batch)
@@ -224,8 +232,8 @@ class _Read(Pass):
 class _ReadInTurn(_Read):
     """The same of a stream, whose batches come with the number of their samples if the loader has made them."""
 
-    def __init__(self, batches: Iterator, reading: Reading, batched: bool) -> None:
-        super().__init__(batches, reading, None if batched else rows_of)
+    def __init__(self, batches: Iterator, reading: Reading, batched: bool, within: Callable[[], AbstractContextManager]) -> None:
+        super().__init__(batches, reading, None if batched else rows_of, within)
         self._batched = batched
 
     def __next__(self) -> Any:

@@ -10,8 +10,8 @@ import dis
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from types import FrameType
 from typing import Any, NamedTuple
@@ -60,20 +60,21 @@ class Lengths:
     Args:
         function: the function that reads loaders.
         arguments: what it was called with, by name.
+        parts: whether lengths are those of parts; else they are whole, and it is only noted that they were asked for.
 
     Attributes:
         share: gives what is known of the part of a loader.
     """
 
-    def __init__(self, function: Callable, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, function: Callable, arguments: Mapping[str, Any], parts: bool = True) -> None:
         self.share: Callable[[DataLoader], Share] = lambda loader: Share(None, None)
-        self._function, self._bound = function, _bound(function, arguments)
+        self._function, self._bound, self._parts = function, _bound(function, arguments), parts
         self._known: dict[int, tuple[Any, DataLoader, str]] = {}
         self._told: dict[int, int | None] = {}
         self._asked: dict[tuple[int, str], tuple[DataLoader, str, int, str]] = {}
         self._patched: set[type] = set()
         self._patches = ExitStack()
-        self._inside = False
+        self._whole = False
 
     def __enter__(self) -> Lengths:
         for value in list(self._bound.values()):
@@ -95,29 +96,33 @@ class Lengths:
             thing = vars(loader).get(name)
             if thing is None:
                 continue
+            if name == "dataset" and self._parts and id(thing) not in self._known:
+                self._refuse_length_of(thing)
             self._known[id(thing)] = thing, loader, name
             kind = type(thing)
-            if _can_patch(kind):
-                if kind not in self._patched and hasattr(kind, "__len__"):
-                    self._patched.add(kind)
-                    self._patches.enter_context(installed([Patch(kind, "__len__", self._length)]))
-            elif name == "dataset" and _asks_for_length(self._function, self._bound, thing):
-                raise UsageError(
-                    f"a function decorated with @parwrap.evaluate asks for the length of a dataset that is a {kind.__name__}, which "
-                    "is that of all samples, while each rank reads a part: write len(loader.dataset), divide by what was counted, or use "
-                    "reduce='sum'."
-                )
+            if _can_patch(kind) and kind not in self._patched and hasattr(kind, "__len__"):
+                self._patched.add(kind)
+                self._patches.enter_context(installed([Patch(kind, "__len__", self._length)]))
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Tell the lengths of the whole: what samplers and datasets of the user's ask for while they are read."""
+        before, self._whole = self._whole, True
+        try:
+            yield
+        finally:
+            self._whole = before
 
     def of_part(self, loader: DataLoader, name: str, source: Any) -> Any:
         """``source``, of which the user's code may ask the length, which is to be that of this rank's part of ``loader``."""
         self.note(loader)
-        if _can_patch(type(source)) or not hasattr(source, "__len__"):
+        if self._whole or _can_patch(type(source)) or not hasattr(source, "__len__"):
             return source
         return Measured(source, lambda: self._of(loader, name, len(source)) if asked_inside() else len(source))
 
     def of_loader(self, loader: DataLoader, whole: int) -> int:
         """The number of batches of this rank's part of ``loader``, which has ``whole``."""
-        return self._of(loader, "batches", whole)
+        return whole if self._whole else self._of(loader, "batches", whole)
 
     def check(self, loader: DataLoader, readers: int) -> None:
         """A pass over ``loader`` begins, which ``readers`` ranks share: what was told must be right."""
@@ -132,7 +137,12 @@ class Lengths:
         samples = [sum(map(sum, sizes)) for sizes in passes]
         equal = all(sum(each) * len(sizes[0]) == len(each) * sum(sizes[0]) for sizes in passes for each in sizes)
         for _, name, whole, place in self._asked.values():
-            if name == "batches" and not equal:
+            if not self._parts:
+                _warn(
+                    f"a length was asked for ({place}), which is that of the whole, since reduce has a 'sum' or a function for an entry: "
+                    "what is divided by it must be a 'sum' too. With a 'mean', divide by what was counted."
+                )
+            elif name == "batches" and not equal:
                 _warn(
                     f"the number of batches was asked for ({place}), and those of one rank are smaller: what is divided by it is weighted "
                     "by samples, and so is not the mean over batches of a single process. Use reduce='sum' for it, as in "
@@ -145,21 +155,29 @@ class Lengths:
                 )
 
     def _length(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> int:
-        if self._inside:  # a dataset asks another for its own length
+        if self._whole:
             return wrapped(*args, **kwargs)
-        self._inside = True
-        try:
+        with self.whole():  # a dataset asks another for its own length
             whole = wrapped(*args, **kwargs)
-        finally:
-            self._inside = False
         known = self._known.get(id(instance))
         if known is None or known[0] is not instance or is_alone() or not asked_inside():
             return whole
         return self._of(known[1], known[2], whole)
 
+    def _refuse_length_of(self, dataset: Any) -> None:
+        """Fail if the function asks by name for the length of ``dataset``, or of the data in it, where that cannot be the part's."""
+        bound = self._bound | _locals(self._function)
+        for thing in (dataset, *_data_in(dataset)):
+            if (thing is not dataset or not _can_patch(type(thing))) and _asks_for_length(self._function, bound, thing):
+                raise UsageError(
+                    f"a function decorated with @parwrap.evaluate asks for the length of a dataset that is a {type(thing).__name__}, which "
+                    "is that of all samples, while each rank reads a part: write len(loader.dataset), divide by what was counted, or use "
+                    "reduce='sum'."
+                )
+
     def _of(self, loader: DataLoader, name: str, whole: int) -> int:
         """The length ``name`` of this rank's part of ``loader``, where ``whole`` is that of all."""
-        batches, samples, readers = self.share(loader)
+        batches, samples, readers = self.share(loader) if self._parts else Share(whole, whole)
         told = batches if name in ("batches", "batch_sampler") else samples
         if told is None:
             raise UsageError(
@@ -217,6 +235,27 @@ def _inner(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return list(value) if len(value) < 100 else []
     return list(getattr(value, "__dict__", {}).values())
+
+
+def _locals(function: Callable) -> dict[str, Any]:
+    """The variables of the running call of ``function``."""
+    code, frame = getattr(inspect.unwrap(function), "__code__", None), sys._getframe(1)
+    while frame.f_back is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return dict(frame.f_locals) if frame.f_code is code else {}
+
+
+def _data_in(dataset: Any) -> list[Any]:
+    """What ``dataset`` gives samples of, as the tensors of a ``TensorDataset``."""
+    held = [each for value in getattr(dataset, "__dict__", {}).values() for each in (value if isinstance(value, tuple) else (value,))]
+    return [each for each in held if _has_length(each, len(dataset))] if hasattr(dataset, "__len__") else []
+
+
+def _has_length(value: Any, length: int) -> bool:
+    try:
+        return len(value) == length
+    except TypeError:
+        return False
 
 
 def _asks_for_length(function: Callable, bound: Mapping[str, Any], thing: Any) -> bool:

@@ -220,6 +220,13 @@ class _Merge:
                     return None
                 return _in_turn([each.sizes if by_sample else [1] * len(each.sizes) for each in passed])
         if len(self._passes) == 1 and not self._passes[0][0].in_turn:
+            counts = [sum(each.sizes) for each in self._passes[0]]
+            if not _proportional(rows, counts) and set(rows) == {sum(counts)}:
+                raise UsageError(
+                    f"evaluate(reduce='gather'): {name} has {rows[0]} rows on each rank, as many as there are samples on all, so it was "
+                    "made for the whole and each rank has filled a part: append to a list, or use reduce='gather' for all of the result, "
+                    "where len(loader.dataset) is the part's."
+                )
             return None
         what = "a stream" if len(self._passes) == 1 else "several loaders"
         raise UsageError(

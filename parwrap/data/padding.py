@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,8 @@ class pad_collate:
         fields: names or places of those that are sequences; by default it is looked for.
 
     Raises:
-        UsageError: an option that cannot mean anything; in a batch: other dimensions than the first differ.
+        UsageError: an option that cannot mean anything; in a batch: other dimensions than the first differ, or a value to pad with that
+            the sequences' dtype has not.
 
     >>> pad_collate()([(torch.tensor([1, 2, 3]), 0), (torch.tensor([4]), 1)])
     [tensor([[1, 2, 3],
@@ -109,7 +111,10 @@ class pad_collate:
             longest = -(-longest // self.multiple_of) * self.multiple_of
         if all(len(tensor) == longest for tensor in tensors):
             return default_collate(tensors)
-        batch = tensors[0].new_full((len(tensors), longest, *shapes.pop()), self._value(name))
+        value = self._value(name)
+        batch = tensors[0].new_full((len(tensors), longest, *shapes.pop()), value)
+        if not batch.is_floating_point() and batch.new_full((), value).item() != value:
+            raise UsageError(f"sequences of {batch.dtype} cannot be padded with {value!r}: give another pad_value, or convert them.")
         for row, tensor in zip(batch, tensors, strict=True):
             row[: len(tensor)] = tensor
         return batch
@@ -131,11 +136,11 @@ def _lengths(column: Sequence[Any]) -> list[int]:
 
 
 def _tensors(column: Sequence[Any]) -> list[torch.Tensor]:
-    """``column`` as tensors; an empty list has no dtype of its own."""
-    if not isinstance(column[0], list):
-        return [torch.as_tensor(each) for each in column]
-    dtype = next((torch.as_tensor(each).dtype for each in column if len(each)), None)
-    return [torch.as_tensor(each, dtype=dtype) for each in column]
+    """``column`` as tensors of one dtype that holds all of them; an empty list has none of its own."""
+    tensors = [torch.as_tensor(each) for each in column]
+    dtypes = {tensor.dtype for tensor, each in zip(tensors, column, strict=True) if not isinstance(each, list) or each}
+    dtype = reduce(torch.promote_types, dtypes) if dtypes else tensors[0].dtype
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 def _mask(column: Sequence[Any], length: int) -> torch.Tensor:

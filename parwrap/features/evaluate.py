@@ -42,14 +42,15 @@ class evaluate(ScopeDecorator):
         reduce: how the ranks' results become one. Dicts, tuples and dataclasses are entered; what is no number, tensor or array must be
             the same on all ranks.
 
-            - ``"mean"``: weighted by the samples that each rank has read. For a function that divides by what it has counted, or by
-              ``len(loader.dataset)``, which is told as that of the rank's part.
+            - ``"mean"``: weighted by the samples that each rank has read. For a function that divides by the samples it has counted, or
+              by ``len(loader.dataset)``, which is told as that of the rank's part. A mean of batch means, as ``np.mean(losses)``, is that
+              of one process only if all batches are of one size.
             - ``"sum"``: for counts, and for what is divided by a length of the whole, such as ``len(loader.dataset)`` and
               ``len(loader)``, which are whole here.
             - ``"gather"``: tensors and arrays are concatenated along the first dimension and lists are joined, in the order of a single
-              process.
+              process. Lengths are told as for ``"mean"``.
             - a function of the list of the ranks' results, in their order; on one rank, a list of one.
-            - a dict or tuple of these, one for each entry of the result. Lengths are whole then.
+            - a dict or tuple of these, one for each entry of the result. With a ``"sum"`` or a function in it, lengths are whole.
 
     Raises:
         UsageError: ``reduce`` is none of these, the function trains, or its results cannot be put together exactly.
@@ -87,12 +88,19 @@ class evaluate(ScopeDecorator):
 
 
 def _check(reduce: Any) -> None:
+    for way in _ways(reduce):
+        if not (callable(way) or (isinstance(way, str) and way in REDUCTIONS)):
+            meanings = "; ".join(f"{value!r}: {meaning}" for value, meaning in REDUCTIONS.items())
+            raise UsageError(f"reduce={way!r} is not one of the ways to put results together. {meanings}; or a function of their list.")
+
+
+def _ways(reduce: Any) -> Iterator[Any]:
+    """Each way to put results together that is in ``reduce``."""
     if isinstance(reduce, (Mapping, tuple, list)):
         for each in reduce.values() if isinstance(reduce, Mapping) else reduce:
-            _check(each)
-    elif not (callable(reduce) or (isinstance(reduce, str) and reduce in REDUCTIONS)):
-        meanings = "; ".join(f"{value!r}: {meaning}" for value, meaning in REDUCTIONS.items())
-        raise UsageError(f"reduce={reduce!r} is not one of the ways to put results together. {meanings}; or a function of their list.")
+            yield from _ways(each)
+    else:
+        yield reduce
 
 
 _running: list[Evaluation] = []
@@ -126,7 +134,9 @@ def _evaluated(group: Group, reduce: Any, function: Callable, args: tuple, kwarg
     kind = f"parwrap.evaluate of {getattr(function, '__qualname__', function)}"
     group.meet(kind)  # one that has left an epoch sooner must not evaluate other weights
     known = distributed.parts()
-    lengths = Lengths(function, _arguments(function, args, kwargs)) if reduce == "mean" else None
+    ways = list(_ways(reduce))
+    told_parts = all(way in ("mean", "gather") for way in ways)
+    lengths = Lengths(function, _arguments(function, args, kwargs), told_parts) if told_parts or "mean" in ways else None
     shared = known.loaders.streams.shared if known else nullcontext
     evaluation = Evaluation(group, shared, known.loaders.agree if known else lambda loader: None, lengths)
     with _innermost(evaluation, known), lengths or nullcontext(), acting([evaluation], module_of(function)):
@@ -149,7 +159,7 @@ def _evaluated(group: Group, reduce: Any, function: Callable, args: tuple, kwarg
         Part(mapped(each.result, lambda leaf: _arrived(leaf, group)), [Passed(of.sizes, of.in_turn, of.rows) for of in passes])
         for each, passes in zip(gathered[: evaluation.readers], readings, strict=False)
     ]
-    if lengths is not None and len(parts) > 1:
+    if lengths is not None and "mean" in ways and len(parts) > 1:
         lengths.warn([[passed.sizes for passed in of_all] for of_all in zip(*(part.passes for part in parts), strict=True)])
     if result is None and not callable(reduce):
         _warn(

@@ -197,3 +197,17 @@ def test_sequences_of_vectors_are_cut_where_they_are_named():
 
 def test_a_batch_of_nothing_but_padding_keeps_one_column():
     assert same(torch.zeros(2, 1, dtype=torch.long), trimmed(torch.zeros(2, 7, dtype=torch.long), pad_value=0))
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [[[1], [1, 2.5]], [torch.tensor([1]), torch.tensor([1, 2.5])], [np.array([1]), np.array([1, 2.5], dtype=np.float32)]],
+)
+def test_whole_numbers_among_others_are_made_what_the_others_are(samples):
+    assert [[1, 0], [1, 2.5]] == pad_collate()(samples).tolist()
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(0.5, torch.int64), (-1, torch.uint8)])
+def test_a_value_that_the_dtype_has_not_is_refused(value, dtype):
+    with pytest.raises(UsageError, match=rf"sequences of {dtype} cannot be padded with {value}: give another pad_value, or convert them"):
+        pad_collate(pad_value=value)([torch.ones(1, dtype=dtype), torch.ones(2, dtype=dtype)])

@@ -1,15 +1,11 @@
 """Evaluations that are shared out return what one process would, on real ranks."""
 
 import io
-import os
 import re
 import runpy
-import subprocess
-import sys
 import types
 import warnings
-from contextlib import redirect_stdout
-from pathlib import Path
+from contextlib import nullcontext, redirect_stdout
 
 import numpy as np
 import pytest
@@ -22,12 +18,14 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
 )
 from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
 
 import parwrap
@@ -37,7 +35,6 @@ from parwrap.errors import RankMismatchError, UsageError
 from parwrap.features.evaluate import _arrived, _Away, _sent
 from parwrap.group import alone
 
-ROOT = Path(__file__).parents[2]
 SIZES = [pytest.param(size, marks=pytest.mark.ranks(size), id=f"{size} ranks") for size in (2, 3)]
 
 
@@ -45,6 +42,7 @@ SIZES = [pytest.param(size, marks=pytest.mark.ranks(size), id=f"{size} ranks") f
 def _nothing_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # which torchdata calls
         yield
 
 
@@ -124,15 +122,13 @@ def close(expected, actual):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_usual_shapes_are_exact(size):
-    for count in (1, 2, 7, 12, 23):
-        for reduce, function in (("mean", by_own_counter), ("mean", by_length_of_dataset), ("gather", predictions)):
-            expected = function(model(), samples(count))
-            with parwrap.distributed():
-                close(expected, parwrap.evaluate(reduce=reduce)(function)(model(), samples(count)))
-        arguments = samples(count), model(), F.cross_entropy
-        expected = the_tutorials(*arguments)
+    for count in (1, 7, 12, 23):
+        of_two, of_three = (model(), samples(count)), (samples(count), model(), F.cross_entropy)
+        ways = [("mean", by_own_counter), ("mean", by_length_of_dataset), ("gather", predictions), ("sum", the_tutorials)]
+        cases = [(reduce, function, of_three if function is the_tutorials else of_two) for reduce, function in ways]
+        expected = [function(*arguments) for _, function, arguments in cases]
         with parwrap.distributed():
-            close(expected, parwrap.evaluate(reduce="sum")(the_tutorials)(*arguments))
+            close(expected, [parwrap.evaluate(reduce=reduce)(function)(*arguments) for reduce, function, arguments in cases])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -190,30 +186,27 @@ KINDS = {
     "shuffled": {"shuffle": True},
     "user's generator": {"shuffle": True, "generator": torch.Generator()},
     "lists of indices": {"batch_size": None, "sampler": BatchSampler(SequentialSampler(range(9)), 2, False)},
+    "torchdata's": {"shuffle": True},
 }
+OF_ANOTHER_CLASS = {"dropping": Doubling, "torchdata's": StatefulDataLoader}
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_drawn_and_in_which_order_is_that_of_one_process(kind):
-    options = {**KINDS[kind]}
+def test_what_is_drawn_and_in_which_order_is_that_of_one_process():
+    def drawn(gather, mean):
+        results = {}
+        for kind, options in KINDS.items():
+            if "generator" in options:
+                options["generator"].manual_seed(5)
+            loader = OF_ANOTHER_CLASS.get(kind, DataLoader)(samples(9).dataset, **{"batch_size": 2, **options})
+            torch.manual_seed(1)
+            results[kind] = gather(net, loader), mean(net, loader)
+        return results
 
-    def drawn():
-        if "generator" in options:
-            options["generator"].manual_seed(5)
-        loader = (Doubling if kind == "dropping" else DataLoader)(samples(9).dataset, **{"batch_size": 2, **options})
-        torch.manual_seed(1)
-        return gather(model, loader), mean(model, loader)
-
-    gather, mean = predictions, by_own_counter
-    model = nn.Linear(4, 3, dtype=torch.float64)
-    expected = drawn()
-    gather, mean = parwrap.evaluate(reduce="gather")(predictions), parwrap.evaluate(by_own_counter)
+    net = model()
+    expected = drawn(predictions, by_own_counter)
     with parwrap.distributed():
-        model.load_state_dict(parwrap.broadcast(model.state_dict()))
-        actual = drawn()
-    if parwrap.is_rank_zero():  # whose model it is
-        close(expected, actual)
+        close(expected, drawn(parwrap.evaluate(reduce="gather")(predictions), parwrap.evaluate(by_own_counter)))
 
 
 class Stream(IterableDataset):
@@ -226,9 +219,7 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("count", [0, 1, 9])
-@pytest.mark.parametrize("shuffles", [False, True])
-def test_streams_are_exact_in_the_order_of_one_process(size, count, shuffles):
+def test_streams_are_exact_in_the_order_of_one_process(size):
     def evaluate(loader, noise=0):
         seen = []
         for x in loader:
@@ -236,15 +227,13 @@ def test_streams_are_exact_in_the_order_of_one_process(size, count, shuffles):
             seen += x.tolist()
         return {"seen": seen, "mean": sum(seen) / max(1, len(seen)), "count": len(seen)}
 
-    def loader():
-        return DataLoader(Stream(count, shuffles), batch_size=2)
-
-    torch.manual_seed(2)
-    expected = evaluate(loader())
-    with parwrap.distributed(seed=2):
-        shared = parwrap.evaluate(reduce={"seen": "gather", "mean": "mean", "count": "sum"})(evaluate)
-
-        close(expected, shared(loader(), 1))
+    shared = parwrap.evaluate(reduce={"seen": "gather", "mean": "mean", "count": "sum"})(evaluate)
+    for count, shuffles in [(0, False), (1, True), (9, False), (9, True)]:
+        loader = DataLoader(Stream(count, shuffles), batch_size=2)
+        torch.manual_seed(2)
+        expected = evaluate(loader)
+        with parwrap.distributed(seed=2):
+            close(expected, shared(loader, 1))
 
 
 @pytest.mark.ranks(2)
@@ -390,15 +379,91 @@ def test_the_length_of_a_list_is_that_of_the_part_too():
         return sum(x.sum().item() for x in DataLoader(data, batch_size=2)) / len(data)
 
     @parwrap.evaluate
+    def of_a_variable():
+        numbers = list(range(9))
+        return sum(x.sum().item() for x in DataLoader(numbers, batch_size=2)) / len(numbers)
+
+    @parwrap.evaluate
+    def of_the_tensors():
+        return sum(x.sum().item() for (x,) in DataLoader(TensorDataset(tensor), batch_size=2)) / len(tensor)
+
+    @parwrap.evaluate
     def by_sampler(loader):
         return sum(x.sum().item() for x in loader) / len(loader.sampler)
 
-    data = list(range(9))
+    data, tensor = list(range(9)), torch.arange(9)
     with parwrap.distributed():
         assert 3.0 == by_sampler(DataLoader(data, batch_size=2, sampler=[1, 3, 5]))
         assert [4.0] * 3 == [mean(DataLoader(each, batch_size=2)) for each in (data, range(9), torch.arange(9))]
-        with pytest.raises(UsageError, match=r"asks for the length of a dataset that is a list, which is that of all samples, while"):
-            by_name()
+        for asks, kind in [(by_name, "list"), (of_a_variable, "list"), (of_the_tensors, "Tensor")]:
+            with pytest.raises(UsageError, match=rf"the length of a dataset that is a {kind}, which is that of all samples, while"):
+                asks()
+
+
+class WithTheNext(Dataset):
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        return float(index), float((index + 1) % len(self))
+
+
+class InOrder(Sampler):
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __iter__(self):
+        return iter(range(len(self.dataset)))
+
+
+class OfKnownLength(Stream):
+    def __len__(self):
+        return 9
+
+    def __iter__(self):
+        return map(float, range(len(self)))
+
+
+@pytest.mark.ranks(2)
+def test_datasets_and_samplers_that_ask_for_a_length_while_they_are_read_see_the_whole():
+    def by_length(loader):
+        return sum(following.sum().item() for _, following in loader) / len(loader.dataset)
+
+    def by_count(loader):
+        seen = [x for batch in loader for x in batch.tolist()]
+        return sum(seen) / len(seen)
+
+    data = WithTheNext()
+    with parwrap.distributed():
+        for options in (
+            {},
+            {"shuffle": True},
+            {"num_workers": 1},
+            {"sampler": InOrder(data)},
+            {"sampler": InOrder(data), "num_workers": 1},
+        ):
+            assert 4.0 == parwrap.evaluate(by_length)(DataLoader(data, batch_size=2, **options))
+        assert 4.0 == parwrap.evaluate(by_count)(DataLoader(OfKnownLength(9), batch_size=2))
+
+
+@pytest.mark.ranks(2)
+def test_what_is_filled_in_by_length_is_gathered_once():
+    def filled(loader):
+        outputs, at = np.zeros(len(loader.dataset)), 0
+        for x in loader:
+            outputs[at : at + len(x)], at = x, at + len(x)
+        return {"outputs": outputs}
+
+    loader = DataLoader(range(9), batch_size=2)
+    with parwrap.distributed():
+        assert list(range(9)) == parwrap.evaluate(reduce="gather")(filled)(loader)["outputs"].tolist()
+        with pytest.raises(
+            UsageError, match=r"\['outputs'\] has 9 rows on each rank, as many as there are samples on all, so it was made for"
+        ):
+            parwrap.evaluate(reduce=({"outputs": "gather"}, sum))(lambda loader: (filled(loader), 1))(loader)
 
 
 class Squares(Dataset):
@@ -436,6 +501,21 @@ def test_the_mean_of_batch_means_is_warned_of_where_batches_differ():
             loss(DataLoader(data, batch_size=3))
         with pytest.warns(UserWarning, match=r"the length of a dataset was asked for .*which is 8, and a pass reads 6 samples"):
             parwrap.evaluate(by_length)(DataLoader(data, batch_size=3, drop_last=True))
+
+
+@pytest.mark.ranks(2)
+def test_lengths_are_the_parts_for_each_entry_unless_one_is_a_sum():
+    def evaluate(loader):
+        seen = torch.cat(list(loader))
+        return {"mean": seen.sum().item() / len(loader.dataset), "seen": seen, "count": float(len(seen))}
+
+    loader = DataLoader(torch.arange(8), batch_size=2)
+    with parwrap.distributed():
+        exact = parwrap.evaluate(reduce={"mean": "mean", "seen": "gather", "count": "mean"})(evaluate)(loader)
+        with pytest.warns(UserWarning, match=r"a length was asked for \(.*\), which is that of the whole, since reduce has a 'sum' or a"):
+            parwrap.evaluate(reduce={"mean": "mean", "seen": "gather", "count": "sum"})(evaluate)(loader)
+
+    assert [3.5, list(range(8))] == [exact["mean"], exact["seen"].tolist()]
 
 
 def by_length(loader):
@@ -594,27 +674,25 @@ def test_options_that_cannot_be(use, message):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("fails", [False, True])
-def test_everything_is_put_back(fails):
+def test_everything_is_put_back():
     kinds = DataLoader, TensorDataset, SequentialSampler, BatchSampler, torch.autograd
     before = [dict(vars(kind)) for kind in kinds]
 
     @parwrap.distributed
     @parwrap.evaluate
-    def evaluate(loader):
+    def evaluate(loader, fails):
         assert "dataset" in vars(DataLoader)
         assert len(loader.dataset) < 9
         if fails:
             raise KeyError("on purpose")
         return by_own_counter(model(), loader)
 
-    try:
-        evaluate(samples(9))
-    except KeyError:
-        assert fails
-    for kind, names in zip(kinds, before, strict=True):
-        assert [] == [name for name, value in vars(kind).items() if names.get(name) is not value]
-        assert names.keys() == vars(kind).keys()
+    for expected in (nullcontext(), pytest.raises(KeyError, match="on purpose")):
+        with expected:
+            evaluate(samples(9), fails=not isinstance(expected, nullcontext))
+        for kind, names in zip(kinds, before, strict=True):
+            assert [] == [name for name, value in vars(kind).items() if names.get(name) is not value]
+            assert names.keys() == vars(kind).keys()
 
 
 SCRIPT = """
@@ -649,13 +727,17 @@ for epoch in range(3):
 """
 
 
+@pytest.mark.ranks(2)
 def test_a_script_prints_on_two_ranks_what_it_does_alone(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    with redirect_stdout(io.StringIO()) as alone:
-        runpy.run_path(str(tmp_path / "train.py"))
-    command = [sys.executable, "-m", "parwrap.run", "--nproc-per-node", "2", "--batch", "global", "train.py"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    printed = subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=60, capture_output=True, text=True).stdout
 
-    assert alone.getvalue() == printed
-    assert 3 == len(printed.splitlines())
+    def printed(scope):
+        with redirect_stdout(io.StringIO()) as text, scope:
+            runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
+        return text.getvalue()
+
+    expected, actual = printed(alone()), printed(parwrap.distributed.script_scope(batch="global"))
+
+    if parwrap.is_rank_zero():
+        assert expected == actual
+    assert 3 == len(expected.splitlines())
