@@ -329,8 +329,8 @@ class Meetings:
             self._warned = True
             warnings.warn(
                 f"parwrap: {_told(behind)}, and other ranks have trained on in the meantime: it ran fewer batches (by a break, a return or "
-                "an exception of its own?). Their gradients were averaged without it, and it now has the weights, buffers, optimizers and "
-                f"schedulers of rank {source}. This is said once.",
+                "an exception of its own, or because its part of a stream is shorter). Their gradients were averaged without it, and it "
+                f"now has the weights, buffers, optimizers and schedulers of rank {source}. This is said once.",
                 stacklevel=2,
             )
         self.take_state(source)

@@ -67,7 +67,7 @@ def _several_ranks_likely(argv: Sequence[str], environ: Mapping[str, str]) -> bo
     if not {"--show", "--help", "-h"}.isdisjoint(argv):
         return False
     asked = environ.get("PET_NPROC_PER_NODE")
-    for option, following in zip(argv, [*argv[1:], ""], strict=True):
+    for option, following in zip(argv, [*argv[1:], ""], strict=False):
         if option.startswith(("--nproc-per-node", "--nproc_per_node")):
             asked = option.partition("=")[2] or following
             break

@@ -202,7 +202,7 @@ variables  as they are"""
         ),
         ([], "there is no script to run: name it after the options, then its own arguments."),
         (["--seed", "one", "train.py"], "argument --seed: 'one' is not a whole number."),
-        (["--seed", "-1", "train.py"], "seed=-1 is not a whole number from 0 to 2**63 - 1."),
+        (["--seed", "-1", "train.py"], "seed=-1 is not a whole number from 0 to 2**64 - 1."),
         (["--timeout", "soon", "train.py"], "argument --timeout: 'soon' is not a number."),
         (["--max-restarts", "x", "train.py"], "argument --max-restarts/--max_restarts: invalid int value: 'x'"),
         (

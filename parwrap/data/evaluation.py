@@ -20,7 +20,7 @@ from parwrap.data.blocks import MOST, Blocks, Counted, Turns, block, is_endless,
 from parwrap.data.lengths import Lengths, Share, asked_for_a_bar, asked_inside
 from parwrap.data.passes import Pass
 from parwrap.data.sharding import with_indices
-from parwrap.data.shares import replicated
+from parwrap.data.sharing import replicated
 from parwrap.data.summaries import Held, summary
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group import Group, is_alone

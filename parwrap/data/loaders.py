@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from parwrap.data.iterables import world_size_asked
 from parwrap.data.passes import Pass
 from parwrap.data.position import MARK, Position
-from parwrap.data.sharding import shuffles
+from parwrap.data.sharding import shuffles, users_own
 from parwrap.data.shares import Shares
 from parwrap.data.sharing import Sharing, TrainingData
 from parwrap.errors import UsageError
@@ -77,7 +77,7 @@ class Loaders:
 
     def agree(self, loader: DataLoader) -> None:
         """Have all ranks hold the same samples behind ``loader``, of which each is about to look at a part."""
-        self._check_told(self._history(loader), trains=False)
+        self._check_told(loader, self._history(loader), trains=False)
         self._shares.agree(loader)
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
@@ -88,11 +88,11 @@ class Loaders:
             return self._evaluation(loader, original, lambda: None)
         history = self._history(loader)
         if not torch.is_grad_enabled():
-            self._check_told(history, trains=False)
+            self._check_told(loader, history, trains=False)
             return self._evaluation(loader, original, lambda: None)
         if not history.corrected:
             history.trains = not (self._loop.in_eval_mode() if self._shares.keeps() else self._loop.evaluating())
-        self._check_told(history, bool(history.trains))
+        self._check_told(loader, history, bool(history.trains))
         if not history.trains:
             return self._evaluation(loader, original, self._watch_evaluation(history))
         position = self._begin(loader)
@@ -111,6 +111,7 @@ class Loaders:
 
     def position(self, loader: DataLoader) -> Position:
         """Where training passes over ``loader`` are, also before the first."""
+        loader = users_own(loader)
         if loader not in self._positions:
             self._positions[loader] = Position(loader, self.streams, self._shares.plan)
         return self._positions[loader]
@@ -190,9 +191,9 @@ class Loaders:
             return False
         return not self._shuffled_seen or shuffles(loader)
 
-    def _check_told(self, history: _History, trains: bool) -> None:
+    def _check_told(self, loader: DataLoader, history: _History, trains: bool) -> None:
         """Say so if the length that was given before the first pass has turned out wrong; one that trains may be looked at before."""
-        if history.told is None or not (trains or self._loop.backwards):
+        if history.told is None or not (trains or self._loop.backwards or not shuffles(loader)):
             return
         (told, other), history.told = history.told, None
         if trains == (told > other):

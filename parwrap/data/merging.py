@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from itertools import accumulate
@@ -107,7 +108,9 @@ class _Merge:
             return self._gathered(results, name)
         if isinstance(first, (tuple, list)):
             if len({len(each) for each in results}) > 1:
-                raise _differ(kind, name, "has another length", map(len, results))
+                raise _differ(kind, name, "has another length", map(len, results), " For predictions, use reduce='gather'.")
+            if kind == "mean" and isinstance(first, list):
+                self._warn_of_rows(len(first), name)
             return _made_like(first, (self._of_each(kind, list(of), f"{name}[{at}]") for at, of in enumerate(zip(*results, strict=True))))
         if isinstance(first, (torch.Tensor, np.ndarray)):
             return self._array(kind, results, name)
@@ -166,10 +169,20 @@ class _Merge:
         if kind == "mean":
             if all(torch.equal(each, wide[0]) for each in wide):
                 return first
+            self._warn_of_rows(len(first) if first.dim() else 1, name)
             weights = self._weights()
             weighted = torch.stack([each * weight for each, weight in zip(wide, weights, strict=True)])
             return (weighted.sum(0) / sum(weights)).to(first.dtype)
         return torch.stack(wide).sum(0).to(first.dtype)
+
+    def _warn_of_rows(self, rows: int, name: str) -> None:
+        """Predictions that are as many on all ranks would be averaged with each other."""
+        if rows > 1 and any(len(passed) > 1 and all(sum(each.sizes) == rows for each in passed) for passed in self._passes):
+            warnings.warn(
+                f"parwrap: evaluate(reduce='mean'): {name} has as many entries as each rank has read samples, {rows}, and they are "
+                "averaged over the ranks. If there is one for each sample, as of predictions, use reduce='gather'.",
+                stacklevel=2,
+            )
 
     def _mean(self, results: list[Any]) -> Any:
         weights = self._weights()

@@ -56,6 +56,11 @@ class pad_collate:
         attention_mask: bool | None = None,
         fields: Sequence[Any] | None = None,
     ) -> None:
+        values = pad_value.values() if isinstance(pad_value, Mapping) else [pad_value]
+        if not all(isinstance(value, (int, float)) for value in values):
+            raise UsageError(
+                f"pad_value={pad_value!r} is not a number, or a dict of numbers by field. In a DataLoader, write collate_fn=pad_collate()."
+            )
         if not (isinstance(multiple_of, int) and multiple_of > 0):
             raise UsageError(f"multiple_of={multiple_of!r} is not a whole number above 0.")
         if isinstance(fields, str):

@@ -7,6 +7,7 @@ out to the ranks in turn, or each is split among them. Loaders without end are c
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
@@ -24,13 +25,17 @@ __all__ = [
     "distributed_sampler",
     "is_plain",
     "last_part",
+    "read_for",
     "refuse_nothing",
     "samples_in",
     "share_length",
     "shuffles",
+    "users_own",
     "with_indices",
     "with_others",
 ]
+
+READ_FOR = "_parwrap_read_for"
 
 
 class DealtBatches:
@@ -196,6 +201,17 @@ def with_others(loader: DataLoader, **others: Any) -> DataLoader:
     copied = loader.__class__.__new__(loader.__class__)
     vars(copied).update({**vars(loader), "_iterator": None, **others})
     return copied
+
+
+def read_for(copied: DataLoader, loader: DataLoader) -> None:
+    """Note that ``copied`` is what is read where the user reads ``loader``."""
+    vars(copied)[READ_FOR] = weakref.ref(loader)
+
+
+def users_own(loader: DataLoader) -> DataLoader:
+    """The user's loader for which ``loader`` is read, or else that itself."""
+    known = vars(loader).get(READ_FOR)
+    return (known() if known else None) or loader
 
 
 def samples_in(batch: Any) -> int:

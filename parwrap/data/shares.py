@@ -41,17 +41,14 @@ from parwrap.data.sharding import (
     with_indices,
     with_others,
 )
-from parwrap.data.sharing import Sharing, TrainingData
+from parwrap.data.sharing import OwnPart, Sharing, TrainingData, replicated
 from parwrap.data.summaries import length_of
 from parwrap.group import Group
 from parwrap.streams import Streams
 
-__all__ = ["Shares", "replicated"]
+__all__ = ["Shares"]
 
 END_OF_STREAM = "the end of a pass over an IterableDataset"
-
-replicated: weakref.WeakSet[DataLoader] = weakref.WeakSet()
-"""Loaders of which every rank is to see all; what users say holds in every scope."""
 
 ANOTHER_LOADER = 1_000_003
 """Apart by this, the seeds of two loaders never meet in a later epoch; zipped loaders must not pair a sample with itself."""
@@ -180,6 +177,8 @@ class Shares:
         if isinstance(loader.dataset, IterableDataset):
             return Plan("stream", 1, ("stream",), {RANKS: self._size, "number of workers": loader.num_workers, **of})
         facts = {LENGTH: length_of(loader.dataset), "order": "shuffled" if shuffles(loader) else "as it is"}
+        if hasattr(loader.batch_sampler, "for_ranks"):
+            facts[RANKS] = self._size  # it draws in another order for others
         if self.shares_out_itself(loader) and loader not in replicated:
             sampler: Any = loader.sampler
             return Plan("own", 1, ("own",), facts | of | {RANKS: self._size, "sampler's seed": sampler.seed, EPOCH: sampler.epoch})
@@ -249,7 +248,7 @@ class Shares:
 
     def _whole(self, loader: DataLoader) -> bool:
         """Whether every rank has all batches."""
-        return self.keeps() or loader in replicated
+        return self.keeps() or loader in replicated or isinstance(loader.dataset, OwnPart)
 
     def _shard(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None) -> DataLoader:
         """A copy for one pass: another pass over the same loader may be open, and options and dataset may have changed since."""

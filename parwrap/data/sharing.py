@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
-__all__ = ["Sharing", "TrainingData"]
+from torch.utils.data import DataLoader, Subset
+
+__all__ = ["OwnPart", "Sharing", "TrainingData", "replicated"]
+
+replicated: weakref.WeakSet[DataLoader] = weakref.WeakSet()
+"""Loaders of which every rank is to see all; what users say holds in every scope."""
+
+
+class OwnPart(Subset):
+    """A part of a dataset that is this rank's own already, so that its loaders are not shared out."""
 
 
 @dataclass(frozen=True)

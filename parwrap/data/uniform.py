@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_
 from parwrap.data.bucketing import UniformLengthBatchSampler
 from parwrap.data.padding import pad_collate
 from parwrap.data.sample_lengths import Lengths
-from parwrap.data.sharding import is_plain, shuffles, with_indices
+from parwrap.data.sharding import is_plain, read_for, shuffles, with_indices
 from parwrap.data.trimming import Trimmed
 
 __all__ = ["UniformLength"]
@@ -53,6 +53,7 @@ class UniformLength:
         copy = self._copies.get(loader)
         if copy is None:
             copy = self._copies[loader] = with_indices(loader, loader.batch_sampler)
+            read_for(copy, loader)
         only_shuffled = _is_only_shuffled(loader)
         lengths = self._lengths.of(loader) if only_shuffled else None
         others: dict[str, Any] = {"_iterator": copy._iterator}

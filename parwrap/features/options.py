@@ -48,7 +48,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
+            if (value := getattr(self, name)) not in tuple(choices):
                 meanings = "; ".join(f"{choice!r}: {meaning}" for choice, meaning in choices.items())
                 raise UsageError(f"{name}={value!r} is not one of its values. {meanings}.")
         if self.lr != "keep" and self.batch == "global":
@@ -61,8 +61,8 @@ class Options:
             raise UsageError(
                 f"backend={self.backend!r} is not a backend of this build of torch, which has {there}. Leave it out to choose by device."
             )
-        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
-            raise UsageError(f"seed={self.seed!r} is not a whole number from 0 to 2**63 - 1.")
+        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
+            raise UsageError(f"seed={self.seed!r} is not a whole number from 0 to 2**64 - 1.")
         if not self.bucket_cap_mb > 0:
             raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of megabytes above 0.")
         if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from parwrap.data.iterables import Pick
-from parwrap.data.shares import replicated
+from parwrap.data.sharing import OwnPart, replicated
 from parwrap.errors import UsageError
 from parwrap.features.distributed import shared_out
 from parwrap.features.options import CHOICES
@@ -40,7 +40,7 @@ def shard(x: Any, uneven: str = "pad") -> Any:
     >>> shard([1, 2, 3])
     [1, 2, 3]
     """
-    if uneven not in CHOICES["uneven"]:
+    if uneven not in tuple(CHOICES["uneven"]):
         raise UsageError(f"uneven={uneven!r} is not one of {', '.join(map(repr, CHOICES['uneven']))}.")
     if isinstance(x, DataLoader):
         raise UsageError("parwrap.shard is for data that is in no DataLoader: a loader that is trained on is shared out by itself.")
@@ -64,7 +64,7 @@ def shard(x: Any, uneven: str = "pad") -> Any:
     if hasattr(x, "iloc"):  # a table's own items are columns, or go by labels
         return x.iloc[indices]
     if isinstance(x, Dataset):
-        return Subset(x, indices)
+        return OwnPart(x, indices)
     return tuple(x[index] for index in indices) if isinstance(x, tuple) else [x[index] for index in indices]
 
 

@@ -252,6 +252,16 @@ def test_a_length_that_was_given_for_a_share_and_turns_out_whole_is_said():
 
 
 @pytest.mark.ranks(2)
+def test_a_length_that_is_asked_for_in_an_evaluation_before_any_training_is_said_to_be_wrong():
+    with parwrap.distributed():
+        Setup()
+        test = DataLoader(range(8))
+        assert 4 == len(test)  # as of a loader that will be trained on
+        with torch.no_grad(), pytest.warns(UserWarning, match=r"was 4 when.*and now it is 8: the loader is only looked at"):
+            list(test)
+
+
+@pytest.mark.ranks(2)
 def test_a_length_that_was_given_for_the_whole_and_turns_out_a_share_is_said():
     with parwrap.distributed():
         setup, other, train = Setup(), DataLoader(range(8), shuffle=True), DataLoader(range(10))

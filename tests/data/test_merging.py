@@ -207,3 +207,13 @@ def test_rows_of_several_loaders_are_in_order_only_if_they_are_of_one():
     assert [1, 2, 3] == merged("gather", [Part([1, 2], passes[0]), Part([3], passes[1])])
     with pytest.raises(UsageError, match=re.escape("the function reads several loaders, and the result has [3, 2] rows on the")):
         merged("gather", [Part([1, 2, 9], passes[0]), Part([3, 9], passes[1])])
+
+
+@pytest.mark.parametrize("predictions", [torch.tensor([1.0, 2.0]), np.array([1.0, 2.0]), [1.0, 2.0]], ids=["tensor", "array", "list"])
+def test_what_may_be_predictions_is_averaged_with_a_warning(predictions):
+    parts = [
+        Part(predictions, [Passed([2])]),
+        Part(type(predictions)([3.0, 4.0]) if isinstance(predictions, list) else predictions + 2, [Passed([2])]),
+    ]
+    with pytest.warns(UserWarning, match="the result has as many entries as each rank has read samples, 2, .*use reduce='gather'"):
+        assert [2.0, 3.0] == list(merged("mean", parts))

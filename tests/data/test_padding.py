@@ -207,6 +207,13 @@ def test_whole_numbers_among_others_are_made_what_the_others_are(samples):
     assert [[1, 0], [1, 2.5]] == pad_collate()(samples).tolist()
 
 
+def test_a_collate_fn_that_was_not_made_yet_is_refused():
+    with pytest.raises(
+        UsageError, match=r"is not a number, or a dict of numbers by field\. In a DataLoader, write collate_fn=pad_collate\(\)"
+    ):
+        next(iter(DataLoader([[1], [2, 3]], batch_size=2, collate_fn=pad_collate)))
+
+
 @pytest.mark.parametrize(("value", "dtype"), [(0.5, torch.int64), (-1, torch.uint8)])
 def test_a_value_that_the_dtype_has_not_is_refused(value, dtype):
     with pytest.raises(UsageError, match=rf"sequences of {dtype} cannot be padded with {value}: give another pad_value, or convert them"):

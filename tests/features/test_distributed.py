@@ -138,7 +138,7 @@ def test_another_backend_inside_is_refused():
         ({"lr": "square"}, "lr='square' is not one of its values. 'keep': learning rates stay as they are; 'linear': .*; 'sqrt': "),
         ({"loss": "max"}, "loss='max' is not one of its values. 'mean': the loss is an average over the batch; 'sum': "),
         ({"backend": "carrier pigeon"}, "backend='carrier pigeon' is not a backend of this build of torch, which has gloo"),
-        ({"seed": -1}, r"seed=-1 is not a whole number from 0 to 2\*\*63 - 1"),
+        ({"seed": -1}, r"seed=-1 is not a whole number from 0 to 2\*\*64 - 1"),
         ({"seed": "1"}, "seed='1' is not a whole number"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not a number of megabytes above 0"),
         ({"timeout": 0}, "timeout=0 is not a number of seconds above 0"),

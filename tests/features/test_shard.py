@@ -26,7 +26,8 @@ def test_a_part_is_of_the_kind_of_the_whole():
     assert torch.equal(torch.tensor(padded), parwrap.shard(torch.arange(5)))
     assert np.array_equal(np.array(padded), parwrap.shard(np.arange(5)))
     part = parwrap.shard(TensorDataset(torch.arange(5)))
-    assert (Subset, padded) == (type(part), part.indices)
+    assert isinstance(part, Subset)
+    assert padded == part.indices
     assert [[0, 2, 4], [1, 3]][rank] == parwrap.shard([0, 1, 2, 3, 4], uneven="join")
     assert [[0, 2], [1, 3]][rank] == parwrap.shard([0, 1, 2, 3, 4], uneven="drop")
     assert [rank, rank + 2] == list(itertools.islice(parwrap.shard(itertools.count()), 2))
@@ -40,6 +41,23 @@ def test_of_a_table_rows_are_shared_out():
 
     assert table.iloc[rows].equals(parwrap.shard(table))
     assert table[0].iloc[rows].equals(parwrap.shard(table[0]))
+
+
+@pytest.mark.ranks(2)
+def test_a_loader_of_a_part_is_this_ranks_own():
+    with parwrap.distributed():
+        loader = DataLoader(parwrap.shard(TensorDataset(torch.arange(6.0).view(-1, 1))), batch_size=2, shuffle=True)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = []
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+            seen += x.flatten().tolist()
+
+        assert [[0, 2, 4], [1, 3, 5]] == [sorted(each) for each in parwrap.gather(seen)]
+        assert 2 == len(loader)
 
 
 @pytest.mark.ranks(2)

@@ -318,3 +318,35 @@ def test_ranks_step_with_batches_of_one_width_and_evaluate_all():
     assert list(range(100)) == [i for batch, _ in evaluated for i in batch]
     assert sum(map(max, zip(*padded, strict=True))) * 2 < 1.1 * sum(map(sum, padded))
     assert [len(each) for each in padded] == [13, 13]
+
+
+def train_from(state=None, stops=None):
+    """The samples of the batches of a pass, by the index that each text begins with, and where it was left."""
+    torch.manual_seed(0)
+    loader = DataLoader(Texts(), batch_size=4, shuffle=True, collate_fn=lambda texts: [int(text[0][0]) for text in texts])
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    if state:
+        parwrap.loaders(loader)[0].load_state_dict(state)
+    seen = []
+    for batch in loader:
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+        seen += batch
+        if len(seen) == stops:
+            return seen, parwrap.loaders(loader)[0].state_dict()
+    return seen, None
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_goes_on_from_where_it_was_left():
+    whole, _ = parwrap.distributed(parwrap.uniform_length(train_from))()
+    before, state = parwrap.distributed(parwrap.uniform_length(train_from))(stops=8)
+    after, _ = parwrap.distributed(parwrap.uniform_length(train_from))(state)
+
+    assert whole == before + after
+    assert 8 == len(before)
+    state["facts"]["number of ranks"] = 3
+    with pytest.raises(UsageError, match="whose number of ranks was 3; this one's is 2"):
+        parwrap.distributed(parwrap.uniform_length(train_from))(state)
