@@ -292,6 +292,10 @@ def test_a_program_that_is_not_python_can_be_launched(run):
     assert (status, sorted(stdout.split())) == (0, ["0", "1"])
 
 
+def test_a_command_without_anything_says_what_is_missing(run):
+    assert (2, "", "parwrap.run: there is no script to run: name it after the options, then its own arguments.\n") == run()
+
+
 def test_one_rank_needs_no_other_process(run, script):
     path = script(
         "import os, psutil, torch\nprint(os.getsid(0) == os.getpid(), psutil.Process().children(), torch.distributed.is_initialized())"
