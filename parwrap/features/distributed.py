@@ -304,8 +304,7 @@ class _Session:
             if self._options.batch == "per_rank":
                 facts.append("lr kept" if self._options.lr == "keep" else f"lr times {self._lr_factor():.4g}")
             facts.append(f"{data.samples} samples / {size} ranks" if data.samples else "samples without a length")
-            if self._options.uneven != "pad":
-                facts.append(f"uneven {self._options.uneven}")
+            facts += [f"{name} {value}" for name in ("uneven", "loss") if (value := getattr(self._options, name)) != getattr(Options, name)]
             warn_of_small_batches(data.batch_size)
         print(f"parwrap: {', '.join([*facts, *described()])}, seed {seed}", file=sys.stderr)
 
