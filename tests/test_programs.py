@@ -76,6 +76,32 @@ LEAVES_WHILE_AN_AVERAGER_IS_GIVEN_UP = Program(
 )
 """One rank let go of an averager that the others, who had left, took again."""
 
+LEAVES_BEFORE_A_LAYER_IS_UNFROZEN = Program(
+    widths=(2, 2),
+    norm=False,
+    dropout=False,
+    owners=(0, 0, 0),
+    kinds=("sgd",),
+    samples=44,
+    batch_size=4,
+    shuffle=False,
+    drop_last=False,
+    handmade=False,
+    branch="chance",
+    epochs=2,
+    leave="training",
+    good=1.0,
+    accumulate=1,
+    losses=1,
+    clip=False,
+    frozen=0,
+    evaluate="never",
+    scheduler="none",
+    save="never",
+    late=False,
+)
+"""Two ranks had left while a layer was frozen, which the third then trained now and then: sizes of buckets differed."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def fork_server():
@@ -109,6 +135,7 @@ def test_a_program_on_one_rank_does_what_it_does_without_parwrap(program):
 @search
 @example(LEAVES_BEFORE_MORE_IS_TRAINED)
 @example(LEAVES_WHILE_AN_AVERAGER_IS_GIVEN_UP)
+@example(LEAVES_BEFORE_A_LAYER_IS_UNFROZEN)
 @given(programs())
 def test_a_program_on_three_ranks_ends_and_the_ranks_agree(program):
     results = run(program, 3)

@@ -328,7 +328,8 @@ class DDP:
         mine = {number: (described(p), p.grad is not None and p.grad.is_sparse) for number, p in owned.items() if id(p) in self._strays}
         told = self._group.share(STRAYS, mine, range(self._group.world.size))
         numbered = sorted({number: each for view in told.values() for number, each in view.items()}.items())
-        strays = [self._averagers.own(number, each, owned) for number, (each, _) in numbered]
+        trained = {number: p for number, p in owned.items() if p.requires_grad}  # DDP passes over those that are frozen on this rank
+        strays = [self._averagers.own(number, each, trained) for number, (each, _) in numbered]
         sparse = averager.sparse.union(id(p) for p, (_, (_, is_sparse)) in zip(strays, numbered, strict=True) if is_sparse)
         grads = [torch.zeros_like(p) if p.grad is None or not weight else p.grad.to_dense() for p in strays]
         *sums, weights = all_reduced([*grads, torch.tensor(weight, dtype=torch.float64)], self._group)
@@ -340,4 +341,4 @@ class DDP:
         for site in self._sites.values():
             if site.averager is averager and site.meeting:
                 site.averager, site.meeting = extended, Meeting(BACKWARD, site.meeting.place, extended.number)
-        self._watch(p for p in owned.values() if p.requires_grad)
+        self._watch(trained.values())
