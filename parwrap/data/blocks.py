@@ -25,7 +25,7 @@ MOST = 10**7
 
 
 def block(batches: int, rank: int, readers: int) -> range:
-    """The batches that ``rank`` reads of ``batches``: as many as the other ``readers``, the first of them one more.
+    """What ``rank`` reads of so many ``batches``, or samples: as many as the other ``readers``, the first of them one more.
 
     >>> [list(block(5, rank, 3)) for rank in range(3)]
     [[0, 1], [2, 3], [4]]

@@ -134,7 +134,7 @@ class RankPart(IterableDataset):
         self.shards_itself = False
         self._place: _Place | None = None
 
-    def begin_worker(self, init: Callable[[int], Any] | None, number: int) -> None:
+    def begin_worker(self, init: Callable[[int], Any] | None) -> None:
         """A worker starts: the user's ``worker_init_fn`` may shard the dataset, by its own number and that of the workers."""
         if init is None:
             return
@@ -188,7 +188,7 @@ class _InitWorker:
     def __call__(self, number: int) -> None:
         info: Any = get_worker_info()
         part = info.dataset
-        part.begin_worker(self.init, number)
+        part.begin_worker(self.init)
         object.__setattr__(info, "dataset", part.dataset)  # which a collate_fn may ask for
 
 

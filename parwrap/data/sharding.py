@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from parwrap.data.blocks import block
 from parwrap.errors import UsageError
 
 __all__ = [
@@ -104,9 +105,8 @@ class SplitBatches:
         self.weights.clear()
         for batch in self.batches:
             whole = list(batch)
-            small, larger = divmod(len(whole), self.size)
-            start = self.rank * small + min(self.rank, larger)
-            part = whole[start : start + small + (self.rank < larger)]
+            mine = block(len(whole), self.rank, self.size)
+            part = whole[mine.start : mine.stop]
             self.weights.append(len(part) * self.size / len(whole))
             yield part or whole[:1]
 

@@ -225,8 +225,7 @@ class Shares:
 
     def agree(self, loader: DataLoader) -> None:
         """Have all ranks hold the same samples behind ``loader``, which is not shared out here."""
-        changed = self._agreement.changed(loader) if self._agreement else []
-        if changed and self._agreement:
+        if self._agreement and (changed := self._agreement.changed(loader)):
             self._agreement.agree(loader, changed, 0)
 
     def length(self, loader: DataLoader, whole: int) -> int:

@@ -119,28 +119,24 @@ def _alike(pipelines: Sequence[Any]) -> Iterator[None]:
 
 def iterate_patches(actor: Any) -> list[AbstractContextManager]:
     """As :func:`parwrap.verbs.loader.iterate_patches`, for DALI's iterators."""
-
-    def patches(module: ModuleType) -> list[Patch]:
-        original = module._DaliBaseIterator.__iter__
-
-        def iterate(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Iterator:
-            return actor.iterate_pipelines(instance, original)
-
-        return [Patch(module._DaliBaseIterator, "__iter__", iterate)]
-
-    return [when_imported(ITERATORS, patches)]
+    return _iterator_method("__iter__", actor.iterate_pipelines)
 
 
 def length_patches(actor: Any) -> list[AbstractContextManager]:
     """As :func:`parwrap.verbs.loader.length_patches`, for DALI's iterators."""
+    return _iterator_method("__len__", actor.length_of_pipelines)
+
+
+def _iterator_method(name: str, instead: Callable[[Any, Callable], Any]) -> list[AbstractContextManager]:
+    """Have ``instead(iterator, original)`` called for that method of an iterator."""
 
     def patches(module: ModuleType) -> list[Patch]:
-        original = module._DaliBaseIterator.__len__
+        original = getattr(module._DaliBaseIterator, name)
 
-        def length(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> int:
-            return actor.length_of_pipelines(instance, original)
+        def method(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+            return instead(instance, original)
 
-        return [Patch(module._DaliBaseIterator, "__len__", length)]
+        return [Patch(module._DaliBaseIterator, name, method)]
 
     return [when_imported(ITERATORS, patches)]
 
