@@ -22,6 +22,7 @@ __all__ = [
     "all_ranks",
     "all_reduced",
     "any_rank",
+    "arrived",
     "barrier",
     "broadcast",
     "callers",
@@ -30,6 +31,7 @@ __all__ = [
     "mapped",
     "reduce_mean",
     "reduce_sum",
+    "sent",
 ]
 
 CPU = torch.device("cpu")
@@ -170,6 +172,29 @@ def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
     if isinstance(x, (list, tuple)):
         return type(x)([mapped(value, leaf) for value in x])
     return leaf(x)
+
+
+class _Away:
+    """A tensor from an accelerator, on the CPU."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def sent(x: Any) -> Any:
+    """``x`` as it is sent to other ranks: tensors detached and on the CPU, with a mark on those that were not."""
+
+    def away(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach() if leaf.device.type == "cpu" else _Away(leaf.detach().cpu())
+
+    return mapped(x, away)
+
+
+def arrived(x: Any, device: torch.device) -> Any:
+    """What was :func:`sent`, with the marked tensors on ``device``."""
+    return mapped(x, lambda leaf: leaf.tensor.to(device) if isinstance(leaf, _Away) else leaf)
 
 
 def _moved(x: Any, device: torch.device) -> Any:

@@ -37,8 +37,8 @@ LONGEST_POLLING = 2e-3
 GRACE = 5.0
 """Seconds for a launcher to end the ranks after one has failed; its error is the one to be shown."""
 
-Answer = Callable[[int, list[int]], bool | None]
-"""Called with the meeting's detail and the ranks that hold it; what is true says that the rank has missed nothing by it."""
+Answer = Callable[[int, list[int]], bool | Callable[[], bool] | None]
+"""Called with the meeting's detail and the ranks that hold it; what is true, or gives true afterwards, says that the rank missed nothing."""
 
 
 class Meetings:
@@ -285,8 +285,11 @@ class Meetings:
             return False
         self._mailbox.write(self._number, begun.meeting, State.ANSWERING)
         kept_up = self._answers[begun.meeting.kind](begun.meeting.detail, [])
-        self._stale = self._stale or not kept_up
         self.through()
+        if callable(kept_up):
+            kept_up = kept_up()
+            self._wait(True)  # it may have waited itself
+        self._stale = self._stale or not kept_up
         return True
 
     def _all_came(self, entries: list[Entry | None]) -> list[Entry]:

@@ -30,6 +30,7 @@ CHOICES = {
     "loss": {"mean": "the loss is an average over the batch", "sum": "the loss is a sum over the batch"},
     "strategy": {
         "ddp": "gradients are averaged in every backward",
+        "zero1": "as ddp, and each rank holds the optimizer's state of a part of the parameters",
         "none": "nothing is averaged, and every rank trains a model of its own on all of the data",
     },
 }

@@ -10,7 +10,7 @@ from parwrap.feature_options import number
 __all__ = ["STRATEGY_OPTIONS", "add_strategy_options"]
 
 STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
-    "strategy": {"help": "How ranks train together: ddp averages gradients; none has each rank train a model of its own."},
+    "strategy": {"help": "How ranks train together: ddp averages gradients; zero1 also shards optimizer state; none averages nothing."},
     "bucket_cap_mb": {"type": number, "help": "Size of DDP's gradient buckets in megabytes."},
     "gradient_as_bucket_view": {
         "action": "store_true",

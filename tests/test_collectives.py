@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import parwrap
+from parwrap.collectives import _Away, arrived, sent
 from parwrap.errors import UsageError
 from parwrap.group import alone
 
@@ -116,3 +117,10 @@ def test_dicts_of_other_kinds_and_in_another_order():
     assert Counter(a=4, b=2) == parwrap.reduce_sum(counted)
     assert {"a": 4, "b": 2} == parwrap.reduce_sum(by_default)
     assert [Counter("aab")] * 2 == parwrap.gather(counted)
+
+
+def test_what_is_sent_from_an_accelerator_comes_back_to_one():
+    result = arrived({"outputs": [_Away(torch.ones(2))], "loss": torch.ones(1)}, torch.device("meta"))
+
+    assert ["meta", "cpu"] == [result["outputs"][0].device.type, result["loss"].device.type]
+    assert {"loss": torch.ones(1)} == sent({"loss": torch.ones(1, requires_grad=True)})

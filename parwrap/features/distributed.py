@@ -63,8 +63,8 @@ class distributed(ScopeDecorator):
             batch is that much larger. ``param_groups`` and schedules are not touched.
         loss: ``"mean"`` or ``"sum"``, over the samples of a batch, where parts of different size are averaged; a sum is summed over the
             ranks with ``batch="global"``.
-        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"none"`` has each rank train a model of its
-            own, on all of the data.
+        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"`` too, and holds the state of
+            optimizers in shards; ``"none"`` has each rank train a model of its own, on all of the data.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
         timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
         hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
@@ -101,7 +101,7 @@ class distributed(ScopeDecorator):
         The script must not see that it was launched, or a distributed branch of its own would wake up: the launch variables are
         hidden from it.
         """
-        return _opened(cls(**options)._options, "__main__", hidden=launch_variables())
+        return _opened(cls(**options)._options, "__main__", hidden=launch_variables(), returns=False)
 
 
 _session: _Session | None = None
@@ -140,7 +140,7 @@ def shared_out(samples: int | None) -> None:
 
 
 @contextmanager
-def _opened(options: Options, module: str | None, hidden: Iterable[str] = ()) -> Iterator[None]:
+def _opened(options: Options, module: str | None, hidden: Iterable[str] = (), returns: bool = True) -> Iterator[None]:
     """A session for the length of the block, in the process group that is open, or in one of its own."""
     global _session
     outer = groups.current()
@@ -151,7 +151,7 @@ def _opened(options: Options, module: str | None, hidden: Iterable[str] = ()) ->
     with ExitStack() as grouped:
         group = outer or grouped.enter_context(groups.opened(read_world(os.environ), options.backend, options.patience))
         group = grouped.enter_context(strategy_of(options).joining(group, options))
-        _session = _Session(group, options, leave_group=grouped.close)
+        _session = _Session(group, options, leave_group=grouped.close, returns=returns)
         try:
             with _session.patched(module, hidden), _session.met():
                 yield
@@ -166,9 +166,11 @@ class _Session:
         group: the process group; ``None`` for a single rank.
         options: those of the innermost function that runs.
         leave_group: stops the process group, if it was started for this session.
+        returns: whether anything runs after it.
     """
 
-    def __init__(self, group: Group | None, options: Options, leave_group: Callable[[], None]) -> None:
+    def __init__(self, group: Group | None, options: Options, leave_group: Callable[[], None], returns: bool) -> None:
+        self._returns = returns
         self._group, self._options, self._leave_group = group, options, leave_group
         self._loop = Loop()
         self.strategy: Strategy | None = None
@@ -208,7 +210,10 @@ class _Session:
     def _leave(self, group: Group) -> None:
         if groups.current() is group and not self._aside:
             group.meetings.wait(END, place="")
-            self.strategy.leave()  # type: ignore[union-attr]
+            assert self.strategy is not None
+            self.strategy.leave()
+            if self._returns:
+                self.strategy.put_back()
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:

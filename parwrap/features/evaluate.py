@@ -11,13 +11,11 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from parwrap.collectives import callers, mapped
+from parwrap.collectives import arrived, callers, sent
 from parwrap.data.evaluation import BOTH, Evaluation, Reading, check, told
 from parwrap.data.lengths import Lengths
 from parwrap.data.merging import REDUCTIONS, Part, Passed, merged
@@ -123,13 +121,6 @@ class _Told(NamedTuple):
     streams: Any
 
 
-@dataclass(frozen=True)
-class _Away:
-    """A tensor from an accelerator, on the CPU."""
-
-    tensor: torch.Tensor
-
-
 def _evaluated(group: Group, reduce: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
     kind = f"parwrap.evaluate of {getattr(function, '__qualname__', function)}"
     group.meet(kind)  # one that has left an epoch sooner must not evaluate other weights
@@ -143,7 +134,7 @@ def _evaluated(group: Group, reduce: Any, function: Callable, args: tuple, kwarg
         result = function(*args, **kwargs)
     with shared():
         streams = get_state() if known and group.world.rank == 0 else None
-    mine = _Told(mapped(result, _sent), [told(each) for each in evaluation.readings], evaluation.readers, streams)
+    mine = _Told(sent(result), [told(each) for each in evaluation.readings], evaluation.readers, streams)
     group.meet(kind)
     gathered: list[Any] = [None] * group.world.size
     dist.all_gather_object(gathered, mine)
@@ -156,7 +147,7 @@ def _evaluated(group: Group, reduce: Any, function: Callable, args: tuple, kwarg
             _warn(f"{describe(function)} has read no DataLoader, so every rank has computed all of it, and its own result is returned.")
         return merged(reduce, [Part(result, [])])
     parts = [
-        Part(mapped(each.result, lambda leaf: _arrived(leaf, group)), [Passed(of.sizes, of.in_turn, of.rows) for of in passes])
+        Part(arrived(each.result, group.device), [Passed(of.sizes, of.in_turn, of.rows) for of in passes])
         for each, passes in zip(gathered[: evaluation.readers], readings, strict=False)
     ]
     if lengths is not None and "mean" in ways and len(parts) > 1:
@@ -195,16 +186,6 @@ def _arguments(function: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
         return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):  # which the call itself raises, or which has no signature
         return {}
-
-
-def _sent(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return leaf.detach() if leaf.device.type == "cpu" else _Away(leaf.detach().cpu())
-
-
-def _arrived(leaf: Any, group: Group) -> Any:
-    return leaf.tensor.to(group.device) if isinstance(leaf, _Away) else leaf
 
 
 def _warn(text: str) -> None:

@@ -123,12 +123,12 @@ class Scaling:
             self._found.clear()
             stand_aside("GradScaler", "it scales no loss and skips no step itself here")
 
-    def state_dict(self, state: Any) -> Any:
-        """The state of an optimizer, with the scale in it."""
+    def state_dict(self, optimizer: Optimizer, state: Any) -> Any:
+        """The state of ``optimizer``, with the scale in it."""
         return state if self._aside else {**state, KEY: self._state.state_dict()}
 
-    def load_state_dict(self, state: Any) -> Any:
-        """The state of an optimizer, after the scale in it was taken out and gone on from."""
+    def load_state_dict(self, optimizer: Optimizer, state: Any) -> Any:
+        """The state of ``optimizer``, after the scale in it was taken out and gone on from."""
         self._state.load_state_dict(state.get(KEY, {}))
         return {name: value for name, value in state.items() if name != KEY}
 

@@ -172,11 +172,11 @@ class DDP(Strategy):
         finally:
             self._meetings.through()
 
-    def _answer(self, number: int, take_part: Callable[[Averager, Share], None]) -> bool:
+    def _answer(self, number: int, take_part: Callable[[Averager, Share], None]) -> Callable[[], bool]:
         """Take part in the backward of others, with this rank's share of it, if it has any.
 
         Returns:
-            Whether this rank goes on in step with the others.
+            What it does next, to tell whether it goes on in step with the others.
         """
         averager = self._averagers.get(number)
         if averager is None:
@@ -193,7 +193,7 @@ class DDP(Strategy):
         finally:
             self._running = False
         self._loop.ran_backward()
-        return share.averaged()
+        return share.averaged
 
     def _follow(self, averager: Averager, weight: float, call: Backward | None) -> None:
         """What all ranks do together after a backward in which one has told something.

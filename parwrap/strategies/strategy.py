@@ -61,5 +61,8 @@ class Strategy:
     def leave(self) -> None:
         """All ranks have come to the end together."""
 
+    def put_back(self) -> None:
+        """After that, leave the user's objects as a single process would, for what called the function; not at the end of a script."""
+
     def close(self) -> None:
         """Let go of what is the user's; also after an error."""

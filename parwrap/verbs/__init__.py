@@ -57,6 +57,8 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "step": optimizer.step_patches,
     "stepped": optimizer.stepped_patches,
     "skips": skipping.patches,
+    "update": optimizer.update_patches,
+    "updated": optimizer.updated_patches,
     "state_dict": state.save_patches,
     "load_state_dict": state.load_patches,
     "retain_grad": retaining.patches,

@@ -21,7 +21,7 @@ from parwrap.errors import UsageError
 from parwrap.loop import parameters_of
 from parwrap.sites import location
 
-__all__ = ["patches"]
+__all__ = ["is_left_out", "patches"]
 
 MARK = "_parwrap_image"
 
@@ -40,7 +40,7 @@ def patches(actor: Any) -> list[AbstractContextManager]:
 
     def exchange(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         # what a subclass hands on to super().step() is an image already, and so it is after another actor has skipped
-        if hasattr(args[0], MARK) or _handed_on(optimizer):
+        if is_left_out(args) or _handed_on(optimizer):
             return None
         before.clear()  # a step that has raised is not seen to end
         if not actor.skips(optimizer):
@@ -61,6 +61,11 @@ def patches(actor: Any) -> list[AbstractContextManager]:
                 )
 
     return [_hooked_first(exchange), _hooked_first(check, after=True)]
+
+
+def is_left_out(args: tuple) -> bool:
+    """Whether a step with these arguments, of which the first is its ``self``, does nothing."""
+    return hasattr(args[0], MARK)
 
 
 def _handed_on(optimizer: Optimizer) -> bool:

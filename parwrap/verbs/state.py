@@ -14,7 +14,7 @@ __all__ = ["load_patches", "save_patches"]
 
 def save_patches(actor: Any) -> list[Patch]:
     def state_dict(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> Any:
-        return actor.state_dict(wrapped(*args, **kwargs))
+        return actor.state_dict(instance, wrapped(*args, **kwargs))
 
     return [Patch(Optimizer, "state_dict", state_dict)]
 
@@ -22,7 +22,7 @@ def save_patches(actor: Any) -> list[Patch]:
 def load_patches(actor: Any) -> list[Patch]:
     def load_state_dict(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> Any:
         def with_state(state_dict: Any) -> Any:
-            return wrapped(actor.load_state_dict(state_dict))
+            return wrapped(actor.load_state_dict(instance, state_dict))
 
         return with_state(*args, **kwargs)
 

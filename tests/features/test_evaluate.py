@@ -3,7 +3,6 @@
 import io
 import re
 import runpy
-import types
 import warnings
 from contextlib import nullcontext, redirect_stdout
 
@@ -30,9 +29,7 @@ from tqdm import tqdm
 
 import parwrap
 import parwrap.meetings
-from parwrap.collectives import mapped
 from parwrap.errors import RankMismatchError, UsageError
-from parwrap.features.evaluate import _arrived, _Away, _sent
 from parwrap.group import alone
 
 SIZES = [pytest.param(size, marks=pytest.mark.ranks(size), id=f"{size} ranks") for size in (2, 3)]
@@ -618,16 +615,6 @@ def test_a_failure_of_one_rank_ends_the_others_too(monkeypatch):
     error, message = (KeyError, "on purpose") if parwrap.rank() else (RankMismatchError, "rank 1 has failed with KeyError: 'on purpose'")
     with pytest.raises(error, match=message):
         fails()
-
-
-def test_tensors_from_an_accelerator_come_back_to_one():
-    group = types.SimpleNamespace(device=torch.device("meta"))
-    result = {"outputs": [_Away(torch.ones(2))], "loss": torch.ones(1)}
-
-    arrived = mapped(result, lambda leaf: _arrived(leaf, group))
-
-    assert ["meta", "cpu"] == [arrived["outputs"][0].device.type, arrived["loss"].device.type]
-    assert result["loss"].tolist() == mapped(result["loss"], _sent).tolist()
 
 
 @pytest.mark.ranks(2)

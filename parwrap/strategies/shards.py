@@ -1,0 +1,148 @@
+"""Which rank holds the state of which parameters of one optimizer, and how that state is put together, kept apart and handed on.
+
+Parameters are dealt out whole, the largest first, to the rank that has least, as torch's ``ZeroRedundancyOptimizer`` does. When
+optimizers step is left to ``zero1.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from parwrap.collectives import CPU, arrived, sent
+from parwrap.group import Group
+from parwrap.loop import parameters_of
+
+__all__ = ["Shards", "dealt_out"]
+
+BUCKET = 2**22
+"""Elements that are sent at a time."""
+
+
+def dealt_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
+    """The rank that each of several parameters goes to.
+
+    Args:
+        sizes: their numbers of elements.
+        loads: how many elements each rank has already; they are added to.
+
+    >>> dealt_out([3, 5, 4], [0, 0])
+    [1, 0, 1]
+    """
+    ranks = [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        ranks[place] = loads.index(min(loads))
+        loads[ranks[place]] += sizes[place]
+    return ranks
+
+
+class Shards:
+    """The shards of one optimizer.
+
+    Args:
+        optimizer: whose state is held in shards.
+        group: the ranks.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: Group) -> None:
+        self._optimizer, self._group = weakref.ref(optimizer), group
+        self._loads = [0] * group.world.size
+        self._owners: list[int] = []
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Which lives as long as somebody else holds it."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    def owners(self) -> list[int]:
+        """The rank that holds the state of each parameter, in the order of the groups; new ones are dealt out."""
+        new = parameters_of(self.optimizer)[len(self._owners) :]
+        for p, owner in zip(new, dealt_out([p.numel() for p in new], self._loads), strict=True):
+            self._owners.append(owner)
+            if owner != self._group.world.rank:
+                self.optimizer.state.pop(p, None)
+        return self._owners
+
+    def others(self) -> list[torch.Tensor]:
+        """The parameters that this rank does not step."""
+        return [p for p, owner in zip(parameters_of(self.optimizer), self.owners(), strict=True) if owner != self._group.world.rank]
+
+    def hand_on(self, present: Collection[int]) -> None:
+        """What ranks hold that are not ``present`` any more goes to the lowest that is; called on all ranks."""
+        heir = min(present)
+        for absent in sorted(set(self.owners()) - set(present)):
+            told = [sent(self._own()) if self._group.world.rank == absent else None]
+            dist.broadcast_object_list(told, absent)
+            if self._group.world.rank == heir:
+                self._set({**self._own(), **arrived(told[0], self._group.device)})
+            elif self._group.world.rank == absent:
+                self._set({})
+            self._owners = [heir if owner == absent else owner for owner in self._owners]
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Every rank gets the values that the owners have; called on all ranks."""
+        parameters = parameters_of(self.optimizer)
+        for owner in sorted(set(self.owners())):
+            for bucket in _buckets(p for p, each in zip(parameters, self._owners, strict=True) if each == owner):
+                flat = torch.cat([p.detach().reshape(-1) for p in bucket])
+                dist.broadcast(flat, owner)
+                if owner != self._group.world.rank:
+                    for p, values in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                        p.detach().copy_(values.view_as(p))
+
+    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The ``state`` of this rank's optimizer with that of all shards, on the CPU; called on all ranks."""
+        return {**state, "state": arrived(self._gathered(), CPU)}
+
+    def own(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The part of a whole ``state`` that this rank holds."""
+        others = {place for place, owner in enumerate(self.owners()) if owner != self._group.world.rank}
+        return {**state, "state": {place: each for place, each in state["state"].items() if place not in others}}
+
+    def kept(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` with what this rank holds itself."""
+        return {**state, "state": self._own()}
+
+    def join(self) -> None:
+        """Every rank holds the state of all; called on all ranks."""
+        self._set({**arrived(self._gathered(), self._group.device), **self._own()})
+
+    def join_in(self) -> None:
+        """Let the others have what this rank holds; called where they call :meth:`whole`."""
+        self._gathered()
+
+    def _gathered(self) -> dict[int, Any]:
+        shards: list[Any] = [None] * self._group.world.size
+        dist.all_gather_object(shards, sent(self._own()))
+        return dict(sorted((place, each) for shard in shards for place, each in shard.items()))
+
+    def _own(self) -> dict[int, Any]:
+        """What this rank holds, by the place of the parameter."""
+        state = self.optimizer.state
+        return {place: state[p] for place, p in enumerate(parameters_of(self.optimizer)) if p in state}
+
+    def _set(self, states: dict[int, Any]) -> None:
+        """Hold ``states`` of parameters, and no others."""
+        for place, p in enumerate(parameters_of(self.optimizer)):
+            self.optimizer.state.pop(p, None)
+            if place in states:
+                self.optimizer.state[p] = states[place]
+
+
+def _buckets(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """``parameters`` in parts of one dtype and device, none much larger than a bucket."""
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for p in parameters:
+        bucket = alike.setdefault((p.dtype, p.device), [])
+        bucket.append(p)
+        if sum(each.numel() for each in bucket) >= BUCKET:
+            yield alike.pop((p.dtype, p.device))
+    yield from alike.values()
