@@ -38,7 +38,7 @@ GRACE = 5.0
 """Seconds for a launcher to end the ranks after one has failed; its error is the one to be shown."""
 
 Answer = Callable[[int, list[int]], bool | Callable[[], bool] | None]
-"""Called with the meeting's detail and the ranks that hold it; what is true, or gives true afterwards, says that the rank missed nothing."""
+"""Called with the meeting's detail and the ranks that hold it; what is true, or gives true afterwards, says that it has missed nothing."""
 
 
 class Meetings:

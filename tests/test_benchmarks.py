@@ -84,3 +84,16 @@ def test_the_time_to_an_accuracy_lies_between_two_evaluations(monkeypatch, tmp_p
     assert (1.5, 1.0) == (pytest.approx(run.to_target), at_once.to_target)
     draw({"1 rank(s)": {"padded to the longest": [run], "uniform_length": [at_once]}}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_strategies_are_compared_in_one_table(tmp_path):
+    results = tmp_path / "strategies.json"
+    command = [sys.executable, ROOT / "benchmarks" / "strategies.py", "--repeats=1", "--only", "1 process", "ddp", f"--json={results}"]
+    command += ["--samples=256", "--epochs=2"]
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+    alone, ddp = json.loads(results.read_text())["rows"]
+    assert ["1 process", "ddp"] == [alone["way"], ddp["way"]]
+    assert ddp["MB sent"] > 17.9  # 4.5 million numbers of 4 bytes, by each of two ranks
+    assert min(ddp["samples/s"], ddp["MiB peak"], ddp["loss"]) > 0

@@ -20,7 +20,7 @@ from parwrap.loop import parameters_of
 
 __all__ = ["Shards", "dealt_out"]
 
-BUCKET = 2**22
+BUCKET = 2**20
 """Elements that are sent at a time."""
 
 
@@ -92,11 +92,12 @@ class Shards:
         parameters = parameters_of(self.optimizer)
         for owner in sorted(set(self.owners())):
             for bucket in _buckets(p for p, each in zip(parameters, self._owners, strict=True) if each == owner):
-                flat = torch.cat([p.detach().reshape(-1) for p in bucket])
+                mine = owner == self._group.world.rank
+                flat = torch.cat([p.reshape(-1) for p in bucket]) if mine else bucket[0].new_empty(sum(p.numel() for p in bucket))
                 dist.broadcast(flat, owner)
-                if owner != self._group.world.rank:
+                if not mine:
                     for p, values in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                        p.detach().copy_(values.view_as(p))
+                        p.copy_(values.view_as(p))
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
         """The ``state`` of this rank's optimizer with that of all shards, on the CPU; called on all ranks."""
