@@ -9,10 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import wrapt
 
@@ -22,8 +21,7 @@ from parwrap.importing import imports_watched
 __all__ = ["Measured", "Patch", "installed", "is_patched", "when_imported"]
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """``owner.name`` is to be wrapped by ``wrapper(wrapped, instance, args, kwargs)``."""
 
     owner: Any

@@ -10,9 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker
@@ -84,8 +83,7 @@ class _Place:
             worker._worker_info = before
 
 
-@dataclass(frozen=True)
-class Pick:
+class Pick(NamedTuple):
     """Takes this rank's samples of all.
 
     Attributes:
@@ -179,8 +177,7 @@ class RankPart(IterableDataset):
             yield sample
 
 
-@dataclass(frozen=True)
-class _InitWorker:
+class _InitWorker(NamedTuple):
     """The ``worker_init_fn`` of a loader of a :class:`RankPart`; ``init`` is the user's."""
 
     init: Callable[[int], Any] | None

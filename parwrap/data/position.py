@@ -10,8 +10,7 @@ import hashlib
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
@@ -45,8 +44,7 @@ MEANINGS = {
 """The kinds of loaders, by what a position in them is counted in: samples, whole batches, and each rank's own batches."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How a pass reads a loader.
 
     Attributes:

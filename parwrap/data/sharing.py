@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.utils.data import DataLoader, Subset
 
@@ -17,8 +17,7 @@ class OwnPart(Subset):
     """A part of a dataset that is this rank's own already, so that its loaders are not shared out."""
 
 
-@dataclass(frozen=True)
-class Sharing:
+class Sharing(NamedTuple):
     """How training data is to be shared out, in the words of :class:`parwrap.distributed`.
 
     Attributes:
@@ -43,8 +42,7 @@ class Sharing:
         return (size if self.batch == "global" else 1) / weight
 
 
-@dataclass(frozen=True)
-class TrainingData:
+class TrainingData(NamedTuple):
     """What the first training pass is over, for the line that says so.
 
     Attributes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -167,8 +166,7 @@ def _octets(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-@dataclass(frozen=True)
-class Items:
+class Items(NamedTuple):
     """What a sequence holds, in whatever order.
 
     Attributes:

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from parwrap.files.threads import passing
 from parwrap.group import Group
@@ -63,8 +64,7 @@ class Record:
     kept: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """A file that is held open though it has been replaced: since when, and which version of which path it is."""
 
     clock: int
