@@ -7,6 +7,7 @@ graph, so a backward needs no meeting: on a CPU a single thread runs it for all 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 

@@ -73,8 +73,8 @@ class SyncBN:
     def _over_replicas(self, call: Norm, replica: Replica) -> torch.Tensor:
         if self._process_group is not None or self._group_size is not None:
             raise UsageError(
-                "inside of parwrap.data_parallel, parwrap.sync_bn shares among all replicas, and process_group and group_size are of ranks: "
-                "leave them out."
+                "inside of parwrap.data_parallel, parwrap.sync_bn shares among all replicas, and process_group and group_size are of "
+                "ranks: leave them out."
             )
         if not self._is_plain(call):
             return call.run()
