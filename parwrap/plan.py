@@ -20,10 +20,11 @@ from typing import Any, NoReturn
 from parwrap.errors import LaunchError, UsageError
 from parwrap.feature_options import AMP_VALUES, add_feature_options, features_of, number, whole, with_amp_value
 from parwrap.script import Script
+from parwrap.strategy_options import STRATEGY_OPTIONS, add_strategy_options
 
 __all__ = ["LaunchPlan", "describe", "plan_launch"]
 
-SCOPE_OPTIONS = ("backend", "seed", "batch", "uneven", "lr", "loss", "bucket_cap_mb", "timeout", "hang_after", "gradient_as_bucket_view")
+SCOPE_OPTIONS = ("backend", "seed", "batch", "uneven", "lr", "loss", "timeout", "hang_after", *STRATEGY_OPTIONS)
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 ONE_NODE = "parwrap"
 """The rendezvous backend of a node that need not wait for others; see ``agent.py``."""
@@ -168,9 +169,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     ours.add_argument("--lr", default=absent, help="Learning rates, as the global batch grows with the ranks: keep, linear or sqrt.")
     ours.add_argument("--loss", default=absent, help="What the loss is over the samples of a batch: mean or sum.")
-    ours.add_argument(
-        "--bucket-cap-mb", "--bucket_cap_mb", default=absent, type=number, help="Size of DDP's gradient buckets in megabytes."
-    )
     ours.add_argument("--timeout", default=absent, type=number, help="Seconds that a rank waits for another.")
     ours.add_argument(
         "--hang-after",
@@ -179,13 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         type=number,
         help="Seconds after which rank 0 says where every rank is, if one still waits; by default 60.",
     )
-    ours.add_argument(
-        "--gradient-as-bucket-view",
-        "--gradient_as_bucket_view",
-        default=absent,
-        action="store_true",
-        help="As in DistributedDataParallel: saves memory, but gradients kept across steps change.",
-    )
+    add_strategy_options(ours)
     add_feature_options(ours)
     return parser
 

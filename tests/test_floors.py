@@ -7,13 +7,25 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "parwrap"
 FLOORS = [
-    {"errors", "world", "imported", "importing", "patching", "decorator"},
+    {"errors", "options", "world", "imported", "importing", "patching", "decorator"},
     {"device", "sites", "mailbox", "blackboard", "lane", "whereabouts", "meetings", "watch", "group", "collectives", "loop", "streams"},
     {"verbs"},
     {"strategies", "data", "files", "voices", "precision", "accumulation"},
     {"features"},
     {"mixins"},
-    {"plan", "feature_options", "run", "script", "agent", "failures", "preloaded", "testing", "_rank_launcher", "_rank_process"},
+    {
+        "plan",
+        "feature_options",
+        "strategy_options",
+        "run",
+        "script",
+        "agent",
+        "failures",
+        "preloaded",
+        "testing",
+        "_rank_launcher",
+        "_rank_process",
+    },
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.rst").read_text()
-DOCUMENTS = sorted([*ROOT.glob("*.rst"), *ROOT.glob("docs/*.rst")])
+DOCUMENTS = sorted([*ROOT.glob("*.rst"), *ROOT.glob("docs/**/*.rst")])
 
 
 def test_the_main_job_trains_digits_to_over_95_percent_and_prints_once():
@@ -86,7 +86,7 @@ def test_files_that_documents_name_exist(document):
 @pytest.mark.parametrize("option", re.findall(r"^``(\w+)``  +", README, re.MULTILINE))
 def test_options_that_the_readme_lists_exist(option):
     import parwrap
-    from parwrap.features.options import Options
+    from parwrap.options import Options
 
     assert hasattr(Options(), option)
     assert f"    {option}: " in parwrap.distributed.__doc__

@@ -18,8 +18,8 @@ from parwrap.accumulation.window import Applied, clips_of
 from parwrap.collectives import all_reduced
 from parwrap.group import Group
 from parwrap.loop import Loop
-from parwrap.strategies.ddp import DDP
 from parwrap.strategies.share import Share
+from parwrap.strategies.strategy import Strategy
 from parwrap.verbs.clipping import Clip
 
 __all__ = ["OverRanks"]
@@ -53,7 +53,7 @@ class OverRanks:
         strategy: averages in backwards.
     """
 
-    def __init__(self, group: Group, loop: Loop, strategy: DDP) -> None:
+    def __init__(self, group: Group, loop: Loop, strategy: Strategy) -> None:
         self._group, self._loop, self._strategy = group, loop, strategy
         self._answered = 0
         group.meetings.answer(WINDOW, lambda detail, present: self._answer(present))

@@ -24,19 +24,18 @@ from parwrap.decorator import ScopeDecorator, module_of
 from parwrap.errors import UsageError
 from parwrap.features.acting import described
 from parwrap.features.learning_rate import learning_rates_times
-from parwrap.features.options import Options
 from parwrap.files.clone import CloneFiles
 from parwrap.files.rank_zero import RankZeroFiles
 from parwrap.group import Group
 from parwrap.loop import Loop
 from parwrap.meetings import END
-from parwrap.strategies.bypasses import Bypasses
+from parwrap.options import Options
 from parwrap.strategies.counts import Counts
-from parwrap.strategies.ddp import DDP
-from parwrap.strategies.in_step import InStep
+from parwrap.strategies.named import strategy_of
 from parwrap.strategies.reducer import Reducer
 from parwrap.strategies.single import Single
 from parwrap.strategies.small_batches import warn_of_small_batches
+from parwrap.strategies.strategy import Strategy
 from parwrap.streams import Streams, get_state, seed_all, set_state
 from parwrap.verbs import acting
 from parwrap.voices import Voice, Voices
@@ -64,6 +63,8 @@ class distributed(ScopeDecorator):
             batch is that much larger. ``param_groups`` and schedules are not touched.
         loss: ``"mean"`` or ``"sum"``, over the samples of a batch, where parts of different size are averaged; a sum is summed over the
             ranks with ``batch="global"``.
+        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"none"`` has each rank train a model of its
+            own, on all of the data.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
         timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
         hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
@@ -82,6 +83,7 @@ class distributed(ScopeDecorator):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self._given, self._options = options, Options(**options)
+        strategy_of(self._options)
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
@@ -110,7 +112,7 @@ class Parts(NamedTuple):
 
     group: Group
     loop: Loop
-    strategy: DDP
+    strategy: Strategy
     counts: Counts
     loaders: Loaders
 
@@ -118,6 +120,12 @@ class Parts(NamedTuple):
 def parts() -> Parts | None:
     """Those of the function that runs; ``None`` on one rank, and where the script distributes itself."""
     return None if _session is None else _session.parts
+
+
+def trains_apart() -> bool:
+    """Whether every rank trains a model of its own in the function that runs."""
+    strategy = _session.strategy if _session else None
+    return strategy is not None and strategy.together is None
 
 
 def loaders_read() -> Loaders | None:
@@ -142,6 +150,7 @@ def _opened(options: Options, module: str | None, hidden: Iterable[str] = ()) ->
         return
     with ExitStack() as grouped:
         group = outer or grouped.enter_context(groups.opened(read_world(os.environ), options.backend, options.patience))
+        group = grouped.enter_context(strategy_of(options).joining(group, options))
         _session = _Session(group, options, leave_group=grouped.close)
         try:
             with _session.patched(module, hidden), _session.met():
@@ -162,12 +171,12 @@ class _Session:
     def __init__(self, group: Group | None, options: Options, leave_group: Callable[[], None]) -> None:
         self._group, self._options, self._leave_group = group, options, leave_group
         self._loop = Loop()
+        self.strategy: Strategy | None = None
         self._streams = Streams(group.world.rank if group else 0)
         self._data: TrainingData | None = None
         self._announced = self._aside = False
         self.parts: Parts | None = None
         self.loaders: Loaders | None = None
-        self._left_together: Callable[[], None] = lambda: None
         self._undo = ExitStack()
 
     @contextmanager
@@ -199,7 +208,7 @@ class _Session:
     def _leave(self, group: Group) -> None:
         if groups.current() is group and not self._aside:
             group.meetings.wait(END, place="")
-            self._left_together()
+            self.strategy.leave()  # type: ignore[union-attr]
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:
@@ -210,10 +219,16 @@ class _Session:
                 f"backend={given['backend']!r} cannot be had: the process group is open already, with {self._group.backend!r}. "
                 "Give the backend to the outermost parwrap.distributed or to parwrap.run."
             )
+        after = replace(before, **given)
+        if strategy_of(after) is not strategy_of(before):
+            raise UsageError(
+                f"strategy={after.strategy!r} cannot be had inside of strategy={before.strategy!r}: give it to the outermost "
+                "parwrap.distributed or to parwrap.run."
+            )
         if given.get("seed") not in (None, before.seed):
             with self._streams.shared():
                 seed_all(given["seed"])
-        self._options = replace(before, **given)
+        self._options = after
         # where learning rates stayed as they are, nobody is on the verb
         adjusts = self._group is not None and before.lr == "keep" != self._options.lr
         try:
@@ -226,7 +241,7 @@ class _Session:
         """The script distributes itself: take everything off and let it."""
         if isinstance(instance, Reducer):
             return
-        self._aside, self.parts, self.loaders = True, None, None
+        self._aside, self.parts, self.loaders, self.strategy = True, None, None, None
         self._undo.close()
         if instance is None:
             self._leave_group()
@@ -238,6 +253,7 @@ class _Session:
         if group is not None:
             group.meetings.begin()
             self._undo.callback(group.meetings.begin)
+            self.strategy = strategy_of(self._options)(group, loop, lambda: self._options)
         if self._options.seed is not None:
             seed_all(self._options.seed)
         elif group is not None:
@@ -246,21 +262,25 @@ class _Session:
         if group is not None or self._options.batch == "global":
             loop.changed = self._changed
             self._undo.callback(self._stop)
-        self.loaders = Loaders(group, loop, self._streams, self._sharing, self.began)
-        if group is None:
+        together = self.strategy.together if self.strategy else None
+        self.loaders = Loaders(together, loop, self._streams, self._sharing, self.began)
+        if group is None or self.strategy is None:
             return [loop, self.loaders, *([Single(loop)] if self._options.batch == "global" else []), Voice()]
-        voices, ddp = Voices(group.world.rank), DDP(group, loop, self._ddp_options)
-        self.parts = Parts(group, loop, ddp, Counts(group, loop), self.loaders)
-        pipelines = Pipelines(group, loop, self._streams, lambda: self._options.batch == "global", self.began)
-        files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
+        voices = Voices(group.world.rank)
         self._undo.enter_context(voices.silenced())
-        self._undo.callback(ddp.close)
-        self._left_together = ddp.leave
-        self._undo.callback(files.close)
+        self._undo.callback(self.strategy.close)
         self._undo.enter_context(watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after))
+        shared = [] if together is None else self._shared(together, self.strategy, self.loaders)
+        return [loop, self.loaders, *shared, *self.strategy.actors(), voices, self]
+
+    def _shared(self, group: Group, strategy: Strategy, loaders: Loaders) -> list[Any]:
+        """The actors by which ranks that train one model share out the rest."""
+        self.parts = Parts(group, self._loop, strategy, Counts(group, self._loop), loaders)
+        files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
+        self._undo.callback(files.close)
         if self._options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
-        return [loop, self.loaders, pipelines, ddp, InStep(group, loop), Bypasses(group, loop), voices, files, self]
+        return [Pipelines(group, self._loop, self._streams, lambda: self._options.batch == "global", self.began), files]
 
     def _sharing(self) -> Sharing:
         return Sharing(self._options.batch, self._options.uneven, self._options.loss)
@@ -278,14 +298,6 @@ class _Session:
         if self._loop.backwards and not self._announced:
             self._announce()
 
-    def _ddp_options(self) -> dict[str, Any]:
-        # given 25, DDP would make the first bucket as large as the others; left to its default, it starts to send at 1 MB
-        capacity = self._options.bucket_cap_mb
-        return {
-            "bucket_cap_mb": None if capacity == Options.bucket_cap_mb else capacity,
-            "gradient_as_bucket_view": self._options.gradient_as_bucket_view,
-        }
-
     def began(self, data: TrainingData) -> None:
         self._data = self._data or data
 
@@ -293,10 +305,10 @@ class _Session:
         """The one line at the start of training."""
         self._announced = True
         group, data = self._group, self._data
-        if group is None or group.world.rank > 0:
+        if group is None or self.strategy is None or group.world.rank > 0:
             return
         size, seed = group.world.size, self._streams.seed()
-        facts = [f"{size} ranks", f"{group.backend} on {group.device}", "ddp"]
+        facts = [f"{size} ranks", f"{group.backend} on {group.device}", self.strategy.described()]
         if data is None:
             facts.append("no DataLoader was shared out: every rank trains on the same data")
         else:

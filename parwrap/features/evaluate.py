@@ -79,7 +79,7 @@ class evaluate(ScopeDecorator):
     def around(self, function: Callable) -> Callable:
         @functools.wraps(function)
         def evaluated(*args: Any, **kwargs: Any) -> Any:
-            group = None if is_alone() else callers("evaluate")
+            group = None if is_alone() or distributed.trains_apart() else callers("evaluate")
             if group is None or group.world.size == 1:
                 return merged(self._reduce, [Part(function(*args, **kwargs), [])])
             return _evaluated(group, self._reduce, function, args, kwargs)

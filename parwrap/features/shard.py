@@ -13,8 +13,8 @@ from parwrap.data.iterables import Pick
 from parwrap.data.sharing import OwnPart, replicated
 from parwrap.errors import UsageError
 from parwrap.features.distributed import shared_out
-from parwrap.features.options import CHOICES
 from parwrap.group import rank, world_size
+from parwrap.options import CHOICES
 
 __all__ = ["replicate", "shard"]
 

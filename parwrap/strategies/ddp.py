@@ -20,12 +20,17 @@ from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
 from parwrap.mailbox import Meeting
 from parwrap.meetings import BACKWARD, FIRST_BACKWARD, THEN_AVERAGED
+from parwrap.options import Options
 from parwrap.sites import call_site, location, trail, worth_a_look
 from parwrap.strategies.agreement import View, described, refuse_different_parameters
 from parwrap.strategies.averager import Averager
 from parwrap.strategies.averagers import Averagers
+from parwrap.strategies.bypasses import Bypasses
 from parwrap.strategies.graph import reached, reenters, sparsely_used
+from parwrap.strategies.in_step import InStep
+from parwrap.strategies.reducer import reducer_options
 from parwrap.strategies.share import Share
+from parwrap.strategies.strategy import Strategy
 from parwrap.verbs.backward import Backward
 
 __all__ = ["DDP"]
@@ -68,23 +73,16 @@ class _Site:
     remakes: bool = False
 
 
-class DDP:
-    """Averages gradients over the ranks of ``group``.
+class DDP(Strategy):
+    """Averages gradients over the ranks of ``group``."""
 
-    Args:
-        group: the process group.
-        loop: what the training loop has done so far.
-        options: gives what ``DistributedDataParallel`` shall get, such as ``bucket_cap_mb``.
+    OPTIONS = ("bucket_cap_mb", "gradient_as_bucket_view")
 
-    Attributes:
-        share: called for what this rank gives to a backward of others, while it does not call one itself.
-    """
-
-    def __init__(self, group: Group, loop: Loop, options: Callable[[], dict[str, Any]]) -> None:
-        self.share: Callable[[], Share] = Share
-        self._group, self._meetings, self._loop = group, group.meetings, loop
+    def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
+        super().__init__(group, loop, options)
+        self._meetings = group.meetings
         self._sites: dict[tuple, _Site] = {}
-        self._averagers = Averagers(group, loop, options)
+        self._averagers = Averagers(group, loop, lambda: reducer_options(options()))
         self._strays: dict[int, torch.Tensor] = {}
         self._armed: Averager | None = None
         self._watched: list[torch.utils.hooks.RemovableHandle] = []
@@ -95,6 +93,9 @@ class DDP:
         self._meetings.answer(FIRST_BACKWARD, self._answer_first)
         self._meetings.answer(BACKWARD, lambda number, present: self._answer(number, Averager.answer))
         self._meetings.answer(THEN_AVERAGED, lambda number, present: self._answer(number, Averager.answer_then_average))
+
+    def actors(self) -> list[Any]:
+        return [self, InStep(self._group, self._loop), Bypasses(self._group, self._loop)]
 
     def backward(self, call: Backward) -> None:
         """Run ``call`` and average what it leaves in the gradients."""

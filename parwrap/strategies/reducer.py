@@ -12,7 +12,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Reducer"]
+from parwrap.options import Options
+
+__all__ = ["Reducer", "reducer_options"]
+
+
+def reducer_options(options: Options) -> dict[str, Any]:
+    """What ``DistributedDataParallel`` is given, of the options of a distributed function."""
+    # given 25, DDP would make the first bucket as large as the others; left to its default, it starts to send at 1 MB
+    capacity = None if options.bucket_cap_mb == Options.bucket_cap_mb else options.bucket_cap_mb
+    return {"bucket_cap_mb": capacity, "gradient_as_bucket_view": options.gradient_as_bucket_view}
 
 
 class Reducer(DistributedDataParallel):

@@ -132,7 +132,7 @@ def test_another_backend_inside_is_refused():
     ("options", "text"),
     [
         ({"bach": "global"}, "parwrap.distributed has no option 'bach'; did you mean 'batch'?"),
-        ({"zzz": 1}, "has no option 'zzz'; it takes backend, seed, batch, uneven, lr, loss, bucket_cap_mb, timeout"),
+        ({"zzz": 1}, "has no option 'zzz'; it takes backend, seed, batch, uneven, lr, loss, strategy, bucket_cap_mb, timeout"),
         ({"batch": "split"}, "batch='split' is not one of its values. 'per_rank': each rank takes batches of"),
         ({"uneven": "fill"}, "uneven='fill' is not one of its values. 'pad': samples are taken again .*; 'drop': .*; 'join': every sample"),
         ({"lr": "square"}, "lr='square' is not one of its values. 'keep': learning rates stay as they are; 'linear': .*; 'sqrt': "),

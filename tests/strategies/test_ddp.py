@@ -16,6 +16,7 @@ import parwrap
 from parwrap.errors import RankMismatchError
 from parwrap.group import current
 from parwrap.loop import Loop
+from parwrap.options import Options
 from parwrap.strategies.ddp import DDP
 from parwrap.streams import seed_all
 
@@ -401,7 +402,7 @@ def test_ddp_lets_go_of_the_parameters():
     weight = nn.Parameter(torch.ones(3))
     with parwrap.distributed():
         optimizer = torch.optim.SGD([weight], lr=0.1)
-        strategy = DDP(current(), Loop(), dict)
+        strategy = DDP(current(), Loop(), Options)
         from parwrap.verbs.backward import Backward
 
         strategy.backward(Backward(((weight * 2).sum(),), (None,), {}, torch.autograd.backward.__wrapped__))
@@ -473,7 +474,7 @@ def test_parameters_put_into_a_group_by_hand_are_averaged():
 @pytest.mark.ranks(2)
 def test_each_set_of_parameters_has_one_ddp_however_many_call_sites():
     weight, loop = nn.Parameter(torch.ones(3)), Loop()
-    strategy = DDP(current(), loop, dict)
+    strategy = DDP(current(), loop, Options)
     optimizer = torch.optim.SGD([weight])
     loop.own_parameters(optimizer)
     from parwrap.verbs.backward import Backward

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from parwrap.errors import UsageError
 
-__all__ = ["CHOICES", "Options"]
+__all__ = ["CHOICES", "OF_STRATEGIES", "Options"]
 
 CHOICES = {
     "batch": {
@@ -28,7 +28,14 @@ CHOICES = {
         "sqrt": "they are multiplied by its square root",
     },
     "loss": {"mean": "the loss is an average over the batch", "sum": "the loss is a sum over the batch"},
+    "strategy": {
+        "ddp": "gradients are averaged in every backward",
+        "none": "nothing is averaged, and every rank trains a model of its own on all of the data",
+    },
 }
+
+OF_STRATEGIES = ("bucket_cap_mb", "gradient_as_bucket_view")
+"""The options that not every strategy has."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class Options:
     uneven: str = "pad"
     lr: str = "keep"
     loss: str = "mean"
+    strategy: str = "ddp"
     bucket_cap_mb: float = 25
     timeout: float | timedelta | None = None
     gradient_as_bucket_view: bool = False

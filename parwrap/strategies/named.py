@@ -1,0 +1,35 @@
+"""Which class a strategy's name stands for, loaded when it is asked for, and which options belong to it."""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+
+from parwrap.errors import UsageError
+from parwrap.options import CHOICES, OF_STRATEGIES, Options
+from parwrap.strategies.strategy import Strategy
+
+__all__ = ["strategy_of"]
+
+HOMES = {
+    "ddp": "parwrap.strategies.ddp:DDP",
+    "none": "parwrap.strategies.none:NoStrategy",
+}
+
+
+def strategy_of(options: Options) -> type[Strategy]:
+    """The strategy that ``options`` ask for.
+
+    Raises:
+        UsageError: it does not go together with another option.
+    """
+    chosen: type[Strategy] = resolve_name(HOMES[options.strategy])
+    for name in OF_STRATEGIES:
+        value = getattr(options, name)
+        if name not in chosen.OPTIONS and value != getattr(Options, name):
+            having = [repr(each) for each in CHOICES["strategy"] if name in resolve_name(HOMES[each]).OPTIONS]
+            raise UsageError(
+                f"{name}={value!r} has nothing to act on with strategy={options.strategy!r}: leave it out, or choose a strategy that has "
+                f"it, {' or '.join(having)}."
+            )
+    chosen.check(options)
+    return chosen

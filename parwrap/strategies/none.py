@@ -1,0 +1,39 @@
+"""No strategy: every rank trains a model of its own on all of the data, as in a sweep over seeds or learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from parwrap.errors import UsageError
+from parwrap.group import Group
+from parwrap.loop import Loop
+from parwrap.options import Options
+from parwrap.strategies.single import Single
+from parwrap.strategies.strategy import Strategy
+from parwrap.verbs.backward import Backward
+
+__all__ = ["NoStrategy"]
+
+
+class NoStrategy(Strategy):
+    """Averages nothing and shares out nothing; every rank has its own files."""
+
+    def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
+        super().__init__(group, loop, options)
+        self.together = None
+        self._single = Single(loop)
+
+    @classmethod
+    def check(cls, options: Options) -> None:
+        for name in ("batch", "uneven", "lr", "loss"):
+            if (value := getattr(options, name)) != getattr(Options, name):
+                raise UsageError(
+                    f"{name}={value!r} says how ranks share a batch, and with strategy='none' each has all data: leave one of them out."
+                )
+
+    def backward(self, call: Backward) -> None:
+        """Run ``call`` as it is."""
+        self._single.backward(call)
+
+    def described(self) -> str:
+        return "strategy none: gradients are not averaged, every rank trains a model of its own"
