@@ -53,7 +53,7 @@ class data_parallel(ActingDecorator):
             raise UsageError(f"gather={gather!r} is not one of its values: True puts outputs together, False leaves them on their devices.")
         if loss not in ("mean", "sum"):
             raise UsageError(
-                f"loss={loss!r} is not one of its values: what a number that the model returns is over the samples, 'mean' or 'sum'."
+                f"loss={loss!r} is not one of its values: numbers that a model returns are a 'mean' over the samples or a 'sum'."
             )
         self._device_ids = None if device_ids is None else _devices(device_ids)
         self._gather, self._loss = gather, loss

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.loss import _Loss
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from parwrap.sites import worth_a_look
 from parwrap.strategies.pieces import Pieces
 from parwrap.strategies.replica_threads import run_together, undivided
 from parwrap.strategies.replicas import replicas
-from parwrap.strategies.scattering import cut, why_not
+from parwrap.strategies.scattering import cut, leaves_of, why_not
 
 __all__ = ["Criteria", "is_criterion"]
 
@@ -33,7 +33,7 @@ def is_criterion(module: nn.Module, given: Any) -> bool:
     """Whether ``module`` is a loss, which takes what a model has returned: by its class, its name, or what it is given."""
     if isinstance(module, _Loss) or type(module).__name__.lower().endswith(("loss", "criterion")):
         return True
-    return next(module.parameters(), None) is None and any(isinstance(leaf, Pieces) for leaf in tree_leaves(given))
+    return next(module.parameters(), None) is None and any(isinstance(leaf, Pieces) for leaf in leaves_of(given))
 
 
 @dataclass
@@ -52,13 +52,13 @@ class Criteria:
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
         """The loss ``module`` of what may be in pieces."""
-        pieces = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Pieces)]
+        pieces = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Pieces)]
         if not pieces or type(module).__module__.startswith("torch.nn."):  # whose functions take pieces themselves
             with undivided():
                 return run(*args, **kwargs)
         known = self._known.setdefault(module, _Known())
         sizes = pieces[0].sizes
-        if known.kind is None or not all(each.fits(sizes) for each in pieces) or why_not(tree_leaves((args, kwargs)), sum(sizes)):
+        if known.kind is None or not all(each.fits(sizes) for each in pieces) or why_not(leaves_of((args, kwargs)), sum(sizes)):
             return self._whole(args, kwargs, run)
         known.calls += 1
         if not worth_a_look(known.calls):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from parwrap import group as groups
 from parwrap.errors import UsageError
@@ -22,12 +21,9 @@ from parwrap.strategies.criteria import Criteria, is_criterion
 from parwrap.strategies.pieces import Pieces, in_whole
 from parwrap.strategies.replica_threads import is_undivided, run_together, undivided
 from parwrap.strategies.replicas import replicas
-from parwrap.strategies.scattering import cut, merged, rows_of, sizes_of, why_not
+from parwrap.strategies.scattering import cut, leaves_of, merged, rows_of, sizes_of, why_not
 
 __all__ = ["DataParallel", "refuse_ranks"]
-
-WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-"""What is around a model and deals with devices itself."""
 
 
 class DataParallel:
@@ -49,6 +45,9 @@ class DataParallel:
         """Run the call of ``module``: on several devices if it is called from outside of any other, and has parameters."""
         if is_undivided() or _is_aside(module):
             return run(*args, **kwargs)
+        if isinstance(module, nn.parallel.DistributedDataParallel):  # the script deals with devices itself
+            with undivided():
+                return run(*args, **kwargs)
         if is_criterion(module, (args, kwargs)):
             return self._criteria.call(module, args, kwargs, run)
         if next(module.parameters(), None) is None:
@@ -61,15 +60,17 @@ class DataParallel:
             if self._asked and len(self._devices) > 1:
                 refuse_ranks(self._devices, groups.world_size())
             return run(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         rows = rows_of(leaves)
         sizes = sizes_of(rows, len(self._devices))
-        if len(sizes) < 2 or any(is_lazy(p) for p in module.parameters()):  # whose shapes the first batch tells
+        if len(self._devices) < 2 or any(is_lazy(p) for p in module.parameters()):  # whose shapes the first batch tells
             return run(*args, **kwargs)
         self._check_device(module)
         reason = _why_whole(module) or why_not(leaves, rows)
         if reason is not None:
             self._say_once(module, reason)
+            return run(*args, **kwargs)
+        if len(sizes) < 2:
             return run(*args, **kwargs)
         return self._divided(module, args, kwargs, run, sizes)
 
@@ -112,9 +113,9 @@ def refuse_ranks(devices: Sequence[torch.device], ranks: int) -> None:
 
 
 def _is_aside(module: nn.Module) -> bool:
-    """Whether a call is none of a script's own forward on real tensors, or one that deals with devices itself."""
+    """Whether a call is one of a replica, or of a model that torch computes again, traces or transforms."""
     return (
-        isinstance(module, WRAPPERS)
+        isinstance(module, nn.DataParallel)  # which calls its own replicas, or the model
         or getattr(module, "_is_replica", False)
         or torch._C._current_graph_task_id() != -1  # a checkpoint computes its part again
         or torch._C._get_tracing_state() is not None
@@ -126,7 +127,7 @@ def _why_whole(module: nn.Module) -> str | None:
     """Why ``module`` cannot have replicas, or their outputs not be those of the whole."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is compiled by TorchScript"
-    if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+    if "_orig_mod" in module._modules or module._compiled_call_impl is not None:  # torch._dynamo takes seconds to load
         return "it is compiled; compile the parts of it instead"
     if getattr(module, "batch_first", True) is False:
         return "its batch is not the first dimension (batch_first=False)"

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel._functions import Gather
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parwrap.errors import UsageError
 from parwrap.strategies.replica_threads import run_together
 
 __all__ = ["Pieces", "are_different_gpus", "in_whole"]
@@ -36,6 +37,7 @@ class Pieces(torch.Tensor):
 
     pieces: tuple[torch.Tensor, ...]
     _whole: torch.Tensor | None
+    _was_taken: bool
 
     @staticmethod
     def __new__(cls, pieces: Sequence[torch.Tensor]) -> Pieces:
@@ -43,7 +45,7 @@ class Pieces(torch.Tensor):
         shape = (sum(len(piece) for piece in pieces), *first.shape[1:])
         flows = any(piece.requires_grad for piece in pieces)
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device, requires_grad=flows)
-        made.pieces, made._whole = tuple(pieces), None
+        made.pieces, made._whole, made._was_taken = tuple(pieces), None, False
         return made
 
     @property
@@ -61,6 +63,11 @@ class Pieces(torch.Tensor):
         """How many rows each piece has."""
         return [len(piece) for piece in self.pieces]
 
+    def taken(self) -> tuple[torch.Tensor, ...]:
+        """The pieces, for something whose gradients come to them and not to the whole."""
+        self._was_taken = True
+        return self.pieces
+
     def whole(self) -> torch.Tensor:
         """It, on the first device."""
         if self._whole is None:
@@ -73,6 +80,11 @@ class Pieces(torch.Tensor):
         if function in _ASKS_FOR_NO_NUMBERS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
+        if function in _WATCHES_GRADIENTS and args[0]._was_taken:
+            raise UsageError(
+                f"{function.__name__} on the outputs of a model comes after their loss, whose gradients go to the pieces of them that "
+                "parwrap.data_parallel(gather=False) has left on their devices: call it before the loss, or leave gather=False out."
+            )
         if function in _LOSSES and all(each.is_in_pieces for each in tree_leaves((args, kwargs)) if isinstance(each, Pieces)):
             loss = _LOSSES[function](function, inspect.signature(function).bind(*args, **kwargs).arguments)
             if loss is not None:
@@ -90,6 +102,9 @@ _ASKS_FOR_NO_NUMBERS = {
     *(getattr(torch.Tensor, name).__get__ for name in _FIELDS),
     *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.__len__, torch.Tensor.numel, torch.Tensor.is_floating_point),
 }
+
+
+_WATCHES_GRADIENTS = {torch.Tensor.retain_grad, torch.Tensor.register_hook}
 
 
 def _mean_of_elements(function: Callable, given: dict[str, Any]) -> torch.Tensor | None:
@@ -157,7 +172,7 @@ def _plain(given: dict[str, Any], *taken: str) -> bool:
 
 def _on_each(function: Callable, given: dict[str, Any], cast: Callable | None = None) -> list[torch.Tensor]:
     """What ``function`` gives for each piece of its input, with those of the target that belong to it."""
-    pieces = given["input"].pieces
+    pieces = given["input"].taken()
     calls = []
     for piece, label in zip(pieces, _like(given["target"], given["input"]), strict=True):
         own = {name: each.to(piece.device) if isinstance(each, torch.Tensor) else each for name, each in given.items() if name not in _CUT}
@@ -172,7 +187,7 @@ _CUT = ("input", "target")
 def _like(target: torch.Tensor, input: Pieces) -> Sequence[torch.Tensor]:
     """The pieces of ``target`` that belong to those of ``input``."""
     if isinstance(target, Pieces):
-        return target.pieces
+        return target.taken()
     return [part.to(piece.device) for part, piece in zip(target.split(input.sizes), input.pieces, strict=True)]
 
 

@@ -14,12 +14,22 @@ from typing import Any
 import torch
 from torch.nn.parallel._functions import Scatter
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from parwrap.errors import UsageError
 from parwrap.strategies.pieces import Pieces, are_different_gpus
 
-__all__ = ["cut", "merged", "rows_of", "sizes_of", "why_not"]
+__all__ = ["cut", "leaves_of", "merged", "rows_of", "sizes_of", "why_not"]
+
+
+def leaves_of(values: Any) -> list[Any]:
+    """What is in nested ``values``."""
+    return tree_leaves(values, is_leaf=_is_packed)
+
+
+def _is_packed(value: Any) -> bool:
+    """Whether it is a batch in another form, which torch would take for a tuple of tensors."""
+    return isinstance(value, PackedSequence)
 
 
 def rows_of(leaves: Iterable[Any]) -> int:
@@ -47,9 +57,9 @@ def why_not(leaves: Iterable[Any], rows: int) -> str | None:
         if isinstance(leaf, torch.Tensor):
             if leaf.layout is not torch.strided or leaf.is_nested:
                 return "it is given a tensor that is sparse or nested"
-            if leaf.dim() and leaf.size(0) not in (1, rows):
+            if leaf.dim() and rows > 1 and leaf.size(0) not in (1, rows):
                 return f"it is given tensors of {rows} and of {leaf.size(0)} rows, so that the samples are not to be told"
-        elif isinstance(leaf, PackedSequence) or _holds_tensors(leaf):
+        elif _is_packed(leaf) or _holds_tensors(leaf):
             return f"it is given a {type(leaf).__name__}, which holds tensors of its own"
     return None
 
@@ -64,7 +74,7 @@ def cut(values: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> l
 
     Tensors on the first of ``devices`` are moved to the part's; those elsewhere, as lengths on the CPU, stay where they are.
     """
-    leaves, structure = tree_flatten(values)
+    leaves, structure = tree_flatten(values, is_leaf=_is_packed)
     parts = [_cut(leaf, sizes, devices) for leaf in leaves]
     return [tree_unflatten([part[number] for part in parts], structure) for number in range(len(sizes))]
 
@@ -74,7 +84,7 @@ def _cut(leaf: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> Se
         return [leaf] * len(sizes)
     places = [device if leaf.device == devices[0] else leaf.device for device in devices]
     if isinstance(leaf, Pieces) and leaf.fits(sizes, devices):
-        return leaf.pieces
+        return leaf.taken()
     if leaf.dim() == 0 or leaf.size(0) != sum(sizes):
         return [leaf.to(place) for place in places]
     if are_different_gpus(places):
@@ -100,7 +110,7 @@ def merged(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float
     Raises:
         UsageError: they cannot be put together.
     """
-    flattened = [tree_flatten(output) for output in outputs]
+    flattened = [tree_flatten(output, is_leaf=_is_packed) for output in outputs]
     _, structure = flattened[0]
     for _, other in flattened:
         if other != structure:
