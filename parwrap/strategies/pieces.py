@@ -71,7 +71,9 @@ class Pieces(torch.Tensor):
     def whole(self) -> torch.Tensor:
         """It, on the first device."""
         if self._whole is None:
-            self._whole = in_whole(self.pieces)
+            # in the modes that the model ran in: who looks first may do so under no_grad
+            with torch.inference_mode(self.pieces[0].is_inference()), torch.set_grad_enabled(self.requires_grad):
+                self._whole = in_whole(self.pieces)
         return self._whole
 
     @classmethod

@@ -141,6 +141,17 @@ def test_a_copy_and_what_is_saved_is_a_plain_tensor(tmp_path):
     assert torch.equal(LOGITS, copy.deepcopy(in_pieces(LOGITS)))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_look_without_gradients_does_not_take_them_from_the_loss(mode):
+    leaf = LOGITS.clone().requires_grad_()
+    pieces = in_pieces(leaf * 1)
+    with mode():
+        assert torch.equal(LOGITS.argmax(1), pieces.argmax(1))
+    F.mse_loss(pieces, CHANCES).backward()
+
+    assert torch.allclose(2 * (LOGITS - CHANCES) / 21, leaf.grad)
+
+
 @torch.inference_mode()
 def test_in_inference_mode_too():
     assert torch.equal(LOGITS.argmax(1), in_pieces(LOGITS * 1).argmax(1))
