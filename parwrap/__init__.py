@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     accumulate: Decorating
     amp: Decorating
+    data_parallel: Decorating
     distributed: Decorating
     evaluate: Decorating
     every_rank_writes: Decorating
@@ -35,6 +36,7 @@ _HOMES = {
     "parwrap.errors": ("LaunchError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
     "parwrap.features.accumulate": ("accumulate",),
     "parwrap.features.amp": ("amp", "amp_state"),
+    "parwrap.features.data_parallel": ("data_parallel",),
     "parwrap.features.distributed": ("distributed",),
     "parwrap.features.evaluate": ("evaluate",),
     "parwrap.features.every_rank": ("every_rank_writes",),
@@ -66,6 +68,7 @@ __all__ = [
     "any_rank",
     "barrier",
     "broadcast",
+    "data_parallel",
     "distributed",
     "evaluate",
     "every_rank_writes",

@@ -34,6 +34,14 @@ def add_feature_options(group: argparse._ArgumentGroup) -> None:
         help="Take an optimizer step every N batches; auto for a script that accumulates by hand.",
     )
     group.add_argument(
+        "--data-parallel",
+        "--data_parallel",
+        default=absent,
+        metavar="DEVICES",
+        type=_devices,
+        help="Run the model on several devices of one process: all, or a list such as 0,1 or cpu,cpu.",
+    )
+    group.add_argument(
         "--uniform-length",
         "--uniform_length",
         default=absent,
@@ -69,6 +77,8 @@ def features_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         features["sync_bn"] = {}
     if hasattr(arguments, "accumulate"):
         features["accumulate"] = {"steps": arguments.accumulate}
+    if hasattr(arguments, "data_parallel"):
+        features["data_parallel"] = {"device_ids": arguments.data_parallel}
     of_uniform_length = {name: getattr(arguments, name) for name in ("pad_value", "max_tokens") if hasattr(arguments, name)}
     if hasattr(arguments, "uniform_length"):
         features["uniform_length"] = of_uniform_length
@@ -87,6 +97,10 @@ def whole(text: str) -> int:
 
 def _steps(text: str) -> int | str:
     return text if text == "auto" else whole(text)
+
+
+def _devices(text: str) -> list[int | str] | None:
+    return None if text == "all" else [int(name) if name.isdecimal() else name for name in text.split(",")]
 
 
 def number(text: str) -> float:

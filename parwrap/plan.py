@@ -69,16 +69,17 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         LaunchError: what is asked for is not there: the script, the GPUs.
     """
     parser = _parser()
-    parser.set_defaults(
-        nproc_per_node=environ.get("PET_NPROC_PER_NODE", str(gpus or 1)),
-        start_method=environ.get("PET_START_METHOD", "forkserver"),
-    )
+    parser.set_defaults(nproc_per_node=None, start_method=environ.get("PET_START_METHOD", "forkserver"))
     arguments, unknown = parser.parse_known_args(with_amp_value(parser, argv))
     if unknown:
         raise UsageError(_unknown(unknown[0], [option for action in parser._actions for option in action.option_strings]))
     options = {name: getattr(arguments, name) for name in SCOPE_OPTIONS if hasattr(arguments, name)}
     nodes = _nodes(arguments)
-    ranks = _ranks(arguments.nproc_per_node, gpus, cores)
+    one_process = hasattr(arguments, "data_parallel")
+    asked = arguments.nproc_per_node or environ.get("PET_NPROC_PER_NODE", str(1 if one_process else gpus or 1))
+    ranks = _ranks(asked, gpus, cores)
+    if one_process and (ranks, nodes[-1]) != (1, 1):
+        raise UsageError("--data-parallel runs one process on several devices, and more ranks are asked for: leave one of them out.")
     if gpus and ranks > gpus and not arguments.plain and options.get("backend") != "gloo":
         raise LaunchError(
             f"--nproc-per-node {ranks} is more than the GPUs that torch can use here ({gpus}). "

@@ -47,6 +47,12 @@ def plan(*argv: str, gpus: int = 0, cores: int = 8, **environ: str) -> LaunchPla
             ["--accumulate", "4", "train.py", "--accumulate", "2"],
             Script("train.py", ("--accumulate", "2"), scope={}, features={"accumulate": {"steps": 4}}),
         ),
+        (
+            ["--data-parallel", "cpu,cpu", "train.py", "--data-parallel"],
+            Script("train.py", ("--data-parallel",), scope={}, features={"data_parallel": {"device_ids": ["cpu", "cpu"]}}),
+        ),
+        (["--data_parallel=0,cuda:1", "train.py"], Script("train.py", scope={}, features={"data_parallel": {"device_ids": [0, "cuda:1"]}})),
+        (["--data-parallel", "all", "train.py"], Script("train.py", scope={}, features={"data_parallel": {"device_ids": None}})),
         (["--uniform-length", "train.py"], Script("train.py", scope={}, features={"uniform_length": {}})),
         (
             ["--uniform_length", "--pad-value", "0", "--max-tokens=512", "train.py", "--max-tokens", "9"],
@@ -227,6 +233,18 @@ variables  as they are"""
             ["--pad-value", "0", "train.py"],
             "--pad-value has nothing to act on without --uniform-length: add it. The script's own options come after its name.",
         ),
+        (
+            ["--data-parallel", "cpu,cpu", "--nproc-per-node", "2", "train.py"],
+            "--data-parallel runs one process on several devices, and more ranks are asked for: leave one of them out.",
+        ),
+        (
+            ["--data-parallel", "all", "--nnodes", "2", "train.py"],
+            "--data-parallel runs one process on several devices, and more ranks are asked for: leave one of them out.",
+        ),
+        (
+            ["--data-parallel", "gpu", "train.py"],
+            "device_ids names 'gpu', which is no device: give numbers of GPUs, 'cuda:0' or 'cpu'.",
+        ),
         (["--uniform-length", "--max-tokens", "0", "train.py"], "max_tokens=0 is not a whole number above 0."),
         (["--no-python", "-m", "ls"], "--no-python runs a program and --module a Python module: leave one of them out."),
         (
@@ -327,3 +345,10 @@ def test_show_uniform_length():
 def test_options_of_the_scope_are_checked_by_the_scope():
     with pytest.raises(UsageError, match="batch='globe' is not one of its values"):
         plan("--batch", "globe", "train.py")
+
+
+def test_data_parallel_is_one_process_however_many_gpus_there_are():
+    planned = plan_launch(["--data-parallel", "all", "train.py"], {}, 4, 8)
+
+    assert (1, True) == (planned.ranks, planned.in_this_process)
+    assert "inside     parwrap.distributed() data_parallel(device_ids=None)" in describe(planned)

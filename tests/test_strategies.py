@@ -34,6 +34,11 @@ def test_digits_are_learnt_as_by_a_single_process(options):
     assert accuracy("--nproc-per-node", "2", *options) >= accuracy("--nproc-per-node", "1") - 0.01
 
 
+@pytest.mark.parametrize("options", [["--data-parallel", "cpu,cpu"]], ids=" ".join)
+def test_digits_are_learnt_by_one_process_on_several_devices(options):
+    assert accuracy(*options) >= accuracy("--nproc-per-node", "1") - 0.01
+
+
 FAILS = """
 import torch, parwrap
 model = torch.nn.Linear(1, 1)

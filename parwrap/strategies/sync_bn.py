@@ -19,6 +19,8 @@ from parwrap import group as groups
 from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
 from parwrap.strategies.batch_norm import BatchNorm
+from parwrap.strategies.replica_norm import shared_over_replicas
+from parwrap.strategies.replica_threads import Replica, current_replica
 from parwrap.strategies.sharing import Sharing, own_group, shared_among
 from parwrap.verbs.norm import Norm
 
@@ -40,7 +42,7 @@ class SyncBN:
         self._opened_for: Any = None
         self._sharing: Sharing | None = None
         self._process = os.getpid()
-        self._warned = False
+        self._warned = self._has_replicas = False
 
     def prepare(self) -> None:
         """Have everything ready if the ranks are together already."""
@@ -48,7 +50,14 @@ class SyncBN:
             self._open(group)
 
     def norm(self, call: Norm) -> torch.Tensor:
-        """The normalization ``call`` by the statistics of all ranks' parts of the batch, if it is by those of a batch."""
+        """The normalization ``call`` by the statistics of all ranks' or replicas' parts of the batch, if it is by those of a batch."""
+        if call.training and call.eps > 0 and (replica := current_replica()) is not None:
+            return self._over_replicas(call, replica)
+        if self._has_replicas and torch._C._current_graph_task_id() != -1:
+            raise UsageError(
+                "a batch norm inside of a checkpoint is computed again in the backward, where the replicas of parwrap.data_parallel cannot "
+                "meet to share it: leave @parwrap.sync_bn out, or do not checkpoint that part."
+            )
         if not call.training or call.eps <= 0 or is_alone() or os.getpid() != self._process or self._reads_whole():
             return call.run()
         together = groups.current() or (dist.group.WORLD if dist.is_initialized() else None)
@@ -60,6 +69,17 @@ class SyncBN:
             return call.run()
         layer = self._sharing.layer(call)
         return BatchNorm.apply(layer, call.input, call.weight, call.bias, call.running_mean, call.running_var, call.momentum, call.eps)
+
+    def _over_replicas(self, call: Norm, replica: Replica) -> torch.Tensor:
+        if self._process_group is not None or self._group_size is not None:
+            raise UsageError(
+                "inside of parwrap.data_parallel, parwrap.sync_bn shares among all replicas, and process_group and group_size are of "
+                "ranks: leave them out."
+            )
+        if not self._is_plain(call):
+            return call.run()
+        self._has_replicas = True
+        return shared_over_replicas(call, replica)
 
     def _open(self, together: Any) -> None:
         """Find out who shares with whom in ``together``: parwrap's group, or torch's where the user's own code has started it."""

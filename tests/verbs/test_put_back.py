@@ -167,6 +167,16 @@ def test_after_uniform_length(fails):
     assert [] == changed(before)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_data_parallel(fails):
+    train()
+    before = everything()
+    with contextlib.suppress(KeyError):
+        assert not hooks_on(parwrap.data_parallel(device_ids=["cpu"] * 2, gather=False)(parwrap.sync_bn(train))(fails=fails))
+
+    assert [] == changed(before)
+
+
 @pytest.mark.ranks(2)
 def test_after_nested_blocks():
     train()

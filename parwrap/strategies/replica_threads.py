@@ -1,0 +1,239 @@
+"""Replicas of one module that run at the same time, a thread each: the modes that go along, the errors that come back, and meetings.
+
+A meeting is for what replicas compute together in the midst of a forward. None waits for one that has failed or is through. What the
+replicas are, and what they are called with, is left to others.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from parwrap.errors import UsageError
+
+__all__ = ["Replica", "current_replica", "is_undivided", "run_together", "undivided"]
+
+_here = threading.local()
+
+
+class Replica:
+    """One of several replicas that run now.
+
+    Attributes:
+        index: its number, from 0.
+        device: where it runs.
+        module: what it runs.
+        names: of its layers by the ids of tensors in them, once somebody has looked.
+    """
+
+    def __init__(self, team: _Team, index: int, module: nn.Module | None) -> None:
+        self.index, self.device, self.module = index, team.devices[index], module
+        self.names: dict[int, str] | None = None
+        self._team, self._met = team, 0
+
+    def meet(self, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
+        """What ``merge`` makes of the values of all replicas, in their order; the last one that comes calls it.
+
+        Args:
+            what: what they meet for, the same in all.
+            value: this replica's own.
+            merge: what becomes of them; if it raises, it does so in all.
+
+        Raises:
+            UsageError: another replica meets for something else, or will not come.
+        """
+        self._met += 1
+        return self._team.meet(self, self._met - 1, what, value, merge)
+
+    def __str__(self) -> str:
+        return f"replica {self.index} on {self.device}"
+
+
+class _Abandoned(Exception):
+    """Raised in a replica that waits for one that has failed; nobody gets to see it."""
+
+
+class _Meeting:
+    def __init__(self) -> None:
+        self.came: dict[int, tuple[str, Any]] = {}
+        self.over = False
+        self.result: Any = None
+        self.error: Exception | None = None
+
+
+class _Team:
+    """The replicas of one call."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = devices
+        self.results: list[Any] = [None] * len(devices)
+        self.errors: dict[int, BaseException] = {}
+        self._through: set[int] = set()
+        self._failed = False
+        self._meetings: list[_Meeting] = []
+        self._news = threading.Condition()
+
+    def run(self, replica: Replica, call: Callable[[], Any], modes: AbstractContextManager) -> None:
+        """What the thread of a replica does."""
+        _here.replica = replica
+        try:
+            with modes:
+                self.results[replica.index] = call()
+        except _Abandoned:
+            self.stop()
+        except BaseException as error:
+            # shown below the traceback; the error keeps its own type, which may not be built from a text
+            error.__notes__ = [*getattr(error, "__notes__", []), f"in {replica} (parwrap.data_parallel)"]  # type: ignore[attr-defined]
+            self.errors[replica.index] = error
+            self.stop()
+        else:
+            with self._news:
+                self._through.add(replica.index)
+                self._news.notify_all()
+
+    def stop(self) -> None:
+        """Nobody is to wait for others any more."""
+        with self._news:
+            self._failed = True
+            self._news.notify_all()
+
+    def meet(self, replica: Replica, number: int, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
+        with self._news:
+            if len(self._meetings) == number:
+                self._meetings.append(_Meeting())
+            meeting = self._meetings[number]
+            meeting.came[replica.index] = what, value
+            if len(meeting.came) == len(self.devices):
+                self._hold(meeting, merge)
+                self._news.notify_all()
+            else:
+                self._news.wait_for(lambda: meeting.over or self._failed or bool(self._through - meeting.came.keys()))
+        if not meeting.over:
+            self._give_up(replica, what)
+        if meeting.error is not None:
+            raise meeting.error
+        return meeting.result
+
+    def _hold(self, meeting: _Meeting, merge: Callable[[list[Any]], Any]) -> None:
+        meeting.over = True
+        came = sorted(meeting.came.items())
+        try:
+            (first, (what, _)), *others = came
+            for other, (whatelse, _) in others:
+                if whatelse != what:
+                    raise UsageError(
+                        f"replica {first} on {self.devices[first]} is in {what} while replica {other} on {self.devices[other]} is in "
+                        f"{whatelse}. {ADVICE}"
+                    )
+            meeting.result = merge([value for _, (_, value) in came])
+        except Exception as error:
+            meeting.error = error
+        meeting.came.clear()
+
+    def _give_up(self, replica: Replica, what: str) -> None:
+        if self._failed:
+            raise _Abandoned
+        gone = min(self._through)
+        raise UsageError(f"{replica} is in {what}, and replica {gone} on {self.devices[gone]} is through with its forward. {ADVICE}")
+
+
+ADVICE = "Have all replicas run the same layers in the same order, or leave parwrap.sync_bn out."
+
+
+def run_together(
+    devices: Sequence[torch.device], calls: Sequence[Callable[[], Any]], modules: Sequence[nn.Module | None] | None = None
+) -> list[Any]:
+    """The results of ``calls``, run in a thread each, as the calling thread would on the device that each is for.
+
+    Args:
+        devices: where each runs.
+        calls: what to run.
+        modules: whose replicas they are, for those that meet.
+
+    Raises:
+        BaseException: what was raised in the first replica that has failed.
+
+    >>> run_together([torch.device("cpu")] * 2, [lambda: current_replica().index, torch.is_grad_enabled])
+    [0, True]
+    """
+    team = _Team(devices)
+    modes = _modes(devices)
+    threads = []
+    for index, (call, module) in enumerate(zip(calls, modules or [None] * len(calls), strict=True)):
+        replica, context = Replica(team, index, module), contextvars.copy_context()
+        given = team.run, replica, call, modes(devices[index])
+        threads.append(threading.Thread(target=context.run, args=given, name=f"parwrap {replica}"))
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C
+        team.stop()
+        for thread in threads:
+            thread.join()
+        raise
+    if team.errors:
+        raise team.errors[min(team.errors)]
+    return team.results
+
+
+def current_replica() -> Replica | None:
+    """The one that runs in this thread, among several.
+
+    >>> current_replica() is None
+    True
+    """
+    return getattr(_here, "replica", None)
+
+
+def is_undivided() -> bool:
+    """Whether what this thread runs is a part of a call that is dealt with already."""
+    return current_replica() is not None or getattr(_here, "undivided", False)
+
+
+@contextmanager
+def undivided() -> Iterator[None]:
+    """While this is held, no call of this thread is divided."""
+    before, _here.undivided = getattr(_here, "undivided", False), True
+    try:
+        yield
+    finally:
+        _here.undivided = before
+
+
+def _modes(devices: Sequence[torch.device]) -> Callable[[torch.device], AbstractContextManager]:
+    """What makes a new thread compute as this one does: what torch keeps for each thread."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    # not by torch.autocast itself, which stands for the script's own to those that watch it
+    autocasts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    cached = torch.is_autocast_cache_enabled()
+    places = torch.get_default_device().type == "cuda"
+    gpus = list(dict.fromkeys(device for device in devices if device.type == "cuda"))
+    streams = [torch.cuda.current_stream(gpu) for gpu in gpus]
+
+    @contextmanager
+    def modes(device: torch.device) -> Iterator[None]:
+        with ExitStack() as entered:
+            if inference:
+                entered.enter_context(torch.inference_mode())
+            torch.set_grad_enabled(grad)
+            torch.set_autocast_cache_enabled(cached)
+            for kind, enabled, dtype in autocasts:
+                torch.set_autocast_enabled(kind, enabled)
+                torch.set_autocast_dtype(kind, dtype)
+            for stream in streams:
+                entered.enter_context(torch.cuda.stream(stream))
+            if device.type == "cuda":
+                entered.enter_context(torch.cuda.device(device))
+            if places:
+                entered.enter_context(device)
+            yield
+
+    return modes

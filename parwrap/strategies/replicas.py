@@ -1,0 +1,116 @@
+"""Replicas of a module on several devices: the module itself on the first, and copies whose gradients flow back to its parameters.
+
+Nothing that a forward changes in a copy outlives it; what it changes in the first replica, as the running statistics of a BatchNorm, is
+the module's own. torch's ``replicate`` serves only GPUs that differ, and gives parameters that no replica uses a gradient of zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["replicas"]
+
+SMALL = 2**18
+"""Tensors of at most so many elements are sent together, since each copy to another device takes a while to begin."""
+
+
+def replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+    """``module``, whose parameters and buffers are on the first of ``devices``, and a copy of it for each of the others.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> one, other = replicas(layer, [torch.device("cpu")] * 2)
+    >>> one is layer, other.weight is layer.weight, torch.equal(other.weight, layer.weight)
+    (True, False, True)
+    """
+    tensors = {id(t): t for each in module.modules() for t in (*each._parameters.values(), *each._buffers.values()) if t is not None}
+    flows = [t for t in tensors.values() if t.requires_grad and torch.is_grad_enabled()]
+    stays = [t for t in tensors.values() if not (t.requires_grad and torch.is_grad_enabled())]
+    given = [*flows, *stays]
+    with torch.no_grad():
+        still = _sent(stays, devices[1:])
+    flowing = _Copies.apply(devices[1:], *flows)
+    copies = [[*flowing[number * len(flows) : (number + 1) * len(flows)], *each] for number, each in enumerate(still)]
+    return [module, *(_copy(module, _by_id(given, each), device) for each, device in zip(copies, devices[1:], strict=True))]
+
+
+class _Copies(torch.autograd.Function):
+    """Copies of tensors on each of several devices, one device after the other. What no copy gives a gradient for gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, devices: Sequence[torch.device], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.homes = [t.device for t in tensors]
+        return tuple(copy for each in _sent(tensors, devices) for copy in each)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        count = len(ctx.homes)
+        sums: list[torch.Tensor | None] = [None] * count
+        for first in range(0, len(grads), count or 1):
+            there = {place: grad for place, grad in enumerate(grads[first : first + count]) if grad is not None}
+            (back,) = _sent(list(there.values()), [ctx.homes[0]], copying=False)
+            for place, grad in zip(there, back, strict=True):
+                known = sums[place]
+                sums[place] = grad if known is None else known + grad
+        return (None, *sums)
+
+
+def _sent(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], copying: bool = True) -> list[list[torch.Tensor]]:
+    """``tensors`` on each of ``devices``; unless ``copying``, themselves where they are there already."""
+    together: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.numel() <= SMALL and tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter):
+            together.setdefault(tensor.dtype, []).append(place)
+    flat = {dtype: torch.cat([tensors[place].reshape(-1) for place in places]) for dtype, places in together.items()}
+    sent = []
+    for device in devices:
+        there: dict[int, torch.Tensor] = {}
+        for dtype, places in together.items():
+            pieces = flat[dtype].to(device, copy=copying).split([tensors[place].numel() for place in places])
+            there |= {place: piece.view(tensors[place].shape) for place, piece in zip(places, pieces, strict=True)}
+        sent.append([there[place] if place in there else t.to(device, copy=copying) for place, t in enumerate(tensors)])
+    return sent
+
+
+def _by_id(tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> dict[int, Any]:
+    return {id(tensor): copy for tensor, copy in zip(tensors, copies, strict=True)}
+
+
+def _copy(module: nn.Module, known: dict[int, Any], device: torch.device) -> nn.Module:
+    """A copy of ``module`` and all in it, with the tensors ``known`` by the id of those that they stand for."""
+    pairs = [(each, each._replicate_for_data_parallel()) for each in module.modules()]
+    known |= {id(each): copy for each, copy in pairs}
+    for each, copy in pairs:
+        vars(copy).update({name: _exchanged(value, known, device) for name, value in vars(each).items() if name not in _OWN})
+        copy._modules.update({name: known.get(id(child)) for name, child in each._modules.items()})
+        copy._buffers.update({name: known.get(id(buffer)) for name, buffer in each._buffers.items()})
+        for name, p in each._parameters.items():
+            if p is not None:
+                setattr(copy, name, known[id(p)])  # which recurrent layers note in a list of their own
+                vars(copy).pop(name, None)
+            copy._parameters[name] = known.get(id(p))
+    return pairs[0][1]
+
+
+_OWN = ("_parameters", "_buffers", "_modules", "_is_replica", "_flat_weights")
+"""What a copy is given by other means."""
+
+
+def _exchanged(value: Any, known: dict[int, Any], device: torch.device) -> Any:
+    """An attribute of a copy: other names of its modules and tensors are of the copy's own."""
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, MethodType) and id(value.__self__) in known:
+        return MethodType(value.__func__, known[id(value.__self__)])
+    if type(value) in (list, tuple):
+        return type(value)(_exchanged(each, known, device) for each in value)
+    if type(value) is dict:
+        return {key: _exchanged(each, known, device) for key, each in value.items()}
+    return value

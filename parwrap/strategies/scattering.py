@@ -1,0 +1,166 @@
+"""Cutting what a module is called with into parts along the first dimension, and putting together what comes of the parts.
+
+Arguments and outputs may be nested in tuples, lists, dicts and dataclasses. What cannot be cut so that the result is that of the whole is
+named, and what cannot be put together is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel._functions import Scatter
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from parwrap.errors import UsageError
+from parwrap.strategies.pieces import Pieces, are_different_gpus
+
+__all__ = ["cut", "leaves_of", "merged", "rows_of", "sizes_of", "why_not"]
+
+
+def leaves_of(values: Any) -> list[Any]:
+    """What is in nested ``values``."""
+    return tree_leaves(values, is_leaf=_is_packed)
+
+
+def _is_packed(value: Any) -> bool:
+    """Whether it is a batch in another form, which torch would take for a tuple of tensors."""
+    return isinstance(value, PackedSequence)
+
+
+def rows_of(leaves: Iterable[Any]) -> int:
+    """How many samples there are: the first dimension of the first tensor that has one; 0 without such a tensor.
+
+    >>> rows_of([3, torch.ones(()), torch.ones(8, 2)])
+    8
+    """
+    return next((leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+
+
+def sizes_of(rows: int, parts: int) -> list[int]:
+    """How many samples each part gets, where none is empty.
+
+    >>> sizes_of(5, 3), sizes_of(2, 3)
+    ([2, 2, 1], [1, 1])
+    """
+    parts = min(rows, parts)
+    return [rows // parts + (part < rows % parts) for part in range(parts)]
+
+
+def why_not(leaves: Iterable[Any], rows: int) -> str | None:
+    """Why a call with these ``leaves`` cannot be cut into parts of ``rows`` samples; ``None`` if it can."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout is not torch.strided or leaf.is_nested:
+                return "it is given a tensor that is sparse or nested"
+            if leaf.dim() and rows > 1 and leaf.size(0) not in (1, rows):
+                return f"it is given tensors of {rows} and of {leaf.size(0)} rows, so that the samples are not to be told"
+        elif _is_packed(leaf) or _holds_tensors(leaf):
+            return f"it is given a {type(leaf).__name__}, which holds tensors of its own"
+    return None
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    own = () if isinstance(leaf, (torch.nn.Module, type)) else vars(leaf).values() if hasattr(leaf, "__dict__") else ()
+    return any(isinstance(each, torch.Tensor) for each in own)
+
+
+def cut(values: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> list[Any]:
+    """``values`` for each part: of tensors that have a row for each sample its rows, of others all.
+
+    Tensors on the first of ``devices`` are moved to the part's; those elsewhere, as lengths on the CPU, stay where they are.
+    """
+    leaves, structure = tree_flatten(values, is_leaf=_is_packed)
+    parts = [_cut(leaf, sizes, devices) for leaf in leaves]
+    return [tree_unflatten([part[number] for part in parts], structure) for number in range(len(sizes))]
+
+
+def _cut(leaf: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> Sequence[Any]:
+    if not isinstance(leaf, torch.Tensor):
+        return [leaf] * len(sizes)
+    places = [device if leaf.device == devices[0] else leaf.device for device in devices]
+    if isinstance(leaf, Pieces) and leaf.fits(sizes, devices):
+        return leaf.taken()
+    if leaf.dim() == 0 or leaf.size(0) != sum(sizes):
+        return [leaf.to(place) for place in places]
+    if are_different_gpus(places):
+        return Scatter.apply(places, list(sizes), 0, leaf)
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [leaf.narrow(0, start, size).to(place, copy=True) for start, size, place in zip(starts, sizes, places, strict=True)]
+
+
+Join = Callable[[list[torch.Tensor]], Any]
+"""What becomes of the tensors of all parts that have a row for each sample."""
+
+
+def merged(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], join: Join, who: str) -> Any:
+    """One output from the ``outputs`` of parts.
+
+    Args:
+        outputs: of each part.
+        sizes: how many samples each part had.
+        weights: what a number that stands for a whole part counts.
+        join: puts tensors together that have rows.
+        who: whose outputs they are, for error texts.
+
+    Raises:
+        UsageError: they cannot be put together.
+    """
+    flattened = [tree_flatten(output, is_leaf=_is_packed) for output in outputs]
+    _, structure = flattened[0]
+    for _, other in flattened:
+        if other != structure:
+            raise UsageError(f"{who} has returned outputs of different structure on its replicas: {structure} and {other}.")
+    leaves = zip(*(leaves for leaves, _ in flattened), strict=True)
+    return tree_unflatten([_merged(list(each), sizes, weights, join, who) for each in leaves], structure)
+
+
+def _merged(parts: list[Any], sizes: Sequence[int], weights: Sequence[float], join: Join, who: str) -> Any:
+    first = parts[0]
+    if all(isinstance(part, torch.Tensor) for part in parts):
+        if any(part.dim() for part in parts):
+            _check_rows(parts, sizes, who)
+            return join(parts)
+        if first.is_floating_point() or first.is_complex():
+            return torch.stack([part.to(first.device) * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
+    elif all(isinstance(part, float) for part in parts):
+        return sum(part * weight for part, weight in zip(parts, weights, strict=True))
+    if len({type(part) for part in parts}) == 1:
+        if is_dataclass(first) and not isinstance(first, type):
+            whole: Any = copy.copy(first)
+            for name in (field.name for field in fields(first)):
+                object.__setattr__(whole, name, merged([getattr(part, name) for part in parts], sizes, weights, join, who))
+            return whole
+        if isinstance(first, dict) and all(part.keys() == first.keys() for part in parts):  # of a class that torch does not know
+            filled = copy.copy(first)
+            for key in first:
+                filled[key] = merged([part[key] for part in parts], sizes, weights, join, who)
+            return filled
+        if all(part is first or _same(first, part) for part in parts):
+            return first
+    raise UsageError(
+        f"{who} has returned a {type(first).__name__} that differs between its replicas and has no row for each sample, so it cannot be "
+        "put together: return tensors whose first dimension is the batch."
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one.item() == other.item() if isinstance(one, torch.Tensor) else one == other)
+    except (ValueError, TypeError, RuntimeError):
+        return False
+
+
+def _check_rows(parts: list[torch.Tensor], sizes: Sequence[int], who: str) -> None:
+    rows = [part.size(0) if part.dim() else 0 for part in parts]
+    if any(row % size or row // size != rows[0] // sizes[0] for row, size in zip(rows, sizes, strict=True)):
+        shapes = " and ".join(str(list(part.shape)) for part in parts)
+        raise UsageError(
+            f"{who} has returned tensors of shape {shapes} for {' and '.join(map(str, sizes))} samples, which have no row for each sample: "
+            "the first dimension of what it takes and returns must be the batch. Run it on one device: with "
+            f"parwrap.data_parallel(device_ids=['{parts[0].device}'])."
+        )
