@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from parwrap.feature_options import number
+from parwrap.feature_options import number, whole
 
 __all__ = ["STRATEGY_OPTIONS", "add_strategy_options"]
 
 STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
     "strategy": {"help": "How ranks train together: ddp averages gradients; none has each rank train a model of its own."},
+    "compress": {"help": "Send gradients in fewer bytes: bf16, fp16 or powersgd."},
+    "powersgd_rank": {"type": whole, "help": "With --compress powersgd: the rank of the matrices that are sent; by default 4."},
     "bucket_cap_mb": {"type": number, "help": "Size of DDP's gradient buckets in megabytes."},
     "gradient_as_bucket_view": {
         "action": "store_true",

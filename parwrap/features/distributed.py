@@ -65,6 +65,8 @@ class distributed(ScopeDecorator):
             ranks with ``batch="global"``.
         strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"none"`` has each rank train a model of its
             own, on all of the data.
+        compress: ``"bf16"`` or ``"fp16"`` has DDP send gradients in half the bytes, ``"powersgd"`` in a small part of them.
+        powersgd_rank: of the matrices that ``"powersgd"`` sends: the larger, the more exact.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
         timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
         hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.

@@ -28,7 +28,7 @@ class Averagers:
     Args:
         group: the process group.
         loop: what the training loop has done so far.
-        options: gives what ``DistributedDataParallel`` shall get, such as ``bucket_cap_mb``.
+        options: gives what each ``Reducer`` shall get, such as ``bucket_cap_mb``.
     """
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], dict[str, Any]]) -> None:
