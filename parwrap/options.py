@@ -31,7 +31,12 @@ CHOICES: dict[str, dict[Any, str]] = {
     "loss": {"mean": "the loss is an average over the batch", "sum": "the loss is a sum over the batch"},
     "strategy": {
         "ddp": "gradients are averaged in every backward",
+        "local_sgd": "each rank steps on its own gradients, and weights are averaged every few steps",
         "none": "nothing is averaged, and every rank trains a model of its own on all of the data",
+    },
+    "outer": {
+        None: "averaged weights are the means",
+        "nesterov": "what ranks have learned is a gradient for SGD with Nesterov momentum, as in DiLoCo",
     },
     "compress": {
         None: "gradients are sent as they are",
@@ -41,7 +46,17 @@ CHOICES: dict[str, dict[Any, str]] = {
     },
 }
 
-OF_STRATEGIES = ("bucket_cap_mb", "gradient_as_bucket_view", "compress", "powersgd_rank")
+OF_STRATEGIES = (
+    "bucket_cap_mb",
+    "gradient_as_bucket_view",
+    "compress",
+    "powersgd_rank",
+    "every",
+    "warmup",
+    "outer",
+    "outer_lr",
+    "outer_momentum",
+)
 """The options that not every strategy has."""
 
 
@@ -61,6 +76,11 @@ class Options:
     gradient_as_bucket_view: bool = False
     compress: str | None = None
     powersgd_rank: int = 4
+    every: int = 8
+    warmup: int = 0
+    outer: str | None = None
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
     hang_after: float = 60
 
     def __post_init__(self) -> None:
@@ -82,12 +102,20 @@ class Options:
             raise UsageError(f"seed={self.seed!r} is not a whole number from 0 to 2**64 - 1.")
         if not self.bucket_cap_mb > 0:
             raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of megabytes above 0.")
+        if not _whole(self.every, 1):
+            raise UsageError(f"every={self.every!r} is not a number of steps from 1.")
+        if not _whole(self.warmup, 0):
+            raise UsageError(f"warmup={self.warmup!r} is not a number of steps from 0.")
+        if not self.outer_lr > 0:
+            raise UsageError(f"outer_lr={self.outer_lr!r} is not a learning rate above 0.")
+        if not 0 <= self.outer_momentum < 1:
+            raise UsageError(f"outer_momentum={self.outer_momentum!r} is not a momentum from 0 to below 1.")
         if not _whole(self.powersgd_rank, 1):
             raise UsageError(f"powersgd_rank={self.powersgd_rank!r} is not the rank of a matrix, a whole number from 1.")
         if self.powersgd_rank == 2:
             raise UsageError(
-                "powersgd_rank=2 is refused: torch makes two columns orthogonal in a way that doubles gradients of rank 1. Give 1, or 3 and "
-                "above."
+                "powersgd_rank=2 is refused: torch makes two columns orthogonal in a way that doubles gradients of rank 1. Give 1, or 3 "
+                "and above."
             )
         if self.compress != "powersgd" and self.powersgd_rank != Options.powersgd_rank:
             raise UsageError(

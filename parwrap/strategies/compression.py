@@ -7,6 +7,7 @@ and summed by themselves, in full precision.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,11 +49,8 @@ class Compressed:
     def __init__(self, compress: Any, facts: torch.Tensor, rank: int) -> None:
         self._facts = facts
         self._in_order = compress == "powersgd" and dist.get_backend() != "nccl"
-        self._hook: Callable[[dist.GradBucket], Future] = {
-            "bf16": lambda bucket: bf16_compress_hook(None, bucket),  # type: ignore[arg-type]
-            "fp16": lambda bucket: fp16_compress_hook(None, bucket),  # type: ignore[arg-type]
-            "powersgd": _PowerSGD(rank),
-        }[compress]
+        half: dict[str, Any] = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
+        self._hook: Callable[[dist.GradBucket], Future] = partial(half[compress], None) if compress in half else _PowerSGD(rank)
 
     def send(self, state, bucket):  # DDP compares annotations with classes, and here they would be strings
         """The hook: starts to send ``bucket``, and gives what will be its average over the ranks."""
@@ -89,7 +87,7 @@ class _PowerSGD:
     """
 
     def __init__(self, rank: int) -> None:
-        self._state = PowerSGDState(None, rank, start_powerSGD_iter=START, orthogonalization_epsilon=EPSILON)  # type: ignore[no-untyped-call]
+        self._state = PowerSGDState(None, rank, start_powerSGD_iter=START, orthogonalization_epsilon=EPSILON)
         self._sparks: dict[int, torch.Tensor] = {}
 
     def __call__(self, bucket: dist.GradBucket) -> Future:
