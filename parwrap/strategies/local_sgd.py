@@ -7,15 +7,15 @@ ones are counted in ``local_steps.py``.
 
 from __future__ import annotations
 
+import io
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, get_worker_info
 
 from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
@@ -52,6 +52,7 @@ class LocalSGD(Strategy):
         self._warming = options().warmup > 0
         self._running = self._stepped = self._warned = False
         self._weights: list[float] = []
+        loop.looking = self._steps.average
         self._take_models, group.meetings.take_state = group.meetings.take_state, self._take_state
 
     @classmethod
@@ -59,7 +60,7 @@ class LocalSGD(Strategy):
         for name in DDP.OPTIONS:
             if not options.warmup and (value := getattr(options, name)) != getattr(Options, name):
                 raise UsageError(
-                    f"{name}={value!r} is for gradients that are averaged, as in the warm-up of strategy='local_sgd': leave it out, or give "
+                    f"{name}={value!r} is for averaged gradients, as in the warm-up of strategy='local_sgd': leave it out, or give "
                     "warmup= a number of steps."
                 )
         if not options.outer:
@@ -145,17 +146,9 @@ class LocalSGD(Strategy):
             self._steps.average()
         self._in_step.set_mode(module, training)
 
-    def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """All ranks look at data with the same weights."""
-        if get_worker_info() is None and not is_alone() and (self._loop.parts or self._loop.in_eval_mode()):
-            self._steps.average()
-        return original(loader)
-
-    iterate_pipelines = iterate
-
     def save(self, f: Any, write: Callable[[Any], None]) -> None:
         """Saving never communicates, so what is saved are the weights as they are."""
-        if self._steps.own and not self._warned and not is_alone() and self._group.world.rank == 0:
+        if self._steps.own and self._group.world.rank == 0 and not (self._warned or is_alone() or isinstance(f, io.BytesIO)):
             self._warned = True
             warnings.warn(
                 f"parwrap: torch.save at {location()} is called {self._steps.own} steps after the ranks last averaged their weights: if it "
