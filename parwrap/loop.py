@@ -31,6 +31,7 @@ class Loop:
         weight: how much this rank's part of the current batch counts in an average over ranks.
         loss_factor: what its loss is multiplied by beside that weight.
         generation: how many times an optimizer has got new parameters, or a module was moved or cast.
+        looking: called with no arguments when a pass begins that only looks at data.
         changed: called with no arguments when training begins, or a pass or another optimizer does.
     """
 
@@ -45,6 +46,7 @@ class Loop:
         self.looped = False
         self.weigh(1.0)
         self.generation = 0
+        self.looking: Callable[[], None] = lambda: None
         self.changed: Callable[[], None] = lambda: None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._parameters: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
@@ -137,6 +139,7 @@ class Loop:
         self.weight, self.loss_factor = weight, loss_factor
 
     def opened_evaluation(self) -> None:
+        self.looking()
         self.evaluations += 1
         self.changed()
 

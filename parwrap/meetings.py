@@ -54,6 +54,7 @@ class Meetings:
         phase: called to know how far this rank's script has come: ranks in different phases do not meet, but those who are ahead
             answer the others. A number that grows.
         whereabouts: of every rank.
+        stale: whether the others have trained on without this rank, which has not taken over their state yet.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
     """
 
@@ -63,7 +64,7 @@ class Meetings:
         self.immediate = mailbox.immediate
         self.part, self._number = 0, 1
         self._fetching = False
-        self._stale = False
+        self.stale = False
         self._warned = False
         self._answers: dict[str, Answer] = {}
         self._lasting: dict[str, Answer] = {}
@@ -188,7 +189,7 @@ class Meetings:
         try:
             while True:
                 if self._mailbox.written != (self._number, meeting):
-                    self._mailbox.write(self._number, meeting, State.WAITING, self._stale)
+                    self._mailbox.write(self._number, meeting, State.WAITING, self.stale)
                 entries = self._mailbox.read_all(self._number)
                 if self._answer_begun(entries):
                     if until_answered:
@@ -239,13 +240,13 @@ class Meetings:
 
     def miss(self) -> None:
         """The others have taken a step that this rank has not."""
-        self._stale = True
+        self.stale = True
 
     def begin(self) -> None:
         """Begin another part of the run, with only what lasts to answer; numbers start afresh, wherever an error has ended the last."""
         self.part += 1
         self._number = (self.part << PART) + 1
-        self._stale = False
+        self.stale = False
         self._answers = {**self._lasting}
         self.phase = lambda: 0
         self.take_state = lambda source: None
@@ -272,9 +273,9 @@ class Meetings:
     def _answer_lanes(self, meeting: Meeting) -> bool:
         """Answer what others do in lanes before they come to ``meeting``, for which this rank waits."""
         begun = [lane for lane in self._lanes if lane.begun(self._number)]
-        if begun and not self._stale:
+        if begun and not self.stale:
             # they must read that before they come there themselves
-            self._stale = True
+            self.stale = True
             self._mailbox.write(self._number, meeting, State.WAITING, stale=True)
         return any(lane.answer_begun(self._number) for lane in begun)
 
@@ -289,7 +290,7 @@ class Meetings:
         if callable(kept_up):
             kept_up = kept_up()
             self._wait(True)  # it may have waited itself
-        self._stale = self._stale or not kept_up
+        self.stale = self.stale or not kept_up
         return True
 
     def _all_came(self, entries: list[Entry | None]) -> list[Entry]:
@@ -308,7 +309,7 @@ class Meetings:
                 "Have all ranks take the same way there, or guard what only one shall do with @parwrap.rank_zero_only."
             )
         mine = next(entry.meeting for entry in came if entry.rank == self._rank)
-        self._mailbox.write(self._number, mine, State.MET, self._stale)
+        self._mailbox.write(self._number, mine, State.MET, self.stale)
         if any(entry.stale for entry in came):
             self._catch_up(came)
         self.through()
@@ -338,7 +339,7 @@ class Meetings:
             )
         self.take_state(source)
         # who has ended sees nothing of what the others' scripts do after this, such as loading weights, and takes it at the end
-        self._stale = self._stale and any(entry.rank == self._rank and entry.meeting.kind == END for entry in came)
+        self.stale = self.stale and any(entry.rank == self._rank and entry.meeting.kind == END for entry in came)
 
     def _raise_if_failed(self, entries: list[Entry | None]) -> None:
         failed = next((entry for entry in entries if entry and entry.state is State.FAILED), None)

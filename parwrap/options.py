@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,7 +13,7 @@ from parwrap.errors import UsageError
 
 __all__ = ["CHOICES", "OF_STRATEGIES", "Options"]
 
-CHOICES = {
+CHOICES: dict[str, dict[Any, str]] = {
     "batch": {
         "per_rank": "each rank takes batches of the loader's batch_size, so the global batch is that times the ranks",
         "global": "the loader's batch_size is the global batch, and each rank takes a part of it",
@@ -31,11 +32,32 @@ CHOICES = {
     "strategy": {
         "ddp": "gradients are averaged in every backward",
         "zero1": "as ddp, and each rank holds the optimizer's state of a part of the parameters",
+        "local_sgd": "each rank steps on its own gradients, and weights are averaged every few steps",
         "none": "nothing is averaged, and every rank trains a model of its own on all of the data",
+    },
+    "outer": {
+        None: "averaged weights are the means",
+        "nesterov": "what ranks have learned is a gradient for SGD with Nesterov momentum, as in DiLoCo",
+    },
+    "compress": {
+        None: "gradients are sent as they are",
+        "bf16": "they are sent in bfloat16",
+        "fp16": "they are sent in float16",
+        "powersgd": "of matrices, two thin ones are sent that approximate them",
     },
 }
 
-OF_STRATEGIES = ("bucket_cap_mb", "gradient_as_bucket_view")
+OF_STRATEGIES = (
+    "bucket_cap_mb",
+    "gradient_as_bucket_view",
+    "compress",
+    "powersgd_rank",
+    "every",
+    "warmup",
+    "outer",
+    "outer_lr",
+    "outer_momentum",
+)
 """The options that not every strategy has."""
 
 
@@ -53,6 +75,13 @@ class Options:
     bucket_cap_mb: float = 25
     timeout: float | timedelta | None = None
     gradient_as_bucket_view: bool = False
+    compress: str | None = None
+    powersgd_rank: int = 4
+    every: int = 8
+    warmup: int = 0
+    outer: str | None = None
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
     hang_after: float = 60
 
     def __post_init__(self) -> None:
@@ -74,6 +103,26 @@ class Options:
             raise UsageError(f"seed={self.seed!r} is not a whole number from 0 to 2**64 - 1.")
         if not self.bucket_cap_mb > 0:
             raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of megabytes above 0.")
+        if not _whole(self.every, 1):
+            raise UsageError(f"every={self.every!r} is not a number of steps from 1.")
+        if not _whole(self.warmup, 0):
+            raise UsageError(f"warmup={self.warmup!r} is not a number of steps from 0.")
+        if not self.outer_lr > 0:
+            raise UsageError(f"outer_lr={self.outer_lr!r} is not a learning rate above 0.")
+        if not 0 <= self.outer_momentum < 1:
+            raise UsageError(f"outer_momentum={self.outer_momentum!r} is not a momentum from 0 to below 1.")
+        if not _whole(self.powersgd_rank, 1):
+            raise UsageError(f"powersgd_rank={self.powersgd_rank!r} is not the rank of a matrix, a whole number from 1.")
+        if self.powersgd_rank == 2:
+            raise UsageError(
+                "powersgd_rank=2 is refused: torch makes two columns orthogonal in a way that doubles gradients of rank 1. Give 1, or 3 "
+                "and above."
+            )
+        if self.compress != "powersgd" and self.powersgd_rank != Options.powersgd_rank:
+            raise UsageError(
+                f"powersgd_rank={self.powersgd_rank!r} has nothing to act on with compress={self.compress!r}: leave it out, or give "
+                "compress='powersgd'."
+            )
         if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
             raise UsageError(f"timeout={self.timeout!r} is not a number of seconds above 0.")
 
@@ -92,3 +141,7 @@ class Options:
         2.0
         """
         return {"keep": 1.0, "linear": float(size), "sqrt": math.sqrt(size)}[self.lr]
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -5,12 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from parwrap.feature_options import number
+from parwrap.feature_options import number, whole
 
 __all__ = ["STRATEGY_OPTIONS", "add_strategy_options"]
 
 STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
-    "strategy": {"help": "How ranks train together: ddp averages gradients; zero1 also shards optimizer state; none averages nothing."},
+    "strategy": {
+        "help": "How ranks train together: ddp averages gradients; zero1 also shards optimizer state; local_sgd averages weights, every few "
+        "steps; none averages nothing."
+    },
+    "every": {"type": whole, "help": "With --strategy local_sgd: steps from one average of weights to the next; by default 8."},
+    "warmup": {"type": whole, "help": "With --strategy local_sgd: synchronous steps to begin with."},
+    "outer": {"help": "With --strategy local_sgd: nesterov, for an outer optimizer as in DiLoCo."},
+    "outer_lr": {"type": number, "help": "With --outer: its learning rate; by default 0.7."},
+    "outer_momentum": {"type": number, "help": "With --outer: its momentum; by default 0.9."},
+    "compress": {"help": "Send gradients in fewer bytes: bf16, fp16 or powersgd."},
+    "powersgd_rank": {"type": whole, "help": "With --compress powersgd: the rank of the matrices that are sent; by default 4."},
     "bucket_cap_mb": {"type": number, "help": "Size of DDP's gradient buckets in megabytes."},
     "gradient_as_bucket_view": {
         "action": "store_true",

@@ -14,7 +14,7 @@ import torch
 from torch.nn import utils
 
 from parwrap.accumulation.sums import Asked, merged
-from parwrap.accumulation.window import Applied, clips_of
+from parwrap.accumulation.window import Applied, clips_of, mean_of
 from parwrap.collectives import all_reduced
 from parwrap.group import Group
 from parwrap.loop import Loop
@@ -60,6 +60,11 @@ class OverRanks:
         group.meetings.answer(LEARNED, lambda detail, present: group.share(LEARNED, None, present))
 
     @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over the ranks now."""
+        return self._strategy.averages
+
+    @property
     def weight(self) -> float:
         """How much this rank's part of the running batch counts in an average."""
         return self._loop.weight
@@ -101,6 +106,8 @@ class OverRanks:
             weight: how much of a window they are.
             share: gives what goes into backwards of others before they come.
         """
+        if not self.averages:
+            return Applied(mean_of(several, weight or 1.0), clips_of(several), [asked.optimizer for asked in several if asked.optimizer])
         self._strategy.share = share
         try:
             present = self._group.meet(WINDOW)

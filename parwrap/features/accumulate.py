@@ -81,7 +81,11 @@ class accumulate(ActingDecorator):
                 raise UsageError("parwrap.accumulate was opened before parwrap.distributed: open it inside, or decorate the same function.")
             return over_ranks if now else None
 
-        return ByHand(over_ranks_now) if self._steps == AUTO else Accumulation(self._steps, over_ranks_now)
+        def averaging() -> OverRanks | None:
+            now = over_ranks_now()
+            return now if now and now.averages else None
+
+        return ByHand(averaging) if self._steps == AUTO else Accumulation(self._steps, over_ranks_now)
 
     @contextmanager
     def opened(self, module: str | None) -> Iterator[None]:

@@ -64,7 +64,15 @@ class distributed(ScopeDecorator):
         loss: ``"mean"`` or ``"sum"``, over the samples of a batch, where parts of different size are averaged; a sum is summed over the
             ranks with ``batch="global"``.
         strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"`` too, and holds the state of
-            optimizers in shards; ``"none"`` has each rank train a model of its own, on all of the data.
+            optimizers in shards; ``"local_sgd"`` averages weights, after every few steps that each rank takes by itself; ``"none"`` has each
+            rank train a model of its own, on all of the data.
+        every: of ``"local_sgd"``: steps from one average to the next.
+        warmup: of ``"local_sgd"``: synchronous steps to begin with.
+        outer: of ``"local_sgd"``: ``"nesterov"`` takes what ranks have learned between averages for a gradient, as DiLoCo does.
+        outer_lr: learning rate of that outer optimizer.
+        outer_momentum: its momentum.
+        compress: ``"bf16"`` or ``"fp16"`` has DDP send gradients in half the bytes, ``"powersgd"`` in a small part of them.
+        powersgd_rank: of the matrices that ``"powersgd"`` sends: the larger, the more exact.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
         timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
         hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.

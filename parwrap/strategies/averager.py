@@ -71,7 +71,7 @@ class Averager:
         parameters: the leaf tensors, in the order in which the forward uses them; the same on every rank.
         sparse: the ids of those that get sparse gradients.
         varies: whether backwards are known to reach only some of the parameters now and then.
-        options: for ``DistributedDataParallel``, such as ``bucket_cap_mb``.
+        options: for the ``Reducer``, such as ``bucket_cap_mb``.
 
     Attributes:
         missed: the places of the parameters that this rank's last backward did not reach although it was expected to.
@@ -107,7 +107,7 @@ class Averager:
         self._root = _in_new_thread(self._signal.sum)
         dense = [p for p in self.parameters if id(p) not in sparse]
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *dense]
-        self._reducer = Reducer(ordered, sparse, **options)
+        self._reducer = Reducer(ordered, sparse, self._signal, **options)
 
     def stand_for(self, leaves: Iterable[torch.Tensor]) -> None:
         """From now on average ``leaves``, which were made anew in the place of the parameters, in :meth:`run_then_average`."""

@@ -28,7 +28,7 @@ class Averagers:
     Args:
         group: the process group.
         loop: what the training loop has done so far.
-        options: gives what ``DistributedDataParallel`` shall get, such as ``bucket_cap_mb``.
+        options: gives what each ``Reducer`` shall get, such as ``bucket_cap_mb``.
     """
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], dict[str, Any]]) -> None:
@@ -145,7 +145,7 @@ class Averagers:
             )
             self.take_state(0)
 
-    def take_state(self, source: int) -> None:
-        """Take over the state of rank ``source``; called on all ranks."""
+    def take_state(self, source: int, takes: bool = True) -> None:
+        """Take over the state of rank ``source``, if this rank ``takes`` it; called on all ranks."""
         averaged = {(each.number, place): p for each in self._all.values() for place, p in enumerate(each.parameters)}
-        take_state(self._group, self._loop, {where: p for where, p in averaged.items() if not is_stand_in(p)}, source)
+        take_state(self._group, self._loop, {where: p for where, p in averaged.items() if not is_stand_in(p)}, source, takes)

@@ -76,7 +76,7 @@ class _Site:
 class DDP(Strategy):
     """Averages gradients over the ranks of ``group``."""
 
-    OPTIONS = ("bucket_cap_mb", "gradient_as_bucket_view")
+    OPTIONS = ("bucket_cap_mb", "gradient_as_bucket_view", "compress", "powersgd_rank")
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         super().__init__(group, loop, options)
@@ -93,6 +93,9 @@ class DDP(Strategy):
         self._meetings.answer(FIRST_BACKWARD, self._answer_first)
         self._meetings.answer(BACKWARD, lambda number, present: self._answer(number, Averager.answer))
         self._meetings.answer(THEN_AVERAGED, lambda number, present: self._answer(number, Averager.answer_then_average))
+
+    def described(self) -> str:
+        return f"ddp, compress {self._options().compress}" if self._options().compress else "ddp"
 
     def actors(self) -> list[Any]:
         return [self, InStep(self._group, self._loop), Bypasses(self._group, self._loop)]

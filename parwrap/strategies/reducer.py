@@ -6,6 +6,7 @@ It gets a holder of the parameters instead of the user's model. What is averaged
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -18,10 +19,13 @@ __all__ = ["Reducer", "reducer_options"]
 
 
 def reducer_options(options: Options) -> dict[str, Any]:
-    """What ``DistributedDataParallel`` is given, of the options of a distributed function."""
+    """What :class:`Reducer` is given, of the options of a distributed function."""
     # given 25, DDP would make the first bucket as large as the others; left to its default, it starts to send at 1 MB
     capacity = None if options.bucket_cap_mb == Options.bucket_cap_mb else options.bucket_cap_mb
-    return {"bucket_cap_mb": capacity, "gradient_as_bucket_view": options.gradient_as_bucket_view}
+    given = {"bucket_cap_mb": capacity, "gradient_as_bucket_view": options.gradient_as_bucket_view}
+    if options.compress:  # of torch's hooks, nothing is loaded that is not used
+        given["compressed"] = resolve_name("parwrap.strategies.compression:compressed")(options)
+    return given
 
 
 class Reducer(DistributedDataParallel):
@@ -30,11 +34,17 @@ class Reducer(DistributedDataParallel):
     Args:
         parameters: the leaf tensors, those first whose gradients come last.
         sparse: the ids of those that get sparse gradients.
+        signal: that of the parameters whose gradient must not be compressed.
+        compressed: makes what sends buckets in another way than DDP does, for a signal.
         options: for ``DistributedDataParallel``, such as ``bucket_cap_mb``.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], sparse: frozenset[int], **options: Any) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], sparse: frozenset[int], signal: torch.Tensor, compressed: Any = None, **options: Any
+    ) -> None:
         super().__init__(_Holder(parameters, sparse), init_sync=False, **options)
+        if compressed is not None:
+            self.register_comm_hook(None, compressed(signal).send)
 
     def arm(self) -> None:
         """Have the reducer expect every parameter in the next backward."""

@@ -25,7 +25,7 @@ __all__ = ["take_state"]
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def take_state(group: Group, loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor], source: int) -> None:
+def take_state(group: Group, loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor], source: int, takes: bool = True) -> None:
     """Make this rank's state that of rank ``source``; called on all ranks, and changes nothing on that one.
 
     Args:
@@ -33,6 +33,7 @@ def take_state(group: Group, loop: Loop, averaged: Mapping[tuple[int, int], torc
         loop: knows the optimizers.
         averaged: the parameters whose gradients are averaged, numbered alike on all ranks.
         source: a rank that has missed nothing.
+        takes: whether this rank takes it over, or only lets others do so.
     """
     sends = group.world.rank == source
     tensors = _named(loop, averaged)
@@ -52,11 +53,11 @@ def take_state(group: Group, loop: Loop, averaged: Mapping[tuple[int, int], torc
         tensor: torch.Tensor | None = mine[index][0] if sends else next((tensors[name] for name in each.names if name in tensors), None)
         values = _broadcast(group, tensor if sends else None, each, source)
         grad = _broadcast(group, tensor.grad if sends and tensor is not None else None, each, source) if each.has_grad else None
-        if not sends and tensor is not None and tensor.shape == values.shape:
+        if takes and not sends and tensor is not None and tensor.shape == values.shape:
             tensor.data.copy_(values)
             if tensor.requires_grad or tensor.grad is not None:
                 tensor.grad = None if grad is None else grad.to(tensor)
-    if not sends:
+    if takes and not sends:
         for name, state in states.items():
             if name in objects and _sizes(objects[name].state_dict()) == _sizes(state):
                 objects[name].load_state_dict(state)

@@ -50,6 +50,11 @@ class Strategy:
         """The group of the ranks that run the loop, out of all; ``None`` for a single rank."""
         return nullcontext(group)
 
+    @property
+    def averages(self) -> bool:
+        """Whether backwards leave what is averaged over the ranks now, rather than this rank's own gradients."""
+        return True
+
     def actors(self) -> list[Any]:
         """Those that take part in verbs, in the order in which they are installed."""
         return [self]

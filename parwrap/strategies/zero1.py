@@ -56,7 +56,7 @@ class Zero1(DDP):
             self._meetings.answer(_state(number), lambda detail, present: self._known(number).join_in())
             self._former = set(self._held)
 
-    def update(self, optimizer: Optimizer) -> None:
+    def takes_step(self, optimizer: Optimizer) -> None:
         """Meet the other ranks, and leave those parameters out of the step whose state others hold."""
         self._hidden.clear()  # a step that has raised was not seen to end
         calls_closure, self._calls_closure = self._calls_closure, False
@@ -80,7 +80,7 @@ class Zero1(DDP):
 
         return then_hide
 
-    def updated(self, optimizer: Optimizer) -> None:
+    def took_step(self, optimizer: Optimizer) -> None:
         """Send what was stepped here, and get what was stepped elsewhere."""
         if self._stepping is not None:
             self._show()

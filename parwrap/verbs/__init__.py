@@ -34,6 +34,7 @@ from parwrap.verbs import (
     skipping,
     source,
     state,
+    stepping,
 )
 
 __all__ = ["VERBS", "acting", "patches"]
@@ -57,8 +58,8 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "step": optimizer.step_patches,
     "stepped": optimizer.stepped_patches,
     "skips": skipping.patches,
-    "update": optimizer.update_patches,
-    "updated": optimizer.updated_patches,
+    "takes_step": stepping.takes_patches,
+    "took_step": stepping.took_patches,
     "state_dict": state.save_patches,
     "load_state_dict": state.load_patches,
     "retain_grad": retaining.patches,

@@ -1,7 +1,5 @@
 """``Optimizer(...)``, ``add_param_group`` and ``step(closure)``: tell ``actor.own_parameters``, ``step``, ``stepped`` and ``closure``.
 
-``actor.update`` and ``updated`` are told of the steps that are not left out (see ``skipping.py``).
-
 ``Optimizer.__init__`` rewrites ``step`` of every class that it first meets, so a patch on ``step`` could not be taken off
 again exactly. torch's own hook for all optimizers sees every ``step``, of classes made later too, and can exchange the
 arguments: nothing of ``step`` is ever patched.
@@ -17,9 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parwrap.patching import Patch
-from parwrap.verbs.skipping import is_left_out
 
-__all__ = ["closure_patches", "own_parameters_patches", "step_patches", "stepped_patches", "update_patches", "updated_patches"]
+__all__ = ["closure_patches", "own_parameters_patches", "step_patches", "stepped_patches"]
 
 
 def own_parameters_patches(actor: Any) -> list[Patch]:
@@ -53,18 +50,6 @@ def step_patches(actor: Any) -> list[AbstractContextManager]:
 def stepped_patches(actor: Any) -> list[AbstractContextManager]:
     """``actor.stepped(optimizer)`` is told of every step after it has run, unless it has raised."""
     return [_hooked(lambda optimizer, args, kwargs: actor.stepped(optimizer), register_optimizer_step_post_hook)]
-
-
-def update_patches(actor: Any) -> list[AbstractContextManager]:
-    """``actor.update(optimizer)`` is told of every step that is not left out, before it runs."""
-    return [_hooked(lambda optimizer, args, kwargs: None if is_left_out(args) else actor.update(optimizer))]
-
-
-def updated_patches(actor: Any) -> list[AbstractContextManager]:
-    """``actor.updated(optimizer)`` is told of every step that was not left out after it has run, unless it has raised."""
-    return [
-        _hooked(lambda optimizer, args, kwargs: None if is_left_out(args) else actor.updated(optimizer), register_optimizer_step_post_hook)
-    ]
 
 
 @contextmanager

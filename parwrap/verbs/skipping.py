@@ -21,7 +21,7 @@ from parwrap.errors import UsageError
 from parwrap.loop import parameters_of
 from parwrap.sites import location
 
-__all__ = ["is_left_out", "patches"]
+__all__ = ["handed_on", "is_image", "patches"]
 
 MARK = "_parwrap_image"
 
@@ -40,7 +40,7 @@ def patches(actor: Any) -> list[AbstractContextManager]:
 
     def exchange(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         # what a subclass hands on to super().step() is an image already, and so it is after another actor has skipped
-        if is_left_out(args) or _handed_on(optimizer):
+        if is_image(args[0]) or handed_on(optimizer):
             return None
         before.clear()  # a step that has raised is not seen to end
         if not actor.skips(optimizer):
@@ -63,13 +63,13 @@ def patches(actor: Any) -> list[AbstractContextManager]:
     return [_hooked_first(exchange), _hooked_first(check, after=True)]
 
 
-def is_left_out(args: tuple) -> bool:
-    """Whether a step with these arguments, of which the first is its ``self``, does nothing."""
-    return hasattr(args[0], MARK)
+def is_image(optimizer: Any) -> bool:
+    """Whether ``optimizer`` is what a step that is left out runs on."""
+    return hasattr(optimizer, MARK)
 
 
-def _handed_on(optimizer: Optimizer) -> bool:
-    """Whether this is ``super().step()`` of a step that was asked for already; torch may have put its hooks around both."""
+def handed_on(optimizer: Optimizer) -> bool:
+    """For a hook: whether this is ``super().step()`` of a step that it was called for already; torch may have put hooks around both."""
     if sum(hasattr(vars(cls).get("step"), "hooked") for cls in type(optimizer).__mro__) < 2:
         return False
     frame = sys._getframe(2).f_back  # 2 is the function that asks now

@@ -1,0 +1,212 @@
+"""Local SGD: each rank steps on its own gradients, and every few steps the weights are averaged over the ranks.
+
+After Stich (2018); with synchronous steps first, after Lin et al. (2018), and with an outer optimizer, after Douillard et al. (2023). The
+actor on the verbs by which a loop trains and looks at what it has trained. The synchronous steps are those of the DDP strategy, and own
+ones are counted in ``local_steps.py``.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parwrap.errors import UsageError
+from parwrap.group import Group, is_alone
+from parwrap.loop import Loop
+from parwrap.options import Options
+from parwrap.sites import location
+from parwrap.strategies.bypasses import Bypasses
+from parwrap.strategies.changed_by_hand import ChangedByHand
+from parwrap.strategies.ddp import DDP
+from parwrap.strategies.graph import reached
+from parwrap.strategies.in_step import InStep
+from parwrap.strategies.local_steps import LocalSteps
+from parwrap.strategies.strategy import Strategy
+from parwrap.verbs.backward import Backward
+
+__all__ = ["LocalSGD"]
+
+TRAINED = "whether it has trained"
+
+
+class LocalSGD(Strategy):
+    """Averages weights every few steps of each optimizer, and wherever all ranks must hold the same."""
+
+    OPTIONS = ("every", "warmup", "outer", "outer_lr", "outer_momentum", *DDP.OPTIONS)
+
+    def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
+        super().__init__(group, loop, options)
+        self._ddp = DDP(group, loop, options)
+        self._ddp.share = lambda: self.share()
+        self._in_step = InStep(group, loop)
+        self._bypasses = Bypasses(group, loop)
+        self._steps, self._by_hand = LocalSteps(group, loop, options), ChangedByHand(loop)
+        self._taken: dict[int, int] = {}
+        self._warming = options().warmup > 0
+        self._running = self._stepped = self._warned = False
+        self._weights: list[float] = []
+        loop.looking = self._steps.average
+        self._take_models, group.meetings.take_state = group.meetings.take_state, self._take_state
+
+    @classmethod
+    def check(cls, options: Options) -> None:
+        for name in DDP.OPTIONS:
+            if not options.warmup and (value := getattr(options, name)) != getattr(Options, name):
+                raise UsageError(
+                    f"{name}={value!r} is for averaged gradients, as in the warm-up of strategy='local_sgd': leave it out, or give "
+                    "warmup= a number of steps."
+                )
+        if not options.outer:
+            for name in ("outer_lr", "outer_momentum"):
+                if (value := getattr(options, name)) != getattr(Options, name):
+                    raise UsageError(f"{name}={value!r} is of the outer optimizer: give outer='nesterov' too, or leave it out.")
+
+    @property
+    def averages(self) -> bool:
+        return self._warming
+
+    def described(self) -> str:
+        options = self._options()
+        first = f" after {options.warmup} synchronous" if options.warmup else ""
+        outer = f", outer {options.outer} lr {options.outer_lr:g} momentum {options.outer_momentum:g}" if options.outer else ""
+        return f"local_sgd, weights averaged every {options.every} steps{first}{outer}"
+
+    def backward(self, call: Backward) -> None:
+        """Run ``call``, and leave this rank's own gradients unless these steps are synchronous."""
+        if self._warming:
+            self._ddp.backward(call)
+            return
+        if self._running or is_alone():
+            call.run()
+            return
+        self._running = True
+        try:
+            if self._by_hand.due:
+                self._by_hand.look(reached(call.beginnings))
+            self._run(call)
+        finally:
+            self._running = False
+        self._loop.ran_backward()
+
+    def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
+        """Give the parameters of ``module`` another device or dtype."""
+        return self._ddp.move(module, apply)
+
+    def data_parallel(self, instance: nn.DataParallel, module: nn.Module, build: Callable[[Any], None]) -> None:
+        """``nn.DataParallel`` on this rank's device alone."""
+        self._bypasses.data_parallel(instance, module, build)
+
+    def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` is about to step.
+
+        Raises:
+            UsageError: a backward is running, which would go on with averaged weights.
+        """
+        if is_alone():
+            return
+        if torch._C._current_graph_task_id() != -1:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() at {location()} runs inside of a backward, as from register_post_accumulate_grad_hook: "
+                "ranks average after steps, and weights must not change under a backward. Call step() after loss.backward()."
+            )
+        if not self._warming and (number := self._number(optimizer)) is not None:
+            self._steps.begin(number, optimizer)
+
+    def took_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped: the weights are averaged if it was the last of a few."""
+        number = self._number(optimizer)
+        if is_alone() or number is None:
+            return
+        self._taken[number] = self._taken.get(number, 0) + 1
+        self._stepped = True
+        if not self._warming:
+            self._steps.count(number, fmean(self._weights) if self._weights else 1.0)
+        elif min(self._taken.values()) >= self._options().warmup:
+            self._warming = False
+            self._ddp.close()
+
+    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure's loss is this rank's own, as the steps are that it decides about."""
+        return self._in_step.closure(closure) if self._warming else closure
+
+    def metric(self, metric: Any) -> Any:
+        """The mean over ranks of what ``ReduceLROnPlateau`` looks at."""
+        return self._in_step.metric(metric)
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        """When a root is set to eval, all ranks get the same weights and rank 0's buffers."""
+        if not training and not is_alone() and self._loop.is_root(module):
+            self._steps.average()
+        self._in_step.set_mode(module, training)
+
+    def save(self, f: Any, write: Callable[[Any], None]) -> None:
+        """Saving never communicates, so what is saved are the weights as they are."""
+        if self._steps.own and self._group.world.rank == 0 and not (self._warned or is_alone() or isinstance(f, io.BytesIO)):
+            self._warned = True
+            warnings.warn(
+                f"parwrap: torch.save at {location()} is called {self._steps.own} steps after the ranks last averaged their weights: if it "
+                "is given weights, they are rank 0's own. Call model.eval() before, which averages. This is said once.",
+                stacklevel=2,
+            )
+        write(f)
+
+    def leave(self) -> None:
+        """All ranks have come to the end together: the last average."""
+        if not any(self._group.share(TRAINED, self._loop.backwards, range(self._group.world.size)).values()):
+            return
+        self._steps.average_at_end()
+        if not self._loop.backwards:
+            self._loop.ran_backward()  # others have
+        self._ddp.leave()
+        if not self._taken:
+            warnings.warn(
+                "parwrap: no optimizer of torch.optim has stepped, and strategy='local_sgd' averages what optimizers step: each rank has "
+                "trained by itself, if it has trained at all. With strategy='ddp' gradients are averaged, whatever is done with them.",
+                stacklevel=2,
+            )
+
+    def close(self) -> None:
+        self._ddp.close()
+
+    def _run(self, call: Backward) -> None:
+        if self._stepped:
+            self._weights.clear()
+            self._stepped = False
+        weight = self._loop.weight if call.weight is None else call.weight
+        if call.weight is not None:
+            self._weights = [weight]  # of all that has been added up for this backward
+            call.run()
+            if weight not in (0.0, 1.0):
+                _divide([*reached(call.beginnings), *call.holding], weight)
+            return
+        self._weights.append(weight)
+        # where this rank is shown a sample that counts for nothing, it learns nothing from it
+        factor = self._loop.loss_factor if weight else 0.0
+        (call.scaled(factor) if call.averaged and factor != 1.0 else call).run()
+
+    def _number(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """By which all ranks know ``optimizer``."""
+        return next((number for number, each in self._loop.numbered_optimizers() if each is optimizer), None)
+
+    def _take_state(self, source: int) -> None:
+        """Have ranks that have missed something go on from rank ``source``; the others keep what they have learned by themselves."""
+        takes = self._group.meetings.stale
+        self._take_models(source, takes)
+        told = [(self._taken, self._warming, self._steps.state()) if self._group.world.rank == source else None]
+        dist.broadcast_object_list(told, source)
+        if takes and told[0] is not None:
+            self._taken, self._warming, steps = told[0]
+            self._steps.load(steps)
+
+
+def _divide(leaves: list[torch.Tensor], weight: float) -> None:
+    """Have the mean gradient of this rank, where its losses were multiplied by how much they count among the ranks."""
+    for grad in {id(leaf): leaf.grad for leaf in leaves if leaf.grad is not None}.values():
+        grad.div_(weight)

@@ -1,0 +1,59 @@
+"""The outer optimizer of DiLoCo (Douillard et al., 2023): what becomes of the weights when ranks put together what they have learned.
+
+What they have moved from where they all began is taken for a gradient, and applied by SGD with Nesterov momentum. It is torch's own, as a
+function: an optimizer of its own would be one of the user's to whoever watches optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.sgd import sgd
+
+__all__ = ["Outer"]
+
+Number = tuple[int, int]
+
+
+class Outer:
+    """Steps on the differences of weights; parameters go by numbers that are the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._before: dict[Number, torch.Tensor] = {}
+        self._momenta: dict[Number, torch.Tensor | None] = {}
+
+    def begin(self, parameters: Mapping[Number, torch.Tensor]) -> None:
+        """All ranks hold the same ``parameters`` now, and go on by themselves."""
+        for number, p in parameters.items():
+            self._before[number] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+
+    def step(self, means: Mapping[Number, torch.Tensor], lr: float, momentum: float) -> dict[Number, torch.Tensor]:
+        """The new weights, where the ranks' means are ``means``.
+
+        Args:
+            means: of what was given to :meth:`begin`; what was not is its mean afterwards.
+            lr: how much of what ranks have learned is taken over; 1 without momentum is the mean.
+            momentum: of the steps before.
+        """
+        numbers = [number for number in means if number in self._before]
+        new = [self._before.pop(number) for number in numbers]
+        momenta = [self._momenta.get(number) for number in numbers]
+        gradients = [old - means[number].to(old) for number, old in zip(numbers, new, strict=True)]
+        with torch.no_grad():
+            sgd(new, gradients, momenta, lr=lr, momentum=momentum, nesterov=momentum > 0, weight_decay=0.0, dampening=0.0, maximize=False)
+        self._momenta.update(zip(numbers, momenta, strict=True))
+        return {**means, **dict(zip(numbers, new, strict=True))}
+
+    def state(self) -> Any:
+        """What another rank goes on from."""
+        return {number: p.cpu() for number, p in self._before.items()}, {
+            number: None if momentum is None else momentum.cpu() for number, momentum in self._momenta.items()
+        }
+
+    def load(self, state: Any, device: torch.device) -> None:
+        """Go on from the :meth:`state` of another rank."""
+        before, momenta = state
+        self._before = {number: p.to(device) for number, p in before.items()}
+        self._momenta = {number: None if momentum is None else momentum.to(device) for number, momentum in momenta.items()}

@@ -1,0 +1,198 @@
+"""Compressed gradients against hand-written DDP with torch's own hooks, and what must not be compressed."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import parwrap
+from parwrap.errors import UsageError
+from parwrap.options import Options
+from parwrap.strategies.compression import EPSILON, START
+
+STEPS = 6
+HOOKS = {
+    "bf16": lambda state, bucket: default_hooks.bf16_compress_hook(None, bucket),
+    "fp16": lambda state, bucket: default_hooks.fp16_compress_hook(None, bucket),
+    "powersgd": powerSGD_hook.powerSGD_hook,
+}
+DATA = TensorDataset(*(torch.randn(STEPS * 12, width, generator=torch.Generator().manual_seed(5)) for width in (16, 2)))
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2))
+
+
+def train(model, forward, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(forward(x), y).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def plain():
+    model = build()
+    return train(model, model, DataLoader(DATA, batch_size=4))
+
+
+def by_hand(compress):
+    model = build()
+    ddp = DistributedDataParallel(model)
+    powersgd = powerSGD_hook.PowerSGDState(None, Options.powersgd_rank, start_powerSGD_iter=START, orthogonalization_epsilon=EPSILON)
+    ddp.register_comm_hook(powersgd, HOOKS[compress])
+    return train(model, ddp, DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, shuffle=False)))
+
+
+@pytest.mark.parametrize("compress", HOOKS)
+@pytest.mark.ranks(2)
+def test_weights_are_bit_for_bit_those_of_ddp_by_hand_with_torchs_hook(compress):
+    expected = by_hand(compress)
+    actual = parwrap.distributed(compress=compress)(plain)()
+
+    assert torch.equal(expected, actual)
+    assert not torch.equal(expected, parwrap.distributed(plain)())
+
+
+@pytest.mark.parametrize("compress", HOOKS)
+@pytest.mark.ranks(3)
+def test_on_three_ranks_they_are_so_up_to_the_order_of_sums_of_halves(compress):
+    torch.testing.assert_close(parwrap.distributed(compress=compress)(plain)(), by_hand(compress), atol=1e-3, rtol=0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("compress", "part"), [("bf16", 0.5), ("fp16", 0.5), ("powersgd", 0.7)])
+def test_a_step_sends_half_the_bytes_or_fewer(compress, part):
+    sent, original = [], dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        sent.append(tensor.numel() * tensor.element_size())
+        return original(tensor, *args, **kwargs)
+
+    with parwrap.distributed(compress=compress), pytest.MonkeyPatch.context() as patch:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        patch.setattr(dist, "all_reduce", counted)
+        for _ in range(START + 2):
+            sent.clear()
+            optimizer.zero_grad()
+            model(torch.randn(4, 16) + parwrap.rank()).square().mean().backward()
+            optimizer.step()
+
+    facts = 4 * (len(list(model.parameters())) + 3)
+    gradients = 4 * sum(p.numel() for p in model.parameters())
+    assert 0.5 * part < sum(sent) / (gradients + facts) < part + facts / gradients
+
+
+@pytest.mark.parametrize("compress", HOOKS)
+@pytest.mark.ranks(3)
+def test_ranks_count_by_their_samples_as_exactly_as_without(compress):
+    """7 samples for 3 ranks and a batch of 4: weights are thirds, which no half precision holds."""
+
+    def mean():
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        for (x,) in DataLoader(TensorDataset(torch.full((7, 1), 4.0)), batch_size=4):
+            optimizer.zero_grad()
+            (weight * x).mean().backward()
+            optimizer.step()
+        return weight.item()
+
+    assert pytest.approx(-8.0, rel=1e-3) == parwrap.distributed(compress=compress, batch="global")(mean)()
+
+
+@pytest.mark.parametrize("compress", HOOKS)
+@pytest.mark.ranks(3)
+def test_a_rank_that_stops_early_counts_for_nothing_and_what_nobody_uses_keeps_none(compress):
+    told = pytest.warns(UserWarning, match="rank 2 is at the end") if parwrap.rank() == 0 else nullcontext()
+    with told, parwrap.distributed(compress=compress):
+        used, unused = nn.Parameter(torch.zeros(24, 24)), nn.Parameter(torch.zeros(24, 24))
+        optimizer = torch.optim.SGD([used, unused], lr=1.0)
+        for step in range(3 if parwrap.rank() == 2 else 6):
+            optimizer.zero_grad()
+            loss = (used * (parwrap.rank() + 1)).sum()
+            (loss + 0 * unused.sum() if step == 0 else loss).backward()
+            assert step == 0 or unused.grad is None
+            optimizer.step()
+
+    # steps of the mean of 1, 2, 3 and then of 1, 2; that of the one which left is no more, but for what PowerSGD still owed
+    assert -(3 * 2.0 + 3 * 1.5) == pytest.approx(used.mean().item(), rel=1e-2)
+    assert 1 == len({tuple(each) for each in parwrap.gather(used.flatten().tolist())})
+
+
+@pytest.mark.parametrize("compress", HOOKS)
+@pytest.mark.ranks(2)
+def test_sparse_gradients_and_half_precision_weights_are_sent_too(compress):
+    with parwrap.distributed(compress=compress):
+        embedding, half = nn.Embedding(6, 2, sparse=True), nn.Linear(2, 2).to(torch.bfloat16)
+        optimizer = torch.optim.SGD([*embedding.parameters(), *half.parameters()], lr=0.5)
+        for _ in range(START + 2):
+            optimizer.zero_grad()
+            half(embedding(torch.tensor([parwrap.rank(), 3])).to(torch.bfloat16)).sum().backward()
+            assert embedding.weight.grad.is_sparse
+            optimizer.step()
+
+    both = parwrap.gather(torch.cat([embedding.weight.flatten(), *(p.float().flatten() for p in half.parameters())]))
+    assert torch.equal(*both)
+    assert both[0].isfinite().all()
+
+
+@pytest.mark.ranks(2)
+def test_powersgd_goes_on_after_a_step_without_gradients_and_after_an_overflow():
+    with parwrap.distributed(compress="powersgd"):
+        weight = nn.Parameter(torch.zeros(24, 24))
+        seen = []
+        for step in range(9):
+            factor = {4: 0.0, 6: float("inf")}.get(step, 1.0)
+            weight.grad = None
+            (weight * factor * torch.arange(1.0, 25.0)).sum().backward()
+            seen.append(weight.grad.mean().item())
+
+    assert [12.5, 0.0, 12.5] == pytest.approx(seen[3:6], abs=1e-3)
+    assert not torch.tensor(seen[6]).isfinite()
+    assert [12.5, 12.5] == pytest.approx(seen[7:], abs=1e-3)
+
+
+@pytest.mark.ranks(2)
+def test_another_set_of_parameters_begins_anew():
+    """The second loss reaches one more parameter: its own buckets are sent as they are, until PowerSGD begins in them too."""
+    with parwrap.distributed(compress="powersgd"):
+        first, second = nn.Parameter(torch.zeros(24, 24)), nn.Parameter(torch.zeros(24, 24))
+        identity = torch.eye(24)
+        optimizer = torch.optim.SGD([first, second], lr=0.1)
+        ranks = []
+        for step in range(2 * START + 4):
+            optimizer.zero_grad()
+            loss = (first * identity).sum()
+            if step < START + 2:
+                loss.backward()
+            else:
+                (loss + (second * identity).sum()).backward()
+            ranks.append(int(torch.linalg.matrix_rank(first.grad)))
+
+    assert ranks[START + 1] == 4
+    assert ranks[START + 2] == 24
+    assert ranks[-1] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"compress": "int8"}, "compress='int8' is not one of its values. None: gradients are sent as they are; 'bf16': they"),
+        ({"compress": "powersgd", "powersgd_rank": 0}, "powersgd_rank=0 is not the rank of a matrix, a whole number from 1"),
+        ({"compress": "powersgd", "powersgd_rank": 2}, "powersgd_rank=2 is refused: torch .* doubles gradients of rank 1. Give 1, or"),
+        ({"compress": "bf16", "powersgd_rank": 8}, "powersgd_rank=8 has nothing to act on with compress='bf16': leave it out, or give"),
+        ({"strategy": "none", "compress": "bf16"}, "compress='bf16' has nothing to act on with strategy='none': .* that has it, 'ddp'"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(options, text):
+    with pytest.raises(UsageError, match=text):
+        parwrap.distributed(**options)
