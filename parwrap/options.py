@@ -30,11 +30,12 @@ CHOICES = {
     "loss": {"mean": "the loss is an average over the batch", "sum": "the loss is a sum over the batch"},
     "strategy": {
         "ddp": "gradients are averaged in every backward",
+        "hogwild": "every rank takes steps of its own, on parameters that all share in memory",
         "none": "nothing is averaged, and every rank trains a model of its own on all of the data",
     },
 }
 
-OF_STRATEGIES = ("bucket_cap_mb", "gradient_as_bucket_view")
+OF_STRATEGIES = ("bucket_cap_mb", "gradient_as_bucket_view", "lock")
 """The options that not every strategy has."""
 
 
@@ -52,6 +53,7 @@ class Options:
     bucket_cap_mb: float = 25
     timeout: float | timedelta | None = None
     gradient_as_bucket_view: bool = False
+    lock: bool = False
     hang_after: float = 60
 
     def __post_init__(self) -> None:
@@ -76,6 +78,8 @@ class Options:
         if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
             raise UsageError(f"timeout={self.timeout!r} is not a number of seconds above 0.")
 
+        if not isinstance(self.lock, bool):
+            raise UsageError(f"lock={self.lock!r} is neither True nor False.")
         if not self.hang_after > 0:
             raise UsageError(f"hang_after={self.hang_after!r} is not a number of seconds above 0.")
 

@@ -10,12 +10,16 @@ from parwrap.feature_options import number
 __all__ = ["STRATEGY_OPTIONS", "add_strategy_options"]
 
 STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
-    "strategy": {"help": "How ranks train together: ddp averages gradients; none has each rank train a model of its own."},
+    "strategy": {
+        "help": "How ranks train together: ddp averages gradients; hogwild has all step on shared parameters; none has each "
+        "rank train a model of its own."
+    },
     "bucket_cap_mb": {"type": number, "help": "Size of DDP's gradient buckets in megabytes."},
     "gradient_as_bucket_view": {
         "action": "store_true",
         "help": "As in DistributedDataParallel: saves memory, but gradients kept across steps change.",
     },
+    "lock": {"action": "store_true", "help": "With --strategy hogwild: one rank steps at a time, for comparison."},
 }
 """What ``argparse`` is told of each."""
 

@@ -63,8 +63,9 @@ class distributed(ScopeDecorator):
             batch is that much larger. ``param_groups`` and schedules are not touched.
         loss: ``"mean"`` or ``"sum"``, over the samples of a batch, where parts of different size are averaged; a sum is summed over the
             ranks with ``batch="global"``.
-        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"none"`` has each rank train a model of its
-            own, on all of the data.
+        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"hogwild"`` has each rank of one node step by
+            itself, on parameters that all share in memory; ``"none"`` has each rank train a model of its own, on all of the data.
+        lock: with ``strategy="hogwild"``, one rank at a time takes a step, for comparison.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
         timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
         hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
@@ -126,6 +127,12 @@ def trains_apart() -> bool:
     """Whether every rank trains a model of its own in the function that runs."""
     strategy = _session.strategy if _session else None
     return strategy is not None and strategy.together is None
+
+
+def steps_apart() -> bool:
+    """Whether every rank takes steps of its own in the function that runs, with the gradients of its own batches."""
+    strategy = _session.strategy if _session else None
+    return strategy is not None and not strategy.steps_together
 
 
 def loaders_read() -> Loaders | None:
@@ -312,8 +319,9 @@ class _Session:
         if data is None:
             facts.append("no DataLoader was shared out: every rank trains on the same data")
         else:
-            facts.append(f"batch {data.batch_size} per rank, {data.global_batch} global" if data.batch_size else "batches dealt out")
-            if self._options.batch == "per_rank":
+            shared = f", {data.global_batch} global" if self.strategy.steps_together else ""
+            facts.append(f"batch {data.batch_size} per rank{shared}" if data.batch_size else "batches dealt out")
+            if self._options.batch == "per_rank" and self.strategy.steps_together:
                 facts.append("lr kept" if self._options.lr == "keep" else f"lr times {self._lr_factor():.4g}")
             facts.append(f"{data.samples} samples / {size} ranks" if data.samples else "samples without a length")
             facts += [f"{name} {value}" for name in ("uneven", "loss") if (value := getattr(self._options, name)) != getattr(Options, name)]

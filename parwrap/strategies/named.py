@@ -12,6 +12,7 @@ __all__ = ["strategy_of"]
 
 HOMES = {
     "ddp": "parwrap.strategies.ddp:DDP",
+    "hogwild": "parwrap.strategies.hogwild:Hogwild",
     "none": "parwrap.strategies.none:NoStrategy",
 }
 
