@@ -87,7 +87,7 @@ class ScopeDecorator:
                     scopes.enter_context(decorator.scope(function))
                 return runs(*args, **kwargs)
 
-        scoped = functools.wraps(function)(functools.reduce(lambda inner, decorator: decorator.outside(inner), decorators, call))
+        scoped = functools.wraps(function)(functools.reduce(lambda inner, decorator: decorator.outside(inner), reversed(decorators), call))
         scoped.__parwrap_scopes__ = (scoped, decorators)  # type: ignore[attr-defined]
         return scoped
 

@@ -29,7 +29,8 @@ def _nothing_is_left(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     descriptors, children = mine.num_fds(), mine.children()
     yield
-    assert (descriptors, children, []) == (mine.num_fds(), mine.children(), os.listdir(folder))
+    ours = [name for name in os.listdir(folder) if name.startswith("parwrap-")]  # torch's cache is not
+    assert (descriptors, children, []) == (mine.num_fds(), mine.children(), ours)
 
 
 def test_rank_0_s_value_comes_back_and_all_ranks_are_one_group():

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 STRATEGIES = [
     ["--strategy", "ddp"],
+    ["--strategy", "hogwild"],
     ["--strategy", "none"],
 ]
 

@@ -11,7 +11,6 @@ import importlib
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -83,7 +82,8 @@ class hogwild(ScopeDecorator):
         if function is None:
             raise UsageError("`with parwrap.hogwild():` has no function that other processes could run: decorate the one that trains.")
         options = _running[-1]._options if _running else self._options
-        return distributed.distributed(**asdict(options)).scope(function)
+        given = {name: getattr(options, name) for name in ("strategy", "lock", "timeout", "seed")}
+        return distributed.distributed(**given).scope(function)
 
     def around(self, function: Callable) -> Callable:
         @functools.wraps(function)
