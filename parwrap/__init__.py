@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     distributed: Decorating
     evaluate: Decorating
     every_rank_writes: Decorating
+    hogwild: Decorating
     rank_zero_first: Decorating
     rank_zero_only: Decorating
     sync_bn: Decorating
@@ -40,6 +41,7 @@ _HOMES = {
     "parwrap.features.distributed": ("distributed",),
     "parwrap.features.evaluate": ("evaluate",),
     "parwrap.features.every_rank": ("every_rank_writes",),
+    "parwrap.features.hogwild": ("hogwild",),
     "parwrap.features.loaders": ("loaders",),
     "parwrap.features.mean": ("mean_over_ranks",),
     "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
@@ -73,6 +75,7 @@ __all__ = [
     "evaluate",
     "every_rank_writes",
     "gather",
+    "hogwild",
     "is_rank_zero",
     "loaders",
     "local_rank",

@@ -59,6 +59,10 @@ class ScopeDecorator:
         """What is called inside of the scopes in the place of ``function``."""
         return function
 
+    def outside(self, call: Callable) -> Callable:
+        """What is called in the place of ``call``, which opens the scopes and runs the function."""
+        return call
+
     def __call__(self, decorated: F) -> F:
         function: Any = decorated
         if isinstance(function, (staticmethod, classmethod)):
@@ -77,13 +81,13 @@ class ScopeDecorator:
         decorators = tuple(sorted((self, *decorators), key=lambda decorator: decorator.layer))
         runs = functools.reduce(lambda inner, decorator: decorator.around(inner), decorators, function)
 
-        @functools.wraps(function)
-        def scoped(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as scopes:
                 for decorator in decorators:
                     scopes.enter_context(decorator.scope(function))
                 return runs(*args, **kwargs)
 
+        scoped = functools.wraps(function)(functools.reduce(lambda inner, decorator: decorator.outside(inner), reversed(decorators), call))
         scoped.__parwrap_scopes__ = (scoped, decorators)  # type: ignore[attr-defined]
         return scoped
 

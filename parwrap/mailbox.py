@@ -8,9 +8,7 @@ Writing costs microseconds and no collective. What follows from the entries is d
 from __future__ import annotations
 
 import mmap
-import os
 import struct
-import tempfile
 import threading
 import time
 import zlib
@@ -20,9 +18,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+from parwrap.memory import shared_memory
 from parwrap.world import World
 
-__all__ = ["PART", "Entry", "Mailbox", "Meeting", "State", "opened", "shared_memory"]
+__all__ = ["PART", "Entry", "Mailbox", "Meeting", "State", "opened"]
 
 KEPT, PARTS = 8, 3
 """Entries that a rank keeps of each part of the run, and of how many parts. Ranks are at most a meeting apart on the CPU; with a GPU
@@ -254,29 +253,11 @@ def _in_row(number: int) -> int:
 def opened(world: World, store: Any) -> Iterator[Mailbox]:
     """The mailbox of the ranks of ``world``, which find each other's by ``store``."""
     if world.local_size == world.size:
-        yield Mailbox(world, shared_memory(world, store, Mailbox.size(world)))
+        yield Mailbox(world, shared_memory(store, world.rank, range(world.size), Mailbox.size(world)))
         return
     mailbox = Mailbox(world, bytearray(Mailbox.size(world)))
     with _carried(mailbox, store):
         yield mailbox
-
-
-def shared_memory(world: World, store: Any, size: int) -> mmap.mmap:
-    """Memory of ``size`` bytes, all 0, that the ranks of one node share; its file has no name any more when this returns."""
-    if world.rank == 0:
-        fast = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        file, path = tempfile.mkstemp(prefix="parwrap-", dir=fast)
-        os.truncate(file, size)
-        store.set("mailbox", path)
-        memory = mmap.mmap(file, size)
-        os.close(file)
-        store.wait([f"mailbox/{rank}" for rank in range(1, world.size)])
-        os.unlink(path)
-        return memory
-    with open(store.get("mailbox"), "r+b") as shared:
-        memory = mmap.mmap(shared.fileno(), size)
-    store.set(f"mailbox/{world.rank}", b"")
-    return memory
 
 
 @contextmanager

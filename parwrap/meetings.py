@@ -56,6 +56,7 @@ class Meetings:
         whereabouts: of every rank.
         stale: whether the others have trained on without this rank, which has not taken over their state yet.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
+        at_work: called when a rank has waited too long: whether the others get on without it, so that it shall wait on.
     """
 
     def __init__(self, mailbox: Mailbox, timeout: timedelta) -> None:
@@ -72,6 +73,7 @@ class Meetings:
         self.whereabouts = Whereabouts(mailbox, self._lanes)
         self.phase: Callable[[], int] = lambda: 0
         self.take_state: Callable[[int], None] = lambda source: None
+        self.at_work: Callable[[], bool] = lambda: False
 
     @property
     def number(self) -> int:
@@ -207,7 +209,7 @@ class Meetings:
                     deadline = time.monotonic() + self.timeout.total_seconds()
                     continue
                 self._raise_if_failed(entries)
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline and not self.at_work():
                     raise self.in_vain(str(meeting), None)
                 time.sleep(polling)
                 polling = min(1.5 * polling, LONGEST_POLLING)
@@ -248,8 +250,7 @@ class Meetings:
         self._number = (self.part << PART) + 1
         self.stale = False
         self._answers = {**self._lasting}
-        self.phase = lambda: 0
-        self.take_state = lambda source: None
+        self.phase, self.take_state, self.at_work = lambda: 0, lambda source: None, lambda: False
         for lane in self._lanes:
             lane.begin(self.part)
 

@@ -33,6 +33,7 @@ CHOICES: dict[str, dict[Any, str]] = {
         "ddp": "gradients are averaged in every backward",
         "zero1": "as ddp, and each rank holds the optimizer's state of a part of the parameters",
         "local_sgd": "each rank steps on its own gradients, and weights are averaged every few steps",
+        "hogwild": "every rank takes steps of its own, on parameters that all share in memory",
         "none": "nothing is averaged, and every rank trains a model of its own on all of the data",
     },
     "outer": {
@@ -57,6 +58,7 @@ OF_STRATEGIES = (
     "outer",
     "outer_lr",
     "outer_momentum",
+    "lock",
 )
 """The options that not every strategy has."""
 
@@ -82,6 +84,7 @@ class Options:
     outer: str | None = None
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
+    lock: bool = False
     hang_after: float = 60
 
     def __post_init__(self) -> None:
@@ -126,6 +129,8 @@ class Options:
         if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
             raise UsageError(f"timeout={self.timeout!r} is not a number of seconds above 0.")
 
+        if not isinstance(self.lock, bool):
+            raise UsageError(f"lock={self.lock!r} is neither True nor False.")
         if not self.hang_after > 0:
             raise UsageError(f"hang_after={self.hang_after!r} is not a number of seconds above 0.")
 

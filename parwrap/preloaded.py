@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from parwrap.script import die_with_parent
+from parwrap.processes import die_with_parent
 
 __all__ = ["HANDLERS"]
 

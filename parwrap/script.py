@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import ctypes
 import gc
 import importlib.util
 import multiprocessing
@@ -29,8 +28,9 @@ from typing import Any, Literal, NoReturn, TextIO, cast
 from zipfile import is_zipfile
 
 from parwrap.failures import Recorder, exit_status
+from parwrap.processes import die_with_parent
 
-__all__ = ["Script", "die_with_parent", "run_alone", "run_rank"]
+__all__ = ["Script", "run_alone", "run_rank"]
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,6 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
         status = exit_status(error)
     _end_like_an_interpreter()
     sys.exit(status or None)  # torch's agent has a process wait that says 0
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends (on Linux)."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def script_traceback(error: BaseException) -> TracebackType | None:

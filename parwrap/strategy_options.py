@@ -11,8 +11,8 @@ __all__ = ["STRATEGY_OPTIONS", "add_strategy_options"]
 
 STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
     "strategy": {
-        "help": "How ranks train together: ddp averages gradients; zero1 also shards optimizer state; local_sgd averages weights, every few "
-        "steps; none averages nothing."
+        "help": "How ranks train together: ddp, which averages gradients, zero1, local_sgd, hogwild or none; docs/strategies.rst tells which "
+        "when."
     },
     "every": {"type": whole, "help": "With --strategy local_sgd: steps from one average of weights to the next; by default 8."},
     "warmup": {"type": whole, "help": "With --strategy local_sgd: synchronous steps to begin with."},
@@ -26,6 +26,7 @@ STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "As in DistributedDataParallel: saves memory, but gradients kept across steps change.",
     },
+    "lock": {"action": "store_true", "help": "With --strategy hogwild: one rank steps at a time, for comparison."},
 }
 """What ``argparse`` is told of each."""
 

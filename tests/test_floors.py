@@ -7,8 +7,23 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "parwrap"
 FLOORS = [
-    {"errors", "options", "world", "imported", "importing", "patching", "decorator"},
-    {"device", "sites", "mailbox", "blackboard", "lane", "whereabouts", "meetings", "watch", "group", "collectives", "loop", "streams"},
+    {"errors", "options", "world", "imported", "importing", "patching", "decorator", "processes"},
+    {
+        "device",
+        "sites",
+        "memory",
+        "mailbox",
+        "blackboard",
+        "lane",
+        "whereabouts",
+        "meetings",
+        "watch",
+        "group",
+        "collectives",
+        "loop",
+        "streams",
+    }
+    | {"returned", "forked_rank", "forked"},
     {"verbs"},
     {"strategies", "data", "files", "voices", "precision", "accumulation"},
     {"features"},

@@ -92,7 +92,7 @@ def test_a_traceback_of_parwraps_own_is_not_cut():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel must offer it")
 def test_a_process_can_be_tied_to_its_parent():
-    child = "from parwrap.script import die_with_parent; die_with_parent(); print('tied', flush=True); import time; time.sleep(60)"
+    child = "from parwrap.processes import die_with_parent; die_with_parent(); print('tied', flush=True); import time; time.sleep(60)"
     parent = (
         "import os, subprocess, sys; child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE); "
         "child.stdout.readline(); os._exit(0)"

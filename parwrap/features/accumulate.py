@@ -72,11 +72,11 @@ class accumulate(ActingDecorator):
         self._steps = steps
 
     def actor(self) -> Accumulation | ByHand:
-        known = distributed.parts()
+        known = None if distributed.steps_apart() else distributed.parts()
         over_ranks = OverRanks(known.group, known.loop, known.strategy) if known else None
 
         def over_ranks_now() -> OverRanks | None:
-            now = distributed.parts()
+            now = None if distributed.steps_apart() else distributed.parts()
             if now is not None and now is not known:
                 raise UsageError("parwrap.accumulate was opened before parwrap.distributed: open it inside, or decorate the same function.")
             return over_ranks if now else None

@@ -63,9 +63,8 @@ class distributed(ScopeDecorator):
             batch is that much larger. ``param_groups`` and schedules are not touched.
         loss: ``"mean"`` or ``"sum"``, over the samples of a batch, where parts of different size are averaged; a sum is summed over the
             ranks with ``batch="global"``.
-        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"`` too, and holds the state of
-            optimizers in shards; ``"local_sgd"`` averages weights, after every few steps that each rank takes by itself; ``"none"`` has each
-            rank train a model of its own, on all of the data.
+        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"``, ``"local_sgd"``, ``"hogwild"`` and
+            ``"none"`` are told of in docs/strategies.rst.
         every: of ``"local_sgd"``: steps from one average to the next.
         warmup: of ``"local_sgd"``: synchronous steps to begin with.
         outer: of ``"local_sgd"``: ``"nesterov"`` takes what ranks have learned between averages for a gradient, as DiLoCo does.
@@ -73,6 +72,7 @@ class distributed(ScopeDecorator):
         outer_momentum: its momentum.
         compress: ``"bf16"`` or ``"fp16"`` has DDP send gradients in half the bytes, ``"powersgd"`` in a small part of them.
         powersgd_rank: of the matrices that ``"powersgd"`` sends: the larger, the more exact.
+        lock: with ``strategy="hogwild"``, one rank at a time takes a step, for comparison.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
         timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
         hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
@@ -134,6 +134,12 @@ def trains_apart() -> bool:
     """Whether every rank trains a model of its own in the function that runs."""
     strategy = _session.strategy if _session else None
     return strategy is not None and strategy.together is None
+
+
+def steps_apart() -> bool:
+    """Whether every rank takes steps of its own in the function that runs, with the gradients of its own batches."""
+    strategy = _session.strategy if _session else None
+    return strategy is not None and not strategy.steps_together
 
 
 def loaders_read() -> Loaders | None:
@@ -325,8 +331,9 @@ class _Session:
         if data is None:
             facts.append("no DataLoader was shared out: every rank trains on the same data")
         else:
-            facts.append(f"batch {data.batch_size} per rank, {data.global_batch} global" if data.batch_size else "batches dealt out")
-            if self._options.batch == "per_rank":
+            shared = f", {data.global_batch} global" if self.strategy.steps_together else ""
+            facts.append(f"batch {data.batch_size} per rank{shared}" if data.batch_size else "batches dealt out")
+            if self._options.batch == "per_rank" and self.strategy.steps_together:
                 facts.append("lr kept" if self._options.lr == "keep" else f"lr times {self._lr_factor():.4g}")
             facts.append(f"{data.samples} samples / {size} ranks" if data.samples else "samples without a length")
             facts += [f"{name} {value}" for name in ("uneven", "loss") if (value := getattr(self._options, name)) != getattr(Options, name)]

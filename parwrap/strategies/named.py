@@ -13,6 +13,7 @@ __all__ = ["strategy_of"]
 HOMES = {
     "ddp": "parwrap.strategies.ddp:DDP",
     "local_sgd": "parwrap.strategies.local_sgd:LocalSGD",
+    "hogwild": "parwrap.strategies.hogwild:Hogwild",
     "none": "parwrap.strategies.none:NoStrategy",
     "zero1": "parwrap.strategies.zero1:Zero1",
 }

@@ -18,6 +18,8 @@ __all__ = ["NoStrategy"]
 class NoStrategy(Strategy):
     """Averages nothing and shares out nothing; every rank has its own files."""
 
+    steps_together = False
+
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         super().__init__(group, loop, options)
         self.together = None

@@ -26,6 +26,7 @@ from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.lane import Lane
 from parwrap.meetings import Meetings
+from parwrap.memory import shared_memory
 from parwrap.sites import worth_a_look
 from parwrap.verbs.norm import Norm
 
@@ -230,7 +231,8 @@ def _opened(group: Group, ranks: Sequence[int], first_uses: _FirstUses) -> Itera
     with mailbox.opened(world, store) as entries:
         if on_one_node and group.backend != "nccl":
             sharing = Sharing(group=group, first_uses=first_uses)
-            memory = mailbox.shared_memory(world, dist.PrefixStore("blackboard", store), Blackboard.size(world.size))
+            board_store = dist.PrefixStore("blackboard", store)
+            memory = shared_memory(board_store, world.rank, range(world.size), Blackboard.size(world.size))
             sharing.board = Blackboard(memory, world.size, place)
         else:
             sharing = Sharing(_new_group(ranks, backend=group.backend, timeout=group.timeout), group, first_uses)

@@ -34,6 +34,9 @@ class Strategy:
     OPTIONS: tuple[str, ...] = ()
     """Those options of ``distributed`` that only some strategies have."""
 
+    steps_together = True
+    """Whether ranks take each step together, with the gradients of all; else what is done between two steps is each rank's own."""
+
     share: Callable[[], Share]
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:

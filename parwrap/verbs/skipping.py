@@ -21,7 +21,7 @@ from parwrap.errors import UsageError
 from parwrap.loop import parameters_of
 from parwrap.sites import location
 
-__all__ = ["handed_on", "is_image", "patches"]
+__all__ = ["handed_on", "is_image", "patches", "steps_running"]
 
 MARK = "_parwrap_image"
 
@@ -128,6 +128,19 @@ def _image(optimizer: Optimizer, owned: Collection[int], images: dict[int, Any])
     attributes = {name: without(value) for name, value in vars(optimizer).items() if name != "state"}
     vars(image).update({**attributes, "param_groups": groups, "state": copy.copy(optimizer.state), MARK: True})
     return image
+
+
+def steps_running() -> int:
+    """How many steps of optimizers, each a part of the one before, run where this is called.
+
+    >>> steps_running()
+    0
+    """
+    running, frame = 0, sys._getframe(1)
+    while frame is not None:
+        running += frame.f_code is STEP
+        frame = frame.f_back  # type: ignore[assignment]
+    return running
 
 
 @contextmanager

@@ -178,6 +178,17 @@ def test_after_data_parallel(fails):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_hogwild(fails):
+    train()
+    before = everything()
+    with contextlib.suppress(KeyError):
+        assert not hooks_on(parwrap.distributed(strategy="hogwild", lock=True)(train)(fails=fails))
+
+    assert [] == changed(before)
+
+
+@pytest.mark.ranks(2)
 def test_after_nested_blocks():
     train()
     before = everything()

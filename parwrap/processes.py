@@ -1,0 +1,23 @@
+"""What processes that are started here do about each other's ends. Nothing here imports torch: the launcher's side uses it too."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+__all__ = ["die_with_parent"]
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends (on Linux).
+
+    Args:
+        parent: the process that it was started by, which may have ended by now.
+    """
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)

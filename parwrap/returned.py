@@ -1,0 +1,196 @@
+"""What comes back from a rank that was forked: what it returns or raises, and what it has made of the caller's tensors.
+
+A forked rank has every object of the caller, at the same address. So both sides know the caller's objects by their ``id``, and what is
+sent back refers to them: a model that was passed in is the same object when it is returned. How it is sent is ``forked.py``'s.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import traceback
+from collections.abc import Iterator
+from types import FunctionType, ModuleType, TracebackType
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = ["CallersObjects", "Raised", "RemoteTraceback"]
+
+KINDS = (torch.Tensor, nn.Module, Optimizer, LRScheduler)
+PARTS = ("_parameters", "_buffers", "_modules", "training")
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception that was raised on another rank: the cause of the same in the caller."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class Raised(NamedTuple):
+    """An exception, in parts that can be sent whatever its ``__init__`` takes.
+
+    Attributes:
+        kind: its class, or the nearest base of it that the caller has.
+        args, attributes: its own, or what they look like.
+        text: the traceback.
+    """
+
+    kind: type[BaseException]
+    args: tuple
+    attributes: dict[str, Any]
+    text: str
+
+    def error(self, who: str) -> BaseException:
+        """The exception, raised by ``who``."""
+        try:
+            error = self.kind(*self.args)
+        except Exception:
+            error = self.kind.__new__(self.kind, *self.args)
+        error.args = self.args
+        vars(error).update(self.attributes)
+        error.__cause__ = RemoteTraceback(f"{who} failed:\n{self.text}")
+        return error
+
+
+class CallersObjects:
+    """The tensors, models, optimizers and schedulers of this process, and what both sides of a fork know them by.
+
+    Made before the fork; the side that is forked packs, the caller's unpacks.
+
+    >>> model, file = nn.Linear(1, 1), io.BytesIO()
+    >>> callers = CallersObjects()
+    >>> callers.pack({"trained": model}, file)
+    >>> _ = file.seek(0)
+    >>> callers.unpack(file)["trained"] is model
+    True
+    """
+
+    def __init__(self) -> None:
+        self._known = {id(thing): thing for thing in gc.get_objects() if issubclass(type(thing), KINDS) or _is_local(thing)}
+        self._tensors = {key: _state_of(thing) for key, thing in self._of(torch.Tensor)}
+        self._held = [thing.detach() for _, thing in self._of(torch.Tensor)]  # or other memory could come to lie where theirs was
+        self._modules = {key: _parts_of(thing) for key, thing in self._of(nn.Module)}
+
+    def pack(self, thing: Any, file: BinaryIO) -> None:
+        """Write ``thing`` into ``file``, with references to the caller's objects in their place."""
+        known = self._known
+
+        class Pickler(pickle.Pickler):
+            def reducer_override(self, each: Any) -> Any:
+                return (_callers, (id(each),)) if known.get(id(each)) is each else NotImplemented
+
+        torch.save(thing, file, pickle_module=_pickle_module(Pickler=Pickler))
+
+    def unpack(self, file: BinaryIO) -> Any:
+        """What :meth:`pack` was given on the other side."""
+        known = self._known
+
+        class Unpickler(pickle.Unpickler):
+            def find_class(self, module: str, name: str) -> Any:
+                return known.get if (module, name) == (__name__, "_callers") else super().find_class(module, name)
+
+        return torch.load(file, weights_only=False, pickle_module=_pickle_module(Unpickler=Unpickler))
+
+    def raised(self, error: BaseException, outermost: TracebackType | None) -> Raised:
+        """``error`` in parts that can be packed; its traceback is shown from ``outermost`` on."""
+        kind = next(each for each in type(error).__mro__ if self._can_pack(each))
+        args = tuple(each if self._can_pack(each) else repr(each) for each in error.args)
+        attributes = {name: each if self._can_pack(each) else repr(each) for name, each in vars(error).items()}
+        return Raised(kind, args, attributes, "".join(traceback.format_exception(type(error), error, outermost)).rstrip())
+
+    def _can_pack(self, thing: Any) -> bool:
+        with io.BytesIO() as file:
+            try:
+                self.pack(thing, file)
+                file.seek(0)
+                self.unpack(file)
+            except Exception:
+                return False
+            return True
+
+    def changes(self) -> dict[str, list]:
+        """What has become of the caller's objects in this process, to be sent to :meth:`take`."""
+        changed = {key for key, tensor in self._of(torch.Tensor) if _state_of(tensor) != self._tensors[key]}
+        for _, module in self._of(nn.Module):
+            own = {id(tensor) for name in ("_parameters", "_buffers") for tensor in vars(module).get(name, {}).values()}
+            if changed & own:  # running statistics are changed without a trace
+                changed |= own & self._tensors.keys()
+        stepped = {key for key, each in self._of(Optimizer) if changed.intersection(map(id, _parameters_of(each)))}
+        return {
+            "tensors": [(key, _values(tensor)) for key, tensor in self._of(torch.Tensor) if key in changed],
+            "modules": [
+                (key, {name: vars(module)[name] for name in PARTS if name in vars(module)})
+                for key, module in self._of(nn.Module)
+                if _parts_of(module) != self._modules[key]
+            ],
+            "optimizers": [(key, each.__getstate__()) for key, each in self._of(Optimizer) if key in stepped],
+            "schedulers": [(key, each.state_dict()) for key, each in self._of(LRScheduler) if id(vars(each).get("optimizer")) in stepped],
+        }
+
+    @torch.no_grad()
+    def take(self, changes: dict[str, list]) -> None:
+        """Make the same of them in the caller: in place, so that every object stays what it is."""
+        for key, values in changes["tensors"]:
+            tensor = self._known[key]
+            if (tensor.shape, tensor.dtype) == (values.shape, values.dtype):
+                tensor.copy_(values)
+            else:
+                tensor.data = values
+        for key, parts in changes["modules"]:
+            vars(self._known[key]).update(parts)
+        for key, state in changes["optimizers"]:
+            self._known[key].__setstate__(state)
+        for key, state in changes["schedulers"]:
+            self._known[key].load_state_dict(state)
+
+    def _of(self, kind: type) -> Iterator[tuple[int, Any]]:
+        return ((key, thing) for key, thing in self._known.items() if issubclass(type(thing), kind))
+
+
+def _callers(key: int) -> Any:
+    """Stands for the caller's object whose ``id`` is ``key``."""
+    raise NotImplementedError
+
+
+def _pickle_module(**classes: type) -> ModuleType:
+    module = ModuleType("pickle")
+    vars(module).update(vars(pickle))
+    vars(module).update(classes)
+    return module
+
+
+def _is_local(thing: Any) -> bool:
+    """Whether it is a class or a function that cannot be found by its name."""
+    return issubclass(type(thing), (type, FunctionType)) and "<" in thing.__qualname__
+
+
+def _state_of(tensor: torch.Tensor) -> tuple | None:
+    """What tells that a tensor was changed in place, or put elsewhere; ``None`` for one that is not looked after."""
+    if tensor.is_inference() or tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return None
+    try:
+        return tensor._version, tensor.data_ptr()
+    except RuntimeError:  # has no memory
+        return None
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that has those of ``tensor``, and is sent without the rest of its storage."""
+    values = tensor.detach()
+    return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
+
+
+def _parts_of(module: nn.Module) -> tuple:
+    """What is in it, by name; a module that is only half made may have nothing yet."""
+    parts = [vars(module).get(name) for name in PARTS]
+    return tuple([(name, id(part)) for name, part in each.items()] if isinstance(each, dict) else each for each in parts)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
