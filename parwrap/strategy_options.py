@@ -10,10 +10,7 @@ from parwrap.feature_options import number, whole
 __all__ = ["STRATEGY_OPTIONS", "add_strategy_options"]
 
 STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
-    "strategy": {
-        "help": "How ranks train together: ddp, which averages gradients, zero1, local_sgd, hogwild or none; docs/strategies.rst tells which "
-        "when."
-    },
+    "strategy": {"help": "How ranks train together: ddp averages gradients; docs/strategies.rst tells of the others."},
     "every": {"type": whole, "help": "With --strategy local_sgd: steps from one average of weights to the next; by default 8."},
     "warmup": {"type": whole, "help": "With --strategy local_sgd: synchronous steps to begin with."},
     "outer": {"help": "With --strategy local_sgd: nesterov, for an outer optimizer as in DiLoCo."},
