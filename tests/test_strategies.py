@@ -13,6 +13,9 @@ ROOT = Path(__file__).parents[1]
 STRATEGIES = [
     ["--strategy", "ddp"],
     ["--strategy", "none"],
+    ["--strategy", "local_sgd", "--every", "4"],
+    ["--strategy", "local_sgd", "--every", "8", "--outer", "nesterov", "--outer-lr", "0.5", "--outer-momentum", "0.5"],
+    ["--compress", "powersgd", "--powersgd-rank", "8"],
 ]
 
 
