@@ -36,6 +36,18 @@ def plan(*argv: str, gpus: int = 0, cores: int = 8, **environ: str) -> LaunchPla
         ),
         (["--timeout", "9", "--backend", "gloo", "train.py"], Script("train.py", scope={"timeout": 9.0, "backend": "gloo"})),
         (["--hang-after", "5", "train.py"], Script("train.py", scope={"hang_after": 5.0})),
+        (
+            ["--strategy", "local_sgd", "--every", "4", "--warmup=9", "--outer", "nesterov", "train.py", "--every", "2"],
+            Script("train.py", ("--every", "2"), scope={"strategy": "local_sgd", "every": 4, "warmup": 9, "outer": "nesterov"}),
+        ),
+        (
+            ["--strategy=local_sgd", "--outer=nesterov", "--outer-lr", "0.5", "--outer_momentum", "0.8", "train.py"],
+            Script("train.py", scope={"strategy": "local_sgd", "outer": "nesterov", "outer_lr": 0.5, "outer_momentum": 0.8}),
+        ),
+        (
+            ["--compress", "powersgd", "--powersgd-rank", "8", "train.py", "--compress"],
+            Script("train.py", ("--compress",), scope={"compress": "powersgd", "powersgd_rank": 8}),
+        ),
         (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
         (["--strategy", "hogwild", "--lock", "train.py"], Script("train.py", scope={"strategy": "hogwild", "lock": True})),
         (["--amp", "train.py"], Script("train.py", scope={}, features={"amp": {"dtype": "auto"}})),

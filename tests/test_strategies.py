@@ -15,6 +15,9 @@ STRATEGIES = [
     ["--strategy", "zero1"],
     ["--strategy", "hogwild"],
     ["--strategy", "none"],
+    ["--strategy", "local_sgd", "--every", "4"],
+    ["--strategy", "local_sgd", "--every", "8", "--outer", "nesterov", "--outer-lr", "0.5", "--outer-momentum", "0.5"],
+    ["--compress", "powersgd", "--powersgd-rank", "8"],
 ]
 
 

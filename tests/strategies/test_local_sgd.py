@@ -1,7 +1,11 @@
 """Local SGD against DDP, and against ranks that are played one after the other in a single process."""
 
+import re
+import subprocess
+import sys
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import parwrap
 from parwrap.errors import UsageError
 
+ROOT = Path(__file__).parents[2]
 FEATURES = 6
 
 
@@ -71,7 +76,7 @@ class DiLoCo:
         return old - self.lr * (gradient + self.momentum * self.velocity)
 
 
-def in_one_process(size, every, outer=mean, optimizer_of=adam, parts=((7,),), leaves={}):
+def in_one_process(size, every, outer=mean, optimizer_of=adam, parts=((7,),), leaves=None):
     """The weights that ``size`` ranks come to, which all begin anew from an average after each of ``parts``; a rank may leave sooner."""
     replicas = [build() for _ in range(size)]
     optimizers = [optimizer_of(model.parameters()) for model in replicas]
@@ -85,7 +90,7 @@ def in_one_process(size, every, outer=mean, optimizer_of=adam, parts=((7,),), le
 
     for (steps,) in parts:
         for _ in range(steps):
-            present = [rank for rank in range(size) if step < leaves.get(rank, 1000)]
+            present = [rank for rank in range(size) if step < (leaves or {}).get(rank, 1000)]
             for rank in present:
                 train_step(replicas[rank], optimizers[rank], *batch(step, rank))
             step, taken = step + 1, taken + 1
@@ -453,10 +458,11 @@ def test_an_optimizer_around_another_class_of_step_counts_once():
 @pytest.mark.ranks(2)
 def test_weights_built_differently_become_rank_zeros_with_a_warning():
     weight = nn.Parameter(torch.full((2,), 1.0 + parwrap.rank()))
-    with pytest.warns(UserWarning, match="1 of 1 parameters have different values on different ranks; rank 0's are taken"), local(every=4):
+    with local(every=4):
         optimizer = torch.optim.SGD([weight], lr=1.0)
         weight.sum().backward()
-        optimizer.step()
+        with pytest.warns(UserWarning, match="1 of 1 parameters have different values on different ranks; rank 0's are taken"):
+            optimizer.step()
         assert [0.0, 0.0] == weight.tolist()
         assert optimizer
 
@@ -528,6 +534,17 @@ def test_one_rank_may_train_alone():
         model = train(3)
 
     torch.testing.assert_close(flat(model), in_one_process(2, 2, parts=[(3,)]), atol=1e-6, rtol=0)
+
+
+def test_the_example_is_learnt_and_the_first_line_says_how():
+    command = ["-m", "parwrap.run", "--nproc-per-node", "2", "--strategy", "local_sgd", "--every", "32", "--outer", "nesterov"]
+    run = subprocess.run(
+        [sys.executable, *command, "examples/local_sgd.py"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
+
+    assert " local_sgd, weights averaged every 32 steps, outer nesterov lr 0.7 momentum 0.9, batch 32 per rank, 64 global, " in run.stderr
+    assert float(re.search(r"^epoch 8: test loss (\S+)$", run.stdout, re.MULTILINE)[1]) < 0.02
+    assert 8 == len(run.stdout.splitlines())
 
 
 def test_one_rank_is_a_plain_loop():

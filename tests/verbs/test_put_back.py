@@ -119,6 +119,17 @@ def test_after_return(again):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_local_steps_and_compressed_gradients(fails):
+    train()
+    before = everything()
+    with contextlib.suppress(KeyError):
+        parwrap.distributed(strategy="local_sgd", every=3, warmup=2, outer="nesterov", compress="bf16")(train)(fails)
+
+    assert [] == changed(before)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("again", [0, 2])
 def test_after_an_exception(again):
     train()
