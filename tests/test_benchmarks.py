@@ -60,6 +60,17 @@ def test_what_features_cost_is_written_as_json(tmp_path):
     assert written["another"] == "of another run"
 
 
+def test_how_much_faster_hogwild_is_is_written_as_json(tmp_path):
+    results = tmp_path / "hogwild.json"
+    command = [sys.executable, ROOT / "benchmarks" / "hogwild.py", "--pairs=2", "--seconds=0.1", "--ways=ddp by hand", f"--json={results}"]
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+    faster, _, ahead = json.loads(results.read_text())["rows"]
+    assert ("batch 8", "hogwild / one worker", 1 / 1.7) == (faster["case"], faster["compared"], faster["limit"])
+    assert ("hogwild / ddp by hand", 1.0) == (ahead["compared"], ahead["limit"])
+
+
 @pytest.mark.parametrize(
     ("samples", "met"),
     [
