@@ -19,7 +19,19 @@ from parwrap.errors import UsageError
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["Decorating", "ScopeDecorator", "describe", "module_of", "refuse_undecoratable"]
+__all__ = ["Decorating", "Left", "ScopeDecorator", "describe", "module_of", "refuse_undecoratable"]
+
+
+class Left(SystemExit):
+    """A scope has made the function end before its time, well.
+
+    Attributes:
+        function: whose scope; ``None`` while that is not known, or if the whole process is to end.
+        result: what it returns instead.
+    """
+
+    function: Any = None
+    result: Any = None
 
 
 class ScopeDecorator:
@@ -79,10 +91,15 @@ class ScopeDecorator:
 
         @functools.wraps(function)
         def scoped(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as scopes:
-                for decorator in decorators:
-                    scopes.enter_context(decorator.scope(function))
-                return runs(*args, **kwargs)
+            try:
+                with ExitStack() as scopes:
+                    for decorator in decorators:
+                        scopes.enter_context(decorator.scope(function))
+                    return runs(*args, **kwargs)
+            except Left as left:
+                if left.function is not function:
+                    raise
+                return left.result
 
         scoped.__parwrap_scopes__ = (scoped, decorators)  # type: ignore[attr-defined]
         return scoped

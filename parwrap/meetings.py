@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -55,6 +55,7 @@ class Meetings:
             answer the others. A number that grows.
         whereabouts: of every rank.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
+        waits: called with whether this rank begins or ends to wait for others; ``lost`` gives those that died, and are not waited for.
     """
 
     def __init__(self, mailbox: Mailbox, timeout: timedelta) -> None:
@@ -71,6 +72,8 @@ class Meetings:
         self.whereabouts = Whereabouts(mailbox, self._lanes)
         self.phase: Callable[[], int] = lambda: 0
         self.take_state: Callable[[int], None] = lambda source: None
+        self.waits: Callable[[bool], None] = lambda waits: None
+        self.lost: Callable[[], Collection[int]] = tuple
 
     @property
     def number(self) -> int:
@@ -189,7 +192,8 @@ class Meetings:
             while True:
                 if self._mailbox.written != (self._number, meeting):
                     self._mailbox.write(self._number, meeting, State.WAITING, self._stale)
-                entries = self._mailbox.read_all(self._number)
+                lost = self.lost()
+                entries = [each for rank, each in enumerate(self._mailbox.read_all(self._number)) if rank not in lost]
                 if self._answer_begun(entries):
                     if until_answered:
                         return []
@@ -213,18 +217,22 @@ class Meetings:
         finally:
             self._wait(False)
 
-    def fetching(self, purpose: str) -> None:
-        """This rank waits for another's file: tell, unless it is in a meeting, or not in its main thread."""
+    def fetching(self, purpose: str, away: bool = True) -> None:
+        """This rank waits for another's file, ``away`` from training: tell, unless it is in a meeting, or not in its main thread."""
         inside = self._mailbox.written is not None and self._mailbox.written[0] == self._number
         if not self._fetching and not inside and threading.current_thread() is threading.main_thread():
             self._fetching = self._mailbox.waiting = True
             self._mailbox.write(self._number, Meeting(purpose, location()), State.FETCHING)
+            if away:
+                self.waits(True)
 
-    def fetched(self) -> None:
+    def fetched(self, away: bool = True) -> None:
         """The waiting is over."""
         if self._fetching and threading.current_thread() is threading.main_thread():
             self._fetching = self._mailbox.waiting = False
             self._mailbox.take_back(self._number)
+            if away:
+                self.waits(False)
 
     def passed(self, rank: int) -> bool:
         """Whether ``rank`` has come to the meeting that is the next for this one, and so has passed this point of the script."""
@@ -249,6 +257,7 @@ class Meetings:
         self._answers = {**self._lasting}
         self.phase = lambda: 0
         self.take_state = lambda source: None
+        self.waits, self.lost = lambda waits: None, tuple
         for lane in self._lanes:
             lane.begin(self.part)
 
@@ -266,6 +275,7 @@ class Meetings:
 
     def _wait(self, waiting: bool) -> None:
         self._mailbox.waiting = waiting
+        self.waits(waiting)
         for lane in self._lanes:
             lane.wait(waiting)
 
@@ -338,7 +348,7 @@ class Meetings:
         self._stale = self._stale and any(entry.rank == self._rank and entry.meeting.kind == END for entry in came)
 
     def _raise_if_failed(self, entries: list[Entry | None]) -> None:
-        failed = next((entry for entry in entries if entry and entry.state is State.FAILED), None)
+        failed = next((entry for entry in entries if entry and entry.state is State.FAILED and entry.rank not in self.lost()), None)
         if failed and time.time() > failed.since + GRACE:
             raise RankMismatchError(f"rank {failed.rank} has failed with {failed.meeting}, and rank {self._rank} waits for it in vain.")
 

@@ -31,10 +31,11 @@ CHOICES = {
     "strategy": {
         "ddp": "gradients are averaged in every backward",
         "none": "nothing is averaged, and every rank trains a model of its own on all of the data",
+        "parameter_server": "the last ranks hold the parameters and take the steps with the gradients of the others",
     },
 }
 
-OF_STRATEGIES = ("bucket_cap_mb", "gradient_as_bucket_view")
+OF_STRATEGIES = ("bucket_cap_mb", "gradient_as_bucket_view", "servers", "staleness", "survive")
 """The options that not every strategy has."""
 
 
@@ -52,6 +53,9 @@ class Options:
     bucket_cap_mb: float = 25
     timeout: float | timedelta | None = None
     gradient_as_bucket_view: bool = False
+    servers: int = 1
+    staleness: int | None = None
+    survive: bool = False
     hang_after: float = 60
 
     def __post_init__(self) -> None:
@@ -73,6 +77,12 @@ class Options:
             raise UsageError(f"seed={self.seed!r} is not a whole number from 0 to 2**64 - 1.")
         if not self.bucket_cap_mb > 0:
             raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of megabytes above 0.")
+        if type(self.servers) is not int or self.servers < 1:
+            raise UsageError(f"servers={self.servers!r} is not a number of parameter servers: give a whole number from 1.")
+        if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
+            raise UsageError(
+                f"staleness={self.staleness!r} is not a number of steps: give a whole number from 0, or leave it out for no bound."
+            )
         if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
             raise UsageError(f"timeout={self.timeout!r} is not a number of seconds above 0.")
 

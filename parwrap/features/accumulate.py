@@ -72,8 +72,9 @@ class accumulate(ActingDecorator):
         self._steps = steps
 
     def actor(self) -> Accumulation | ByHand:
+        distributed.check_feature("accumulate")
         known = distributed.parts()
-        over_ranks = OverRanks(known.group, known.loop, known.strategy) if known else None
+        over_ranks = OverRanks(known.group, known.loop, known.strategy) if known and known.strategy.averages else None
 
         def over_ranks_now() -> OverRanks | None:
             now = distributed.parts()

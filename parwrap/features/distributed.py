@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from parwrap import group as groups
 from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders
 from parwrap.data.sharing import Sharing, TrainingData
-from parwrap.decorator import ScopeDecorator, module_of
+from parwrap.decorator import Left, ScopeDecorator, module_of
 from parwrap.errors import UsageError
 from parwrap.features.acting import described
 from parwrap.features.learning_rate import learning_rates_times
@@ -64,7 +65,12 @@ class distributed(ScopeDecorator):
         loss: ``"mean"`` or ``"sum"``, over the samples of a batch, where parts of different size are averaged; a sum is summed over the
             ranks with ``batch="global"``.
         strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"none"`` has each rank train a model of its
-            own, on all of the data.
+            own, on all of the data; ``"parameter_server"`` has the last ranks hold the parameters and take the steps with the gradients of
+            the others.
+        servers: how many of the ranks are parameter servers.
+        staleness: how many steps a worker of parameter servers may be ahead of the slowest; 0 for the steps of synchronous SGD, by default
+            any number.
+        survive: train on without a worker of parameter servers that has died, unless it is rank 0.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
         timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
         hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
@@ -92,7 +98,10 @@ class distributed(ScopeDecorator):
     def scope(self, function: Callable | None) -> AbstractContextManager:
         if _session is not None:
             return _session.joined(self._given)
-        return _opened(self._options, module_of(function))
+        return _opened(self._options, module_of(function), function)
+
+    def around(self, function: Callable) -> Callable:
+        return _handing_over(function) if strategy_of(self._options).hands_over else function
 
     @classmethod
     def script_scope(cls, **options: Any) -> AbstractContextManager:
@@ -101,7 +110,7 @@ class distributed(ScopeDecorator):
         The script must not see that it was launched, or a distributed branch of its own would wake up: the launch variables are
         hidden from it.
         """
-        return _opened(cls(**options)._options, "__main__", hidden=launch_variables())
+        return _opened(cls(**options)._options, "__main__", None, hidden=launch_variables())
 
 
 _session: _Session | None = None
@@ -128,6 +137,18 @@ def trains_apart() -> bool:
     return strategy is not None and strategy.together is None
 
 
+def steps_apart() -> bool:
+    """Whether every rank takes steps with batches of its own there."""
+    strategy = _session.strategy if _session else None
+    return trains_apart() or (strategy is not None and not strategy.in_step)
+
+
+def check_feature(name: str) -> None:
+    """Raise :class:`UsageError` if the decorator of that name has no meaning there."""
+    if _session is not None and _session.strategy is not None:
+        _session.strategy.check_feature(name)
+
+
 def loaders_read() -> Loaders | None:
     """The loaders of the function that runs; ``None`` outside of one, and where the script distributes itself."""
     return None if _session is None else _session.loaders
@@ -140,7 +161,7 @@ def shared_out(samples: int | None) -> None:
 
 
 @contextmanager
-def _opened(options: Options, module: str | None, hidden: Iterable[str] = ()) -> Iterator[None]:
+def _opened(options: Options, module: str | None, function: Callable | None, hidden: Iterable[str] = ()) -> Iterator[None]:
     """A session for the length of the block, in the process group that is open, or in one of its own."""
     global _session
     outer = groups.current()
@@ -150,11 +171,17 @@ def _opened(options: Options, module: str | None, hidden: Iterable[str] = ()) ->
         return
     with ExitStack() as grouped:
         group = outer or grouped.enter_context(groups.opened(read_world(os.environ), options.backend, options.patience))
-        group = grouped.enter_context(strategy_of(options).joining(group, options))
-        _session = _Session(group, options, leave_group=grouped.close)
+        strategy = strategy_of(options)
+        joined = grouped.enter_context(strategy.joining(group, options))
+        beside = partial(strategy.beside, group, options) if group is not None and joined is None else None
+        _session = _Session(joined, options, leave_group=grouped.close, beside=beside)
         try:
             with _session.patched(module, hidden), _session.met():
                 yield
+        except Left as left:
+            if function is not None or hidden:
+                left.function = function if left.returns else None
+                raise
         finally:
             _session = None
 
@@ -166,11 +193,15 @@ class _Session:
         group: the process group; ``None`` for a single rank.
         options: those of the innermost function that runs.
         leave_group: stops the process group, if it was started for this session.
+        beside: makes what a rank is that does not run the loop.
     """
 
-    def __init__(self, group: Group | None, options: Options, leave_group: Callable[[], None]) -> None:
+    def __init__(
+        self, group: Group | None, options: Options, leave_group: Callable[[], None], beside: Callable[[Loop], Any] | None = None
+    ) -> None:
         self._group, self._options, self._leave_group = group, options, leave_group
         self._loop = Loop()
+        self._beside = beside(self._loop) if beside else None
         self.strategy: Strategy | None = None
         self._streams = Streams(group.world.rank if group else 0)
         self._data: TrainingData | None = None
@@ -192,7 +223,8 @@ class _Session:
         """Ranks leave together: those that are through first answer the others until they are."""
         group = self._group
         if group is None:
-            yield
+            with self._beside or nullcontext():
+                yield
             return
         try:
             yield
@@ -201,6 +233,8 @@ class _Session:
                 self._leave(group)
             else:
                 group.meetings.fail(error)
+                if self.strategy is not None:
+                    self.strategy.failed(error)
             raise
         else:
             self._leave(group)
@@ -264,6 +298,8 @@ class _Session:
             self._undo.callback(self._stop)
         together = self.strategy.together if self.strategy else None
         self.loaders = Loaders(together, loop, self._streams, self._sharing, self.began)
+        if self._beside is not None:
+            return [loop, self.loaders, *self._undo.enter_context(self._beside.quiet())]
         if group is None or self.strategy is None:
             return [loop, self.loaders, *([Single(loop)] if self._options.batch == "global" else []), Voice()]
         voices = Voices(group.world.rank)
@@ -319,6 +355,19 @@ class _Session:
             facts += [f"{name} {value}" for name in ("uneven", "loss") if (value := getattr(self._options, name)) != getattr(Options, name)]
             warn_of_small_batches(data.batch_size)
         print(f"parwrap: {', '.join([*facts, *described()])}, seed {seed}", file=sys.stderr)
+
+
+def _handing_over(function: Callable) -> Callable:
+    """``function``, with what it returns told to the strategy."""
+
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if _session is not None and _session.strategy is not None:
+            _session.strategy.returned(result)
+        return result
+
+    return told
 
 
 @functools.cache

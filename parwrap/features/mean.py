@@ -47,7 +47,7 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
 
 
 def _factor(count: float) -> tuple[float, float]:
-    if is_alone() or distributed.trains_apart():
+    if is_alone() or distributed.steps_apart():
         return (1 / count if count else 0.0), count
     parts = distributed.parts()
     if parts is not None:

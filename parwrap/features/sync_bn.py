@@ -56,6 +56,7 @@ class sync_bn(ActingDecorator):
     def actor(self) -> SyncBN:
         if distributed.trains_apart():
             raise UsageError("parwrap.sync_bn has no batch to share, since every rank trains a model of its own: leave it out.")
+        distributed.check_feature("sync_bn")
         actor = SyncBN(self._process_group, self._group_size, _reads_whole)
         actor.prepare()
         return actor

@@ -13,6 +13,7 @@ __all__ = ["strategy_of"]
 HOMES = {
     "ddp": "parwrap.strategies.ddp:DDP",
     "none": "parwrap.strategies.none:NoStrategy",
+    "parameter_server": "parwrap.strategies.parameter_server:ParameterServer",
 }
 
 

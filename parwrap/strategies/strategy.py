@@ -34,6 +34,15 @@ class Strategy:
     OPTIONS: tuple[str, ...] = ()
     """Those options of ``distributed`` that only some strategies have."""
 
+    hands_over = False
+    """Whether it is to be told what the function has returned."""
+
+    averages = True
+    """Whether gradients are averaged by backwards, so that ranks close the windows of ``accumulate`` together."""
+
+    in_step = True
+    """Whether ranks take each step together, with one batch of which each has a part."""
+
     share: Callable[[], Share]
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
@@ -47,8 +56,16 @@ class Strategy:
 
     @classmethod
     def joining(cls, group: Group | None, options: Options) -> AbstractContextManager[Group | None]:
-        """The group of the ranks that run the loop, out of all; ``None`` for a single rank."""
+        """The group of the ranks that run the loop, out of all; ``None`` for a single rank, and for one that does not run it."""
         return nullcontext(group)
+
+    @classmethod
+    def beside(cls, group: Group, options: Options, loop: Loop) -> Any:
+        """What a rank of ``group`` is that does not run the loop: see ``server.py``."""
+        raise NotImplementedError
+
+    def check_feature(self, name: str) -> None:
+        """Raise :class:`UsageError` if the decorator of that name has no meaning with this strategy."""
 
     def actors(self) -> list[Any]:
         """Those that take part in verbs, in the order in which they are installed."""
@@ -57,6 +74,12 @@ class Strategy:
     def described(self) -> str:
         """What it does, for the line at the start of training."""
         return self._options().strategy
+
+    def returned(self, result: Any) -> None:
+        """The function has returned that, if :attr:`hands_over`."""
+
+    def failed(self, error: BaseException) -> None:
+        """This rank leaves with ``error``."""
 
     def leave(self) -> None:
         """All ranks have come to the end together."""
