@@ -15,7 +15,10 @@ STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
         "ranks hold the parameters and take the steps."
     },
     "servers": {"type": whole, "help": "How many of the ranks are parameter servers; by default 1."},
-    "staleness": {"type": whole, "help": "How many steps a worker of parameter servers may be ahead of the slowest; by default any number."},
+    "staleness": {
+        "type": whole,
+        "help": "How many steps a worker of parameter servers may be ahead of the slowest; by default any number.",
+    },
     "survive": {"action": "store_true", "help": "Train on without a worker of parameter servers that has died, unless it is rank 0."},
     "bucket_cap_mb": {"type": number, "help": "Size of DDP's gradient buckets in megabytes."},
     "gradient_as_bucket_view": {

@@ -72,7 +72,14 @@ class ParameterServer(Strategy):
         """What a rank is that does not run the loop, out of all those of ``group``."""
         split = the_split()
         return Server(
-            split.wire, group.world.rank, group.world.rank - split.workers, split.workers, options.staleness, options.survive, split.tell, loop
+            split.wire,
+            group.world.rank,
+            group.world.rank - split.workers,
+            split.workers,
+            options.staleness,
+            options.survive,
+            split.tell,
+            loop,
         )
 
     def actors(self) -> list[Any]:
@@ -103,10 +110,10 @@ class ParameterServer(Strategy):
         call.run()
         self._loop.ran_backward()
 
-    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def refuse_closure(self) -> None:
         """A closure computes gradients inside of a step, which is taken elsewhere."""
         if is_alone():
-            return closure
+            return
         raise UsageError(
             f"optimizer.step(closure) at {location()} cannot be taken by a parameter server: the closure computes gradients inside of the "
             "step, and the step is the server's. Call backward() and then step() without a closure, or choose another strategy."

@@ -72,8 +72,7 @@ class Pushing:
     def __init__(self, split: Split, group: Group, loop: Loop, lr_factor: Callable[[], float]) -> None:
         self._split, self._wire, self._group, self._loop, self._lr_factor = split, split.wire, group, loop, lr_factor
         self._parts: dict[int, list[_Part]] = {}
-        self._holders: dict[int, list[int]] = {}
-        self._ids: set[int] = set()
+        self._places: dict[int, tuple[tuple[int, int], int]] = {}
         self._known: dict[int, torch.Tensor] = {}
         self._generation, self._ended = -1, False
         group.meetings.phase = lambda: loop.generation
@@ -194,13 +193,14 @@ class Pushing:
         text = f"has failed with {type(error).__name__}: {error}".partition("\n")[0]
         for server in self._split.servers if not self._ended else ():
             with suppress(RuntimeError):
-                self._wire.send(server, Message(Kind.FAILED, content=pickle.dumps(text)))
+                self._wire.send(server, Message(Kind.FAILED, content=pickle.dumps(text)), waits=False)
         self._ended = True
 
     def close(self) -> None:
         """Let go of the user's parameters."""
         self._ended = True
         self._parts.clear()
+        self._places.clear()
         self._known.clear()
 
     def _tell_waiting(self, waits: bool) -> None:
@@ -249,19 +249,20 @@ class Pushing:
                 stacklevel=2,
             )
         for number in set().union(*told.values()) & own.keys():
-            if self._group.world.rank != source:
-                for part in self._parts[number]:
-                    self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
-                    self._take(part, unseen=True)
+            for part in self._parts[number]:
+                self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
+                self._take(part, unseen=True)
             own[number].state.clear()
 
     def _lay_out(self, number: int, optimizer: Optimizer) -> None:
         parameters = parameters_of(optimizer)
-        sizes = [p.numel() * p.element_size() for p in parameters]
-        holders = split_by_size(sizes, len(self._split.servers))
-        several = [[p for p, holder in zip(parameters, holders, strict=True) if holder == place] for place in range(len(self._split.servers))]
-        self._holders[number] = holders
-        self._parts[number] = [_Part(server, part) for server, part in zip(self._split.servers, several, strict=True) if part]
+        new = [(place, p) for place, p in enumerate(parameters) if id(p) not in self._places]
+        chosen = split_by_size([p.numel() * p.element_size() for _, p in new], len(self._split.servers))
+        self._places |= {id(p): ((number, place), holder) for (place, p), holder in zip(new, chosen, strict=True)}
+        several: dict[int, list[torch.Tensor]] = {}
+        for p in parameters:
+            several.setdefault(self._split.servers[self._places[id(p)][1]], []).append(p)
+        self._parts[number] = [_Part(server, part) for server, part in sorted(several.items())]
         for part in self._parts[number]:
             for p, known in zip(part.parameters, part.known, strict=True):
                 known.copy_(p.detach())
@@ -273,7 +274,8 @@ class Pushing:
         except Exception as error:  # whatever a user's class may raise
             sent = f"{type(error).__name__}: {error}"
         kinds = [(tuple(p.shape), p.dtype) for p in parameters_of(optimizer)]
-        begun = Begun(sent, kinds, self._holders[number], options_of(optimizer, self._lr_factor()))
+        keys, holders = zip(*(self._places[id(p)] for p in parameters_of(optimizer)), strict=True)
+        begun = Begun(sent, kinds, list(keys), list(holders), options_of(optimizer, self._lr_factor()))
         for part in self._parts[number]:
             self._wire.ask(part.server, Message(Kind.BEGIN, number, content=pickle.dumps(begun), values=part.values))
 
@@ -297,9 +299,7 @@ class Pushing:
 
     def _changed(self, part: _Part) -> list[int]:
         """The places of the parameters that the script has changed by hand since they were pulled."""
-        return [
-            place for place, p in enumerate(part.parameters) if not torch.equal(self._known[id(p)].view(p.shape), p.detach().to("cpu"))
-        ]
+        return [place for place, p in enumerate(part.parameters) if not torch.equal(self._known[id(p)].view(p.shape), p.detach().to("cpu"))]
 
     def _push_changes(self, number: int, part: _Part) -> None:
         changed = self._changed(part)

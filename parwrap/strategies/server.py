@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from parwrap.strategies.held import Held, Pushed
 from parwrap.strategies.pace import Pace
 from parwrap.strategies.state import named
 from parwrap.strategies.transfer import set_options, unpacked
-from parwrap.strategies.wire import Kind, Layout, Message, Wire
+from parwrap.strategies.wire import Kind, Layout, Message, Wire, gone
 from parwrap.verbs.backward import Backward
 from parwrap.voices import Voices
 
@@ -44,18 +44,22 @@ class Served(Left):
     returns = False
 
 
-class Begun:
+class Begun(NamedTuple):
     """What a worker tells of an optimizer when it is to be stepped from now on.
 
     Attributes:
         optimizer: packed; or why that cannot be.
         kinds: shape and dtype of all its parameters.
+        keys: by which each of these is known, the same in all optimizers that have it.
         holders: by which server each is held.
         options: of its groups.
     """
 
-    def __init__(self, optimizer: bytes | str, kinds: list[tuple], holders: list[int], options: list[dict[str, Any]]) -> None:
-        self.optimizer, self.kinds, self.holders, self.options = optimizer, kinds, holders, options
+    optimizer: bytes | str
+    kinds: list[tuple]
+    keys: list[tuple[int, int]]
+    holders: list[int]
+    options: list[dict[str, Any]]
 
 
 class Server:
@@ -86,6 +90,7 @@ class Server:
         self._wire, self._rank, self._place, self._survives, self._tell_lost, self._loop = wire, rank, place, survives, tell_lost, loop
         self._pace, self._there, self._lost = Pace(range(workers), staleness), set(range(workers)), set[int]()
         self._held: dict[int, Held] = {}
+        self._parameters: dict[tuple[int, int], nn.Parameter] = {}
         self._pushed: dict[int, tuple[Message, Pushed | None]] = {}
         self._put: dict[str, bytes] = {}
         self._taking: dict[str, list[int]] = defaultdict(list)
@@ -137,7 +142,7 @@ class Server:
             text = str(error)
         for worker in sorted(self._there):
             try:
-                self._wire.send(worker, Message(Kind.FAILED, content=pickle.dumps(text)))
+                self._wire.send(worker, Message(Kind.FAILED, content=pickle.dumps(text)), waits=False)
             except RuntimeError:  # it has gone as well
                 continue
 
@@ -149,8 +154,7 @@ class Server:
                 kind = message.kind
                 self._told.put((worker, message))
         except BaseException as error:
-            text = f"has died: its connection is gone ({error})".partition("\n")[0]
-            self._told.put((worker, Message(Kind.FAILED, content=pickle.dumps(text))))
+            self._told.put((worker, Message(Kind.FAILED, content=pickle.dumps(f"has died: {gone(error)}"))))
 
     def _handle(self, worker: int, message: Message) -> None:
         pace, answer = self._pace, self._answer
@@ -170,7 +174,7 @@ class Server:
         elif message.kind is Kind.LOAD:
             self._held[message.optimizer].load(*message.object)
         elif message.kind is Kind.BEGIN:
-            self._begin(message.optimizer, message.object, message.values)
+            self._begin(message.optimizer, message.object, message.values)  # type: ignore[arg-type]
             answer(worker)
         elif message.kind is Kind.PUT:
             topic, self._put[topic] = message.object[0], message.object[1]
@@ -196,21 +200,27 @@ class Server:
         for worker in workers:
             self._answer(worker, values=held.values())
 
-    def _begin(self, number: int, begun: Begun, values: torch.Tensor | None) -> None:
+    def _begin(self, number: int, begun: Begun, values: torch.Tensor) -> None:
         mine = [place for place, holder in enumerate(begun.holders) if holder == self._place]
         device = next((p.device for p in self._loop.once_owned().values()), torch.device("cpu"))
-        held = [torch.empty(begun.kinds[place][0], dtype=begun.kinds[place][1]) for place in mine]
-        if values is not None:
-            held = [view.clone() for view in Layout(held).views(values)]
+        sent = Layout([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (begun.kinds[place] for place in mine)]).views(
+            values
+        )
         parameters = [nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False) for _, dtype in begun.kinds]
-        for place, value in zip(mine, held, strict=True):
-            parameters[place] = nn.Parameter(value.to(device), requires_grad=value.is_floating_point() or value.is_complex())
+        for place, value in zip(mine, sent, strict=True):
+            known = self._parameters.get(begun.keys[place])
+            if known is None:
+                known = nn.Parameter(value.to(device, copy=True), requires_grad=value.is_floating_point() or value.is_complex())
+            parameters[place] = self._parameters[begun.keys[place]] = known
         if isinstance(begun.optimizer, bytes):
             optimizer = unpacked(begun.optimizer, parameters)
         else:
             optimizer = self._own(number, begun, parameters)
         set_options(optimizer, begun.options)
+        before = self._held.get(number)
         self._held[number] = Held(optimizer, mine, [parameters[place] for place in mine])
+        if before is not None:  # it has got more parameters
+            self._held[number].load({**self._held[number].state(), **before.state()}, begun.options)
 
     def _own(self, number: int, begun: Begun, parameters: list[nn.Parameter]) -> Optimizer:
         """The optimizer of this process with that number, which was built as the workers' was; its parameters get other values."""
@@ -224,6 +234,7 @@ class Server:
         for place, p in enumerate(own):
             p.data = parameters[place].data
             parameters[place] = p  # type: ignore[call-overload]
+            self._parameters[begun.keys[place]] = p  # type: ignore[assignment]
         return optimizer
 
     def _give(self, worker: int, topic: str) -> None:
@@ -237,7 +248,7 @@ class Server:
             self._wire.send(worker, message)
         except RuntimeError as error:  # it has died: its thread tells how
             if worker not in self._lost:
-                self._lose(worker, f"has died: its connection is gone ({error})".partition("\n")[0])
+                self._lose(worker, f"has died: {gone(error)}")
 
     def _lose(self, worker: int, why: str) -> None:
         if worker not in self._there:

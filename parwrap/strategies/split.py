@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -37,7 +37,7 @@ class Split:
         connections: torch's, of all ranks, with nothing but point-to-point calls in it.
         runs: how many there were.
         survives: whether workers go on without those that die.
-        wire: of the present run.
+        wires: one for each run, the last for the present one.
     """
 
     group: Group
@@ -47,9 +47,13 @@ class Split:
     connections: Any
     runs: int = 0
     survives: bool = False
-    wire: Any = None
+    wires: list[Wire] = field(default_factory=list)
     _looked: float = 0.0
     _lost: frozenset[int] = frozenset()
+
+    @property
+    def wire(self) -> Wire:
+        return self.wires[-1]
 
     @property
     def servers(self) -> range:
@@ -102,7 +106,8 @@ def joined(group: Group | None, options: Options) -> Iterator[Group | None]:
     state = group.exchange("random state", get_state() if group.world.rank == 0 else None)[0]
     split.runs += 1
     split.survives, split._lost = options.survive, frozenset()
-    split.wire, _current = Wire(split.connections, split.runs), split
+    split.wires.append(Wire(split.connections, split.runs))
+    _current = split
     set_state(state)
     try:
         with within(split.among_workers, split.process_group, replace(group.world, size=split.workers)):

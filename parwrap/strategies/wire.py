@@ -15,7 +15,7 @@ import torch
 
 from parwrap.errors import RankMismatchError
 
-__all__ = ["Kind", "Layout", "Message", "Wire", "split_by_size"]
+__all__ = ["Kind", "Layout", "Message", "Wire", "gone", "split_by_size"]
 
 ALIGNED = 16
 """Bytes; each tensor of a buffer begins at a multiple of them, so that it can be looked at as one of its dtype."""
@@ -81,9 +81,10 @@ class Wire:
 
     def __init__(self, process_group: Any, tag: int) -> None:
         self._process_group, self._tag = process_group, tag
+        self._left: list[Any] = []
 
-    def send(self, rank: int, message: Message, values: torch.Tensor | None = None) -> None:
-        """Send ``message`` to ``rank``; returns when it is on its way."""
+    def send(self, rank: int, message: Message, waits: bool = True) -> None:
+        """Send ``message`` to ``rank``; ``waits`` until it is on its way, since its values may change then."""
         size = 0 if message.values is None else message.values.numel()
         head = [message.kind, message.optimizer, message.number, message.weight, len(message.content), size]
         works = [self._send(rank, torch.tensor(head, dtype=torch.float64))]
@@ -91,9 +92,11 @@ class Wire:
             works.append(self._send(rank, torch.frombuffer(bytearray(message.content), dtype=torch.uint8)))
         if message.values is not None:
             works.append(self._send(rank, message.values))
-        for tensor, work in works:  # which must outlast the sending
+        if not waits:
+            self._left += works  # tensors must outlast the sending
+            return
+        for _, work in works:
             work.wait()
-            del tensor
 
     def receive(self, rank: int, into: torch.Tensor | None = None) -> Message:
         """The next message of ``rank``, with its values in the buffer ``into``, or in a new one."""
@@ -140,7 +143,13 @@ class Wire:
 
 def lost(server: int, error: BaseException) -> RankMismatchError:
     """The error of a server that cannot be reached any more."""
-    return RankMismatchError(f"rank {server}, a parameter server, has died or is out of reach: {error}".partition("\n")[0])
+    return RankMismatchError(f"rank {server}, a parameter server, has died: {gone(error)}.")
+
+
+def gone(error: BaseException) -> str:
+    """Why a connection does not work any more, in a few words."""
+    text = str(error).partition("\n")[0]
+    return "its connection is closed" if "closed by peer" in text or "reset by peer" in text else f"its connection fails with {text}"
 
 
 class Layout:
