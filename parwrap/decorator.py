@@ -19,7 +19,7 @@ from parwrap.errors import UsageError
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["Decorating", "Left", "ScopeDecorator", "describe", "module_of", "refuse_undecoratable"]
+__all__ = ["Decorating", "Left", "ScopeDecorator", "describe", "module_of", "refuse_undecoratable", "result_told"]
 
 
 class Left(SystemExit):
@@ -27,10 +27,12 @@ class Left(SystemExit):
 
     Attributes:
         function: whose scope; ``None`` while that is not known, or if the whole process is to end.
-        result: what it returns instead.
+        returns: whether the function returns something instead.
+        result: what that is.
     """
 
     function: Any = None
+    returns = False
     result: Any = None
 
 
@@ -122,6 +124,18 @@ class Decorating(Protocol):
 
     @overload
     def __call__(self, **options: Any) -> ScopeDecorator: ...
+
+
+def result_told(function: Callable, tell: Callable[[Any], None]) -> Callable:
+    """``function``, with what it returns told too."""
+
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        tell(result)
+        return result
+
+    return told
 
 
 def refuse_undecoratable(function: Any, decorator: str) -> None:

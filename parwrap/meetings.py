@@ -37,6 +37,8 @@ LONGEST_POLLING = 2e-3
 GRACE = 5.0
 """Seconds for a launcher to end the ranks after one has failed; its error is the one to be shown."""
 
+_NOBODY: tuple[Callable[[bool], None], Callable[[], Collection[int]]] = (lambda waits: None, tuple)
+
 Answer = Callable[[int, list[int]], bool | None]
 """Called with the meeting's detail and the ranks that hold it; what is true says that the rank has missed nothing by it."""
 
@@ -55,25 +57,20 @@ class Meetings:
             answer the others. A number that grows.
         whereabouts: of every rank.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
-        waits: called with whether this rank begins or ends to wait for others; ``lost`` gives those that died, and are not waited for.
+        waits, lost: called with whether this rank begins or ends to wait for others; gives those that have died.
     """
 
     def __init__(self, mailbox: Mailbox, timeout: timedelta) -> None:
         self._mailbox, self.timeout = mailbox, timeout
         self._rank, self._ranks = mailbox.world.rank, range(mailbox.world.size)
         self.immediate = mailbox.immediate
-        self.part, self._number = 0, 1
-        self._fetching = False
-        self._stale = False
-        self._warned = False
-        self._answers: dict[str, Answer] = {}
-        self._lasting: dict[str, Answer] = {}
+        self.part, self._number, self._fetching, self._stale, self._warned = 0, 1, False, False, False
+        self._answers, self._lasting = dict[str, Answer](), dict[str, Answer]()
         self._lanes: list[Lane] = []
         self.whereabouts = Whereabouts(mailbox, self._lanes)
         self.phase: Callable[[], int] = lambda: 0
         self.take_state: Callable[[int], None] = lambda source: None
-        self.waits: Callable[[bool], None] = lambda waits: None
-        self.lost: Callable[[], Collection[int]] = tuple
+        self.waits, self.lost = _NOBODY
 
     @property
     def number(self) -> int:
@@ -192,8 +189,7 @@ class Meetings:
             while True:
                 if self._mailbox.written != (self._number, meeting):
                     self._mailbox.write(self._number, meeting, State.WAITING, self._stale)
-                lost = self.lost()
-                entries = [each for rank, each in enumerate(self._mailbox.read_all(self._number)) if rank not in lost]
+                entries = self._mailbox.read_all(self._number, without=self.lost())
                 if self._answer_begun(entries):
                     if until_answered:
                         return []
@@ -223,23 +219,20 @@ class Meetings:
         if not self._fetching and not inside and threading.current_thread() is threading.main_thread():
             self._fetching = self._mailbox.waiting = True
             self._mailbox.write(self._number, Meeting(purpose, location()), State.FETCHING)
-            if away:
-                self.waits(True)
+            self.waits(away)
 
-    def fetched(self, away: bool = True) -> None:
+    def fetched(self) -> None:
         """The waiting is over."""
         if self._fetching and threading.current_thread() is threading.main_thread():
             self._fetching = self._mailbox.waiting = False
+            self.waits(False)
             self._mailbox.take_back(self._number)
-            if away:
-                self.waits(False)
 
     def passed(self, rank: int) -> bool:
         """Whether ``rank`` has come to the meeting that is the next for this one, and so has passed this point of the script."""
         entry = self._mailbox.read(rank, self._number)
         self._raise_if_failed([entry])
-        come = entry is not None and entry.state not in (State.FETCHING, State.FAILED)
-        return come or any(lane.passed(rank) for lane in self._lanes)
+        return (entry is not None and entry.state not in (State.FETCHING, State.FAILED)) or any(lane.passed(rank) for lane in self._lanes)
 
     def fail(self, error: BaseException) -> None:
         """This rank leaves with ``error``: tell those who would wait for it."""
@@ -257,7 +250,7 @@ class Meetings:
         self._answers = {**self._lasting}
         self.phase = lambda: 0
         self.take_state = lambda source: None
-        self.waits, self.lost = lambda waits: None, tuple
+        self.waits, self.lost = _NOBODY
         for lane in self._lanes:
             lane.begin(self.part)
 

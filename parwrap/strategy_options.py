@@ -11,13 +11,13 @@ __all__ = ["STRATEGY_OPTIONS", "add_strategy_options"]
 
 STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
     "strategy": {
-        "help": "How ranks train together: ddp averages gradients; none has each rank train a model of its own; parameter_server has the last "
-        "ranks hold the parameters and take the steps."
+        "help": "How ranks train together: ddp averages gradients; none has each rank train a model of its own; parameter_server has the "
+        "last ranks hold the parameters and take the steps."
     },
     "servers": {"type": whole, "help": "How many of the ranks are parameter servers; by default 1."},
     "staleness": {
         "type": whole,
-        "help": "How many steps a worker of parameter servers may be ahead of the slowest; by default any number.",
+        "help": "How many steps a worker of parameter servers may be ahead of the slowest; by default any.",
     },
     "survive": {"action": "store_true", "help": "Train on without a worker of parameter servers that has died, unless it is rank 0."},
     "bucket_cap_mb": {"type": number, "help": "Size of DDP's gradient buckets in megabytes."},

@@ -72,7 +72,8 @@ class accumulate(ActingDecorator):
         self._steps = steps
 
     def actor(self) -> Accumulation | ByHand:
-        distributed.check_feature("accumulate")
+        if strategy := distributed.strategy():
+            strategy.check_feature("accumulate")
         known = distributed.parts()
         over_ranks = OverRanks(known.group, known.loop, known.strategy) if known and known.strategy.averages else None
 

@@ -6,7 +6,6 @@ function returns or raises, every patch is taken off again. What each verb then 
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -21,10 +20,10 @@ from parwrap import group as groups
 from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders
 from parwrap.data.sharing import Sharing, TrainingData
-from parwrap.decorator import Left, ScopeDecorator, module_of
+from parwrap.decorator import Left, ScopeDecorator, module_of, result_told
 from parwrap.errors import UsageError
-from parwrap.features.acting import described
 from parwrap.features.learning_rate import learning_rates_times
+from parwrap.features.start_line import stand_aside, start_line
 from parwrap.files.clone import CloneFiles
 from parwrap.files.rank_zero import RankZeroFiles
 from parwrap.group import Group
@@ -35,7 +34,6 @@ from parwrap.strategies.counts import Counts
 from parwrap.strategies.named import strategy_of
 from parwrap.strategies.reducer import Reducer
 from parwrap.strategies.single import Single
-from parwrap.strategies.small_batches import warn_of_small_batches
 from parwrap.strategies.strategy import Strategy
 from parwrap.streams import Streams, get_state, seed_all, set_state
 from parwrap.verbs import acting
@@ -51,7 +49,7 @@ class distributed(ScopeDecorator):
 
     As ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher it runs on one rank, with no
     process group. Met inside another ``distributed``, it joins that one, and its options stand for its own function, but for
-    ``timeout`` and ``hang_after``, which are the outermost's; streams that have its ``seed`` already go on.
+    ``timeout``, ``hang_after`` and what is of parameter servers, which are the outermost's; streams that have its ``seed`` already go on.
 
     Args:
         backend: of the process group; by default nccl for GPUs and gloo for the CPU.
@@ -101,7 +99,11 @@ class distributed(ScopeDecorator):
         return _opened(self._options, module_of(function), function)
 
     def around(self, function: Callable) -> Callable:
-        return _handing_over(function) if strategy_of(self._options).hands_over else function
+        def tell(result: Any) -> None:
+            if now := strategy():
+                now.returned(result)
+
+        return result_told(function, tell) if strategy_of(self._options).hands_over else function
 
     @classmethod
     def script_scope(cls, **options: Any) -> AbstractContextManager:
@@ -131,22 +133,14 @@ def parts() -> Parts | None:
     return None if _session is None else _session.parts
 
 
+def strategy() -> Strategy | None:
+    """How ranks train together in the function that runs; ``None`` on one rank, and where the script distributes itself."""
+    return None if _session is None else _session.strategy
+
+
 def trains_apart() -> bool:
     """Whether every rank trains a model of its own in the function that runs."""
-    strategy = _session.strategy if _session else None
-    return strategy is not None and strategy.together is None
-
-
-def steps_apart() -> bool:
-    """Whether every rank takes steps with batches of its own there."""
-    strategy = _session.strategy if _session else None
-    return trains_apart() or (strategy is not None and not strategy.in_step)
-
-
-def check_feature(name: str) -> None:
-    """Raise :class:`UsageError` if the decorator of that name has no meaning there."""
-    if _session is not None and _session.strategy is not None:
-        _session.strategy.check_feature(name)
+    return (now := strategy()) is not None and now.together is None
 
 
 def loaders_read() -> Loaders | None:
@@ -166,14 +160,14 @@ def _opened(options: Options, module: str | None, function: Callable | None, hid
     global _session
     outer = groups.current()
     if outer is None and dist.is_initialized():
-        _stand_aside("init_process_group")
+        stand_aside("init_process_group")
         yield
         return
     with ExitStack() as grouped:
         group = outer or grouped.enter_context(groups.opened(read_world(os.environ), options.backend, options.patience))
-        strategy = strategy_of(options)
-        joined = grouped.enter_context(strategy.joining(group, options))
-        beside = partial(strategy.beside, group, options) if group is not None and joined is None else None
+        chosen = strategy_of(options)
+        joined = grouped.enter_context(chosen.joining(group, options))
+        beside = partial(chosen.beside, group, options) if group is not None and joined is None else None
         _session = _Session(joined, options, leave_group=grouped.close, beside=beside)
         try:
             with _session.patched(module, hidden), _session.met():
@@ -196,9 +190,7 @@ class _Session:
         beside: makes what a rank is that does not run the loop.
     """
 
-    def __init__(
-        self, group: Group | None, options: Options, leave_group: Callable[[], None], beside: Callable[[Loop], Any] | None = None
-    ) -> None:
+    def __init__(self, group: Group | None, options: Options, leave_group: Callable[[], None], beside: Callable | None = None) -> None:
         self._group, self._options, self._leave_group = group, options, leave_group
         self._loop = Loop()
         self._beside = beside(self._loop) if beside else None
@@ -279,7 +271,7 @@ class _Session:
         self._undo.close()
         if instance is None:
             self._leave_group()
-        _stand_aside(what)
+        stand_aside(what)
 
     def _start(self) -> list[Any]:
         """Put the random streams in step and make the actors."""
@@ -343,42 +335,8 @@ class _Session:
         group, data = self._group, self._data
         if group is None or self.strategy is None or group.world.rank > 0:
             return
-        size, seed = group.world.size, self._streams.seed()
-        facts = [f"{size} ranks", f"{group.backend} on {group.device}", self.strategy.described()]
-        if data is None:
-            facts.append("no DataLoader was shared out: every rank trains on the same data")
-        else:
-            facts.append(f"batch {data.batch_size} per rank, {data.global_batch} global" if data.batch_size else "batches dealt out")
-            if self._options.batch == "per_rank":
-                facts.append("lr kept" if self._options.lr == "keep" else f"lr times {self._lr_factor():.4g}")
-            facts.append(f"{data.samples} samples / {size} ranks" if data.samples else "samples without a length")
-            facts += [f"{name} {value}" for name in ("uneven", "loss") if (value := getattr(self._options, name)) != getattr(Options, name)]
-            warn_of_small_batches(data.batch_size)
-        print(f"parwrap: {', '.join([*facts, *described()])}, seed {seed}", file=sys.stderr)
-
-
-def _handing_over(function: Callable) -> Callable:
-    """``function``, with what it returns told to the strategy."""
-
-    @functools.wraps(function)
-    def told(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if _session is not None and _session.strategy is not None:
-            _session.strategy.returned(result)
-        return result
-
-    return told
-
-
-@functools.cache
-def _stand_aside(what: str) -> None:
-    """Said once, however often a decorated function runs."""
-    if groups.is_rank_zero():
-        print(
-            f"parwrap: this script calls {what} itself, so parwrap stands aside: it shares out no data and averages no gradients here. "
-            f"Remove the script's own distributed code to have parwrap do it.",
-            file=sys.stderr,
-        )
+        told = start_line(group, self.strategy.described(), self._options, data, self._lr_factor())
+        print(f"parwrap: {told}, seed {self._streams.seed()}", file=sys.stderr)
 
 
 @contextmanager

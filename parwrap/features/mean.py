@@ -47,7 +47,7 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
 
 
 def _factor(count: float) -> tuple[float, float]:
-    if is_alone() or distributed.steps_apart():
+    if is_alone() or ((strategy := distributed.strategy()) is not None and not strategy.in_step):
         return (1 / count if count else 0.0), count
     parts = distributed.parts()
     if parts is not None:

@@ -54,9 +54,8 @@ class sync_bn(ActingDecorator):
         return None if asked == (None, None) else asked
 
     def actor(self) -> SyncBN:
-        if distributed.trains_apart():
-            raise UsageError("parwrap.sync_bn has no batch to share, since every rank trains a model of its own: leave it out.")
-        distributed.check_feature("sync_bn")
+        if strategy := distributed.strategy():
+            strategy.check_feature("sync_bn")
         actor = SyncBN(self._process_group, self._group_size, _reads_whole)
         actor.prepare()
         return actor

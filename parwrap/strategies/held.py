@@ -82,8 +82,7 @@ class Held:
         if not total:
             return
         for place, p in enumerate(self._parameters):
-            gradient = sums.get(place)
-            p.grad = None if gradient is None else (gradient if total == 1.0 else gradient / total).to(p.device)
+            p.grad = (sums[place] / total).to(p.device) if place in sums else None
         with torch.enable_grad(), unobserved():
             self._optimizer.step()
 

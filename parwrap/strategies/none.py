@@ -18,6 +18,8 @@ __all__ = ["NoStrategy"]
 class NoStrategy(Strategy):
     """Averages nothing and shares out nothing; every rank has its own files."""
 
+    in_step = False
+
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         super().__init__(group, loop, options)
         self.together = None
@@ -30,6 +32,10 @@ class NoStrategy(Strategy):
                 raise UsageError(
                     f"{name}={value!r} says how ranks share a batch, and with strategy='none' each has all data: leave one of them out."
                 )
+
+    def check_feature(self, name: str) -> None:
+        if name == "sync_bn":
+            raise UsageError("parwrap.sync_bn has no batch to share, since every rank trains a model of its own: leave it out.")
 
     def backward(self, call: Backward) -> None:
         """Run ``call`` as it is."""

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -71,16 +70,8 @@ class ParameterServer(Strategy):
     def beside(cls, group: Group, options: Options, loop: Loop) -> Server:
         """What a rank is that does not run the loop, out of all those of ``group``."""
         split = the_split()
-        return Server(
-            split.wire,
-            group.world.rank,
-            group.world.rank - split.workers,
-            split.workers,
-            options.staleness,
-            options.survive,
-            split.tell,
-            loop,
-        )
+        first, workers = group.world.rank - split.workers, split.workers
+        return Server(split.wire, group.world.rank, first, workers, options.staleness, options.survive, split.tell, loop)
 
     def actors(self) -> list[Any]:
         return [self, AtEvaluation(self._group, self._loop, self._pushing)]
@@ -94,8 +85,8 @@ class ParameterServer(Strategy):
         options = self._options()
         if name == "accumulate" and (options.batch == "global" or options.uneven == "join"):
             raise UsageError(
-                "parwrap.accumulate and a parameter server do not go together with batch='global' or uneven='join', by which a worker's part "
-                "of a window would have to be weighed: leave one of them out."
+                "parwrap.accumulate and a parameter server do not go together with batch='global' or uneven='join', by which a worker's "
+                "part of a window would have to be weighed: leave one of them out."
             )
 
     def backward(self, call: Backward) -> None:
@@ -145,8 +136,8 @@ class ParameterServer(Strategy):
         moved = apply()
         if any(p.dtype != before.get(id(p), p.dtype) for p in moved.parameters()):
             raise UsageError(
-                f"{location()} casts parameters that a parameter server holds, which would keep their dtype there: cast the model before its "
-                "first backward, or choose another strategy."
+                f"{location()} casts parameters that a parameter server holds, which would keep their dtype there: cast the model before "
+                "its first backward, or choose another strategy."
             )
         self._loop.moved()
         return moved

@@ -24,7 +24,7 @@ from parwrap.strategies.agreement import checksum
 from parwrap.strategies.held import Pushed
 from parwrap.strategies.server import Begun, take_over
 from parwrap.strategies.split import Split
-from parwrap.strategies.state import named
+from parwrap.strategies.state import tensors_by_name
 from parwrap.strategies.transfer import options_of, packed, set_state, state_of
 from parwrap.strategies.wire import Kind, Layout, Message, split_by_size
 
@@ -74,7 +74,7 @@ class Pushing:
         self._parts: dict[int, list[_Part]] = {}
         self._places: dict[int, tuple[tuple[int, int], int]] = {}
         self._known: dict[int, torch.Tensor] = {}
-        self._generation, self._ended = -1, False
+        self._generation, self._ended, self._waiting = -1, False, False
         group.meetings.phase = lambda: loop.generation
         group.meetings.answer(FIRST_BACKWARD, lambda detail, present: self._agree(None))
         group.meetings.waits = self._tell_waiting
@@ -108,6 +108,11 @@ class Pushing:
         """
         self.begin()
         number = self._number(optimizer)
+        if number is None:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() at {location()} comes before any backward, and a parameter server takes steps with "
+                "gradients that are there: call backward() first, or choose another strategy."
+            )
         options = options_of(optimizer, self._lr_factor())
         for part in self._parts[number]:
             self._push_changes(number, part)
@@ -118,7 +123,7 @@ class Pushing:
         for part in self._parts[number]:
             self._wire.answer_of(part.server, part.values)
             self._take(part)
-        self._group.meetings.fetched(away=False)
+        self._group.meetings.fetched()
 
     def pull(self) -> None:
         """Take over the present values of all parameters that were not changed by hand."""
@@ -148,7 +153,7 @@ class Pushing:
     @contextmanager
     def with_state(self, optimizer: Optimizer) -> Iterator[None]:
         """While this is held, ``optimizer`` has the state that servers keep."""
-        number = self._number(optimizer, needed=False)
+        number = self._number(optimizer)
         if number is None or self._ended:
             yield
             return
@@ -160,7 +165,7 @@ class Pushing:
 
     def load(self, optimizer: Optimizer) -> None:
         """Have servers go on from the state that ``optimizer`` has got."""
-        number = self._number(optimizer, needed=False)
+        number = self._number(optimizer)
         if number is None or self._ended:
             return
         content = pickle.dumps((state_of(optimizer), options_of(optimizer, self._lr_factor())))
@@ -177,7 +182,8 @@ class Pushing:
         """
         if self._group.world.rank == 0:
             self.pull()
-            tensors = {name: tensor.detach().cpu() for name, tensor in named(self._loop, {}).items() if tensor.layout == torch.strided}
+            alive = tensors_by_name(self._loop, {}).items()
+            tensors = {name: tensor.detach().cpu() for name, tensor in alive if tensor.layout == torch.strided}
             self.give("end", (tensors, _pickled(result)), everywhere=True)
         else:
             take_over(self._loop, self.get("end")[0])
@@ -204,7 +210,8 @@ class Pushing:
         self._known.clear()
 
     def _tell_waiting(self, waits: bool) -> None:
-        if not self._ended:
+        if not self._ended and waits != self._waiting:
+            self._waiting = waits
             for server in self._split.servers:
                 self._send(server, Message(Kind.WAIT if waits else Kind.GO_ON, number=self._group.meetings.number))
 
@@ -218,14 +225,9 @@ class Pushing:
     def _is_new(self, number: int, optimizer: Optimizer) -> bool:
         return number not in self._parts or sum(len(part.parameters) for part in self._parts[number]) != len(parameters_of(optimizer))
 
-    def _number(self, optimizer: Optimizer, needed: bool = True) -> int | None:
-        number = next((number for number, each in self._loop.numbered_optimizers() if each is optimizer), None)
-        if needed and number not in self._parts:
-            raise UsageError(
-                f"{type(optimizer).__name__}.step() at {location()} comes before any backward, and a parameter server takes steps with "
-                "gradients that are there, not with those of a closure: call backward() first, or choose another strategy."
-            )
-        return number if number in self._parts else None
+    def _number(self, optimizer: Optimizer) -> int | None:
+        """The number of ``optimizer``, if servers know it."""
+        return next((number for number, each in self._loop.numbered_optimizers() if each is optimizer and number in self._parts), None)
 
     def _agree(self, new: dict[int, Optimizer] | None) -> None:
         """Have the lowest rank that is in a backward tell the servers of optimizers; ``None`` on one that is elsewhere."""

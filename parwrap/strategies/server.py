@@ -25,23 +25,20 @@ from parwrap.files.aside import FilesAside
 from parwrap.loop import Loop, parameters_of
 from parwrap.strategies.held import Held, Pushed
 from parwrap.strategies.pace import Pace
-from parwrap.strategies.state import named
+from parwrap.strategies.state import tensors_by_name
 from parwrap.strategies.transfer import set_options, unpacked
 from parwrap.strategies.wire import Kind, Layout, Message, Wire, gone
 from parwrap.verbs.backward import Backward
 from parwrap.voices import Voices
 
-__all__ = ["Begun", "Server", "Served"]
+__all__ = ["Begun", "Served", "Server", "take_over"]
 
 
 class Served(Left):
     """All workers have come to the end, and so has the server: it leaves the user's function where it is, with what worker 0's returned.
 
-    Attributes:
-        returns: whether that could be sent.
+    ``returns`` says whether that could be sent.
     """
-
-    returns = False
 
 
 class Begun(NamedTuple):
@@ -166,7 +163,7 @@ class Server:
         elif message.kind is Kind.GO_ON:
             pace.go_on(worker)
         elif message.kind is Kind.SET:
-            self._held[message.optimizer].set(message.object, message.values)
+            self._held[message.optimizer].set(message.object, message.values)  # type: ignore[arg-type]
         elif message.kind is Kind.PULL:
             answer(worker, values=self._held[message.optimizer].values())
         elif message.kind is Kind.STATE:
@@ -203,19 +200,16 @@ class Server:
     def _begin(self, number: int, begun: Begun, values: torch.Tensor) -> None:
         mine = [place for place, holder in enumerate(begun.holders) if holder == self._place]
         device = next((p.device for p in self._loop.once_owned().values()), torch.device("cpu"))
-        sent = Layout([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (begun.kinds[place] for place in mine)]).views(
-            values
-        )
+        shapes = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (begun.kinds[place] for place in mine)]
+        sent = Layout(shapes).views(values)
         parameters = [nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False) for _, dtype in begun.kinds]
         for place, value in zip(mine, sent, strict=True):
             known = self._parameters.get(begun.keys[place])
             if known is None:
                 known = nn.Parameter(value.to(device, copy=True), requires_grad=value.is_floating_point() or value.is_complex())
             parameters[place] = self._parameters[begun.keys[place]] = known
-        if isinstance(begun.optimizer, bytes):
-            optimizer = unpacked(begun.optimizer, parameters)
-        else:
-            optimizer = self._own(number, begun, parameters)
+        is_sent = isinstance(begun.optimizer, bytes)
+        optimizer = unpacked(begun.optimizer, parameters) if is_sent else self._own(number, begun, parameters)  # type: ignore[arg-type]
         set_options(optimizer, begun.options)
         before = self._held.get(number)
         self._held[number] = Held(optimizer, mine, [parameters[place] for place in mine])
@@ -228,8 +222,8 @@ class Server:
         own = parameters_of(optimizer) if optimizer else []
         if optimizer is None or [(tuple(p.shape), p.dtype) for p in own] != begun.kinds:
             raise RankMismatchError(
-                f"an optimizer cannot be sent to rank {self._rank}, a parameter server ({begun.optimizer}), and it has not built the same "
-                "itself. Define its class at the top of a module, or build it before the first backward."
+                f"an optimizer cannot be sent to rank {self._rank}, a parameter server ({begun.optimizer!s}), and it has not built the "
+                "same itself. Define its class at the top of a module, or build it before the first backward."
             )
         for place, p in enumerate(own):
             p.data = parameters[place].data
@@ -267,7 +261,7 @@ class Server:
 
 def take_over(loop: Loop, tensors: dict[Any, torch.Tensor]) -> None:
     """Have the tensors of those names that this process has take these values."""
-    mine = named(loop, {})
+    mine = tensors_by_name(loop, {})
     with torch.no_grad():
         for name, value in tensors.items():
             if name in mine and mine[name].shape == value.shape:

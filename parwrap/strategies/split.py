@@ -98,8 +98,8 @@ def joined(group: Group | None, options: Options) -> Iterator[Group | None]:
         return
     if group.world.size <= options.servers:
         raise UsageError(
-            f"servers={options.servers} leaves no worker on {group.world.size} ranks: the last of them are the servers. Start more ranks, or "
-            "ask for fewer servers."
+            f"servers={options.servers} leaves no worker on {group.world.size} ranks: the last of them are the servers. Start more ranks, "
+            "or ask for fewer servers."
         )
     split = group.once(("parameter server", options.servers), lambda: _split(group, group.world.size - options.servers))
     group.meetings.begin()

@@ -1,7 +1,7 @@
 """Messages between workers and parameter servers, over gloo's point-to-point calls: numbers, an object and a buffer of values.
 
-What they mean is known to who sends them. A call that waits for a process which has died raises at once. Values lie one after the other in a
-buffer, as ``Layout`` says.
+What they mean is known to who sends them. A call that waits for a process which has died raises at once. Values lie one after the other in
+a buffer, as ``Layout`` says.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ STEP = Optimizer.profile_hook_step(print).__code__
 def patches(actor: Any) -> list[AbstractContextManager]:
     """While ``actor.skips(optimizer)`` is true, a step leaves parameters, state and gradients as they are.
 
-    A closure is still called, once, and its loss returned, unless ``actor.refuse_closure()`` raises; learning rate schedulers count the step. The actor that was installed
-    last is asked first, and the others only if it lets the step through.
+    A closure is still called, once, and its loss returned, unless ``actor.refuse_closure()`` raises; learning rate schedulers count the
+    step. The actor that was installed last is asked first, and the others only if it lets the step through.
     """
 
     before: dict[int, list[tuple[torch.Tensor, int]]] = {}

@@ -365,7 +365,7 @@ def casts(weight):
 @pytest.mark.parametrize(
     ("train_wrongly", "text"),
     [
-        (closes, r"step\(closure\) at .* cannot be taken by a parameter server: the closure computes the gradients inside"),
+        (closes, r"step\(closure\) at .* cannot be taken by a parameter server: the closure computes gradients inside"),
         (without_an_optimizer, "comes before any optimizer was built, and a parameter server takes the steps of optimizers"),
         (casts, "casts parameters that a parameter server holds, which would keep their dtype there"),
     ],
@@ -401,7 +401,7 @@ def test_features_without_a_meaning_are_refused_on_the_workers():
         ({"staleness": 1.5}, "staleness=1.5 is not a number of steps"),
         (
             {"batch": "global"},
-            "batch='global' is about a batch that all ranks take a step with, and workers of a parameter server step each",
+            "batch='global' is about a batch that all ranks take a step with, and workers of a parameter server step",
         ),
         ({"lr": "linear", "staleness": 2}, "lr='linear' is about a batch .* give staleness=0"),
         ({"uneven": "join"}, "uneven='join' is about a batch"),
