@@ -63,7 +63,7 @@ def launch(plan: LaunchPlan) -> int:
         told = read_failures(failures)
         if not told:
             return status
-        if text := report(told):
+        if text := report(told) if status else "\n".join(map(str, told)):  # those whose failure was survived
             print(text, file=sys.stderr)
         return told[0].status if status == 1 else status
     finally:

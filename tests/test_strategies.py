@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 STRATEGIES = [
     ["--strategy", "ddp"],
     ["--strategy", "none"],
+    ["--strategy", "parameter_server", "--nproc-per-node", "3"],
 ]
 
 
@@ -54,3 +55,17 @@ def test_a_rank_that_fails_ends_the_job_with_its_error(options, tmp_path):
 
     assert 0 != printed.returncode
     assert "ValueError: rank 1 has had enough" in printed.stderr
+
+
+DIES = FAILS.replace('raise ValueError("rank 1 has had enough")', "import os; os._exit(7)") + 'print("steps", step + 1)\n'
+
+
+def test_a_worker_of_a_parameter_server_that_dies_is_survived_if_asked(tmp_path):
+    (tmp_path / "dies.py").write_text(DIES)
+    printed = run("-m", "parwrap.run", "--nproc-per-node", "3", "--strategy", "parameter_server", "--survive", "dies.py", cwd=tmp_path)
+
+    assert (0, "steps 16\n") == (printed.returncode, printed.stdout)
+    assert (
+        "rank 1, a worker of the parameter server, has died: its connection is closed. The others train on without it.\n" in printed.stderr
+    )
+    assert printed.stderr.endswith("rank 1 of 3 exited with code 7\n")
