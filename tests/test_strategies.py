@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 STRATEGIES = [
     ["--strategy", "ddp"],
     ["--strategy", "none"],
-    ["--strategy", "parameter_server", "--nproc-per-node", "3"],
+    ["--strategy", "parameter_server", "--staleness", "0", "--nproc-per-node", "3"],
 ]
 
 
@@ -22,8 +22,8 @@ def run(*command, cwd=ROOT):
 
 
 @functools.cache
-def accuracy(*options):
-    printed = run("-m", "parwrap.run", *options, "examples/digits.py", "--epochs", "8")
+def accuracy(*options, epochs=8):
+    printed = run("-m", "parwrap.run", *options, "examples/digits.py", "--epochs", str(epochs))
 
     assert 0 == printed.returncode, printed.stderr
     return float(re.search(r"^test accuracy (\S+)$", printed.stdout, re.MULTILINE)[1])
@@ -32,6 +32,13 @@ def accuracy(*options):
 @pytest.mark.parametrize("options", STRATEGIES, ids=" ".join)
 def test_digits_are_learnt_as_by_a_single_process(options):
     assert accuracy("--nproc-per-node", "2", *options) >= accuracy("--nproc-per-node", "1") - 0.01
+
+
+def test_workers_at_their_own_pace_need_some_more_epochs_to_learn_digits_as_a_single_process_does():
+    """After 8 epochs, 2 of 7 runs were more than 1 % behind; no two runs are the same."""
+    asynchronous = accuracy("--nproc-per-node", "3", "--strategy", "parameter_server", epochs=14)
+
+    assert asynchronous >= accuracy("--nproc-per-node", "1", epochs=14) - 0.01
 
 
 FAILS = """
@@ -65,7 +72,5 @@ def test_a_worker_of_a_parameter_server_that_dies_is_survived_if_asked(tmp_path)
     printed = run("-m", "parwrap.run", "--nproc-per-node", "3", "--strategy", "parameter_server", "--survive", "dies.py", cwd=tmp_path)
 
     assert (0, "steps 16\n") == (printed.returncode, printed.stdout)
-    assert (
-        "rank 1, a worker of the parameter server, has died: its connection is closed. The others train on without it.\n" in printed.stderr
-    )
+    assert "parwrap: rank 1, a worker of the parameter server, has died: its connection is closed. The others train on" in printed.stderr
     assert printed.stderr.endswith("rank 1 of 3 exited with code 7\n")
