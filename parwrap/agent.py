@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult, SignalException
@@ -51,7 +52,8 @@ def launch(plan: LaunchPlan) -> int:
         config = _config(plan, directory)
         ranks = elastic_launch(config, run_rank)
         status = 0
-        with installed([Patch(MultiprocessContext, "_poll", _ends_by_exit_code(failures, config.monitor_interval))]):
+        may_die = _may_die(plan)
+        with installed([Patch(MultiprocessContext, "_poll", _ends_by_exit_code(failures, config.monitor_interval, may_die))]):
             try:
                 ranks(plan.script, plan.variables, plan.threads, str(failures))
             except ChildFailedError:
@@ -59,9 +61,9 @@ def launch(plan: LaunchPlan) -> int:
             except SignalException as signalled:
                 status = 128 + signalled.sigval
         told = read_failures(failures)
-        if status == 0 or not told:
+        if not told:
             return status
-        if text := report(told):
+        if text := report(told) if status else "\n".join(map(str, told)):  # those whose failure was survived
             print(text, file=sys.stderr)
         return told[0].status if status == 1 else status
     finally:
@@ -111,19 +113,29 @@ def _config(plan: LaunchPlan, directory: str) -> LaunchConfig:
         raise UsageError(str(error)) from error
 
 
-def _ends_by_exit_code(failures: Path, interval: float) -> Callable:
+def _may_die(plan: LaunchPlan) -> Callable[[int, int], bool]:
+    """Whether a rank, of that many, may fail without the end of the others: workers of parameter servers if they are to be survived."""
+    scope = plan.script.scope or {}
+    return lambda rank, size: bool(scope.get("survive")) and 0 < rank < size - scope.get("servers", 1)
+
+
+def _ends_by_exit_code(failures: Path, interval: float, may_die: Callable[[int, int], bool]) -> Callable:
     """A wrapper for torch's look at the processes, which by itself waits for ever for a value from one that has ended with 0.
 
-    It also writes down who ended without a word, before torch ends the others too.
+    It also writes down who ended without a word, before torch ends the others too. At those that ``may_die`` torch does not look.
     """
 
     def poll(wrapped: Callable, context: MultiprocessContext, args: tuple, kwargs: dict) -> RunProcsResult | None:
-        codes = [process.exitcode for process in context._pc.processes]  # type: ignore[union-attr]
+        processes: Any = context._pc
+        passed_over = {each for each, environ in context.envs.items() if may_die(int(environ["RANK"]), int(environ["WORLD_SIZE"]))}
+        for local_rank in passed_over:
+            processes.sentinels.pop(processes.processes[local_rank].sentinel, None)
+        codes = [process.exitcode for process in processes.processes]
         for local_rank, code in enumerate(codes):
             if code:
                 _unexplained(context.envs[local_rank], code, time.time() - interval).write(failures)
         result = wrapped(*args, **kwargs)
-        if result is None and all(code == 0 for code in codes):
+        if result is None and all(code == 0 or (code and each in passed_over) for each, code in enumerate(codes)):
             context.close()
             return RunProcsResult(dict.fromkeys(range(context.nprocs)), stdouts=context.stdouts, stderrs=context.stderrs)
         return result

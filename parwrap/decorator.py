@@ -19,7 +19,21 @@ from parwrap.errors import UsageError
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["Decorating", "ScopeDecorator", "describe", "module_of", "refuse_undecoratable"]
+__all__ = ["Decorating", "Left", "ScopeDecorator", "describe", "module_of", "refuse_undecoratable", "result_told"]
+
+
+class Left(SystemExit):
+    """A scope has made the function end before its time, well.
+
+    Attributes:
+        function: whose scope; ``None`` while that is not known, or if the whole process is to end.
+        returns: whether the function returns something instead.
+        result: what that is.
+    """
+
+    function: Any = None
+    returns = False
+    result: Any = None
 
 
 class ScopeDecorator:
@@ -82,10 +96,15 @@ class ScopeDecorator:
         runs = functools.reduce(lambda inner, decorator: decorator.around(inner), decorators, function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as scopes:
-                for decorator in decorators:
-                    scopes.enter_context(decorator.scope(function))
-                return runs(*args, **kwargs)
+            try:
+                with ExitStack() as scopes:
+                    for decorator in decorators:
+                        scopes.enter_context(decorator.scope(function))
+                    return runs(*args, **kwargs)
+            except Left as left:
+                if left.function is not function:
+                    raise
+                return left.result
 
         scoped = functools.wraps(function)(functools.reduce(lambda inner, decorator: decorator.outside(inner), reversed(decorators), call))
         scoped.__parwrap_scopes__ = (scoped, decorators)  # type: ignore[attr-defined]
@@ -109,6 +128,18 @@ class Decorating(Protocol):
 
     @overload
     def __call__(self, **options: Any) -> ScopeDecorator: ...
+
+
+def result_told(function: Callable, tell: Callable[[Any], None]) -> Callable:
+    """``function``, with what it returns told too."""
+
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        tell(result)
+        return result
+
+    return told
 
 
 def refuse_undecoratable(function: Any, decorator: str) -> None:

@@ -28,11 +28,13 @@ __all__ = [
     "alone",
     "current",
     "is_alone",
+    "is_beside",
     "is_rank_zero",
     "local_rank",
     "open_group",
     "opened",
     "rank",
+    "within",
     "world_size",
 ]
 
@@ -127,6 +129,7 @@ class Group:
 
 
 _current: Group | None = None
+_beside: World | None = None
 _opened = 0
 _alone: list[int] = []
 
@@ -166,6 +169,33 @@ def current() -> Group | None:
 
 
 @contextmanager
+def within(group: Group | None, process_group: Any, world: World) -> Iterator[None]:
+    """While this is held, ``group`` is the one that is open; without one this process does by itself what it does.
+
+    Args:
+        group: some of the ranks of the one that was open.
+        process_group: torch's, of those ranks, in which collectives run that are not told another.
+        world: what a process beside that ``group`` is, and how many there are in it.
+    """
+    global _current, _beside
+    before, default = (_current, _beside), dist.group.WORLD
+    _current, _beside = group, world if group is None else None
+    if group is not None:
+        dist.distributed_c10d._update_default_pg(process_group)
+    try:
+        yield
+    finally:
+        _current, _beside = before
+        if group is not None:
+            dist.distributed_c10d._update_default_pg(default)
+
+
+def is_beside() -> bool:
+    """Whether this process is beside the ranks that run the loop, as a parameter server is: what they do together it does by itself."""
+    return _beside is not None
+
+
+@contextmanager
 def alone() -> Iterator[None]:
     """While only this rank runs the block: nothing in it may wait for the others."""
     _alone.append(threading.get_ident())
@@ -182,7 +212,7 @@ def is_alone(here: bool = False) -> bool:
 
 def _world() -> World:
     group = open_group()
-    return group.world if group else read_world(os.environ)
+    return group.world if group else _beside or read_world(os.environ)
 
 
 def rank() -> int:
@@ -223,7 +253,7 @@ def is_rank_zero() -> bool:
 
 def open_group() -> Group | None:
     """The process group that parwrap or the user's own code has started, if any."""
-    if _current is not None:
+    if _current is not None or _beside is not None:
         return _current
     if not dist.is_initialized():
         return None

@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -197,9 +197,9 @@ class Mailbox:
         kind, _, place = text.rstrip(b"\0").decode(errors="replace").partition("\n")
         return Entry(rank, number, Meeting(kind, place, detail, identity), State(state), stale, since)
 
-    def read_all(self, number: int) -> list[Entry | None]:
-        """What every rank has written about the ``number``-th meeting."""
-        return [self.read(rank, number) for rank in range(self.world.size)]
+    def read_all(self, number: int, without: Collection[int] = ()) -> list[Entry | None]:
+        """What every rank has written about the ``number``-th meeting, ``without`` some."""
+        return [self.read(rank, number) for rank in range(self.world.size) if rank not in without]
 
     def last(self, rank: int) -> tuple[Entry | None, bool]:
         """The last meeting that ``rank`` has entered, and whether it is still in there."""

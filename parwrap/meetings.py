@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -40,6 +40,9 @@ GRACE = 5.0
 Answer = Callable[[int, list[int]], bool | Callable[[], bool] | None]
 """Called with the meeting's detail and the ranks that hold it; what is true, or gives true afterwards, says that it has missed nothing."""
 
+_Hooks = tuple[Callable[[], int], Callable[[int], None], Callable[[], bool], Callable[[bool], None], Callable[[], Collection[int]]]
+_ALONE: _Hooks = (lambda: 0, lambda source: None, lambda: False, lambda waits: None, tuple)
+
 
 class Meetings:
     """The meetings of this rank with the others, in the order in which they take place.
@@ -57,23 +60,18 @@ class Meetings:
         stale: whether the others have trained on without this rank, which has not taken over their state yet.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
         at_work: called when a rank has waited too long: whether the others get on without it, so that it shall wait on.
+        waits, lost: called with whether this rank begins or ends to wait for others; gives those that have died.
     """
 
     def __init__(self, mailbox: Mailbox, timeout: timedelta) -> None:
         self._mailbox, self.timeout = mailbox, timeout
         self._rank, self._ranks = mailbox.world.rank, range(mailbox.world.size)
         self.immediate = mailbox.immediate
-        self.part, self._number = 0, 1
-        self._fetching = False
-        self.stale = False
-        self._warned = False
-        self._answers: dict[str, Answer] = {}
-        self._lasting: dict[str, Answer] = {}
+        self.part, self._number, self._fetching, self.stale, self._warned = 0, 1, False, False, False
+        self._answers, self._lasting = dict[str, Answer](), dict[str, Answer]()
         self._lanes: list[Lane] = []
         self.whereabouts = Whereabouts(mailbox, self._lanes)
-        self.phase: Callable[[], int] = lambda: 0
-        self.take_state: Callable[[int], None] = lambda source: None
-        self.at_work: Callable[[], bool] = lambda: False
+        self.phase, self.take_state, self.at_work, self.waits, self.lost = _ALONE
 
     @property
     def number(self) -> int:
@@ -192,7 +190,7 @@ class Meetings:
             while True:
                 if self._mailbox.written != (self._number, meeting):
                     self._mailbox.write(self._number, meeting, State.WAITING, self.stale)
-                entries = self._mailbox.read_all(self._number)
+                entries = self._mailbox.read_all(self._number, without=self.lost())
                 if self._answer_begun(entries):
                     if until_answered:
                         return []
@@ -216,25 +214,26 @@ class Meetings:
         finally:
             self._wait(False)
 
-    def fetching(self, purpose: str) -> None:
-        """This rank waits for another's file: tell, unless it is in a meeting, or not in its main thread."""
+    def fetching(self, purpose: str, away: bool = True) -> None:
+        """This rank waits for another's file, ``away`` from training: tell, unless it is in a meeting, or not in its main thread."""
         inside = self._mailbox.written is not None and self._mailbox.written[0] == self._number
         if not self._fetching and not inside and threading.current_thread() is threading.main_thread():
             self._fetching = self._mailbox.waiting = True
             self._mailbox.write(self._number, Meeting(purpose, location()), State.FETCHING)
+            self.waits(away)
 
     def fetched(self) -> None:
         """The waiting is over."""
         if self._fetching and threading.current_thread() is threading.main_thread():
             self._fetching = self._mailbox.waiting = False
+            self.waits(False)
             self._mailbox.take_back(self._number)
 
     def passed(self, rank: int) -> bool:
         """Whether ``rank`` has come to the meeting that is the next for this one, and so has passed this point of the script."""
         entry = self._mailbox.read(rank, self._number)
         self._raise_if_failed([entry])
-        come = entry is not None and entry.state not in (State.FETCHING, State.FAILED)
-        return come or any(lane.passed(rank) for lane in self._lanes)
+        return (entry is not None and entry.state not in (State.FETCHING, State.FAILED)) or any(lane.passed(rank) for lane in self._lanes)
 
     def fail(self, error: BaseException) -> None:
         """This rank leaves with ``error``: tell those who would wait for it."""
@@ -250,7 +249,7 @@ class Meetings:
         self._number = (self.part << PART) + 1
         self.stale = False
         self._answers = {**self._lasting}
-        self.phase, self.take_state, self.at_work = lambda: 0, lambda source: None, lambda: False
+        self.phase, self.take_state, self.at_work, self.waits, self.lost = _ALONE
         for lane in self._lanes:
             lane.begin(self.part)
 
@@ -268,6 +267,7 @@ class Meetings:
 
     def _wait(self, waiting: bool) -> None:
         self._mailbox.waiting = waiting
+        self.waits(waiting)
         for lane in self._lanes:
             lane.wait(waiting)
 
@@ -319,10 +319,7 @@ class Meetings:
         return present
 
     def _precedence(self, meeting: Meeting) -> tuple[int, int, bool, str]:
-        """Most is what the others can answer, then what users call; leaving comes last, but for waiting for a file.
-
-        Of what can be answered, what ranks do in an earlier phase comes first, and of that what belongs to a backward.
-        """
+        """Most is what the others can answer, by phase and backwards first; then what users call; last leaving, and waiting for a file."""
         importance = {FILE: -1, END: 0}.get(meeting.kind, 2 if meeting.kind in self._answers else 1)
         return importance, -meeting.detail, meeting.kind == FIRST_BACKWARD, meeting.kind
 
@@ -343,7 +340,7 @@ class Meetings:
         self.stale = self.stale and any(entry.rank == self._rank and entry.meeting.kind == END for entry in came)
 
     def _raise_if_failed(self, entries: list[Entry | None]) -> None:
-        failed = next((entry for entry in entries if entry and entry.state is State.FAILED), None)
+        failed = next((entry for entry in entries if entry and entry.state is State.FAILED and entry.rank not in self.lost()), None)
         if failed and time.time() > failed.since + GRACE:
             raise RankMismatchError(f"rank {failed.rank} has failed with {failed.meeting}, and rank {self._rank} waits for it in vain.")
 

@@ -35,6 +35,7 @@ CHOICES: dict[str, dict[Any, str]] = {
         "local_sgd": "each rank steps on its own gradients, and weights are averaged every few steps",
         "hogwild": "every rank takes steps of its own, on parameters that all share in memory",
         "none": "nothing is averaged, and every rank trains a model of its own on all of the data",
+        "parameter_server": "the last ranks hold the parameters and take the steps with the gradients of the others",
     },
     "outer": {
         None: "averaged weights are the means",
@@ -59,6 +60,9 @@ OF_STRATEGIES = (
     "outer_lr",
     "outer_momentum",
     "lock",
+    "servers",
+    "staleness",
+    "survive",
 )
 """The options that not every strategy has."""
 
@@ -85,6 +89,9 @@ class Options:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     lock: bool = False
+    servers: int = 1
+    staleness: int | None = None
+    survive: bool = False
     hang_after: float = 60
 
     def __post_init__(self) -> None:
@@ -125,6 +132,12 @@ class Options:
             raise UsageError(
                 f"powersgd_rank={self.powersgd_rank!r} has nothing to act on with compress={self.compress!r}: leave it out, or give "
                 "compress='powersgd'."
+            )
+        if type(self.servers) is not int or self.servers < 1:
+            raise UsageError(f"servers={self.servers!r} is not a number of parameter servers: give a whole number from 1.")
+        if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
+            raise UsageError(
+                f"staleness={self.staleness!r} is not a number of steps: give a whole number from 0, or leave it out for no bound."
             )
         if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
             raise UsageError(f"timeout={self.timeout!r} is not a number of seconds above 0.")

@@ -18,6 +18,12 @@ STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
     "outer_momentum": {"type": number, "help": "With --outer: its momentum; by default 0.9."},
     "compress": {"help": "Send gradients in fewer bytes: bf16, fp16 or powersgd."},
     "powersgd_rank": {"type": whole, "help": "With --compress powersgd: the rank of the matrices that are sent; by default 4."},
+    "servers": {"type": whole, "help": "How many of the ranks are parameter servers; by default 1."},
+    "staleness": {
+        "type": whole,
+        "help": "How many steps a worker of parameter servers may be ahead of the slowest; by default any.",
+    },
+    "survive": {"action": "store_true", "help": "Train on without a worker of parameter servers that has died, unless it is rank 0."},
     "bucket_cap_mb": {"type": number, "help": "Size of DDP's gradient buckets in megabytes."},
     "gradient_as_bucket_view": {
         "action": "store_true",

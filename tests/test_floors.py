@@ -76,7 +76,7 @@ def test_imports_go_down(path):
     [
         ("import wrapt", {"patching.py"}),
         ("dist.init_process_group(", {"group.py"}),
-        ("os.environ.pop(", {"features/distributed.py", "script.py", "preloaded.py", "_rank_launcher.py", "_rank_process.py"}),
+        ("os.environ.pop(", {"features/environment.py", "script.py", "preloaded.py", "_rank_launcher.py", "_rank_process.py"}),
     ],
 )
 def test_who_may_touch_what(what, where):

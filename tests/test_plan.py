@@ -349,6 +349,14 @@ def test_show_accumulation():
     assert "inside     parwrap.distributed(seed=1) accumulate(steps=4)" in describe(plan("--seed", "1", "--accumulate", "4", "train.py"))
 
 
+def test_show_parameter_servers():
+    shown = describe(plan("--strategy", "parameter_server", "--servers", "2", "--staleness", "0", "--survive", "train.py"))
+
+    assert "inside     parwrap.distributed(strategy='parameter_server', servers=2, staleness=0, survive=True)" in shown
+    with pytest.raises(UsageError, match="argument --staleness: 'some' is not a whole number"):
+        plan("--strategy", "parameter_server", "--staleness", "some", "train.py")
+
+
 def test_show_uniform_length():
     shown = describe(plan("--uniform-length", "--pad-value", "0", "train.py"))
 

@@ -72,6 +72,8 @@ class accumulate(ActingDecorator):
         self._steps = steps
 
     def actor(self) -> Accumulation | ByHand:
+        if strategy := distributed.strategy():
+            strategy.check_feature("accumulate")
         known = None if distributed.steps_apart() else distributed.parts()
         over_ranks = OverRanks(known.group, known.loop, known.strategy) if known else None
 

@@ -6,12 +6,12 @@ function returns or raises, every patch is taken off again. What each verb then 
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -20,10 +20,11 @@ from parwrap import group as groups
 from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders
 from parwrap.data.sharing import Sharing, TrainingData
-from parwrap.decorator import ScopeDecorator, module_of
+from parwrap.decorator import Left, ScopeDecorator, module_of, result_told
 from parwrap.errors import UsageError
-from parwrap.features.acting import described
+from parwrap.features.environment import without_variables
 from parwrap.features.learning_rate import learning_rates_times
+from parwrap.features.start_line import stand_aside, start_line
 from parwrap.files.clone import CloneFiles
 from parwrap.files.rank_zero import RankZeroFiles
 from parwrap.group import Group
@@ -34,7 +35,6 @@ from parwrap.strategies.counts import Counts
 from parwrap.strategies.named import strategy_of
 from parwrap.strategies.reducer import Reducer
 from parwrap.strategies.single import Single
-from parwrap.strategies.small_batches import warn_of_small_batches
 from parwrap.strategies.strategy import Strategy
 from parwrap.streams import Streams, get_state, seed_all, set_state
 from parwrap.verbs import acting
@@ -50,7 +50,7 @@ class distributed(ScopeDecorator):
 
     As ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher it runs on one rank, with no
     process group. Met inside another ``distributed``, it joins that one, and its options stand for its own function, but for
-    ``timeout`` and ``hang_after``, which are the outermost's; streams that have its ``seed`` already go on.
+    ``timeout``, ``hang_after`` and what is of parameter servers, which are the outermost's; streams that have its ``seed`` already go on.
 
     Args:
         backend: of the process group; by default nccl for GPUs and gloo for the CPU.
@@ -63,16 +63,11 @@ class distributed(ScopeDecorator):
             batch is that much larger. ``param_groups`` and schedules are not touched.
         loss: ``"mean"`` or ``"sum"``, over the samples of a batch, where parts of different size are averaged; a sum is summed over the
             ranks with ``batch="global"``.
-        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"``, ``"local_sgd"``, ``"hogwild"`` and
-            ``"none"`` are told of in docs/strategies.rst.
-        every: of ``"local_sgd"``: steps from one average to the next.
-        warmup: of ``"local_sgd"``: synchronous steps to begin with.
-        outer: of ``"local_sgd"``: ``"nesterov"`` takes what ranks have learned between averages for a gradient, as DiLoCo does.
-        outer_lr: learning rate of that outer optimizer.
-        outer_momentum: its momentum.
+        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"``, ``"local_sgd"``,
+            ``"parameter_server"``, ``"hogwild"`` and ``"none"`` are told of in docs/strategies.rst.
         compress: ``"bf16"`` or ``"fp16"`` has DDP send gradients in half the bytes, ``"powersgd"`` in a small part of them.
-        powersgd_rank: of the matrices that ``"powersgd"`` sends: the larger, the more exact.
-        lock: with ``strategy="hogwild"``, one rank at a time takes a step, for comparison.
+        powersgd_rank, every, warmup, outer, outer_lr, outer_momentum, servers, staleness, survive, lock: of one strategy each, and told of
+            there too.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
         timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
         hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
@@ -100,7 +95,14 @@ class distributed(ScopeDecorator):
     def scope(self, function: Callable | None) -> AbstractContextManager:
         if _session is not None:
             return _session.joined(self._given)
-        return _opened(self._options, module_of(function))
+        return _opened(self._options, module_of(function), function)
+
+    def around(self, function: Callable) -> Callable:
+        def tell(result: Any) -> None:
+            if now := strategy():
+                now.returned(result)
+
+        return result_told(function, tell) if strategy_of(self._options).hands_over else function
 
     @classmethod
     def script_scope(cls, **options: Any) -> AbstractContextManager:
@@ -109,7 +111,7 @@ class distributed(ScopeDecorator):
         The script must not see that it was launched, or a distributed branch of its own would wake up: the launch variables are
         hidden from it.
         """
-        return _opened(cls(**options)._options, "__main__", hidden=launch_variables(), returns=False)
+        return _opened(cls(**options)._options, "__main__", None, hidden=launch_variables(), returns=False)
 
 
 _session: _Session | None = None
@@ -130,16 +132,19 @@ def parts() -> Parts | None:
     return None if _session is None else _session.parts
 
 
+def strategy() -> Strategy | None:
+    """How ranks train together in the function that runs; ``None`` on one rank, and where the script distributes itself."""
+    return None if _session is None else _session.strategy
+
+
 def trains_apart() -> bool:
     """Whether every rank trains a model of its own in the function that runs."""
-    strategy = _session.strategy if _session else None
-    return strategy is not None and strategy.together is None
+    return (now := strategy()) is not None and now.together is None
 
 
 def steps_apart() -> bool:
     """Whether every rank takes steps of its own in the function that runs, with the gradients of its own batches."""
-    strategy = _session.strategy if _session else None
-    return strategy is not None and not strategy.steps_together
+    return (now := strategy()) is not None and not now.steps_together
 
 
 def loaders_read() -> Loaders | None:
@@ -154,21 +159,29 @@ def shared_out(samples: int | None) -> None:
 
 
 @contextmanager
-def _opened(options: Options, module: str | None, hidden: Iterable[str] = (), returns: bool = True) -> Iterator[None]:
+def _opened(
+    options: Options, module: str | None, function: Callable | None, hidden: Iterable[str] = (), returns: bool = True
+) -> Iterator[None]:
     """A session for the length of the block, in the process group that is open, or in one of its own."""
     global _session
     outer = groups.current()
     if outer is None and dist.is_initialized():
-        _stand_aside("init_process_group")
+        stand_aside("init_process_group")
         yield
         return
     with ExitStack() as grouped:
         group = outer or grouped.enter_context(groups.opened(read_world(os.environ), options.backend, options.patience))
-        group = grouped.enter_context(strategy_of(options).joining(group, options))
-        _session = _Session(group, options, leave_group=grouped.close, returns=returns)
+        chosen = strategy_of(options)
+        joined = grouped.enter_context(chosen.joining(group, options))
+        beside = partial(chosen.beside, group, options) if group is not None and joined is None else None
+        _session = _Session(joined, options, leave_group=grouped.close, returns=returns, beside=beside)
         try:
             with _session.patched(module, hidden), _session.met():
                 yield
+        except Left as left:
+            if function is not None or not returns:
+                left.function = function if left.returns else None
+                raise
         finally:
             _session = None
 
@@ -181,12 +194,16 @@ class _Session:
         options: those of the innermost function that runs.
         leave_group: stops the process group, if it was started for this session.
         returns: whether anything runs after it.
+        beside: makes what a rank is that does not run the loop.
     """
 
-    def __init__(self, group: Group | None, options: Options, leave_group: Callable[[], None], returns: bool) -> None:
+    def __init__(
+        self, group: Group | None, options: Options, leave_group: Callable[[], None], returns: bool, beside: Callable | None = None
+    ) -> None:
         self._returns = returns
         self._group, self._options, self._leave_group = group, options, leave_group
         self._loop = Loop()
+        self._beside = beside(self._loop) if beside else None
         self.strategy: Strategy | None = None
         self._streams = Streams(group.world.rank if group else 0)
         self._data: TrainingData | None = None
@@ -199,7 +216,7 @@ class _Session:
     def patched(self, module: str | None, hidden: Iterable[str]) -> Iterator[None]:
         """Everything installed, for a function of ``module``; the variables ``hidden`` are not to be seen."""
         with self._undo:
-            self._undo.enter_context(_without(hidden))
+            self._undo.enter_context(without_variables(hidden))
             self._undo.enter_context(acting(self._start(), module))
             yield
 
@@ -208,7 +225,8 @@ class _Session:
         """Ranks leave together: those that are through first answer the others until they are."""
         group = self._group
         if group is None:
-            yield
+            with self._beside or nullcontext():
+                yield
             return
         try:
             yield
@@ -217,6 +235,8 @@ class _Session:
                 self._leave(group)
             else:
                 group.meetings.fail(error)
+                if self.strategy is not None:
+                    self.strategy.failed(error)
             raise
         else:
             self._leave(group)
@@ -264,7 +284,7 @@ class _Session:
         self._undo.close()
         if instance is None:
             self._leave_group()
-        _stand_aside(what)
+        stand_aside(what)
 
     def _start(self) -> list[Any]:
         """Put the random streams in step and make the actors."""
@@ -283,6 +303,8 @@ class _Session:
             self._undo.callback(self._stop)
         together = self.strategy.together if self.strategy else None
         self.loaders = Loaders(together, loop, self._streams, self._sharing, self.began)
+        if self._beside is not None:
+            return [loop, self.loaders, *self._undo.enter_context(self._beside.quiet())]
         if group is None or self.strategy is None:
             return [loop, self.loaders, *([Single(loop)] if self._options.batch == "global" else []), Voice()]
         voices = Voices(group.world.rank)
@@ -326,37 +348,5 @@ class _Session:
         group, data = self._group, self._data
         if group is None or self.strategy is None or group.world.rank > 0:
             return
-        size, seed = group.world.size, self._streams.seed()
-        facts = [f"{size} ranks", f"{group.backend} on {group.device}", self.strategy.described()]
-        if data is None:
-            facts.append("no DataLoader was shared out: every rank trains on the same data")
-        else:
-            shared = f", {data.global_batch} global" if self.strategy.steps_together else ""
-            facts.append(f"batch {data.batch_size} per rank{shared}" if data.batch_size else "batches dealt out")
-            if self._options.batch == "per_rank" and self.strategy.steps_together:
-                facts.append("lr kept" if self._options.lr == "keep" else f"lr times {self._lr_factor():.4g}")
-            facts.append(f"{data.samples} samples / {size} ranks" if data.samples else "samples without a length")
-            facts += [f"{name} {value}" for name in ("uneven", "loss") if (value := getattr(self._options, name)) != getattr(Options, name)]
-            warn_of_small_batches(data.batch_size)
-        print(f"parwrap: {', '.join([*facts, *described()])}, seed {seed}", file=sys.stderr)
-
-
-@functools.cache
-def _stand_aside(what: str) -> None:
-    """Said once, however often a decorated function runs."""
-    if groups.is_rank_zero():
-        print(
-            f"parwrap: this script calls {what} itself, so parwrap stands aside: it shares out no data and averages no gradients here. "
-            f"Remove the script's own distributed code to have parwrap do it.",
-            file=sys.stderr,
-        )
-
-
-@contextmanager
-def _without(names: Iterable[str]) -> Iterator[None]:
-    """``os.environ`` without the variables ``names``."""
-    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(kept)
+        told = start_line(group, self.strategy, self._options, data, self._lr_factor())
+        print(f"parwrap: {told}, seed {self._streams.seed()}", file=sys.stderr)

@@ -56,7 +56,7 @@ class rank_zero_only(ScopeDecorator):
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if self._broadcast and not groups.is_alone() and (group := _meeting_group("rank_zero_only(broadcast=True)")):
                 return _shared(group, function, args, kwargs)
-            if (local_rank() if self._local else rank()) > 0:
+            if (local_rank() if self._local else rank()) > 0 and not (self._broadcast and groups.is_beside()):
                 return None
             with alone():
                 return function(*args, **kwargs)

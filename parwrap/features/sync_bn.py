@@ -54,8 +54,8 @@ class sync_bn(ActingDecorator):
         return None if asked == (None, None) else asked
 
     def actor(self) -> SyncBN:
-        if distributed.steps_apart():
-            raise UsageError("parwrap.sync_bn has no batch to share, since every rank trains on batches of its own: leave it out.")
+        if strategy := distributed.strategy():
+            strategy.check_feature("sync_bn")
         actor = SyncBN(self._process_group, self._group_size, _reads_whole)
         actor.prepare()
         return actor

@@ -16,6 +16,7 @@ HOMES = {
     "hogwild": "parwrap.strategies.hogwild:Hogwild",
     "none": "parwrap.strategies.none:NoStrategy",
     "zero1": "parwrap.strategies.zero1:Zero1",
+    "parameter_server": "parwrap.strategies.parameter_server:ParameterServer",
 }
 
 

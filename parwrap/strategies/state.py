@@ -20,7 +20,7 @@ from parwrap.group import Group
 from parwrap.loop import Loop
 from parwrap.strategies.reducer import Reducer
 
-__all__ = ["take_state"]
+__all__ = ["take_state", "tensors_by_name"]
 
 
 @torch.inference_mode(False)
@@ -36,7 +36,7 @@ def take_state(group: Group, loop: Loop, averaged: Mapping[tuple[int, int], torc
         takes: whether this rank takes it over, or only lets others do so.
     """
     sends = group.world.rank == source
-    tensors = _named(loop, averaged)
+    tensors = tensors_by_name(loop, averaged)
     objects = _optimizers_and_schedulers(loop)
     names: dict[int, list[Any]] = {}
     for name, named in tensors.items():
@@ -85,7 +85,7 @@ def _broadcast(group: Group, tensor: torch.Tensor | None, told: _Told, source: i
     return values
 
 
-def _named(loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor]) -> dict[Any, torch.Tensor]:
+def tensors_by_name(loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor]) -> dict[Any, torch.Tensor]:
     """Parameters and buffers by names that are the same on all ranks: by their place in a model, in an optimizer or in an average.
 
     A model is known by the first of its parameters that an optimizer has had, for one rank may own more of it than another.

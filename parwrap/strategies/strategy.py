@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.loop import Loop
 from parwrap.options import Options
@@ -37,6 +38,9 @@ class Strategy:
     steps_together = True
     """Whether ranks take each step together, with the gradients of all; else what is done between two steps is each rank's own."""
 
+    hands_over = False
+    """Whether it is to be told what the function has returned."""
+
     share: Callable[[], Share]
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
@@ -50,13 +54,23 @@ class Strategy:
 
     @classmethod
     def joining(cls, group: Group | None, options: Options) -> AbstractContextManager[Group | None]:
-        """The group of the ranks that run the loop, out of all; ``None`` for a single rank."""
+        """The group of the ranks that run the loop, out of all; ``None`` for a single rank, and for one that does not run it."""
         return nullcontext(group)
 
     @property
     def averages(self) -> bool:
         """Whether backwards leave what is averaged over the ranks now, rather than this rank's own gradients."""
         return True
+
+    @classmethod
+    def beside(cls, group: Group, options: Options, loop: Loop) -> Any:
+        """What a rank of ``group`` is that does not run the loop: see ``server.py``."""
+        raise NotImplementedError
+
+    def check_feature(self, name: str) -> None:
+        """Raise :class:`UsageError` if the decorator of that name has no meaning with this strategy."""
+        if name == "sync_bn" and not self.steps_together:
+            raise UsageError("parwrap.sync_bn has no batch to share, since every rank trains on batches of its own: leave it out.")
 
     def actors(self) -> list[Any]:
         """Those that take part in verbs, in the order in which they are installed."""
@@ -65,6 +79,12 @@ class Strategy:
     def described(self) -> str:
         """What it does, for the line at the start of training."""
         return self._options().strategy
+
+    def returned(self, result: Any) -> None:
+        """The function has returned that, if :attr:`hands_over`."""
+
+    def failed(self, error: BaseException) -> None:
+        """This rank leaves with ``error``."""
 
     def leave(self) -> None:
         """All ranks have come to the end together."""

@@ -60,7 +60,7 @@ class SyncBN:
             )
         if not call.training or call.eps <= 0 or is_alone() or os.getpid() != self._process or self._reads_whole():
             return call.run()
-        together = groups.current() or (dist.group.WORLD if dist.is_initialized() else None)
+        together = groups.current() or (dist.group.WORLD if dist.is_initialized() and not groups.is_beside() else None)
         if together is not self._opened_for:
             self._open(together)
         if self._sharing is None:

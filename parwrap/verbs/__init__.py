@@ -62,6 +62,8 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "took_step": stepping.took_patches,
     "state_dict": state.save_patches,
     "load_state_dict": state.load_patches,
+    "save_state": state.saving_patches,
+    "load_state": state.loading_patches,
     "retain_grad": retaining.patches,
     "enter_autocast": autocast.autocast_patches,
     "scale_by_hand": autocast.scaler_patches,

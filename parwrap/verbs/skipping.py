@@ -32,8 +32,8 @@ STEP = Optimizer.profile_hook_step(print).__code__
 def patches(actor: Any) -> list[AbstractContextManager]:
     """While ``actor.skips(optimizer)`` is true, a step leaves parameters, state and gradients as they are.
 
-    A closure is still called, once, and its loss returned; learning rate schedulers count the step. The actor that was installed
-    last is asked first, and the others only if it lets the step through.
+    A closure is still called, once, and its loss returned, unless ``actor.refuse_closure()`` raises; learning rate schedulers count the
+    step. The actor that was installed last is asked first, and the others only if it lets the step through.
     """
 
     before: dict[int, list[tuple[torch.Tensor, int]]] = {}
@@ -43,6 +43,8 @@ def patches(actor: Any) -> list[AbstractContextManager]:
         if is_image(args[0]) or handed_on(optimizer):
             return None
         before.clear()  # a step that has raised is not seen to end
+        if hasattr(actor, "refuse_closure") and any(callable(each) for each in (*args[1:], *kwargs.values())):
+            actor.refuse_closure()
         if not actor.skips(optimizer):
             return None
         several = _with_inner(optimizer, [])

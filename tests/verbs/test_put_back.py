@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import parwrap
+from parwrap.errors import RankMismatchError
 from parwrap.patching import Patch
 from parwrap.verbs import VERBS
 
@@ -165,6 +166,18 @@ def test_after_accumulation(fails):
         assert not hooks_on(parwrap.distributed(parwrap.accumulate(3)(train))(fails=fails))
 
     assert [] == changed(before)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_parameter_servers(fails):
+    train()
+    before, default = everything(), dist.group.WORLD
+    with contextlib.suppress(KeyError, RankMismatchError):
+        assert not hooks_on(parwrap.distributed(strategy="parameter_server")(train)(fails=fails))
+
+    assert [] == changed(before)
+    assert dist.group.WORLD is default
 
 
 @pytest.mark.ranks(2)

@@ -1,0 +1,19 @@
+"""The environment without the launch variables, for a script that is not to see that it was launched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["without_variables"]
+
+
+@contextmanager
+def without_variables(names: Iterable[str]) -> Iterator[None]:
+    """``os.environ`` without the variables ``names``."""
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)

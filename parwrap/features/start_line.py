@@ -1,0 +1,52 @@
+"""What is said once when training begins: what the ranks do together, or that the script does it itself."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+from parwrap import group as groups
+from parwrap.data.sharing import TrainingData
+from parwrap.features.acting import described
+from parwrap.group import Group
+from parwrap.options import Options
+from parwrap.strategies.small_batches import warn_of_small_batches
+from parwrap.strategies.strategy import Strategy
+
+__all__ = ["stand_aside", "start_line"]
+
+
+def start_line(group: Group, strategy: Strategy, options: Options, data: TrainingData | None, lr_factor: float) -> str:
+    """What the ranks of ``group`` do together.
+
+    Args:
+        group: the ranks.
+        strategy: how they train together.
+        options: those of the innermost function that runs.
+        data: that of the first training pass.
+        lr_factor: what learning rates are multiplied by.
+    """
+    size = group.world.size
+    facts = [f"{size} ranks", f"{group.backend} on {group.device}", strategy.described()]
+    if data is None:
+        facts.append("no DataLoader was shared out: every rank trains on the same data")
+    else:
+        shared = f", {data.global_batch} global" if strategy.steps_together else ""
+        facts.append(f"batch {data.batch_size} per rank{shared}" if data.batch_size else "batches dealt out")
+        if options.batch == "per_rank" and strategy.steps_together:
+            facts.append("lr kept" if options.lr == "keep" else f"lr times {lr_factor:.4g}")
+        facts.append(f"{data.samples} samples / {size} ranks" if data.samples else "samples without a length")
+        facts += [f"{name} {value}" for name in ("uneven", "loss") if (value := getattr(options, name)) != getattr(Options, name)]
+        warn_of_small_batches(data.batch_size)
+    return ", ".join([*facts, *described()])
+
+
+@functools.cache
+def stand_aside(what: str) -> None:
+    """Said once, however often a decorated function runs."""
+    if groups.is_rank_zero():
+        print(
+            f"parwrap: this script calls {what} itself, so parwrap stands aside: it shares out no data and averages no gradients here. "
+            f"Remove the script's own distributed code to have parwrap do it.",
+            file=sys.stderr,
+        )

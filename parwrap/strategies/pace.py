@@ -1,0 +1,120 @@
+"""Which workers of a parameter server may go on: at their own pace, at most some steps ahead of the slowest, or all together.
+
+Nothing is sent here. A worker that waits for others elsewhere, has ended or has died is not waited for. What it has missed when it goes on
+is not its to make up for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from parwrap.errors import RankMismatchError
+
+__all__ = ["Pace"]
+
+
+@dataclass
+class _Worker:
+    """What is known of a worker.
+
+    Attributes:
+        steps: that it has asked for, by optimizer.
+        asks: the optimizer whose step it waits for, and the number of its next meeting with other workers.
+        waits_at: the number of the meeting at which it waits.
+        level: the optimizers in whose steps it was counted since it waited.
+    """
+
+    steps: Counter[int] = field(default_factory=Counter)
+    asks: tuple[int, int] | None = None
+    waits_at: int | None = None
+    level: set[int] = field(default_factory=set)
+
+
+class Pace:
+    """The pace of some workers.
+
+    Args:
+        workers: their ranks.
+        staleness: how many steps one may be ahead of the slowest; 0 for all together, ``None`` for any number.
+
+    >>> pace = Pace([0, 1], staleness=1)
+    >>> pace.push(0, optimizer=0, number=1); pace.released()
+    [[0]]
+    >>> pace.push(0, optimizer=0, number=1); pace.released()
+    []
+    >>> pace.push(1, optimizer=0, number=1); pace.released()
+    [[0], [1]]
+    """
+
+    def __init__(self, workers: Iterable[int], staleness: int | None) -> None:
+        self._staleness = staleness
+        self._workers = {rank: _Worker() for rank in workers}
+
+    def push(self, rank: int, optimizer: int, number: int) -> None:
+        """A worker asks for a step of ``optimizer``; the ``number`` is that of its next meeting with others."""
+        worker = self._workers[rank]
+        if optimizer not in worker.level:
+            worker.level.add(optimizer)
+            others = [each.steps[optimizer] for other, each in self._workers.items() if other != rank and not _is_away(each, number)]
+            worker.steps[optimizer] = max(worker.steps[optimizer], min(others, default=0))
+        worker.steps[optimizer] += 1
+        worker.waits_at, worker.asks = None, (optimizer, number)
+
+    def wait(self, rank: int, number: int) -> None:
+        """A worker waits for others, at the meeting of that number."""
+        worker = self._workers[rank]
+        worker.waits_at = number
+        worker.level.clear()
+
+    def go_on(self, rank: int) -> None:
+        """It does not wait any more."""
+        self._workers[rank].waits_at = None
+
+    def end(self, rank: int) -> None:
+        """It takes no further step."""
+        self._workers.pop(rank, None)
+
+    def released(self) -> list[list[int]]:
+        """The workers whose steps are due, each list of them to be taken as one; they ask no more.
+
+        Raises:
+            RankMismatchError: none can ever be.
+        """
+        asking = {rank: worker.asks for rank, worker in self._workers.items() if worker.asks}
+        due = self._together(asking) if self._staleness == 0 else [[rank] for rank, asks in asking.items() if self._may(rank, *asks)]
+        for rank in (rank for several in due for rank in several):
+            self._workers[rank].asks = None
+        if asking and not due:
+            self._check(asking)
+        return due
+
+    def _may(self, rank: int, optimizer: int, number: int) -> bool:
+        if self._staleness is None:
+            return True
+        others = [each.steps[optimizer] for each in self._workers.values() if not _is_away(each, number)]
+        return self._workers[rank].steps[optimizer] <= min(others) + self._staleness
+
+    def _together(self, asking: dict[int, tuple[int, int]]) -> list[list[int]]:
+        due = []
+        for optimizer in sorted({asked for asked, _ in asking.values()}):
+            several = [rank for rank, (asked, _) in asking.items() if asked == optimizer]
+            number = max(asking[rank][1] for rank in several)
+            if all(rank in several or _is_away(worker, number) for rank, worker in self._workers.items()):
+                due.append(sorted(several))
+        return due
+
+    def _check(self, asking: dict[int, tuple[int, int]]) -> None:
+        number = max(number for _, number in asking.values())
+        if all(rank in asking or _is_away(worker, number) for rank, worker in self._workers.items()):
+            told = ", ".join(f"rank {rank} one of optimizer {optimizer}" for rank, (optimizer, _) in sorted(asking.items()))
+            raise RankMismatchError(
+                f"the workers have come to steps of different optimizers, and each would wait for the others for ever: {told}. Have all "
+                "workers step in the same order, or leave staleness out."
+            )
+
+
+def _is_away(worker: _Worker, number: int) -> bool:
+    """Whether ``worker`` waits for those whose next meeting has that ``number``; it may have been there, and not yet told."""
+    return worker.waits_at is not None and worker.waits_at >= number

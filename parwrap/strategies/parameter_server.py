@@ -1,0 +1,167 @@
+"""Parameter servers: some ranks hold the parameters and take the steps, the others compute gradients and push them.
+
+The strategy of a worker: its backwards are its own, its steps are the servers'. What a server does is ``server.py``'s, how the two come
+about and find each other ``split.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from statistics import fmean
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from parwrap.errors import UsageError
+from parwrap.group import Group, is_alone
+from parwrap.loop import Loop
+from parwrap.options import Options
+from parwrap.sites import location
+from parwrap.strategies.at_evaluation import AtEvaluation
+from parwrap.strategies.pushing import Pushing
+from parwrap.strategies.server import Server
+from parwrap.strategies.split import joined, the_split
+from parwrap.strategies.strategy import Strategy
+from parwrap.verbs.backward import Backward
+
+__all__ = ["ParameterServer"]
+
+
+class ParameterServer(Strategy):
+    """What a worker of parameter servers does.
+
+    Args:
+        group: the workers.
+        loop: what the training loop has done so far.
+        options: those of the innermost function that runs.
+    """
+
+    OPTIONS = ("servers", "staleness", "survive")
+
+    hands_over = True
+
+    def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
+        super().__init__(group, loop, options)
+        self._pushing = Pushing(the_split(), group, loop, lambda: options().lr_factor(group.world.size))
+        self._weights: list[float] = []
+        self._weight = 1.0
+        self._result: Any = None
+        self.steps_together = options().staleness == 0
+
+    @classmethod
+    def check(cls, options: Options) -> None:
+        if options.staleness == 0:
+            return
+        for name, value in (("batch", "global"), ("uneven", "join"), ("lr", "linear"), ("lr", "sqrt")):
+            if getattr(options, name) == value:
+                raise UsageError(
+                    f"{name}={value!r} is about a batch that all ranks take a step with, and workers of a parameter server step each by "
+                    "itself: leave it out, or give staleness=0, with which they step together."
+                )
+
+    @classmethod
+    def joining(cls, group: Group | None, options: Options) -> AbstractContextManager[Group | None]:
+        return joined(group, options)
+
+    @classmethod
+    def beside(cls, group: Group, options: Options, loop: Loop) -> Server:
+        """What a rank is that does not run the loop, out of all those of ``group``."""
+        split = the_split()
+        first, workers = group.world.rank - split.workers, split.workers
+        return Server(split.wire, group.world.rank, first, workers, options.staleness, options.survive, split.tell, loop)
+
+    @property
+    def averages(self) -> bool:
+        return False
+
+    def actors(self) -> list[Any]:
+        return [self, AtEvaluation(self._group, self._loop, self._pushing)]
+
+    def check_feature(self, name: str) -> None:
+        if name == "sync_bn" and not self.steps_together:
+            raise UsageError(
+                "parwrap.sync_bn has no batch to share, since workers of a parameter server step each by itself: leave it out, or give "
+                "staleness=0, with which they step together."
+            )
+        options = self._options()
+        if name == "accumulate" and (options.batch == "global" or options.uneven == "join"):
+            raise UsageError(
+                "parwrap.accumulate and a parameter server do not go together with batch='global' or uneven='join', by which a worker's "
+                "part of a window would have to be weighed: leave one of them out."
+            )
+
+    def backward(self, call: Backward) -> None:
+        """Run ``call``; what it leaves in gradients is this worker's."""
+        if call.averaged and call.weight is None and not is_alone():
+            weight = self._loop.weight
+            self._weights.append(weight)
+            scale = weight * self._loop.loss_factor
+            call = call.scaled(scale) if scale != 1.0 and self.steps_together else call
+        if not is_alone():
+            self._pushing.begin()
+        call.run()
+        self._loop.ran_backward()
+
+    def refuse_closure(self) -> None:
+        """A closure computes gradients inside of a step, which is taken elsewhere."""
+        if is_alone():
+            return
+        raise UsageError(
+            f"optimizer.step(closure) at {location()} cannot be taken by a parameter server: the closure computes gradients inside of the "
+            "step, and the step is the server's. Call backward() and then step() without a closure, or choose another strategy."
+        )
+
+    def skips(self, optimizer: Optimizer) -> bool:
+        """Every step is left to the servers: they get the gradients, and this worker the new values."""
+        if is_alone():
+            return False
+        if self._weights:
+            self._weight, self._weights = fmean(self._weights), []
+        self._pushing.push(optimizer, self._weight if self.steps_together else 1.0)
+        return True
+
+    def save_state(self, optimizer: Optimizer, save: Callable[[], Any]) -> Any:
+        """``state_dict()``: what the servers keep of its parameters is in it."""
+        with self._pushing.with_state(optimizer):
+            return save()
+
+    def load_state(self, optimizer: Optimizer, load: Callable[[], Any]) -> Any:
+        """``load_state_dict(state)``: the servers go on from it."""
+        result = load()
+        self._pushing.load(optimizer)
+        return result
+
+    def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
+        """Parameters that servers hold keep their dtype."""
+        before = {id(p): p.dtype for p in module.parameters() if self._pushing.holds(p)}
+        moved = apply()
+        if any(p.dtype != before.get(id(p), p.dtype) for p in moved.parameters()):
+            raise UsageError(
+                f"{location()} casts parameters that a parameter server holds, which would keep their dtype there: cast the model before "
+                "its first backward, or choose another strategy."
+            )
+        self._loop.moved()
+        return moved
+
+    def described(self) -> str:
+        options = self._options()
+        pace = {None: "each at its own pace", 0: "in step"}.get(options.staleness, f"at most {options.staleness} steps ahead")
+        servers = f"{options.servers} parameter server" + ("s" if options.servers > 1 else "")
+        return f"{servers} beside them, workers {pace}"
+
+    def returned(self, result: Any) -> None:
+        """The function has returned that; servers will return it too."""
+        self._result = result
+
+    def leave(self) -> None:
+        self._pushing.end(self._result)
+
+    def failed(self, error: BaseException) -> None:
+        """This worker has failed: tell the servers."""
+        self._pushing.failed(error)
+
+    def close(self) -> None:
+        self._pushing.close()
+        self._result = None

@@ -1,0 +1,192 @@
+"""Messages between workers and parameter servers, over gloo's point-to-point calls: numbers, an object and a buffer of values.
+
+What they mean is known to who sends them. A call that waits for a process which has died raises at once. Values lie one after the other in
+a buffer, as ``Layout`` says.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+
+from parwrap.errors import RankMismatchError
+
+__all__ = ["Kind", "Layout", "Message", "Wire", "gone", "split_by_size"]
+
+ALIGNED = 16
+"""Bytes; each tensor of a buffer begins at a multiple of them, so that it can be looked at as one of its dtype."""
+
+
+class Kind(IntEnum):
+    """What a message is for; those of servers are only the last two."""
+
+    BEGIN = 1
+    """An optimizer with its parameters, to be stepped from now on."""
+    PUSH = 2
+    """Gradients, for one step; the answer has the new values."""
+    SET = 3
+    """Values that were changed by hand."""
+    PULL = 4
+    STATE = 5
+    """Asks for what the optimizer keeps of its parameters."""
+    LOAD = 6
+    """The same, to go on from."""
+    WAIT = 7
+    """The worker waits for others, at the meeting of that number."""
+    GO_ON = 8
+    PUT = 9
+    """An object for other workers, who ``TAKE`` it."""
+    TAKE = 10
+    END = 11
+    ANSWER = 12
+    FAILED = 13
+    """The sender has failed, with that text."""
+
+
+class Message(NamedTuple):
+    """What is sent.
+
+    Attributes:
+        kind: what it is for.
+        optimizer: the number of the one that it is about.
+        number: of the worker's next meeting with other workers.
+        weight: how much the gradients count in an average.
+        content: an object, pickled; empty for none.
+        values: a buffer, or ``None``.
+    """
+
+    kind: Kind
+    optimizer: int = 0
+    number: int = 0
+    weight: float = 1.0
+    content: bytes = b""
+    values: torch.Tensor | None = None
+
+    @property
+    def object(self) -> Any:
+        return pickle.loads(self.content)
+
+
+class Wire:
+    """The connections of this process with others.
+
+    Args:
+        process_group: torch's, a gloo one.
+        tag: by which these messages are told from those of other runs in the same processes.
+    """
+
+    def __init__(self, process_group: Any, tag: int) -> None:
+        self._process_group, self._tag = process_group, tag
+        self._left: list[Any] = []
+
+    def send(self, rank: int, message: Message, waits: bool = True) -> None:
+        """Send ``message`` to ``rank``; ``waits`` until it is on its way, since its values may change then."""
+        size = 0 if message.values is None else message.values.numel()
+        head = [message.kind, message.optimizer, message.number, message.weight, len(message.content), size]
+        works = [self._send(rank, torch.tensor(head, dtype=torch.float64))]
+        if message.content:
+            works.append(self._send(rank, torch.frombuffer(bytearray(message.content), dtype=torch.uint8)))
+        if message.values is not None:
+            works.append(self._send(rank, message.values))
+        if not waits:
+            self._left += works  # tensors must outlast the sending
+            return
+        for _, work in works:
+            work.wait()
+
+    def receive(self, rank: int, into: torch.Tensor | None = None) -> Message:
+        """The next message of ``rank``, with its values in the buffer ``into``, or in a new one."""
+        head = torch.empty(6, dtype=torch.float64)
+        self._receive(rank, head)
+        kind, optimizer, number, weight, content, size = head.tolist()
+        pickled = torch.empty(int(content), dtype=torch.uint8)
+        if content:
+            self._receive(rank, pickled)
+        values = None
+        if size:
+            values = torch.empty(int(size), dtype=torch.uint8) if into is None else into
+            self._receive(rank, values)
+        return Message(Kind(int(kind)), int(optimizer), int(number), weight, pickled.numpy().tobytes(), values)
+
+    def answer_of(self, server: int, into: torch.Tensor | None = None) -> Message:
+        """What ``server`` answers.
+
+        Raises:
+            RankMismatchError: it has died, or tells that somebody has failed.
+        """
+        try:
+            message = self.receive(server, into)
+        except RuntimeError as error:
+            raise lost(server, error) from error
+        if message.kind is Kind.FAILED:
+            raise RankMismatchError(message.object)
+        return message
+
+    def ask(self, server: int, message: Message, into: torch.Tensor | None = None) -> Message:
+        """What ``server`` answers to ``message``."""
+        try:
+            self.send(server, message)
+        except RuntimeError as error:
+            raise lost(server, error) from error
+        return self.answer_of(server, into)
+
+    def _send(self, rank: int, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor, self._process_group.send([tensor], rank, self._tag)
+
+    def _receive(self, rank: int, tensor: torch.Tensor) -> None:
+        self._process_group.recv([tensor], rank, self._tag).wait()
+
+
+def lost(server: int, error: BaseException) -> RankMismatchError:
+    """The error of a server that cannot be reached any more."""
+    return RankMismatchError(f"rank {server}, a parameter server, has died: {gone(error)}.")
+
+
+def gone(error: BaseException) -> str:
+    """Why a connection does not work any more, in a few words."""
+    text = str(error).partition("\n")[0]
+    return "its connection is closed" if "closed by peer" in text or "reset by peer" in text else f"its connection fails with {text}"
+
+
+class Layout:
+    """Where tensors lie in a buffer.
+
+    Args:
+        tensors: of any dtypes.
+
+    >>> layout = Layout([torch.ones(3), torch.zeros(2, 2)])
+    >>> [tuple(view.shape) for view in layout.views(layout.buffer())]
+    [(3,), (2, 2)]
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._kinds, self.size = [], 0
+        for tensor in tensors:
+            end = self.size + tensor.numel() * tensor.element_size()
+            self._kinds.append((self.size, end, tensor.dtype, tensor.shape))
+            self.size = -(-end // ALIGNED) * ALIGNED
+
+    def buffer(self) -> torch.Tensor:
+        """A new one, with nothing but zeros in it."""
+        return torch.zeros(self.size, dtype=torch.uint8)
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in ``buffer``."""
+        return [buffer[begin:end].view(dtype).view(shape) for begin, end, dtype, shape in self._kinds]
+
+
+def split_by_size(sizes: Sequence[int], parts: int) -> list[int]:
+    """In which of ``parts`` each is, so that these are about equally large: the largest first, to the smallest part.
+
+    >>> split_by_size([10, 50, 30, 20], 2)
+    [0, 0, 1, 1]
+    """
+    filled, chosen = [0] * parts, [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        chosen[place] = filled.index(min(filled))
+        filled[chosen[place]] += sizes[place]
+    return chosen
