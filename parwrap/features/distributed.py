@@ -244,10 +244,7 @@ class _Session:
     def _leave(self, group: Group) -> None:
         if groups.current() is group and not self._aside:
             group.meetings.wait(END, place="")
-            assert self.strategy is not None
-            self.strategy.leave()
-            if self._returns:
-                self.strategy.put_back()
+            self.strategy.leave(self._returns)  # type: ignore[union-attr]
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:

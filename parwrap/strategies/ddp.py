@@ -124,7 +124,7 @@ class DDP(Strategy):
         self._loop.moved()
         return moved
 
-    def leave(self) -> None:
+    def leave(self, returns: bool) -> None:
         """All ranks have come to the end together."""
         self._averagers.compare_at_end()
 

@@ -157,14 +157,14 @@ class LocalSGD(Strategy):
             )
         write(f)
 
-    def leave(self) -> None:
+    def leave(self, returns: bool) -> None:
         """All ranks have come to the end together: the last average."""
         if not any(self._group.share(TRAINED, self._loop.backwards, range(self._group.world.size)).values()):
             return
         self._steps.average_at_end()
         if not self._loop.backwards:
             self._loop.ran_backward()  # others have
-        self._ddp.leave()
+        self._ddp.leave(returns)
         if not self._taken:
             warnings.warn(
                 "parwrap: no optimizer of torch.optim has stepped, and strategy='local_sgd' averages what optimizers step: each rank has "

@@ -155,7 +155,7 @@ class ParameterServer(Strategy):
         """The function has returned that; servers will return it too."""
         self._result = result
 
-    def leave(self) -> None:
+    def leave(self, returns: bool) -> None:
         self._pushing.end(self._result)
 
     def failed(self, error: BaseException) -> None:

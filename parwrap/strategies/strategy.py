@@ -86,11 +86,8 @@ class Strategy:
     def failed(self, error: BaseException) -> None:
         """This rank leaves with ``error``."""
 
-    def leave(self) -> None:
-        """All ranks have come to the end together."""
-
-    def put_back(self) -> None:
-        """After that, leave the user's objects as a single process would, for what called the function; not at the end of a script."""
+    def leave(self, returns: bool) -> None:
+        """All ranks have come to the end together; if it ``returns``, the user's objects must be as a single process would leave them."""
 
     def close(self) -> None:
         """Let go of what is the user's; also after an error."""

@@ -106,9 +106,14 @@ class Zero1(DDP):
         shards = self._shards[optimizer]
         return shards.kept(state) if self._catches_up else shards.own(state)
 
-    def put_back(self) -> None:
-        super().put_back()
+    def leave(self, returns: bool) -> None:
+        super().leave(returns)
         self._held.clear()
+        if returns:
+            self._join()
+
+    def _join(self) -> None:
+        """Have the state of all optimizers whole on every rank."""
         alive = dict(self._loop.numbered_optimizers())
         told = self._group.share("optimizers that are still used", set(alive), range(self._group.world.size)).values()
         for number in sorted(set.intersection(*told)):
