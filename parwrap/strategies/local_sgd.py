@@ -128,7 +128,7 @@ class LocalSGD(Strategy):
         self._stepped = True
         if not self._warming:
             self._steps.count(number, fmean(self._weights) if self._weights else 1.0)
-        elif min(self._taken.values()) >= self._options().warmup:
+        elif self._taken[number] >= self._options().warmup:
             self._warming = False
             self._ddp.close()
 
@@ -151,8 +151,8 @@ class LocalSGD(Strategy):
         if self._steps.own and self._group.world.rank == 0 and not (self._warned or is_alone() or isinstance(f, io.BytesIO)):
             self._warned = True
             warnings.warn(
-                f"parwrap: torch.save at {location()} is called {self._steps.own} steps after the ranks last averaged their weights: if it "
-                "is given weights, they are rank 0's own. Call model.eval() before, which averages. This is said once.",
+                f"parwrap: torch.save at {location()} is called {self._steps.own} step(s) after the ranks last averaged their weights: if "
+                "it is given weights, they are rank 0's own. Call model.eval() before, which averages. This is said once.",
                 stacklevel=2,
             )
         write(f)

@@ -256,7 +256,7 @@ def test_saving_never_communicates_and_says_whose_weights_they_are(tmp_path):
     with local(every=4):
         model = train(3)
         # only rank 0 comes here, as in what is run on no other
-        told = pytest.warns(UserWarning, match=r"torch.save at .*test_local_sgd.py:\d+ is called 3 steps after the ranks last averaged")
+        told = pytest.warns(UserWarning, match=r"torch.save at .*test_local_sgd.py:\d+ is called 3 step\(s\) after the ranks last averaged")
         with told if parwrap.rank() == 0 else nullcontext():
             if parwrap.rank() == 0:
                 torch.save(model.state_dict(), tmp_path / "own.pt")
