@@ -35,17 +35,24 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train: the options of ``parwrap.run``, and how many of its processes train and send."""
+    """A way to train: the options of ``parwrap.run``, and how many of its processes send."""
 
     options: str
-    trains: int = 2
     sends: int = 2
 
 
 WAYS = {
-    "1 process": Way("--nproc-per-node 1", trains=1, sends=1),
+    "1 process": Way("--nproc-per-node 1", sends=1),
     "ddp": Way("--nproc-per-node 2"),
+    "ddp, compress bf16": Way("--nproc-per-node 2 --compress bf16"),
+    "ddp, compress powersgd": Way("--nproc-per-node 2 --compress powersgd"),
     "zero1": Way("--nproc-per-node 2 --strategy zero1"),
+    "local_sgd, every 8": Way("--nproc-per-node 2 --strategy local_sgd --every 8"),
+    "diloco, every 8": Way("--nproc-per-node 2 --strategy local_sgd --every 8 --outer nesterov"),
+    "parameter_server": Way("--nproc-per-node 3 --strategy parameter_server", sends=3),
+    "hogwild": Way("--nproc-per-node 2 --strategy hogwild"),
+    "data_parallel": Way("--data-parallel cpu,cpu", sends=1),
+    "none": Way("--nproc-per-node 2 --strategy none"),
 }
 
 

@@ -51,6 +51,19 @@ def test_workers_at_their_own_pace_need_some_more_epochs_to_learn_digits_as_a_si
     assert asynchronous >= accuracy("--nproc-per-node", "1", epochs=14) - 0.01
 
 
+def test_the_example_of_zero1_keeps_half_of_the_state_on_a_rank():
+    printed = run("-m", "parwrap.run", "--nproc-per-node", "2", "--strategy", "zero1", "examples/zero1.py")
+    kept, parameters = map(int, re.search(r"^(\d+) numbers of state here for (\d+) parameters$", printed.stdout, re.MULTILINE).groups())
+
+    assert 0.9 * parameters < kept < 1.1 * parameters  # two numbers for each, on two ranks
+
+
+def test_the_example_of_parameter_servers_learns():
+    printed = run("-m", "parwrap.run", "--nproc-per-node", "3", "--strategy", "parameter_server", "examples/parameter_server.py")
+
+    assert float(re.search(r"epoch 6: test accuracy (\S+)$", printed.stdout, re.MULTILINE)[1]) > 0.9
+
+
 FAILS = """
 import torch, parwrap
 model = torch.nn.Linear(1, 1)
