@@ -123,6 +123,15 @@ class Meetings:
         self._mailbox.write(self._number, meeting, State.CONTRIBUTING)
         self.compare(meeting)
 
+    def go_past(self, meeting: Meeting) -> None:
+        """As :meth:`go_ahead`, with others within it that may follow before :meth:`past`."""
+        self.go_ahead(meeting)
+        self._number += 1
+
+    def past(self) -> None:
+        """This rank is through with all that it has gone past."""
+        self._mailbox.done(self._number - 1)
+
     def compare(self, meeting: Meeting) -> bool:
         """Find out how the others are doing in this meeting, which goes on.
 

@@ -30,12 +30,21 @@ CHOICES = {
     "loss": {"mean": "the loss is an average over the batch", "sum": "the loss is a sum over the batch"},
     "strategy": {
         "ddp": "gradients are averaged in every backward",
+        "fsdp": "each rank keeps a part of the parameters, gradients and optimizer states",
         "none": "nothing is averaged, and every rank trains a model of its own on all of the data",
     },
 }
 
-OF_STRATEGIES = ("bucket_cap_mb", "gradient_as_bucket_view")
+OF_STRATEGIES = ("bucket_cap_mb", "gradient_as_bucket_view", "wrap")
 """The options that not every strategy has."""
+
+
+def _counts(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+
+
+def _several(things: object) -> tuple:
+    return things if isinstance(things, tuple) and things else (things,)
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class Options:
     loss: str = "mean"
     strategy: str = "ddp"
     bucket_cap_mb: float = 25
+    wrap: int | str | type | tuple[str | type, ...] | None = None
     timeout: float | timedelta | None = None
     gradient_as_bucket_view: bool = False
     hang_after: float = 60
@@ -73,6 +83,11 @@ class Options:
             raise UsageError(f"seed={self.seed!r} is not a whole number from 0 to 2**64 - 1.")
         if not self.bucket_cap_mb > 0:
             raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of megabytes above 0.")
+        if not (self.wrap is None or _counts(self.wrap) or all(isinstance(each, (str, type)) for each in _several(self.wrap))):
+            raise UsageError(
+                f"wrap={self.wrap!r} says which modules are units of strategy='fsdp': a number of parameters from 1 up, a class, its name, or "
+                "a tuple of these."
+            )
         if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
             raise UsageError(f"timeout={self.timeout!r} is not a number of seconds above 0.")
 

@@ -5,12 +5,25 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from parwrap.feature_options import number
+from parwrap.feature_options import number, whole
 
 __all__ = ["STRATEGY_OPTIONS", "add_strategy_options"]
 
+
+def _wrap(text: str) -> int | tuple[str, ...]:
+    try:
+        return whole(text)
+    except argparse.ArgumentTypeError:
+        return tuple(text.split(","))
+
+
 STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
-    "strategy": {"help": "How ranks train together: ddp averages gradients; none has each rank train a model of its own."},
+    "strategy": {"help": "How ranks train together: ddp averages gradients; fsdp shards the model; none has each rank train a model of its own."},
+    "wrap": {
+        "type": _wrap,
+        "metavar": "UNITS",
+        "help": "With fsdp: classes of modules that are sharded one by one, with commas between, or how many parameters make one.",
+    },
     "bucket_cap_mb": {"type": number, "help": "Size of DDP's gradient buckets in megabytes."},
     "gradient_as_bucket_view": {
         "action": "store_true",

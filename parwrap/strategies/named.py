@@ -12,6 +12,7 @@ __all__ = ["strategy_of"]
 
 HOMES = {
     "ddp": "parwrap.strategies.ddp:DDP",
+    "fsdp": "parwrap.strategies.fsdp:FSDP",
     "none": "parwrap.strategies.none:NoStrategy",
 }
 

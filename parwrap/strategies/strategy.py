@@ -9,6 +9,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
+from parwrap.collectives import all_reduced
 from parwrap.group import Group
 from parwrap.loop import Loop
 from parwrap.options import Options
@@ -57,6 +60,18 @@ class Strategy:
     def described(self) -> str:
         """What it does, for the line at the start of training."""
         return self._options().strategy
+
+    def refuse(self, feature: str) -> None:
+        """Raise :class:`UsageError` for another ``feature``, written as it is called, that has no meaning with this strategy."""
+
+    def apart(self) -> AbstractContextManager[None]:
+        """While this is held, ranks call models as often as each likes, as where an evaluation is shared out."""
+        return nullcontext()
+
+    def summed(self, sums: list[torch.Tensor], weight: float) -> tuple[list[torch.Tensor], float]:
+        """The sums over the ranks of what backwards have left that were not to be averaged, and of the ranks' ``weight``."""
+        *totals, weights = all_reduced([*sums, torch.tensor(weight, dtype=torch.float64)], self._group)
+        return totals, weights.item()
 
     def leave(self) -> None:
         """All ranks have come to the end together."""

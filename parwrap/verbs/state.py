@@ -1,4 +1,7 @@
-"""``optimizer.state_dict()`` and ``load_state_dict(state)``: let ``actor.state_dict`` and ``actor.load_state_dict`` change the state."""
+"""``optimizer.state_dict()`` and ``load_state_dict(state)``: let ``actor.state_dict`` and ``actor.load_state_dict`` change the state.
+
+``actor.loaded_state(optimizer)`` is told of an optimizer that has loaded one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch.optim import Optimizer
 
 from parwrap.patching import Patch
 
-__all__ = ["load_patches", "save_patches"]
+__all__ = ["load_patches", "loaded_patches", "save_patches"]
 
 
 def save_patches(actor: Any) -> list[Patch]:
@@ -25,5 +28,13 @@ def load_patches(actor: Any) -> list[Patch]:
             return wrapped(actor.load_state_dict(state_dict))
 
         return with_state(*args, **kwargs)
+
+    return [Patch(Optimizer, "load_state_dict", load_state_dict)]
+
+
+def loaded_patches(actor: Any) -> list[Patch]:
+    def load_state_dict(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> None:
+        wrapped(*args, **kwargs)
+        actor.loaded_state(instance)
 
     return [Patch(Optimizer, "load_state_dict", load_state_dict)]

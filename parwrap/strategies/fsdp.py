@@ -1,0 +1,364 @@
+"""Fully sharded data parallelism: each rank keeps a part of the parameters, of their gradients and of what the optimizer remembers.
+
+The actor that has models sharded when an optimizer takes their parameters, and that lets ranks send each other nothing unless all are at the
+same point. Sharding is torch's ``fully_shard``; what it does to a model is in ``sharded_model.py``, what scripts do with parts in
+``sharded_tensors.py``, and states are ``sharded_state.py``'s.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from parwrap.collectives import all_reduced
+from parwrap.errors import RankMismatchError, UsageError
+from parwrap.group import Group, is_alone
+from parwrap.loop import Loop
+from parwrap.mailbox import Meeting
+from parwrap.options import Options
+from parwrap.sites import location
+from parwrap.strategies.agreement import checksum
+from parwrap.strategies.in_step import InStep
+from parwrap.strategies.replicated import Replicated
+from parwrap.strategies.sharded_model import ShardedModel
+from parwrap.strategies.sharded_state import adopt, holds_sharded, release, shard_state, whole_state
+from parwrap.strategies.sharded_tensors import Moved, ShardedTensors, is_sharded
+from parwrap.strategies.strategy import Strategy
+from parwrap.strategies.wrap_policy import roots, units, unsharded
+from parwrap.verbs.backward import Backward
+from parwrap.verbs.clipping import Clip
+
+__all__ = ["FSDP"]
+
+SHARDING = "sharding of what an optimizer takes"
+BACKWARD = "backward"
+CLIPPING, USE = "clip_grad_norm_", "use of a sharded tensor"
+AVERAGING = "average of parameters that are not sharded"
+AT_ONCE = ("forward", BACKWARD, "gradients", AVERAGING, CLIPPING, USE)
+"""What ranks begin without waiting: it sends something, which counts on all others."""
+
+FREED = "storage of size 0"
+
+ADVICE = (
+    "With strategy='fsdp' each forward and backward is one of all ranks: give all ranks the same number of steps (uneven='pad' or 'drop') and "
+    "the same way through the model, or take strategy='ddp', where they may part."
+)
+
+
+class FSDP(Strategy):
+    """Shards the models that are trained over the ranks of ``group``."""
+
+    OPTIONS = ("wrap",)
+
+    def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
+        super().__init__(group, loop, options)
+        self._meetings = group.meetings
+        self._models: list[weakref.ref[ShardedModel]] = []
+        self._tensors = ShardedTensors(lambda: self._enter(USE, location()), self._meetings.past)
+        self.call_sharded, self.show_sharded = self._tensors.call_sharded, self._tensors.show_sharded
+        self._replicated = Replicated(group, loop, self._sharded_ids, lambda: self._enter(AVERAGING, location()))
+        self._mesh: DeviceMesh | None = None
+        self._running = self._copying = False
+        for kind in AT_ONCE:
+            self._meetings.answer(kind, lambda detail, present: self._refuse_to_answer())
+
+    def actors(self) -> list[Any]:
+        for optimizer in self._loop.optimizers():
+            self._shard([p for group in optimizer.param_groups for p in group["params"]])
+            adopt(optimizer, {id(old): p for model in self._alive() for p, old in model.sharded()})
+        return [self, InStep(self._group, self._loop)]
+
+    def described(self) -> str:
+        return "strategy fsdp: parameters, gradients and optimizer states are sharded"
+
+    def refuse(self, feature: str) -> None:
+        if feature.startswith("amp(level="):
+            raise UsageError(
+                f"{feature} makes half precision copies of a model, and with strategy='fsdp' no rank has all of it: take amp(dtype='bf16') "
+                "or amp(dtype='fp16'), or strategy='ddp'."
+            )
+
+    def take_parameters(self, parameters: Any) -> Any:
+        """What an optimizer is given, after the models around it were sharded."""
+        if is_alone() or not isinstance(parameters, (list, tuple)):
+            return parameters
+        named = [each if isinstance(each, tuple) else (None, each) for each in parameters]
+        if not all(len(each) == 2 and isinstance(each[1], torch.Tensor) for each in named):
+            return parameters
+        self._shard([p for _, p in named])
+        sharded = [(name, p.__dict__["sharded"] if isinstance(p, Moved) else p) for name, p in named]
+        return [p if name is None else (name, p) for name, p in sharded]
+
+    def loaded_state(self, optimizer: Optimizer) -> None:
+        """An optimizer keeps this rank's part of what it has loaded."""
+        shard_state(optimizer)
+
+    def state_dict(self, state: Any) -> Any:
+        """The whole state of an optimizer."""
+        return self._whole(state, "optimizer.state_dict()")
+
+    def module_state(self, module: nn.Module, state: Any) -> Any:
+        """The whole weights of a module, under plain keys."""
+        if not any(is_sharded(value) and not isinstance(value, nn.Parameter) for value in state.values()):
+            return state  # it is none of those that are sharded, or asked for its own variables
+        for name, value in self._whole(state, f"{type(module).__name__}.state_dict()").items():
+            state[name] = value
+        return state
+
+    def load_module_state(self, module: nn.Module, assign: bool) -> None:
+        if assign and any(is_sharded(p) for p in module.parameters()):
+            raise UsageError(
+                f"load_state_dict(assign=True) at {location()} would put whole parameters into a model that strategy='fsdp' has sharded: "
+                "leave assign out, or load before the optimizer is built."
+            )
+
+    def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
+        if any(is_sharded(p) for p in module.parameters()):
+            raise UsageError(
+                f"a {type(module).__name__} is moved or cast at {location()}, after strategy='fsdp' has sharded it: do that before its "
+                "optimizer is built."
+            )
+        self._loop.moved()
+        return apply()
+
+    def deepcopy(self, run: Callable[[], Any]) -> Any:
+        """A copy of a sharded model is a plain one, whole on every rank."""
+        if self._copying:
+            return run()
+        self._copying = True
+        try:
+            with ExitStack() as hidden:
+                for model in self._alive():
+                    hidden.enter_context(model.hidden())
+                return run()
+        finally:
+            self._copying = False
+
+    def saved(self, thing: Any) -> Any:
+        """What ``torch.save`` writes for ``thing``: it is whole, and of the user's own classes."""
+        models = [module for model in self._alive() if (module := model.root()) is not None]
+        return self.deepcopy(lambda: copy.deepcopy(thing)) if holds_sharded(thing, models) else thing
+
+    def clip(self, clip: Clip) -> Any:
+        """``clip_grad_norm_`` goes by the norm over all ranks, which it gives as a plain number."""
+        parts = [p.grad for p in clip.parameters if p.grad is not None and is_sharded(p.grad)]
+        if clip.name != "clip_grad_norm_" or not parts or is_alone():
+            return clip.run()
+        return self._clip_norm(clip, *clip.args, **clip.kwargs)
+
+    def _clip_norm(
+        self, clip: Clip, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        grads = [p.grad for p in clip.parameters if p.grad is not None]
+        parts = [grad._local_tensor for grad in grads if is_sharded(grad)]  # type: ignore[attr-defined]
+        largest, home = norm_type == math.inf, self._group.device
+        local = nn.utils.get_total_norm([part for part in parts if part.numel()], norm_type, foreach=foreach)
+        power = (local if largest else local**norm_type).to(home, torch.float64)
+        self._enter(CLIPPING, location())
+        dist.all_reduce(power, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        self._meetings.past()
+        norms = [power if largest else power ** (1 / norm_type)]
+        if whole := [grad for grad in grads if not is_sharded(grad)]:
+            norms.append(nn.utils.get_total_norm(whole, norm_type, foreach=foreach).to(norms[0]))
+        norm = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(parts[0])
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped.")
+        nn.utils.clip_grad._clip_grads_with_norm_(clip.parameters, max_norm, norm, foreach)
+        return norm
+
+    def backward(self, call: Backward) -> None:
+        """Run ``call``; torch reduces what it leaves in sharded parameters."""
+        if self._running or is_alone():
+            call.run()
+            return
+        if any(isinstance(each, Moved) or is_sharded(each) for each in call.options.get("inputs", ())):
+            raise UsageError(
+                f"backward(inputs=...) at {location()} names sharded parameters, which with strategy='fsdp' are in no graph: leave inputs "
+                "out and freeze the others, or take strategy='ddp'."
+            )
+        self._replicated.look(call)
+        self._enter(BACKWARD, location())
+        self._running = True
+        try:
+            self._weighted(call).run()
+        except BaseException as error:
+            for model in self._alive():
+                model.reset()
+            if isinstance(error, RuntimeError) and FREED in str(error):
+                _refuse_hidden(error)
+            raise
+        finally:
+            self._running = False
+        if any(model.left_over() for model in self._alive()):
+            _refuse_hidden(None)
+        self._replicated.average()
+        self._meetings.past()
+        self._loop.ran_backward()
+
+    def summed(self, sums: list[torch.Tensor], weight: float) -> tuple[list[torch.Tensor], float]:
+        """What is in gradients is a mean already."""
+        weights = self._sum_of(weight)
+        return [total * self._group.world.size for total in sums], weights
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """While this is held, models are whole on every rank, and ranks may call them as often as they like."""
+        with ExitStack() as whole:
+            for model in self._alive():
+                whole.enter_context(model.whole())
+            yield
+
+    def leave(self) -> None:
+        """All ranks have come to the end together: models and optimizers are plain again."""
+        gc.collect()  # what is garbage may be found to be at other times by other ranks
+        models = {number: model for number, known in enumerate(self._models) if (model := known()) and model.root() is not None}
+        optimizers = dict(self._loop.numbered_optimizers())
+        told = self._group.share("models at the end", (set(models), set(optimizers)), range(self._group.world.size)).values()
+        plain: dict[int, nn.Parameter] = {}
+        for number in sorted(set.intersection(*(each for each, _ in told))):
+            plain |= {id(p): old for p, old in models[number].sharded()}
+            models[number].put_back(self._tensors.whole)
+        for number in sorted(set.intersection(*(each for _, each in told))):
+            release(optimizers[number], plain, self._tensors.whole)
+
+    def close(self) -> None:
+        """Take what is left off the modules; after an error their parameters stay this rank's parts."""
+        for model in self._alive():
+            model.put_back(None)
+        self._models.clear()
+        gc.collect(0)
+
+    def _weighted(self, call: Backward) -> Backward:
+        """``call`` with its loss multiplied, for torch takes the mean over ranks as if all counted the same."""
+        if not call.averaged:  # an actor adds up several, each a mean, and gives the weight with the last
+            return call
+        weight = self._loop.weight if call.weight is None else call.weight
+        weights = self._sum_of(weight)
+        factor = self._group.world.size / weights if weights else 0.0
+        if call.weight is None:
+            factor *= weight * self._loop.loss_factor
+        else:
+            for p in call.holding if factor != 1.0 else ():
+                p.grad = None if p.grad is None else p.grad * factor
+        return call if factor == 1.0 else call.scaled(factor)
+
+    def _sum_of(self, weight: float) -> float:
+        """The sum of the ranks' weights, which is only asked for where they can differ."""
+        options = self._options()
+        if options.batch == "per_rank" and options.uneven != "join":
+            return weight * self._group.world.size
+        return all_reduced([torch.tensor([weight], dtype=torch.float64)], self._group)[0].item()
+
+    def _whole(self, state: Any, what: str) -> dict[str, Any]:
+        if is_alone():
+            _refuse_alone(what)
+        self._group.meet(what)
+        return whole_state(state, self._tensors.whole)
+
+    def _sharded_ids(self) -> set[int]:
+        """The ids of all parameters whose gradients torch reduces, and of what stands for them in graphs."""
+        return {each for model in self._alive() for each in model.ids()}
+
+    def _alive(self) -> list[ShardedModel]:
+        return [model for known in self._models if (model := known()) is not None]
+
+    def _shard(self, parameters: list[torch.Tensor]) -> None:
+        """Shard the models that hold those of ``parameters`` that are in no sharded one; on all ranks together."""
+        within = {id(module) for model in self._alive() if (root := model.root()) is not None for module in root.modules()}
+        new = [p for p in parameters if not (is_sharded(p) or isinstance(p, Moved) or self._replicated.has(p))]
+        if not new:
+            return
+        found = [root for root in roots(new) if not any(id(module) in within for module in root.modules())]
+        held = {id(p) for root in found for p in root.parameters()}
+        named = [(f"{type(root).__name__}.{name}", p) for root in found for name, p in root.named_parameters()]
+        self._make_alike([*named, *(("a parameter in no module", p) for p in new if id(p) not in held)])
+        self._replicated.add(p for p in new if id(p) not in held)
+        for root in found:
+            for name, p in root.named_parameters():
+                if p._backward_hooks:
+                    _refuse_hook_before(f"{type(root).__name__}.{name}")
+            inside = units(root, self._options().wrap)
+            left = unsharded(root, inside)
+            self._mesh = self._mesh or init_device_mesh(self._group.device.type, (self._group.world.size,))
+            model = ShardedModel(root, inside, left, self._mesh, self._enter_unit, self._meetings.past)
+            self._models.append(weakref.ref(model))
+            self._replicated.add(left)
+
+    def _make_alike(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        """All ranks are about to shard the same parameters: have them of the same values too."""
+        mine = [(name, tuple(p.shape), p.dtype) for name, p in named], [checksum(p) for _, p in named]
+        told = self._group.exchange(SHARDING, mine)
+        for rank, (kinds, _) in told.items():
+            if kinds != told[0][0]:
+                apart = next((pair for pair in zip(told[0][0], kinds, strict=False) if pair[0] != pair[1]), (len(told[0][0]), len(kinds)))
+                raise RankMismatchError(
+                    f"the ranks give other parameters to an optimizer at {location()}: {apart[0]} on rank 0 and {apart[1]} on rank {rank}. "
+                    "Build the same model on all ranks."
+                )
+        sums = [set(each) for each in zip(*(checksums for _, checksums in told.values()), strict=True)]
+        different = [p for (_, p), each in zip(named, sums, strict=True) if len(each) > 1]
+        if not different:
+            return
+        warnings.warn(
+            f"parwrap: {len(different)} of {len(named)} parameters have different values on different ranks; rank 0's are taken. Seed before "
+            "the model is built, or build it inside the decorated function.",
+            stacklevel=2,
+        )
+        for p in different:
+            values = p.detach().contiguous()
+            dist.broadcast(values, 0)
+            p.data.copy_(values)
+
+    def _enter_unit(self, what: str, unit: str, number: int) -> None:
+        self._enter(what, f"{unit}, {location()}", zlib.crc32(f"{unit}/{number}".encode()) & 0x7FFFFFFF)
+
+    def _enter(self, what: str, place: str, detail: int = 0) -> None:
+        """This rank begins to send something, which counts on all others."""
+        if is_alone():
+            _refuse_alone(what)
+        try:
+            self._meetings.go_past(Meeting(what, place, detail))
+        except RankMismatchError:
+            raise RankMismatchError(
+                f"the ranks are at different points at the same time: {self._meetings.whereabouts.told()} {ADVICE}"
+            ) from None
+
+    def _refuse_to_answer(self) -> NoReturn:
+        raise RankMismatchError(
+            f"rank {self._group.world.rank} waits where others do not come: {self._meetings.whereabouts.told()} {ADVICE}"
+        )
+
+
+def _refuse_alone(what: str) -> NoReturn:
+    raise UsageError(
+        f"{what} at {location()} needs the other ranks, for with strategy='fsdp' each has a part of the model, and only this rank runs what "
+        "@parwrap.rank_zero_only guards. Call it outside of that function."
+    )
+
+
+def _refuse_hidden(error: BaseException | None) -> NoReturn:
+    raise UsageError(
+        f"backward() at {location()} goes through a part of a sharded model that is not behind its outputs: a loss that a forward keeps in "
+        "an attribute, or gradients of gradients (create_graph=True). With strategy='fsdp' weights are there only while a backward goes "
+        "through outputs: return that loss from forward(), or take strategy='ddp'."
+    ) from error
+
+
+def _refuse_hook_before(name: str) -> NoReturn:
+    raise UsageError(
+        f"{name} has a hook on its gradient, which would never be called: with strategy='fsdp' gradients are reduced before they are put "
+        "there. Change p.grad after backward(), or take strategy='ddp'."
+    )
