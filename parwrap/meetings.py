@@ -54,6 +54,7 @@ class Meetings:
         phase: called to know how far this rank's script has come: ranks in different phases do not meet, but those who are ahead
             answer the others. A number that grows.
         whereabouts: of every rank.
+        waits_for: the meeting that this rank waits for, if it does.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
     """
 
@@ -61,6 +62,7 @@ class Meetings:
         self._mailbox, self.timeout = mailbox, timeout
         self._rank, self._ranks = mailbox.world.rank, range(mailbox.world.size)
         self.immediate = mailbox.immediate
+        self.waits_for: Meeting | None = None
         self.part, self._number = 0, 1
         self._fetching = False
         self._stale = False
@@ -193,7 +195,7 @@ class Meetings:
         """
         meeting = Meeting(kind, location() if place is None else place, self.phase() if kind in self._answers else 0)
         deadline, polling = time.monotonic() + self.timeout.total_seconds(), POLLING
-        self._wait(True)
+        self._wait(True, meeting)
         try:
             while True:
                 if self._mailbox.written != (self._number, meeting):
@@ -273,8 +275,8 @@ class Meetings:
             f"{self.whereabouts.told()} Who is missing has ended, is stuck or took another way; if it is only slow, raise timeout=."
         )
 
-    def _wait(self, waiting: bool) -> None:
-        self._mailbox.waiting = waiting
+    def _wait(self, waiting: bool, meeting: Meeting | None = None) -> None:
+        self._mailbox.waiting, self.waits_for = waiting, meeting
         for lane in self._lanes:
             lane.wait(waiting)
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from parwrap.collectives import all_reduced
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group import Group, is_alone
-from parwrap.loop import Loop
+from parwrap.loop import Loop, parameters_of
 from parwrap.mailbox import Meeting
 from parwrap.options import Options
 from parwrap.sites import location
@@ -71,14 +71,12 @@ class FSDP(Strategy):
         self.call_sharded, self.show_sharded = self._tensors.call_sharded, self._tensors.show_sharded
         self._replicated = Replicated(group, loop, self._sharded_ids, lambda: self._enter(AVERAGING, location()))
         self._mesh: DeviceMesh | None = None
-        self._running = self._copying = False
+        self._running = False
         for kind in AT_ONCE:
             self._meetings.answer(kind, lambda detail, present: self._refuse_to_answer())
 
     def actors(self) -> list[Any]:
-        for optimizer in self._loop.optimizers():
-            self._shard([p for group in optimizer.param_groups for p in group["params"]])
-            adopt(optimizer, {id(old): p for model in self._alive() for p, old in model.sharded()})
+        self._adopt_all()
         return [self, InStep(self._group, self._loop)]
 
     def described(self) -> str:
@@ -126,31 +124,20 @@ class FSDP(Strategy):
             )
 
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
-        if any(is_sharded(p) for p in module.parameters()):
-            raise UsageError(
-                f"a {type(module).__name__} is moved or cast at {location()}, after strategy='fsdp' has sharded it: do that before its "
-                "optimizer is built."
-            )
+        """Give the parameters of ``module`` another device or dtype: they are whole meanwhile."""
+        if is_alone() or not any(is_sharded(p) for p in module.parameters()):
+            return apply()
+        self._group.meet("a cast or move of the model")
+        self._put_back()
+        moved = apply()
         self._loop.moved()
-        return apply()
-
-    def deepcopy(self, run: Callable[[], Any]) -> Any:
-        """A copy of a sharded model is a plain one, whole on every rank."""
-        if self._copying:
-            return run()
-        self._copying = True
-        try:
-            with ExitStack() as hidden:
-                for model in self._alive():
-                    hidden.enter_context(model.hidden())
-                return run()
-        finally:
-            self._copying = False
+        self._adopt_all()
+        return moved
 
     def saved(self, thing: Any) -> Any:
         """What ``torch.save`` writes for ``thing``: it is whole, and of the user's own classes."""
         models = [module for model in self._alive() if (module := model.root()) is not None]
-        return self.deepcopy(lambda: copy.deepcopy(thing)) if holds_sharded(thing, models) else thing
+        return copy.deepcopy(thing) if holds_sharded(thing, models) else thing
 
     def clip(self, clip: Clip) -> Any:
         """``clip_grad_norm_`` goes by the norm over all ranks, which it gives as a plain number."""
@@ -184,11 +171,9 @@ class FSDP(Strategy):
         if self._running or is_alone():
             call.run()
             return
-        if any(isinstance(each, Moved) or is_sharded(each) for each in call.options.get("inputs", ())):
-            raise UsageError(
-                f"backward(inputs=...) at {location()} names sharded parameters, which with strategy='fsdp' are in no graph: leave inputs "
-                "out and freeze the others, or take strategy='ddp'."
-            )
+        if "inputs" in call.options:
+            in_graphs = {number: p for model in self._alive() for number, p in model.in_graphs()}
+            call.options["inputs"] = tuple(in_graphs.get(id(each), each) for each in call.options["inputs"])
         self._replicated.look(call)
         self._enter(BACKWARD, location())
         self._running = True
@@ -222,7 +207,16 @@ class FSDP(Strategy):
             yield
 
     def leave(self) -> None:
-        """All ranks have come to the end together: models and optimizers are plain again."""
+        self._put_back()
+
+    def _adopt_all(self) -> None:
+        """Shard what optimizers have that were built before."""
+        for optimizer in self._loop.optimizers():
+            self._shard(parameters_of(optimizer))
+            adopt(optimizer, {id(old): p for model in self._alive() for p, old in model.sharded()})
+
+    def _put_back(self) -> None:
+        """All ranks are at the same point: models and optimizers become plain again."""
         gc.collect()  # what is garbage may be found to be at other times by other ranks
         models = {number: model for number, known in enumerate(self._models) if (model := known()) and model.root() is not None}
         optimizers = dict(self._loop.numbered_optimizers())
@@ -233,6 +227,8 @@ class FSDP(Strategy):
             models[number].put_back(self._tensors.whole)
         for number in sorted(set.intersection(*(each for _, each in told))):
             release(optimizers[number], plain, self._tensors.whole)
+        self._models.clear()
+        self._replicated.forget()
 
     def close(self) -> None:
         """Take what is left off the modules; after an error their parameters stay this rank's parts."""
@@ -270,7 +266,8 @@ class FSDP(Strategy):
 
     def _sharded_ids(self) -> set[int]:
         """The ids of all parameters whose gradients torch reduces, and of what stands for them in graphs."""
-        return {each for model in self._alive() for each in model.ids()}
+        known = {number for model in self._alive() for number, _ in model.in_graphs()}
+        return known | {id(p) for model in self._alive() for p, _ in model.sharded()}
 
     def _alive(self) -> list[ShardedModel]:
         return [model for known in self._models if (model := known()) is not None]
@@ -337,8 +334,10 @@ class FSDP(Strategy):
             ) from None
 
     def _refuse_to_answer(self) -> NoReturn:
+        rank = self._group.world.rank
         raise RankMismatchError(
-            f"rank {self._group.world.rank} waits where others do not come: {self._meetings.whereabouts.told()} {ADVICE}"
+            f"rank {rank} has come to {self._meetings.waits_for}, and others are not there yet: "
+            f"{self._meetings.whereabouts.told(but=rank)} {ADVICE}"
         )
 
 

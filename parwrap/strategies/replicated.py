@@ -43,6 +43,11 @@ class Replicated:
         """These are whole on every rank, and trained."""
         self._known |= {id(p): weakref.ref(p) for p in parameters}
 
+    def forget(self) -> None:
+        """Models are about to be sharded anew."""
+        self._known.clear()
+        self._generation = -1
+
     def has(self, p: torch.Tensor) -> bool:
         """Whether ``p`` is one of them."""
         ref = self._known.get(id(p))

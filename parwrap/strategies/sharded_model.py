@@ -6,6 +6,7 @@ for good. Which modules become units is chosen in ``wrap_policy.py``, and what r
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 import zlib
@@ -18,12 +19,16 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._common_utils import collect_grad_tensors
 from torch.distributed.tensor import DTensor
 
 from parwrap.errors import UsageError
 from parwrap.strategies.sharded_tensors import Moved, sharded_like
 
 __all__ = ["ShardedModel"]
+
+MOST_NAMED = 3
+"""Parameters without a gradient that are named where ranks are told apart by them."""
 
 
 class ShardedModel:
@@ -64,6 +69,9 @@ class ShardedModel:
         self._states = [fully_shard.state(unit) for unit in (*units, root)]  # type: ignore[attr-defined]
         self._states[-1]._lazy_init()  # this is the root of them, whichever of its units is called first
         self._watch(units, root, names)
+        for module in root.modules():  # which copy and pickle ask for
+            module.__dict__["__deepcopy__"] = functools.partial(self._copied, module)
+            module.__dict__["__reduce_ex__"] = functools.partial(self._reduced, module)
         self._added = [(module, _added(before[module], _attachments(module))) for module in root.modules()]
         self._moved = [(p, plain[id(p._module_info.module), p._module_info.param_name]) for p in self.parameters()]
         for p, old in self._moved:
@@ -73,12 +81,12 @@ class ShardedModel:
         """Each sharded parameter, and what was in its place before."""
         return [(p.sharded_param, old) for p, old in self._moved]
 
-    def ids(self) -> Iterator[int]:
-        """Of the sharded parameters, and of the whole ones that graphs reach."""
-        for p, _ in self._moved:
-            yield id(p.sharded_param)
+    def in_graphs(self) -> Iterator[tuple[int, nn.Parameter]]:
+        """The whole parameters that graphs reach, by the ids of themselves and of what scripts know them by."""
+        for p, old in self._moved:
             if hasattr(p, "_unsharded_param"):
-                yield id(p._unsharded_param)
+                for known in (p.sharded_param, p._unsharded_param, old):
+                    yield id(known), p._unsharded_param
 
     def groups(self) -> Iterator[Any]:
         """The groups of parameters that torch gathers together."""
@@ -100,8 +108,16 @@ class ShardedModel:
         """Whether a backward has left gradients that were not reduced."""
         return any(getattr(p, "_unsharded_param", None) is not None and p._unsharded_param.grad is not None for p in self.parameters())
 
+    def _copied(self, module: nn.Module, memo: dict) -> nn.Module:
+        """A copy of a sharded module is a plain one, whole on every rank."""
+        with self._hidden():
+            return copy.deepcopy(module, memo)
+
+    def _reduced(self, module: nn.Module, protocol: Any) -> Any:
+        return copy.deepcopy(module).__reduce_ex__(protocol)
+
     @contextmanager
-    def hidden(self) -> Iterator[None]:
+    def _hidden(self) -> Iterator[None]:
         """While this is held, nothing of torch's is on the modules: they can be copied as plain ones."""
         attributes = [(module, dict(module.__dict__)) for module, _ in self._added]
         orders = [(kept, list(kept.items())) for module, added in self._added for kept in _places(module, added)]
@@ -162,6 +178,7 @@ class ShardedModel:
             name = f"{type(unit).__name__} {names[unit]}".rstrip()
             unit.register_forward_pre_hook(functools.partial(self._before, name, state), prepend=True)
             unit.register_forward_hook(self._after, always_call=True)
+            state._register_pre_backward_hook = functools.partial(_gather_before_backward, state)
             for group in state._fsdp_param_groups:
                 group.post_backward = functools.partial(self._reduce, group.post_backward, name, group)
 
@@ -184,8 +201,24 @@ class ShardedModel:
         """Reduce the gradients of a unit, of the same parameters on all ranks."""
         there = [hasattr(p, "_unsharded_param") and p._unsharded_param.grad is not None for p in group.fsdp_params]
         if any(there):
-            self._enter("gradients", f"{name} ({sum(there)} of {len(there)} parameters)", zlib.crc32(bytes(there)))
+            without = [p._param_fqn for p, has in zip(group.fsdp_params, there, strict=True) if not has]
+            told = f"{name} without {', '.join(without[:MOST_NAMED])}" if without else name
+            self._enter("gradients", told, zlib.crc32(bytes(there)))
         post_backward(*unused)
+
+
+def _gather_before_backward(state: Any, outputs: Any) -> Any:
+    """Have the weights of a unit gathered when a backward comes to its ``outputs``.
+
+    torch's own way forgets an output that is a view once a script changes it in place, as ``h += x`` does.
+    """
+    for tensor in collect_grad_tensors(outputs) if torch.is_grad_enabled() else ():
+        base = tensor._base
+        if base is None or base.grad_fn is None:
+            tensor.register_hook(state._pre_backward)
+        else:
+            base.grad_fn.register_prehook(lambda grads: state._pre_backward(None))
+    return outputs
 
 
 def _refuse_exchanged(name: str, state: Any) -> None:
@@ -208,6 +241,10 @@ def _move(old: nn.Parameter, new: Any) -> None:
     old.data = torch.empty(0, dtype=old.dtype, device=old.device)
     old.__class__ = Moved
     old.__dict__["sharded"] = new
+    with torch._C.DisableTorchFunctionSubclass():  # where a loss uses it beside the forward, as a penalty does, torch places gradients anyhow
+        trained = new.requires_grad
+        new.requires_grad_(True).register_hook(functools.partial(DTensor.redistribute, placements=new.placements))
+        new.requires_grad_(trained)
 
 
 def _return(old: nn.Parameter, new: Any, whole: Callable[[DTensor], torch.Tensor]) -> None:

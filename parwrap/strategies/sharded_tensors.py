@@ -7,6 +7,7 @@ gathered; gradients go back as the mean over ranks. What is written to a sharded
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -40,7 +41,7 @@ IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv",
     "__setitem__"
 }
 
-HOOKS = frozenset((T.register_hook,))
+SETTERS = T.data.__set__, T.grad.__set__  # type: ignore[attr-defined]
 
 
 def is_sharded(thing: Any) -> bool:
@@ -66,7 +67,26 @@ class Moved(nn.Parameter):
         return func(*_current(args), **_current(kwargs or {}))
 
     def __deepcopy__(self, memo: dict) -> Any:
-        return _current(self).__deepcopy__(memo)
+        return copy.deepcopy(_current(self), memo)
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return repr(_current(self))
+
+
+class _Gathered(torch.autograd.Function):
+    """All of a sharded tensor; its gradient is the mean of those that ranks have for it, of which each keeps its part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.mesh, ctx.placements = tensor.device_mesh, _settled(tensor)
+        whole = tensor.full_tensor()
+        return whole.clone() if whole.data_ptr() == tensor._local_tensor.data_ptr() else whole
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:  # type: ignore[override]
+        mean = DTensor.from_local(grad.contiguous(), ctx.mesh, [Partial("avg")], run_check=False)
+        return mean.redistribute(placements=ctx.placements)
 
 
 class ShardedTensors:
@@ -91,15 +111,17 @@ class ShardedTensors:
 
     def _call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         name = getattr(func, "__name__", "")
-        if func in HOOKS:
+        if func is T.register_hook:
             _refuse_hook()
         if func is torch.autograd.grad:
             _refuse_grad()
-        if func is T.data.__set__ or func is T.grad.__set__:  # type: ignore[attr-defined]
+        if name == "__repr__":
+            return self.show_sharded(args[0])
+        if name == "__set__" and func in SETTERS:
             return self._set(func, *args)
         if func in WHOLE:
             return self._on_whole(func, args, kwargs)
-        if func in DRAWING:
+        if func in DRAWING or getattr(func, "__module__", "") == nn.init.__name__:
             return self._write(func, args, kwargs)
         lists = "foreach" in name
         if not (_mixed(args, kwargs) if not lists else _has_whole(args)):
@@ -115,14 +137,14 @@ class ShardedTensors:
 
     def show_sharded(self, tensor: DTensor) -> str:
         """What is printed for ``tensor``."""
-        whole = self.whole(tensor)
+        whole = self.whole(tensor.detach())
         return repr(nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole)
 
     def whole(self, tensor: DTensor) -> torch.Tensor:
         """All of ``tensor``, on every rank, as part of the graph; gradients that ranks have for it are averaged."""
         self._enter()
         with torch._C.DisableTorchFunctionSubclass():
-            whole = tensor.full_tensor(grad_placements=[Partial("avg")])
+            whole = _Gathered.apply(tensor)
         self._past()
         return whole
 
@@ -131,7 +153,7 @@ class ShardedTensors:
             p = args[0]
             whole = self.whole(p.detach()).clone()
             alike = nn.Parameter(whole, p.requires_grad) if isinstance(p, nn.Parameter) else whole
-            return getattr(alike, func.__name__)(*args[1:])
+            return alike if func is T.__deepcopy__ else alike.__reduce_ex__(*args[1:])
         if func in (T.numpy, T.__array__, T.__format__) and args[0].requires_grad:
             return func(self.whole(args[0].detach()).requires_grad_(), *args[1:], **kwargs)
         return func(*self._gathered(args), **self._gathered(kwargs))
@@ -145,7 +167,7 @@ class ShardedTensors:
 
     def _write(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Write to a whole copy, and keep this rank's part."""
-        target = kwargs.get("out", args[0] if args else None)
+        target = kwargs.get("out", kwargs.get("tensor", args[0] if args else None))
         if not isinstance(target, DTensor):
             return self._on_whole(func, args, kwargs)
         if target.requires_grad and target.is_leaf and torch.is_grad_enabled():
@@ -168,7 +190,7 @@ class ShardedTensors:
                 f"a parameter of shape {tuple(target.shape)} is sharded by strategy='fsdp' and cannot get a value of shape "
                 f"{tuple(value.shape)} at {location()}. Change the model before its optimizer is built."
             )
-        if func is T.data.__set__:  # type: ignore[attr-defined]
+        if func == SETTERS[0]:
             with torch.no_grad():
                 self._write(T.copy_, (target.detach(), value), {})
             return
