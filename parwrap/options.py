@@ -85,8 +85,8 @@ class Options:
             raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of megabytes above 0.")
         if not (self.wrap is None or _counts(self.wrap) or all(isinstance(each, (str, type)) for each in _several(self.wrap))):
             raise UsageError(
-                f"wrap={self.wrap!r} says which modules are units of strategy='fsdp': a number of parameters from 1 up, a class, its name, or "
-                "a tuple of these."
+                f"wrap={self.wrap!r} says which modules are units of strategy='fsdp': a number of parameters from 1 up, a class, its name, "
+                "or a tuple of these."
             )
         if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
             raise UsageError(f"timeout={self.timeout!r} is not a number of seconds above 0.")

@@ -18,7 +18,9 @@ def _wrap(text: str) -> int | tuple[str, ...]:
 
 
 STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
-    "strategy": {"help": "How ranks train together: ddp averages gradients; fsdp shards the model; none has each rank train a model of its own."},
+    "strategy": {
+        "help": "How ranks train together: ddp averages gradients; fsdp shards the model; none has each rank train a model of its own."
+    },
     "wrap": {
         "type": _wrap,
         "metavar": "UNITS",

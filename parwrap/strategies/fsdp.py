@@ -1,7 +1,7 @@
 """Fully sharded data parallelism: each rank keeps a part of the parameters, of their gradients and of what the optimizer remembers.
 
-The actor that has models sharded when an optimizer takes their parameters, and that lets ranks send each other nothing unless all are at the
-same point. Sharding is torch's ``fully_shard``; what it does to a model is in ``sharded_model.py``, what scripts do with parts in
+The actor that has models sharded when an optimizer takes their parameters, and that lets ranks send each other nothing unless all are
+at the same point. Sharding is torch's ``fully_shard``; what it does to a model is in ``sharded_model.py``, what scripts do with parts in
 ``sharded_tensors.py``, and states are ``sharded_state.py``'s.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 import warnings
 import weakref
 import zlib
@@ -34,8 +33,9 @@ from parwrap.strategies.agreement import checksum
 from parwrap.strategies.in_step import InStep
 from parwrap.strategies.replicated import Replicated
 from parwrap.strategies.sharded_model import ShardedModel
+from parwrap.strategies.sharded_norm import clip_by_norm
 from parwrap.strategies.sharded_state import adopt, holds_sharded, release, shard_state, whole_state
-from parwrap.strategies.sharded_tensors import Moved, ShardedTensors, is_sharded
+from parwrap.strategies.sharded_tensors import Moved, ShardedTensors, is_sharded, refuse_hook
 from parwrap.strategies.strategy import Strategy
 from parwrap.strategies.wrap_policy import roots, units, unsharded
 from parwrap.verbs.backward import Backward
@@ -53,8 +53,8 @@ AT_ONCE = ("forward", BACKWARD, "gradients", AVERAGING, CLIPPING, USE)
 FREED = "storage of size 0"
 
 ADVICE = (
-    "With strategy='fsdp' each forward and backward is one of all ranks: give all ranks the same number of steps (uneven='pad' or 'drop') and "
-    "the same way through the model, or take strategy='ddp', where they may part."
+    "With strategy='fsdp' each forward and backward is one of all ranks: give all ranks the same number of steps (uneven='pad' or 'drop') "
+    "and the same way through the model, or take strategy='ddp', where they may part."
 )
 
 
@@ -70,6 +70,7 @@ class FSDP(Strategy):
         self._tensors = ShardedTensors(lambda: self._enter(USE, location()), self._meetings.past)
         self.call_sharded, self.show_sharded = self._tensors.call_sharded, self._tensors.show_sharded
         self._replicated = Replicated(group, loop, self._sharded_ids, lambda: self._enter(AVERAGING, location()))
+        self._in_step = InStep(group, loop)
         self._mesh: DeviceMesh | None = None
         self._running = False
         for kind in AT_ONCE:
@@ -77,7 +78,7 @@ class FSDP(Strategy):
 
     def actors(self) -> list[Any]:
         self._adopt_all()
-        return [self, InStep(self._group, self._loop)]
+        return [self, self._in_step]
 
     def described(self) -> str:
         return "strategy fsdp: parameters, gradients and optimizer states are sharded"
@@ -141,29 +142,11 @@ class FSDP(Strategy):
 
     def clip(self, clip: Clip) -> Any:
         """``clip_grad_norm_`` goes by the norm over all ranks, which it gives as a plain number."""
-        parts = [p.grad for p in clip.parameters if p.grad is not None and is_sharded(p.grad)]
-        if clip.name != "clip_grad_norm_" or not parts or is_alone():
+        if clip.name != CLIPPING or not any(is_sharded(p.grad) for p in clip.parameters) or is_alone():
             return clip.run()
-        return self._clip_norm(clip, *clip.args, **clip.kwargs)
-
-    def _clip_norm(
-        self, clip: Clip, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> torch.Tensor:
-        grads = [p.grad for p in clip.parameters if p.grad is not None]
-        parts = [grad._local_tensor for grad in grads if is_sharded(grad)]  # type: ignore[attr-defined]
-        largest, home = norm_type == math.inf, self._group.device
-        local = nn.utils.get_total_norm([part for part in parts if part.numel()], norm_type, foreach=foreach)
-        power = (local if largest else local**norm_type).to(home, torch.float64)
         self._enter(CLIPPING, location())
-        dist.all_reduce(power, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        norm = clip_by_norm(clip, self._group.device, *clip.args, **clip.kwargs)
         self._meetings.past()
-        norms = [power if largest else power ** (1 / norm_type)]
-        if whole := [grad for grad in grads if not is_sharded(grad)]:
-            norms.append(nn.utils.get_total_norm(whole, norm_type, foreach=foreach).to(norms[0]))
-        norm = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(parts[0])
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped.")
-        nn.utils.clip_grad._clip_grads_with_norm_(clip.parameters, max_norm, norm, foreach)
         return norm
 
     def backward(self, call: Backward) -> None:
@@ -203,6 +186,8 @@ class FSDP(Strategy):
         """While this is held, models are whole on every rank, and ranks may call them as often as they like."""
         with ExitStack() as whole:
             for model in self._alive():
+                if (root := model.root()) is not None:
+                    self._in_step.set_mode(root, training=False)  # a whole model is not known by the parameters of its optimizer
                 whole.enter_context(model.whole())
             yield
 
@@ -235,7 +220,10 @@ class FSDP(Strategy):
         for model in self._alive():
             model.put_back(None)
         self._models.clear()
-        gc.collect(0)
+        gc.collect()
+        if self._mesh is not None:  # torch's caches know it for ever, and others would wait for a process group that somebody holds
+            self._mesh._get_root_mesh()._pg_registry.clear()
+            self._mesh._pg_registry.clear()
 
     def _weighted(self, call: Backward) -> Backward:
         """``call`` with its loss multiplied, for torch takes the mean over ranks as if all counted the same."""
@@ -286,7 +274,7 @@ class FSDP(Strategy):
         for root in found:
             for name, p in root.named_parameters():
                 if p._backward_hooks:
-                    _refuse_hook_before(f"{type(root).__name__}.{name}")
+                    refuse_hook(f"on {type(root).__name__}.{name}")
             inside = units(root, self._options().wrap)
             left = unsharded(root, inside)
             self._mesh = self._mesh or init_device_mesh(self._group.device.type, (self._group.world.size,))
@@ -310,8 +298,8 @@ class FSDP(Strategy):
         if not different:
             return
         warnings.warn(
-            f"parwrap: {len(different)} of {len(named)} parameters have different values on different ranks; rank 0's are taken. Seed before "
-            "the model is built, or build it inside the decorated function.",
+            f"parwrap: {len(different)} of {len(named)} parameters have different values on different ranks; rank 0's are taken. Seed "
+            "before the model is built, or build it inside the decorated function.",
             stacklevel=2,
         )
         for p in different:
@@ -343,8 +331,8 @@ class FSDP(Strategy):
 
 def _refuse_alone(what: str) -> NoReturn:
     raise UsageError(
-        f"{what} at {location()} needs the other ranks, for with strategy='fsdp' each has a part of the model, and only this rank runs what "
-        "@parwrap.rank_zero_only guards. Call it outside of that function."
+        f"{what} at {location()} needs the other ranks, for with strategy='fsdp' each has a part of the model, and only this rank runs "
+        "what @parwrap.rank_zero_only guards. Call it outside of that function."
     )
 
 
@@ -354,10 +342,3 @@ def _refuse_hidden(error: BaseException | None) -> NoReturn:
         "an attribute, or gradients of gradients (create_graph=True). With strategy='fsdp' weights are there only while a backward goes "
         "through outputs: return that loss from forward(), or take strategy='ddp'."
     ) from error
-
-
-def _refuse_hook_before(name: str) -> NoReturn:
-    raise UsageError(
-        f"{name} has a hook on its gradient, which would never be called: with strategy='fsdp' gradients are reduced before they are put "
-        "there. Change p.grad after backward(), or take strategy='ddp'."
-    )

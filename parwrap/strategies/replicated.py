@@ -75,8 +75,8 @@ class Replicated:
         again = any(ref() is leaf for ref in self._bare.get(key, ()) for leaf in bare)
         if again or (bare and self._visits[key] > 1 and not any(True for _ in self._loop.optimizers())):
             raise UsageError(
-                f"backward() at {location()} reaches tensors that no optimizer has and that are updated by hand. strategy='fsdp' shards and "
-                "averages what an optimizer takes: give them to one, or take strategy='ddp'."
+                f"backward() at {location()} reaches tensors that no optimizer has and that are updated by hand. strategy='fsdp' shards "
+                "and averages what an optimizer takes: give them to one, or take strategy='ddp'."
             )
         self._bare[key] = [weakref.ref(leaf) for leaf in bare]
 

@@ -163,6 +163,11 @@ class ShardedModel:
         for p, old in self._moved if whole else ():
             _return(old, p.sharded_param, whole)  # type: ignore[arg-type]
             p._setattr_on_modules(old)
+        for state in self._states:  # graphs may hold it, and a process group that is held does not tell other ranks that it has ended
+            state._fsdp_param_groups.clear()
+            state._comm_ctx.post_forward_order.clear()
+        for held in (self._states, self._moved, self._added):
+            held.clear()
 
     def _take_off(self) -> None:
         for module, added in self._added:
@@ -241,7 +246,7 @@ def _move(old: nn.Parameter, new: Any) -> None:
     old.data = torch.empty(0, dtype=old.dtype, device=old.device)
     old.__class__ = Moved
     old.__dict__["sharded"] = new
-    with torch._C.DisableTorchFunctionSubclass():  # where a loss uses it beside the forward, as a penalty does, torch places gradients anyhow
+    with torch._C.DisableTorchFunctionSubclass():  # a loss that uses it beside the forward, as a penalty, leaves gradients placed anyhow
         trained = new.requires_grad
         new.requires_grad_(True).register_hook(functools.partial(DTensor.redistribute, placements=new.placements))
         new.requires_grad_(trained)

@@ -1,4 +1,4 @@
-"""Optimizers of sharded models, and what is saved of both: states are whole where a script sees them, and parts where an optimizer has them."""
+"""Optimizers of sharded models, and what is saved of both: states are whole where a script sees them, and parts where they are used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parwrap.strategies.sharded_tensors import is_sharded, sharded_like
 
 __all__ = ["adopt", "holds_sharded", "release", "shard_state", "whole_state"]
 
-Whole = Callable[[DTensor], torch.Tensor]
+Whole = Callable[[Any], torch.Tensor]
 
 DEPTH = 4
 """Containers inside of each other that are looked into for a model that is saved."""

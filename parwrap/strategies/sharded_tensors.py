@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from parwrap.errors import UsageError
 from parwrap.sites import location
 
-__all__ = ["Moved", "ShardedTensors", "is_sharded", "sharded_like"]
+__all__ = ["Moved", "ShardedTensors", "is_sharded", "refuse_hook", "sharded_like"]
 
 T = torch.Tensor
 
@@ -32,16 +32,14 @@ WHOLE = frozenset(
 )
 """What must see a tensor whole, or draws random numbers for it as for a whole one."""
 
-DRAWING = frozenset(
-    (T.normal_, T.uniform_, T.random_, T.bernoulli_, T.exponential_, T.cauchy_, T.geometric_, T.log_normal_, T.__setitem__)
-)
+DRAWING = frozenset((T.normal_, T.uniform_, T.random_, T.bernoulli_, T.exponential_, T.cauchy_, T.geometric_, T.log_normal_, T.__setitem__))
 """What is written to a whole copy first: random numbers, and elements by index."""
 
 IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")) | {
     "__setitem__"
 }
 
-SETTERS = T.data.__set__, T.grad.__set__  # type: ignore[attr-defined]
+SETTERS = T.data.__set__, T.grad.__set__  # type: ignore[attr-defined, union-attr]
 
 
 def is_sharded(thing: Any) -> bool:
@@ -49,7 +47,7 @@ def is_sharded(thing: Any) -> bool:
     return isinstance(thing, DTensor)
 
 
-def sharded_like(whole: torch.Tensor, like: DTensor) -> DTensor:
+def sharded_like(whole: torch.Tensor, like: Any) -> DTensor:
     """This rank's part of ``whole``, which all ranks have, placed as ``like`` is; nothing is sent."""
     whole = whole.detach().to(like.device)
     mesh = like.device_mesh
@@ -69,7 +67,7 @@ class Moved(nn.Parameter):
     def __deepcopy__(self, memo: dict) -> Any:
         return copy.deepcopy(_current(self), memo)
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(_current(self))
 
 
@@ -77,14 +75,14 @@ class _Gathered(torch.autograd.Function):
     """All of a sharded tensor; its gradient is the mean of those that ranks have for it, of which each keeps its part."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
         ctx.mesh, ctx.placements = tensor.device_mesh, _settled(tensor)
         whole = tensor.full_tensor()
         return whole.clone() if whole.data_ptr() == tensor._local_tensor.data_ptr() else whole
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
         mean = DTensor.from_local(grad.contiguous(), ctx.mesh, [Partial("avg")], run_check=False)
         return mean.redistribute(placements=ctx.placements)
 
@@ -112,7 +110,7 @@ class ShardedTensors:
     def _call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         name = getattr(func, "__name__", "")
         if func is T.register_hook:
-            _refuse_hook()
+            refuse_hook(f"at {location()} on a sharded parameter")
         if func is torch.autograd.grad:
             _refuse_grad()
         if name == "__repr__":
@@ -140,7 +138,7 @@ class ShardedTensors:
         whole = self.whole(tensor.detach())
         return repr(nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole)
 
-    def whole(self, tensor: DTensor) -> torch.Tensor:
+    def whole(self, tensor: Any) -> torch.Tensor:
         """All of ``tensor``, on every rank, as part of the graph; gradients that ranks have for it are averaged."""
         self._enter()
         with torch._C.DisableTorchFunctionSubclass():
@@ -226,7 +224,7 @@ def _parts_like(values: list[Any], like: list[Any]) -> list[Any]:
     ]
 
 
-def _settled(like: DTensor) -> list[Any]:
+def _settled(like: Any) -> list[Any]:
     return [placement if isinstance(placement, Shard) else Replicate() for placement in like.placements]
 
 
@@ -253,7 +251,8 @@ def _mixed(args: tuple, kwargs: dict) -> bool:
 
 
 def _has_whole(args: tuple) -> bool:
-    return any(not isinstance(each, DTensor) for arg in args if isinstance(arg, (list, tuple)) for each in arg if isinstance(each, torch.Tensor))
+    listed = (each for arg in args if isinstance(arg, (list, tuple)) for each in arg)
+    return any(isinstance(each, torch.Tensor) and not isinstance(each, DTensor) for each in listed)
 
 
 def _writes(name: str, kwargs: dict) -> bool:
@@ -276,10 +275,11 @@ def _current(values: Any) -> Any:
     return type(values)(_current(value) for value in values) if type(values) in (list, tuple) else values
 
 
-def _refuse_hook() -> NoReturn:
+def refuse_hook(where: str) -> NoReturn:
+    """Raise :class:`UsageError` for a hook that torch would not call."""
     raise UsageError(
-        f"a hook on the gradient of a sharded parameter, at {location()}, would never be called: with strategy='fsdp' gradients are "
-        "reduced before they are put there. Change p.grad after backward(), or take strategy='ddp'."
+        f"a hook {where} would never see a gradient: with strategy='fsdp' gradients are reduced before they are put there. Change p.grad "
+        "after backward(), or take strategy='ddp'."
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -56,7 +55,9 @@ def units(root: nn.Module, wrap: Wrap) -> list[nn.Module]:
     >>> len(units(blocks, wrap="Linear")), len(units(blocks, wrap=7)), len(units(blocks, wrap=None))
     (2, 0, 0)
     """
-    chosen = [module for module in _wanted(root, wrap) if module is not root and _has_forward(module) and any(True for _ in module.parameters())]
+    chosen = [
+        module for module in _wanted(root, wrap) if module is not root and _has_forward(module) and any(True for _ in module.parameters())
+    ]
     while True:
         homes: dict[int, set[int]] = {}
         for p, home in _held(root, {id(module) for module in chosen}):
@@ -136,7 +137,7 @@ def _held(root: nn.Module, chosen: Collection[int]) -> Iterator[tuple[nn.Paramet
 
 def _has_forward(module: nn.Module) -> bool:
     # which the base class has too, only to refuse
-    return type(module).forward is not nn.Module.forward  # type: ignore[comparison-overlap]
+    return type(module).forward is not nn.Module.forward
 
 
 def _with_forward(module: nn.Module) -> Iterator[nn.Module]:

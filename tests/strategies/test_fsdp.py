@@ -1,6 +1,9 @@
-"""Sharded training: the numbers of DDP and of a hand-written ``fully_shard`` loop, a part of the memory, and plain models in the user's hands."""
+"""Sharded training: the numbers of DDP and of a hand-written ``fully_shard`` loop, a part of the memory, and plain models in the end."""
 
 import copy
+import gc
+import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -153,7 +156,7 @@ def test_a_rank_holds_its_part_of_parameters_gradients_and_states():
         optimizer = torch.optim.Adam(model.parameters())
         model(torch.ones(2, 10)).sum().backward()
         optimizer.step()
-        kept = [p for p in model.parameters()]
+        kept = list(model.parameters())
         kept += [p.grad for p in kept] + [value for p in kept for value in optimizer.state[p].values() if value.dim()]
 
         assert 4 * whole == sum(part.numel() for part in kept)
@@ -193,7 +196,6 @@ def test_a_script_sees_whole_numbers_wherever_it_looks(tmp_path):
         return nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
 
     alone = build()
-    before = [p for p in alone.parameters()]
     expected = looked_at(alone)
     with parwrap.distributed(strategy="fsdp"):
         model = build()
@@ -275,7 +277,7 @@ def test_states_are_whole_under_plain_keys_and_load(tmp_path):
             model.load_state_dict(saved["model"])
         optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         fit(model, optimizer, data[2:])
-        with pytest.raises(UsageError, match="assign=True.* would put whole parameters into a model that strategy='fsdp' has sharded"):
+        with pytest.raises(UsageError, match=r"assign=True.* would put whole parameters into a model that strategy='fsdp' has sharded"):
             model.load_state_dict(saved["model"], assign=True)
         return model
 
@@ -285,7 +287,7 @@ def test_states_are_whole_under_plain_keys_and_load(tmp_path):
     @parwrap.distributed(strategy="fsdp")
     def train_given(model, optimizer):
         fit(model, optimizer, data[2:])
-        model.double()
+        model.eval().double()
         assert torch.float64 == model(data[0].double()).dtype == model[0].weight.dtype
         model.float()
 
@@ -350,7 +352,7 @@ def test_models_of_all_sorts_train_as_with_ddp():
         torch.manual_seed(1)
         model = Parts()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        share = words[parwrap.rank()::parwrap.world_size()]
+        share = words[parwrap.rank() :: parwrap.world_size()]
         for step in range(3):
             optimizer.zero_grad(set_to_none=step > 1)
             for part in share:
@@ -368,7 +370,7 @@ def test_models_of_all_sorts_train_as_with_ddp():
         of_made = torch.optim.RMSprop(made.parameters(), lr=0.01)
         of_judge = torch.optim.AdamW([{"params": judge[0].parameters(), "lr": 0.02}, {"params": [judge[2].weight, judge[2].bias]}], lr=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(of_judge, 1, 0.5)
-        share = x[parwrap.rank()::parwrap.world_size()]
+        share = x[parwrap.rank() :: parwrap.world_size()]
         for _ in range(3):
             fake = made(share)
             of_judge.zero_grad()
@@ -385,3 +387,190 @@ def test_models_of_all_sorts_train_as_with_ddp():
         expected = parwrap.distributed()(train)()
         close(expected, parwrap.distributed(strategy="fsdp", wrap="Linear")(train)(), atol=1e-6)
         close(expected, parwrap.distributed(strategy="fsdp")(train)(), atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_it_composes_with_the_other_features():
+    """Global batches of unequal parts, windows of batches, mixed precision, BatchNorm over ranks, and evaluations of unequal parts."""
+    data = torch.randn(15, 4, generator=torch.Generator().manual_seed(5))
+    loader = DataLoader(TensorDataset(data, data.sum(1, keepdim=True)), batch_size=5)
+
+    def train(optimizer="sgd"):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 1))
+        chosen = OPTIMIZERS[optimizer](model.parameters())
+        for x, y in loader:
+            chosen.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            chosen.step()
+
+        @parwrap.evaluate
+        def loss(model):
+            model.eval()
+            with torch.no_grad():
+                return sum(F.mse_loss(model(x), y).item() * len(x) for x, y in loader) / len(loader.dataset)
+
+        skipped = parwrap.amp_state().skipped_steps
+        return {"loss": torch.tensor(loss(model)), "skipped": torch.tensor(skipped), **model.state_dict()}
+
+    for features, options in (
+        ([], {"batch": "global", "loss": "mean"}),
+        ([], {"uneven": "join"}),
+        ([parwrap.sync_bn()], {"batch": "global"}),
+        ([parwrap.accumulate(2)], {}),
+        ([parwrap.accumulate(3)], {"uneven": "join"}),
+        ([parwrap.accumulate("auto")], {}),
+        ([parwrap.amp(dtype="bf16")], {}),
+        ([parwrap.amp(dtype="fp16", init_scale=2.0**18)], {}),
+    ):
+        runs = []
+        for strategy in ("ddp", "fsdp"):
+            function = parwrap.distributed(strategy=strategy, **options)(train)
+            for feature in features:
+                function = copy.copy(feature)(function)
+            runs.append(function())
+        close(*runs)
+    assert 0 < runs[0]["skipped"] < 3
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        (
+            "steps",
+            r"rank 1 has come to the end of its script or function, and others are not there yet: Rank 0 is in forward \(Two, .*fsdp.py",
+        ),
+        ("way", r"different points at the same time: Rank 0 is in gradients \(Two, .* Rank 1 is in gradients \(Two without second.w"),
+        ("state", r"rank 1 has come to Linear.state_dict\(\) .*Rank 0 is in forward \(Two"),
+    ],
+)
+def test_ranks_that_part_are_told_where_each_is(part, text, tmp_path):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x, both):
+            return self.second(self.first(x)) if both else self.first(x)
+
+    @parwrap.distributed(strategy="fsdp")
+    def train():
+        model = Two()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            other = part if parwrap.rank() == 1 and step == 2 else ""
+            if other == "steps":
+                break
+            if other == "state":
+                model.first.state_dict()
+            model(torch.ones(1, 2), both=other != "way").sum().backward()
+            optimizer.step()
+
+    try:
+        train()
+    except Exception as error:
+        told, found = f"{type(error).__name__}: {error}\n", isinstance(error, RankMismatchError)
+    with open(tmp_path / "told", "a") as file:
+        file.write(told)
+    gc.collect()
+    if found:
+        torch.distributed.destroy_process_group()  # as when its process ends: the other rank is in a collective, and loses its connection
+    else:
+        assert re.search(f"RankMismatchError: .*{text}", (tmp_path / "told").read_text())
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_done_is_an_error_that_says_so():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.side = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            hidden = self.body(x)
+            self.kept = self.side(hidden).square().mean()
+            return hidden.detach()
+
+    x = torch.ones(3, 2)
+    with parwrap.distributed(strategy="fsdp"):
+        model = Keeps()
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        weight = model.body.weight
+        with pytest.raises(UsageError, match=r"a hook at .*test_fsdp.py:.* on a sharded parameter would never see a gradient"):
+            weight.register_hook(lambda grad: grad * 2)
+        with pytest.raises(UsageError, match=r"torch.autograd.grad at .* asks for gradients of sharded parameters.* read p.grad"):
+            torch.autograd.grad(model.side(x).sum(), weight)
+        with pytest.raises(UsageError, match=r"of shape \(2, 2\) is sharded by strategy='fsdp' and cannot get a value of shape \(3, 3\)"):
+            weight.data = torch.ones(3, 3)
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
+            weight.add_(torch.ones(2, 2))
+        model(x)
+        with pytest.raises(UsageError, match=r"goes through a part of a sharded model that is not behind its outputs: .* return that loss"):
+            model.kept.backward()
+        with pytest.raises(ZeroDivisionError), torch.no_grad():
+            model(x).add_(1 / 0)
+
+        @parwrap.rank_zero_only
+        def look():
+            with pytest.raises(UsageError, match=r"forward at .* needs the other ranks, .* Call it outside of that function"):
+                model(x)
+            with pytest.raises(UsageError, match=r"Keeps.state_dict\(\) at .* needs the other ranks"):
+                model.state_dict()
+
+        look()
+        with pytest.raises(UsageError, match=r"amp\(level='O2'\) makes half precision copies of a model, .* take amp\(dtype='bf16'\)"):
+            parwrap.amp(level="O2")(look)()
+        model.side.bias = nn.Parameter(torch.ones(2))
+        with pytest.raises(UsageError, match="the parameter 'bias' of a Linear in Keeps was exchanged after the optimizer was built"):
+            model(x)
+        hooked = nn.Linear(2, 2)
+        hooked.weight.register_hook(lambda grad: grad * 2)
+        with pytest.raises(UsageError, match=r"a hook on Linear.weight would never see a gradient"):
+            torch.optim.SGD(hooked.parameters(), lr=0.1)
+        other = nn.Linear(2, 2 + parwrap.rank())
+        with pytest.raises(RankMismatchError, match=r"the ranks give other parameters to an optimizer at .*'Linear.weight', \(2, 2\)"):
+            torch.optim.SGD(other.parameters(), lr=0.1)
+        alike = nn.Linear(2, 2)
+        nn.init.constant_(alike.weight, parwrap.rank())
+        with pytest.warns(UserWarning, match="of 2 parameters have different values on different ranks; rank 0's are taken"):
+            torch.optim.SGD(alike.parameters(), lr=0.1)
+        assert 0 == alike.weight.sum().item()
+        by_hand = torch.ones(2, requires_grad=True)
+        for visit in range(2):
+            with pytest.raises(UsageError, match="reaches tensors that no optimizer has") if visit else nullcontext():
+                by_hand.sum().backward()
+        model.side.bias = None  # and so the model is left in peace at the end
+
+
+@pytest.mark.ranks(2)
+def test_after_an_error_nothing_hangs_on_a_model():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    @parwrap.distributed(strategy="fsdp", wrap="Linear")
+    def train():
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2))
+        raise KeyError("on purpose")
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            train()
+        hooks = [value for module in model.modules() for name, value in vars(module).items() if name.endswith("hooks") and value]
+        assert not hooks
+        assert vars(nn.Linear(2, 2)).keys() == vars(model[0]).keys()
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"wrap": 0}, "wrap=0 says which modules are units of strategy='fsdp': a number of parameters from 1 up, a class, its name, or a"),
+        ({"wrap": (3, "Block")}, "wrap=\\(3, 'Block'\\) says which modules"),
+        ({"wrap": "Block", "strategy": "ddp"}, "wrap='Block' has nothing to act on with strategy='ddp': leave it out, or choose .* 'fsdp'"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options, text):
+    with pytest.raises(UsageError, match=text):
+        parwrap.distributed(**{"strategy": "fsdp", **options})
