@@ -6,16 +6,18 @@ meeting answers them with nothing to contribute, so nobody hangs when ranks part
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from parwrap.errors import RankMismatchError
 from parwrap.mailbox import KEPT, PART, Entry, Mailbox, Meeting, State
 
-__all__ = ["Lane"]
+__all__ = ["Lane", "answered_beside"]
 
 POLLING = 5e-5
-"""Seconds between two looks at ranks that are too far behind."""
+"""Seconds between two looks at others."""
 
 ROOM = 30
 """The bits of a meeting's detail that say what is sent; those above are the number of the main meeting that comes next."""
@@ -118,3 +120,27 @@ class Lane:
     def _told(self) -> str:
         entries = self._mailbox.read_all(self.number)
         return "; ".join(f"rank {self._ranks[entry.rank]} is in {entry.meeting}" for entry in entries if entry)
+
+
+@contextmanager
+def answered_beside(lanes: Sequence[Lane], number: int) -> Iterator[None]:
+    """While this is held, a thread answers what others do in ``lanes`` within meeting ``number``; its error is raised in the end."""
+    stopped, failed = threading.Event(), []
+
+    def answer() -> None:
+        try:
+            while not stopped.is_set():
+                if not any(lane.answer_begun(number) for lane in lanes):
+                    stopped.wait(POLLING)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=answer, name="parwrap answering", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+        if failed:
+            raise failed[0]

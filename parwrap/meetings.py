@@ -13,12 +13,12 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 from parwrap.errors import RankMismatchError
-from parwrap.lane import Lane
+from parwrap.lane import Lane, answered_beside
 from parwrap.mailbox import PART, Entry, Mailbox, Meeting, State
 from parwrap.sites import location
 from parwrap.whereabouts import Whereabouts
@@ -58,6 +58,7 @@ class Meetings:
             answer the others. A number that grows.
         whereabouts: of every rank.
         stale: whether the others have trained on without this rank, which has not taken over their state yet.
+        waits_for: the meeting that this rank waits for, if it does.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
         at_work: called when a rank has waited too long: whether the others get on without it, so that it shall wait on.
         waits, lost: called with whether this rank begins or ends to wait for others; gives those that have died.
@@ -67,6 +68,7 @@ class Meetings:
         self._mailbox, self.timeout = mailbox, timeout
         self._rank, self._ranks = mailbox.world.rank, range(mailbox.world.size)
         self.immediate = mailbox.immediate
+        self.waits_for: Meeting | None = None
         self.part, self._number, self._fetching, self.stale, self._warned = 0, 1, False, False, False
         self._answers, self._lasting = dict[str, Answer](), dict[str, Answer]()
         self._lanes: list[Lane] = []
@@ -89,31 +91,9 @@ class Meetings:
         lane.begin(self.part)
         self._lanes.append(lane)
 
-    @contextmanager
-    def answering(self) -> Iterator[None]:
+    def answering(self) -> AbstractContextManager[None]:
         """While this is held, another thread answers what others do in lanes within this rank's meeting; its error is raised in the end."""
-        if not self._lanes:
-            yield
-            return
-        stopped, failed = threading.Event(), []
-
-        def answer() -> None:
-            try:
-                while not stopped.is_set():
-                    if not any(lane.answer_begun(self._number) for lane in self._lanes):
-                        stopped.wait(POLLING)
-            except BaseException as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=answer, name="parwrap answering", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stopped.set()
-            thread.join()
-            if failed:
-                raise failed[0]
+        return answered_beside(self._lanes, self._number) if self._lanes else nullcontext()
 
     def go_ahead(self, meeting: Meeting) -> None:
         """Enter ``meeting`` without waiting for the others.
@@ -123,6 +103,15 @@ class Meetings:
         """
         self._mailbox.write(self._number, meeting, State.CONTRIBUTING)
         self.compare(meeting)
+
+    def go_past(self, meeting: Meeting) -> None:
+        """As :meth:`go_ahead`, with others within it that may follow before :meth:`past`."""
+        self.go_ahead(meeting)
+        self._number += 1
+
+    def past(self) -> None:
+        """This rank is through with all that it has gone past."""
+        self._mailbox.done(self._number - 1)
 
     def compare(self, meeting: Meeting) -> bool:
         """Find out how the others are doing in this meeting, which goes on.
@@ -185,7 +174,7 @@ class Meetings:
         """
         meeting = Meeting(kind, location() if place is None else place, self.phase() if kind in self._answers else 0)
         deadline, polling = time.monotonic() + self.timeout.total_seconds(), POLLING
-        self._wait(True)
+        self._wait(True, meeting)
         try:
             while True:
                 if self._mailbox.written != (self._number, meeting):
@@ -265,8 +254,8 @@ class Meetings:
             f"{self.whereabouts.told()} Who is missing has ended, is stuck or took another way; if it is only slow, raise timeout=."
         )
 
-    def _wait(self, waiting: bool) -> None:
-        self._mailbox.waiting = waiting
+    def _wait(self, waiting: bool, meeting: Meeting | None = None) -> None:
+        self._mailbox.waiting, self.waits_for = waiting, meeting
         self.waits(waiting)
         for lane in self._lanes:
             lane.wait(waiting)
@@ -289,8 +278,8 @@ class Meetings:
         kept_up = self._answers[begun.meeting.kind](begun.meeting.detail, [])
         self.through()
         if callable(kept_up):
-            kept_up = kept_up()
-            self._wait(True)  # it may have waited itself
+            waits_for, kept_up = self.waits_for, kept_up()
+            self._wait(True, waits_for)  # it may have waited itself
         self.stale = self.stale or not kept_up
         return True
 

@@ -34,6 +34,7 @@ CHOICES: dict[str, dict[Any, str]] = {
         "zero1": "as ddp, and each rank holds the optimizer's state of a part of the parameters",
         "local_sgd": "each rank steps on its own gradients, and weights are averaged every few steps",
         "hogwild": "every rank takes steps of its own, on parameters that all share in memory",
+        "fsdp": "each rank keeps a part of the parameters, gradients and optimizer states",
         "none": "nothing is averaged, and every rank trains a model of its own on all of the data",
         "parameter_server": "the last ranks hold the parameters and take the steps with the gradients of the others",
     },
@@ -63,8 +64,17 @@ OF_STRATEGIES = (
     "servers",
     "staleness",
     "survive",
+    "wrap",
 )
 """The options that not every strategy has."""
+
+
+def _counts(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+
+
+def _several(things: object) -> tuple:
+    return things if isinstance(things, tuple) and things else (things,)
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class Options:
     loss: str = "mean"
     strategy: str = "ddp"
     bucket_cap_mb: float = 25
+    wrap: int | str | type | tuple[str | type, ...] | None = None
     timeout: float | timedelta | None = None
     gradient_as_bucket_view: bool = False
     compress: str | None = None
@@ -138,6 +149,11 @@ class Options:
         if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
             raise UsageError(
                 f"staleness={self.staleness!r} is not a number of steps: give a whole number from 0, or leave it out for no bound."
+            )
+        if not (self.wrap is None or _counts(self.wrap) or all(isinstance(each, (str, type)) for each in _several(self.wrap))):
+            raise UsageError(
+                f"wrap={self.wrap!r} says which modules are units of strategy='fsdp': a number of parameters from 1 up, a class, its name, "
+                "or a tuple of these."
             )
         if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
             raise UsageError(f"timeout={self.timeout!r} is not a number of seconds above 0.")

@@ -9,6 +9,14 @@ from parwrap.feature_options import number, whole
 
 __all__ = ["STRATEGY_OPTIONS", "add_strategy_options"]
 
+
+def _wrap(text: str) -> int | tuple[str, ...]:
+    try:
+        return whole(text)
+    except argparse.ArgumentTypeError:
+        return tuple(text.split(","))
+
+
 STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
     "strategy": {"help": "How ranks train together: ddp averages gradients; docs/strategies.rst tells of the others."},
     "every": {"type": whole, "help": "With --strategy local_sgd: steps from one average of weights to the next; by default 8."},
@@ -24,6 +32,11 @@ STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
         "help": "How many steps a worker of parameter servers may be ahead of the slowest; by default any.",
     },
     "survive": {"action": "store_true", "help": "Train on without a worker of parameter servers that has died, unless it is rank 0."},
+    "wrap": {
+        "type": _wrap,
+        "metavar": "UNITS",
+        "help": "With fsdp: classes of modules that are sharded one by one, with commas between, or how many parameters make one.",
+    },
     "bucket_cap_mb": {"type": number, "help": "Size of DDP's gradient buckets in megabytes."},
     "gradient_as_bucket_view": {
         "action": "store_true",

@@ -23,10 +23,12 @@ class Whereabouts:
         self._mailbox, self._lanes = mailbox, lanes
         self._ranks = range(mailbox.world.size)
 
-    def told(self) -> str:
-        """Where every rank is, in one sentence each."""
+    def told(self, but: int | None = None) -> str:
+        """Where every rank is, in one sentence each; all ``but`` that one."""
         lines = []
         for rank in self._ranks:
+            if rank == but:
+                continue
             entry, inside = self._last(rank)
             where = self._mailbox.where[rank]
             if entry is None:

@@ -15,7 +15,6 @@ from torch.nn import utils
 
 from parwrap.accumulation.sums import Asked, merged
 from parwrap.accumulation.window import Applied, clips_of, mean_of
-from parwrap.collectives import all_reduced
 from parwrap.group import Group
 from parwrap.loop import Loop
 from parwrap.strategies.share import Share
@@ -171,10 +170,10 @@ class OverRanks:
             else torch.zeros(shape, dtype=dtype, device=self._group.device)
             for number, (shape, dtype, _) in sorted(kinds.items())
         ]
-        *totals, weights = all_reduced([*sums, torch.tensor(weight, dtype=torch.float64)], self._group)
+        totals, weights = self._strategy.summed(sums, weight)
         means: dict[Number, torch.Tensor] = {}
         for (number, (_, _, sparse)), total, own in zip(sorted(kinds.items()), totals, sums, strict=True):
-            mean = (total / weights.item()).to(own)
+            mean = (total / weights).to(own)
             means[number] = mean.to_sparse(1) if sparse else mean
         return means
 

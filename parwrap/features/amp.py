@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from parwrap.errors import UsageError
+from parwrap.features import distributed
 from parwrap.features.acting import ActingDecorator
 from parwrap.group import current
 from parwrap.precision.autocasting import Autocasting
@@ -105,6 +106,8 @@ class amp(ActingDecorator):
     @contextmanager
     def opened(self, module: str | None) -> Iterator[None]:
         precision = self._precision()
+        if precision.model and (known := distributed.parts()):
+            known.strategy.check_feature(f"amp(level={self._asked[1]!r})")
         with ExitStack() as opened:
             opened.enter_context(named(precision.device, precision.dtype))
             actors: list[Any] = [HALVING[precision.model]()] if precision.model else []

@@ -130,7 +130,8 @@ def _evaluated(group: Group, reduce: Any, function: Callable, args: tuple, kwarg
     lengths = Lengths(function, _arguments(function, args, kwargs), told_parts) if told_parts or "mean" in ways else None
     shared = known.loaders.streams.shared if known else nullcontext
     evaluation = Evaluation(group, shared, known.loaders.agree if known else lambda loader: None, lengths)
-    with _innermost(evaluation, known), lengths or nullcontext(), acting([evaluation], module_of(function)):
+    apart = known.strategy.apart() if known else nullcontext()
+    with _innermost(evaluation, known), lengths or nullcontext(), apart, acting([evaluation], module_of(function)):
         result = function(*args, **kwargs)
     with shared():
         streams = get_state() if known and group.world.rank == 0 else None

@@ -14,6 +14,7 @@ HOMES = {
     "ddp": "parwrap.strategies.ddp:DDP",
     "local_sgd": "parwrap.strategies.local_sgd:LocalSGD",
     "hogwild": "parwrap.strategies.hogwild:Hogwild",
+    "fsdp": "parwrap.strategies.fsdp:FSDP",
     "none": "parwrap.strategies.none:NoStrategy",
     "zero1": "parwrap.strategies.zero1:Zero1",
     "parameter_server": "parwrap.strategies.parameter_server:ParameterServer",

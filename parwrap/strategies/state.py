@@ -20,7 +20,7 @@ from parwrap.group import Group
 from parwrap.loop import Loop
 from parwrap.strategies.reducer import Reducer
 
-__all__ = ["take_state", "tensors_by_name"]
+__all__ = ["alive", "take_state", "tensors_by_name"]
 
 
 @torch.inference_mode(False)
@@ -92,7 +92,7 @@ def tensors_by_name(loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor]
     """
     owned = loop.once_owned()
     number_of = {id(p): number for number, p in owned.items()}
-    modules = _alive(nn.Module)
+    modules = alive(nn.Module)
     inner = {id(child) for module in modules for child in module.children()}
     tensors: dict[Any, torch.Tensor] = {}
     for module in modules:
@@ -107,7 +107,7 @@ def tensors_by_name(loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor]
 def _optimizers_and_schedulers(loop: Loop) -> dict[Any, Any]:
     """By the number of the optimizer, and of the scheduler among those of its optimizer, in the order of age."""
     found: dict[Any, Any] = {}
-    schedulers = _alive(LRScheduler)
+    schedulers = alive(LRScheduler)
     for number, optimizer in loop.numbered_optimizers():
         found[number] = optimizer
         own = [scheduler for scheduler in schedulers if getattr(scheduler, "optimizer", None) is optimizer]
@@ -115,7 +115,7 @@ def _optimizers_and_schedulers(loop: Loop) -> dict[Any, Any]:
     return found
 
 
-def _alive(kind: type) -> list[Any]:
+def alive(kind: type) -> list[Any]:
     """Every living object of a class, the oldest first."""
     gc.collect()  # which leaves all that is alive in one list, the oldest first
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]

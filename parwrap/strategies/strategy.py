@@ -9,6 +9,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
+from parwrap.collectives import all_reduced
 from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.loop import Loop
@@ -85,6 +88,15 @@ class Strategy:
 
     def failed(self, error: BaseException) -> None:
         """This rank leaves with ``error``."""
+
+    def apart(self) -> AbstractContextManager[None]:
+        """While this is held, ranks call models as often as each likes, as where an evaluation is shared out."""
+        return nullcontext()
+
+    def summed(self, sums: list[torch.Tensor], weight: float) -> tuple[list[torch.Tensor], float]:
+        """The sums over the ranks of what backwards have left that were not to be averaged, and of the ranks' ``weight``."""
+        *totals, weights = all_reduced([*sums, torch.tensor(weight, dtype=torch.float64)], self._group)
+        return totals, weights.item()
 
     def leave(self, returns: bool) -> None:
         """All ranks have come to the end together; if it ``returns``, the user's objects must be as a single process would leave them."""

@@ -1,4 +1,7 @@
-"""``torch.save`` and ``torch.load``: hand the calls to ``actor.save`` and ``actor.load``."""
+"""``torch.save`` and ``torch.load``: hand the calls to ``actor.save`` and ``actor.load``.
+
+``actor.saved(obj)`` gives what is saved for ``obj``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 
 from parwrap.patching import Patch
 
-__all__ = ["load_patches", "save_patches"]
+__all__ = ["load_patches", "save_patches", "saved_patches"]
 
 
 def save_patches(actor: Any) -> list[Patch]:
@@ -18,6 +21,16 @@ def save_patches(actor: Any) -> list[Patch]:
             actor.save(f, lambda file: wrapped(obj, file, *rest, **options))
 
         with_file(*args, **kwargs)
+
+    return [Patch(torch, "save", save)]
+
+
+def saved_patches(actor: Any) -> list[Patch]:
+    def save(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        def with_object(obj: Any, *rest: Any, **options: Any) -> None:
+            wrapped(actor.saved(obj), *rest, **options)
+
+        with_object(*args, **kwargs)
 
     return [Patch(torch, "save", save)]
 

@@ -1,5 +1,7 @@
 """``Optimizer(...)``, ``add_param_group`` and ``step(closure)``: tell ``actor.own_parameters``, ``step``, ``stepped`` and ``closure``.
 
+``actor.take_parameters(parameters)`` gives the parameters that an optimizer gets to see.
+
 ``Optimizer.__init__`` rewrites ``step`` of every class that it first meets, so a patch on ``step`` could not be taken off
 again exactly. torch's own hook for all optimizers sees every ``step``, of classes made later too, and can exchange the
 arguments: nothing of ``step`` is ever patched.
@@ -11,12 +13,26 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parwrap.patching import Patch
 
-__all__ = ["closure_patches", "own_parameters_patches", "step_patches", "stepped_patches"]
+__all__ = ["closure_patches", "own_parameters_patches", "step_patches", "stepped_patches", "take_parameters_patches"]
+
+
+def take_parameters_patches(actor: Any) -> list[Patch]:
+    def add_param_group(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> None:
+        def with_group(param_group: Any) -> None:
+            if isinstance(param_group, dict) and "params" in param_group and not isinstance(param_group["params"], set):
+                params = param_group["params"]
+                param_group["params"] = actor.take_parameters([params] if isinstance(params, torch.Tensor) else list(params))
+            wrapped(param_group)
+
+        with_group(*args, **kwargs)
+
+    return [Patch(Optimizer, "add_param_group", add_param_group)]
 
 
 def own_parameters_patches(actor: Any) -> list[Patch]:
