@@ -28,7 +28,7 @@ __all__ = ["hogwild"]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 _running: list[hogwild] = []
-"""What this process is a worker of."""
+"""What this process is a worker of, and what has been called inside of that, the innermost last."""
 
 
 class hogwild(ScopeDecorator):
@@ -81,7 +81,7 @@ class hogwild(ScopeDecorator):
     def scope(self, function: Callable | None) -> AbstractContextManager:
         if function is None:
             raise UsageError("`with parwrap.hogwild():` has no function that other processes could run: decorate the one that trains.")
-        options = _running[-1]._options if _running else self._options
+        options = (_running or [self])[0]._options
         given = {name: getattr(options, name) for name in ("strategy", "lock", "timeout", "seed")}
         return distributed.distributed(**given).scope(function)
 
@@ -91,7 +91,8 @@ class hogwild(ScopeDecorator):
             try:
                 return function(*args, **kwargs)
             except BaseException as error:
-                failed(error)
+                if len(_running) == 1:  # one inside may be caught yet
+                    failed(error)
                 raise
 
         return telling
@@ -99,8 +100,8 @@ class hogwild(ScopeDecorator):
     def outside(self, call: Callable) -> Callable:
         def on_workers(*args: Any, **kwargs: Any) -> Any:
             if _running:
-                self._check_within(_running[-1])
-                return call(*args, **kwargs)
+                self._check_within(_running[0])
+                return self._run(call, args, kwargs)
             if distributed.loaders_read() is not None:
                 raise UsageError(
                     "@parwrap.hogwild starts workers of its own, and cannot inside of parwrap.distributed and parwrap.run: leave it out "
@@ -123,7 +124,10 @@ class hogwild(ScopeDecorator):
     def _run(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         """In a worker."""
         _running.append(self)
-        return call(*args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _running.pop()
 
     def _check_within(self, around: hogwild) -> None:
         mine, theirs = ((each._workers, each._options.lock) for each in (self, around))

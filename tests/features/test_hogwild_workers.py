@@ -1,5 +1,6 @@
 """``@hogwild`` in a plain process: the caller's model is trained by workers that are gone when it returns."""
 
+import contextlib
 import os
 import re
 import runpy
@@ -185,6 +186,21 @@ def test_it_stacks_with_other_decorators_in_any_order_and_joins_itself():
 
     assert (True, 2) == outer()
     assert [[-6.0, -6.0]] == model.weight.tolist()  # 6 samples a worker are 3 steps
+
+
+def test_what_is_caught_inside_is_no_failure():
+    @parwrap.hogwild(workers=2)
+    def inner():
+        raise OutOfData
+
+    @parwrap.hogwild(workers=2)
+    def outer():
+        with contextlib.suppress(OutOfData):
+            inner()
+        parwrap.barrier()
+        return parwrap.gather(parwrap.rank())
+
+    assert [0, 1] == outer()
 
 
 def test_one_worker_is_the_caller_itself():
