@@ -26,7 +26,7 @@ def start_line(group: Group, strategy: str, options: Options, data: TrainingData
         lr_factor: what learning rates are multiplied by.
     """
     size = group.world.size
-    facts = [f"{size} ranks", f"{group.backend} on {group.device}", strategy]
+    facts = [f"{size} rank{'s' * (size > 1)}", f"{group.backend} on {group.device}", strategy]
     if data is None:
         facts.append("no DataLoader was shared out: every rank trains on the same data")
     else:
