@@ -27,7 +27,7 @@ def start_line(group: Group, strategy: Strategy, options: Options, data: Trainin
         lr_factor: what learning rates are multiplied by.
     """
     size = group.world.size
-    facts = [f"{size} ranks", f"{group.backend} on {group.device}", strategy.described()]
+    facts = [f"{size} rank{'s' * (size > 1)}", f"{group.backend} on {group.device}", strategy.described()]
     if data is None:
         facts.append("no DataLoader was shared out: every rank trains on the same data")
     else:
