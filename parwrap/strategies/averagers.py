@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ class Averagers:
         group: the process group.
         loop: what the training loop has done so far.
         options: gives what each ``Reducer`` shall get, such as ``bucket_cap_mb``.
+
+    Attributes:
+        while_taking: makes what is held while state is taken over.
     """
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], dict[str, Any]]) -> None:
@@ -36,6 +40,7 @@ class Averagers:
         self._all: dict[int, Averager] = {}
         self._shared: dict[int, Any] = {}
         self._built = 0
+        self.while_taking: Callable[[], AbstractContextManager[None]] = nullcontext
         group.meetings.take_state = self.take_state
 
     def get(self, number: int) -> Averager | None:
@@ -148,4 +153,5 @@ class Averagers:
     def take_state(self, source: int, takes: bool = True) -> None:
         """Take over the state of rank ``source``, if this rank ``takes`` it; called on all ranks."""
         averaged = {(each.number, place): p for each in self._all.values() for place, p in enumerate(each.parameters)}
-        take_state(self._group, self._loop, {where: p for where, p in averaged.items() if not is_stand_in(p)}, source, takes)
+        with self.while_taking():
+            take_state(self._group, self._loop, {where: p for where, p in averaged.items() if not is_stand_in(p)}, source, takes)

@@ -63,28 +63,62 @@ class Shards:
 
     def owners(self) -> list[int]:
         """The rank that holds the state of each parameter, in the order of the groups; new ones are dealt out."""
-        new = parameters_of(self.optimizer)[len(self._owners) :]
-        for p, owner in zip(new, dealt_out([p.numel() for p in new], self._loads), strict=True):
-            self._owners.append(owner)
-            if owner != self._group.world.rank:
-                self.optimizer.state.pop(p, None)
+        if new := parameters_of(self.optimizer)[len(self._owners) :]:
+            self._owners += dealt_out([p.numel() for p in new], self._loads)
+            self._let_go(new)
         return self._owners
 
     def others(self) -> list[torch.Tensor]:
         """The parameters that this rank does not step."""
         return [p for p, owner in zip(parameters_of(self.optimizer), self.owners(), strict=True) if owner != self._group.world.rank]
 
-    def hand_on(self, present: Collection[int]) -> None:
-        """What ranks hold that are not ``present`` any more goes to the lowest that is; called on all ranks."""
+    def settle(self, present: Collection[int], hands_on: bool = True) -> None:
+        """Agree on who holds what, and have nothing held by a rank that is not ``present`` any more; called on all ranks.
+
+        Args:
+            present: the ranks that take a step or ask for the state.
+            hands_on: whether what others hold goes to the lowest of them.
+        """
+        if not self._owners:
+            self._find_holders()
+        if hands_on:
+            self._hand_on(present)
+
+    def _find_holders(self) -> None:
+        """State that only some ranks have, as of a copy of an optimizer whose state was in shards already, stays where it is."""
+        parameters, state = parameters_of(self.optimizer), self.optimizer.state
+        mine = [bool(state.get(p)) for p in parameters]
+        ranks = range(self._group.world.size)
+        told = self._group.share("who has state of an optimizer", mine, ranks)
+        holders = [[rank for rank in ranks if told[rank][place]] for place in range(len(parameters))]
+        given = {place: those[0] for place, those in enumerate(holders) if 0 < len(those) < len(ranks)}
+        for place, owner in given.items():
+            self._loads[owner] += parameters[place].numel()
+        rest = [place for place in range(len(parameters)) if place not in given]
+        dealt = dealt_out([parameters[place].numel() for place in rest], self._loads)
+        given |= dict(zip(rest, dealt, strict=True))
+        self._owners = [given[place] for place in range(len(parameters))]
+        self._let_go(parameters)
+
+    def _let_go(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Drop the state of those of ``parameters`` that others hold."""
+        others = {id(p) for p in self.others()}
+        for p in parameters:
+            if id(p) in others:
+                self.optimizer.state.pop(p, None)
+
+    def _hand_on(self, present: Collection[int]) -> None:
         heir = min(present)
         for absent in sorted(set(self.owners()) - set(present)):
             told = [sent(self._own()) if self._group.world.rank == absent else None]
             dist.broadcast_object_list(told, absent)
-            if self._group.world.rank == heir:
-                self._set({**self._own(), **arrived(told[0], self._group.device)})
-            elif self._group.world.rank == absent:
-                self._set({})
             self._owners = [heir if owner == absent else owner for owner in self._owners]
+            if self._group.world.rank == heir:
+                parameters = parameters_of(self.optimizer)
+                for place, state in arrived(told[0], self._group.device).items():
+                    self.optimizer.state[parameters[place]] = state
+            elif self._group.world.rank == absent:
+                self._let_go(parameters_of(self.optimizer))
 
     @torch.no_grad()
     def send(self) -> None:
@@ -101,41 +135,41 @@ class Shards:
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
         """The ``state`` of this rank's optimizer with that of all shards, on the CPU; called on all ranks."""
-        return {**state, "state": arrived(self._gathered(), CPU)}
+        return {**state, "state": {**self.without(state)["state"], **arrived(self._gathered(), CPU)}}
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
         """The part of a whole ``state`` that this rank holds."""
         others = {place for place, owner in enumerate(self.owners()) if owner != self._group.world.rank}
         return {**state, "state": {place: each for place, each in state["state"].items() if place not in others}}
 
+    def without(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` without that of any parameter."""
+        places = range(len(parameters_of(self.optimizer)))
+        return {**state, "state": {key: each for key, each in state["state"].items() if key not in places}}
+
     def kept(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state`` with what this rank holds itself."""
-        return {**state, "state": self._own()}
+        return {**state, "state": {**self.without(state)["state"], **self._own()}}
 
     def join(self) -> None:
-        """Every rank holds the state of all; called on all ranks."""
-        self._set({**arrived(self._gathered(), self._group.device), **self._own()})
-
-    def join_in(self) -> None:
-        """Let the others have what this rank holds; called where they call :meth:`whole`."""
-        self._gathered()
+        """Every rank holds the state of all, if that was in shards; called on all ranks."""
+        if self._owners:
+            states = {**arrived(self._gathered(), self._group.device), **self._own()}
+            for place, p in enumerate(parameters_of(self.optimizer)):
+                self.optimizer.state.pop(p, None)
+                if place in states:
+                    self.optimizer.state[p] = states[place]
 
     def _gathered(self) -> dict[int, Any]:
         shards: list[Any] = [None] * self._group.world.size
         dist.all_gather_object(shards, sent(self._own()))
-        return dict(sorted((place, each) for shard in shards for place, each in shard.items()))
+        whole = {place: each for shard in shards for place, each in shard.items()}
+        return {place: whole[place] for place in sorted(whole)}
 
     def _own(self) -> dict[int, Any]:
         """What this rank holds, by the place of the parameter."""
-        state = self.optimizer.state
-        return {place: state[p] for place, p in enumerate(parameters_of(self.optimizer)) if p in state}
-
-    def _set(self, states: dict[int, Any]) -> None:
-        """Hold ``states`` of parameters, and no others."""
-        for place, p in enumerate(parameters_of(self.optimizer)):
-            self.optimizer.state.pop(p, None)
-            if place in states:
-                self.optimizer.state[p] = states[place]
+        state, owned = self.optimizer.state, zip(parameters_of(self.optimizer), self.owners(), strict=True)
+        return {place: state[p] for place, (p, owner) in enumerate(owned) if owner == self._group.world.rank and p in state}
 
 
 def _buckets(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -8,7 +8,8 @@ gradients of the others, and sends them to the others. Which those are, and how 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from parwrap.loop import Loop
 from parwrap.options import Options
 from parwrap.strategies.ddp import DDP
 from parwrap.strategies.shards import Shards
+from parwrap.verbs.skipping import has_inner
 
 __all__ = ["Zero1"]
 
@@ -35,7 +37,7 @@ class Zero1(DDP):
         self._stepping: Shards | None = None
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._calls_closure = self._catches_up = False
-        self._take_state, self._meetings.take_state = self._meetings.take_state, self._catch_up
+        self._averagers.while_taking = self._catching_up
 
     def actors(self) -> list[Any]:
         for optimizer in self._loop.optimizers():
@@ -53,19 +55,19 @@ class Zero1(DDP):
             number = self._number(optimizer)
             self._shards[optimizer] = Shards(optimizer, self._group)
             self._meetings.answer(_step(number), lambda detail, present: self._answer_step(number, present))
-            self._meetings.answer(_state(number), lambda detail, present: self._known(number).join_in())
+            self._meetings.answer(_state(number), lambda detail, present: self._answer_state(number, present))
             self._former = set(self._held)
 
     def takes_step(self, optimizer: Optimizer) -> None:
         """Meet the other ranks, and leave those parameters out of the step whose state others hold."""
         self._hidden.clear()  # a step that has raised was not seen to end
         calls_closure, self._calls_closure = self._calls_closure, False
-        if is_alone():
+        if is_alone() or has_inner(optimizer):  # whose own part of the step all ranks take alike
             return
         number = self._number(optimizer)
         self._hold(number, optimizer)
         self._stepping = self._shards[optimizer]
-        self._stepping.hand_on(self._group.meet(_step(number)))
+        self._stepping.settle(self._group.meet(_step(number)))
         if not calls_closure:
             self._hide()
 
@@ -89,19 +91,23 @@ class Zero1(DDP):
 
     def state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The ``state`` of a single process, on every rank."""
+        if has_inner(optimizer):
+            return state
         if self._catches_up:
-            return {**state, "state": {}}
+            return self._shards[optimizer].without(state)
         if is_alone():
             raise UsageError(
                 f"{type(optimizer).__name__}.state_dict() needs all ranks with strategy='zero1', since each holds a part, and only "
                 "this rank runs what @parwrap.rank_zero_only guards: call it outside of that function, and save there what it returns."
             )
         number = self._number(optimizer)
-        self._group.meet(_state(number))
+        self._shards[optimizer].settle(self._group.meet(_state(number)), hands_on=False)
         return self._shards[optimizer].whole(state)
 
     def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The part of a whole ``state`` that this rank holds."""
+        if has_inner(optimizer):
+            return state
         self._number(optimizer)
         shards = self._shards[optimizer]
         return shards.kept(state) if self._catches_up else shards.own(state)
@@ -117,7 +123,8 @@ class Zero1(DDP):
         alive = dict(self._loop.numbered_optimizers())
         told = self._group.share("optimizers that are still used", set(alive), range(self._group.world.size)).values()
         for number in sorted(set.intersection(*told)):
-            self._shards[alive[number]].join()
+            if not has_inner(alive[number]):
+                self._shards[alive[number]].join()
 
     def close(self) -> None:
         self._show()
@@ -154,14 +161,21 @@ class Zero1(DDP):
     def _answer_step(self, number: int, present: list[int]) -> None:
         """Others step, and this rank has come for something else: its shard goes to one of them."""
         shards = self._known(number)
-        shards.hand_on(present)
+        shards.settle(present)
         shards.send()
 
-    def _catch_up(self, source: int) -> None:
-        """Take over the state of rank ``source`` but for the shards, which every rank has kept in step."""
+    def _answer_state(self, number: int, present: list[int]) -> None:
+        """Others ask for the whole state, and this rank has come for something else."""
+        shards = self._known(number)
+        shards.settle(present, hands_on=False)
+        shards.whole({"state": {}})
+
+    @contextmanager
+    def _catching_up(self) -> Iterator[None]:
+        """Another rank's state is taken over, but for the shards, which every rank has kept in step."""
         self._catches_up = True
         try:
-            self._take_state(source)
+            yield
         finally:
             self._catches_up = False
 

@@ -21,7 +21,7 @@ from parwrap.errors import UsageError
 from parwrap.loop import parameters_of
 from parwrap.sites import location
 
-__all__ = ["handed_on", "is_image", "patches", "steps_running"]
+__all__ = ["handed_on", "has_inner", "is_image", "patches", "steps_running"]
 
 MARK = "_parwrap_image"
 
@@ -80,6 +80,11 @@ def handed_on(optimizer: Optimizer) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def has_inner(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` is around another that it steps, as Lookahead is."""
+    return len(_with_inner(optimizer, [])) > 1
 
 
 def _with_inner(optimizer: Optimizer, known: list[Optimizer]) -> list[Optimizer]:

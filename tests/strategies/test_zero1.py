@@ -273,3 +273,88 @@ def test_a_rank_that_leaves_with_an_open_window_of_batches_and_one_that_saves_me
         return model
 
     assert alike(steps("ddp"), steps("zero1"))
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another: goes half of the way that it has gone in two steps, with slow weights in a state of its own."""
+
+    def __init__(self, inner):
+        self.inner, self.taken = inner, 0
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+        self.taken += 1
+        for p in self.param_groups[0]["params"]:
+            slow = self.state[p].setdefault("slow", p.detach().clone())
+            if self.taken % 2 == 0:
+                slow.add_(p.detach() - slow, alpha=0.5)
+                p.data.copy_(slow)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps state that belongs to no parameter, and steps less and less."""
+
+    def step(self, closure=None):
+        self.state["taken"] = self.state.get("taken", 0) + 1
+        self.param_groups[0]["lr"] = 0.1 / self.state["taken"]
+        return super().step(closure)
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_around_another_goes_on_as_with_ddp():
+    def around(parameters):
+        return Lookahead(torch.optim.Adam(parameters, lr=0.01))
+
+    def trained(strategy):
+        with parwrap.distributed(strategy=strategy, seed=4):
+            model, optimizer = train(around, epochs=1, schedule=False)
+            assert all(p.grad is not None for p in model.parameters())
+            return model, optimizer.state_dict()
+
+    (by_ddp, state), (by_zero1, sharded) = trained("ddp"), trained("zero1")
+
+    assert alike(by_ddp, by_zero1)
+    assert state["state"].keys() == sharded["state"].keys()
+
+
+@pytest.mark.ranks(2)
+def test_state_of_no_parameter_state_that_was_looked_at_and_copies_go_on_as_with_ddp():
+    def trained(strategy):
+        with parwrap.distributed(strategy=strategy, seed=4):
+            model = model_of()
+            optimizer = Counting(model[2].parameters(), lr=0.1, momentum=0.9)
+            train(lambda parameters: optimizer, epochs=1, model=model, schedule=False)
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+            assert all(len(optimizer.state[p]) < 2 for p in optimizer.param_groups[0]["params"])
+            model, optimizer = copy.deepcopy((model, optimizer))
+            train(lambda parameters: optimizer, epochs=1, model=model, schedule=False)
+            resumed = Counting([{"params": list(model[2].parameters())}, {"params": list(model[0].parameters())}], lr=0.1, momentum=0.9)
+            resumed.load_state_dict(optimizer.state_dict())
+            train(lambda parameters: resumed, epochs=1, model=model, schedule=False)
+        return model, resumed.state_dict()
+
+    (by_ddp, state), (by_zero1, sharded) = trained("ddp"), trained("zero1")
+
+    assert alike(by_ddp, by_zero1)
+    assert state["state"].keys() == sharded["state"].keys()
+    assert 18 == sharded["state"]["taken"]
+
+
+@pytest.mark.ranks(2)
+def test_weights_that_differ_in_the_end_are_rank_zeros_with_a_warning():
+    def different():
+        model = model_of()[:3]
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model[0].weight.add_(parwrap.rank())
+        return model, optimizer
+
+    with pytest.warns(UserWarning, match="Rank 0's are taken"):
+        model, optimizer = parwrap.distributed(strategy="zero1")(different)()
+    weights = parwrap.gather(model[0].weight)
+
+    assert torch.equal(*weights)
+    assert 4 == len(optimizer.state)
