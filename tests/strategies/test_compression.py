@@ -62,7 +62,7 @@ def test_weights_are_bit_for_bit_those_of_ddp_by_hand_with_torchs_hook(compress)
     assert not torch.equal(expected, parwrap.distributed(plain)())
 
 
-@pytest.mark.parametrize("compress", HOOKS)
+@pytest.mark.parametrize("compress", ["bf16", "powersgd"])
 @pytest.mark.ranks(3)
 def test_on_three_ranks_they_are_so_up_to_the_order_of_sums_of_halves(compress):
     torch.testing.assert_close(parwrap.distributed(compress=compress)(plain)(), by_hand(compress), atol=1e-3, rtol=0)
@@ -92,7 +92,7 @@ def test_a_step_sends_half_the_bytes_or_fewer(compress, part):
     assert 0.5 * part < sum(sent) / (gradients + facts) < part + facts / gradients
 
 
-@pytest.mark.parametrize("compress", HOOKS)
+@pytest.mark.parametrize("compress", ["bf16", "powersgd"])
 @pytest.mark.ranks(3)
 def test_ranks_count_by_their_samples_as_exactly_as_without(compress):
     """7 samples for 3 ranks and a batch of 4: weights are thirds, which no half precision holds."""
@@ -109,7 +109,7 @@ def test_ranks_count_by_their_samples_as_exactly_as_without(compress):
     assert pytest.approx(-8.0, rel=1e-3) == parwrap.distributed(compress=compress, batch="global")(mean)()
 
 
-@pytest.mark.parametrize("compress", HOOKS)
+@pytest.mark.parametrize("compress", ["bf16", "powersgd"])
 @pytest.mark.ranks(3)
 def test_a_rank_that_stops_early_counts_for_nothing_and_what_nobody_uses_keeps_none(compress):
     told = pytest.warns(UserWarning, match="rank 2 is at the end") if parwrap.rank() == 0 else nullcontext()
@@ -128,7 +128,7 @@ def test_a_rank_that_stops_early_counts_for_nothing_and_what_nobody_uses_keeps_n
     assert 1 == len({tuple(each) for each in parwrap.gather(used.flatten().tolist())})
 
 
-@pytest.mark.parametrize("compress", HOOKS)
+@pytest.mark.parametrize("compress", ["bf16", "powersgd"])
 @pytest.mark.ranks(2)
 def test_sparse_gradients_and_half_precision_weights_are_sent_too(compress):
     with parwrap.distributed(compress=compress):
