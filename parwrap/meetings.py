@@ -53,8 +53,7 @@ class Meetings:
         immediate: whether all ranks see at once what one has written.
         phase: called to know how far this rank's script has come: ranks in different phases do not meet, but those who are ahead
             answer the others. A number that grows.
-        whereabouts: of every rank.
-        waits_for: the meeting that this rank waits for, if it does.
+        whereabouts, waits_for: of every rank; the meeting that this rank waits for, if it does.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
     """
 
@@ -64,9 +63,7 @@ class Meetings:
         self.immediate = mailbox.immediate
         self.waits_for: Meeting | None = None
         self.part, self._number = 0, 1
-        self._fetching = False
-        self._stale = False
-        self._warned = False
+        self._fetching = self._stale = self._warned = False
         self._answers: dict[str, Answer] = {}
         self._lasting: dict[str, Answer] = {}
         self._lanes: list[Lane] = []
@@ -125,15 +122,6 @@ class Meetings:
         self._mailbox.write(self._number, meeting, State.CONTRIBUTING)
         self.compare(meeting)
 
-    def go_past(self, meeting: Meeting) -> None:
-        """As :meth:`go_ahead`, with others within it that may follow before :meth:`past`."""
-        self.go_ahead(meeting)
-        self._number += 1
-
-    def past(self) -> None:
-        """This rank is through with all that it has gone past."""
-        self._mailbox.done(self._number - 1)
-
     def compare(self, meeting: Meeting) -> bool:
         """Find out how the others are doing in this meeting, which goes on.
 
@@ -166,10 +154,15 @@ class Meetings:
         """Whether a rank does, in the backward that runs, once nothing is left to be sent; asked only if :attr:`immediate`."""
         return self._mailbox.any_astray(self._number)
 
-    def through(self) -> None:
-        """This rank is through with the meeting that it went ahead to."""
-        self._mailbox.done(self._number)
+    def through(self, over: bool = True) -> None:
+        """This rank is through with the meeting that it went ahead to; if it is not ``over``, more may come before :meth:`past`."""
         self._number += 1
+        if over:
+            self.past()
+
+    def past(self) -> None:
+        """All meetings until now are over."""
+        self._mailbox.done(self._number - 1)
 
     def answer_next(self, rank: int) -> bool:
         """Answer the meeting to which ``rank`` has come and this one has not, if that can be answered."""
@@ -255,8 +248,7 @@ class Meetings:
     def begin(self) -> None:
         """Begin another part of the run, with only what lasts to answer; numbers start afresh, wherever an error has ended the last."""
         self.part += 1
-        self._number = (self.part << PART) + 1
-        self._stale = False
+        self._number, self._stale = (self.part << PART) + 1, False
         self._answers = {**self._lasting}
         self.phase = lambda: 0
         self.take_state = lambda source: None

@@ -37,6 +37,11 @@ def plan(*argv: str, gpus: int = 0, cores: int = 8, **environ: str) -> LaunchPla
         (["--timeout", "9", "--backend", "gloo", "train.py"], Script("train.py", scope={"timeout": 9.0, "backend": "gloo"})),
         (["--hang-after", "5", "train.py"], Script("train.py", scope={"hang_after": 5.0})),
         (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
+        (
+            ["--strategy", "fsdp", "--wrap", "Block,Head", "train.py"],
+            Script("train.py", scope={"strategy": "fsdp", "wrap": ("Block", "Head")}),
+        ),
+        (["--strategy=fsdp", "--wrap=5000", "train.py"], Script("train.py", scope={"strategy": "fsdp", "wrap": 5000})),
         (["--amp", "train.py"], Script("train.py", scope={}, features={"amp": {"dtype": "auto"}})),
         (["--amp", "bf16", "train.py", "--amp", "O1"], Script("train.py", ("--amp", "O1"), scope={}, features={"amp": {"dtype": "bf16"}})),
         (["--amp=float16", "train.py"], Script("train.py", scope={}, features={"amp": {"dtype": "float16"}})),

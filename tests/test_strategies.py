@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 STRATEGIES = [
     ["--strategy", "ddp"],
     ["--strategy", "none"],
+    ["--strategy", "fsdp"],
 ]
 
 

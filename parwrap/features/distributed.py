@@ -64,10 +64,14 @@ class distributed(ScopeDecorator):
         loss: ``"mean"`` or ``"sum"``, over the samples of a batch, where parts of different size are averaged; a sum is summed over the
             ranks with ``batch="global"``.
         strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"none"`` has each rank train a model of its
-            own, on all of the data.
+            own, on all of the data; ``"fsdp"`` has each keep a part of the parameters, gradients and optimizer states, for models that are
+            too large for one.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
         timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
         hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
+        wrap: with ``"fsdp"``, which modules are gathered and sharded one by one: a class, its name, a tuple of these, or a number of
+            parameters that makes a module one; by default the repeated blocks of 100,000 parameters or more in a ``ModuleList`` or
+            ``Sequential``.
         gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
 
     Raises:
