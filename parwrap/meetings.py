@@ -104,15 +104,6 @@ class Meetings:
         self._mailbox.write(self._number, meeting, State.CONTRIBUTING)
         self.compare(meeting)
 
-    def go_past(self, meeting: Meeting) -> None:
-        """As :meth:`go_ahead`, with others within it that may follow before :meth:`past`."""
-        self.go_ahead(meeting)
-        self._number += 1
-
-    def past(self) -> None:
-        """This rank is through with all that it has gone past."""
-        self._mailbox.done(self._number - 1)
-
     def compare(self, meeting: Meeting) -> bool:
         """Find out how the others are doing in this meeting, which goes on.
 
@@ -145,10 +136,15 @@ class Meetings:
         """Whether a rank does, in the backward that runs, once nothing is left to be sent; asked only if :attr:`immediate`."""
         return self._mailbox.any_astray(self._number)
 
-    def through(self) -> None:
-        """This rank is through with the meeting that it went ahead to."""
-        self._mailbox.done(self._number)
+    def through(self, over: bool = True) -> None:
+        """This rank is through with the meeting that it went ahead to; if it is not ``over``, more may come before :meth:`past`."""
         self._number += 1
+        if over:
+            self.past()
+
+    def past(self) -> None:
+        """All meetings until now are over."""
+        self._mailbox.done(self._number - 1)
 
     def answer_next(self, rank: int) -> bool:
         """Answer the meeting to which ``rank`` has come and this one has not, if that can be answered."""

@@ -89,7 +89,6 @@ class Options:
     loss: str = "mean"
     strategy: str = "ddp"
     bucket_cap_mb: float = 25
-    wrap: int | str | type | tuple[str | type, ...] | None = None
     timeout: float | timedelta | None = None
     gradient_as_bucket_view: bool = False
     compress: str | None = None
@@ -104,6 +103,7 @@ class Options:
     staleness: int | None = None
     survive: bool = False
     hang_after: float = 60
+    wrap: int | str | type | tuple[str | type, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

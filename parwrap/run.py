@@ -82,7 +82,8 @@ def _modules_needed(argv: Sequence[str]) -> list[str]:
     script = next((argument for argument in argv if argument.endswith(".py") and os.path.isfile(argument)), os.devnull)
     with open(script, errors="replace") as source:
         optimizes = "optim" in source.read()
-    return ["torch.distributed.run", "numpy.random", "parwrap.features.distributed", *(["torch._dynamo"] if optimizes else [])]
+    modules = ["torch.distributed.run", "numpy.random", "parwrap.features.distributed", *(["torch._dynamo"] if optimizes else [])]
+    return modules + (["parwrap.strategies.fsdp"] if {"fsdp", "--strategy=fsdp"} & {*argv} else [])
 
 
 def _start_fork_server(modules: list[str]) -> None:

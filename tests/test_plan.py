@@ -50,6 +50,11 @@ def plan(*argv: str, gpus: int = 0, cores: int = 8, **environ: str) -> LaunchPla
         ),
         (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
         (["--strategy", "hogwild", "--lock", "train.py"], Script("train.py", scope={"strategy": "hogwild", "lock": True})),
+        (
+            ["--strategy", "fsdp", "--wrap", "Block,Head", "train.py"],
+            Script("train.py", scope={"strategy": "fsdp", "wrap": ("Block", "Head")}),
+        ),
+        (["--strategy=fsdp", "--wrap=5000", "train.py"], Script("train.py", scope={"strategy": "fsdp", "wrap": 5000})),
         (["--amp", "train.py"], Script("train.py", scope={}, features={"amp": {"dtype": "auto"}})),
         (["--amp", "bf16", "train.py", "--amp", "O1"], Script("train.py", ("--amp", "O1"), scope={}, features={"amp": {"dtype": "bf16"}})),
         (["--amp=float16", "train.py"], Script("train.py", scope={}, features={"amp": {"dtype": "float16"}})),

@@ -19,6 +19,7 @@ STRATEGIES = [
     ["--strategy", "local_sgd", "--every", "8", "--outer", "nesterov", "--outer-lr", "0.5", "--outer-momentum", "0.5"],
     ["--compress", "powersgd", "--powersgd-rank", "8"],
     ["--strategy", "parameter_server", "--staleness", "0", "--nproc-per-node", "3"],
+    ["--strategy", "fsdp"],
 ]
 
 

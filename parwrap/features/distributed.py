@@ -63,14 +63,17 @@ class distributed(ScopeDecorator):
             batch is that much larger. ``param_groups`` and schedules are not touched.
         loss: ``"mean"`` or ``"sum"``, over the samples of a batch, where parts of different size are averaged; a sum is summed over the
             ranks with ``batch="global"``.
-        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"``, ``"local_sgd"``,
+        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"``, ``"fsdp"``, ``"local_sgd"``,
             ``"parameter_server"``, ``"hogwild"`` and ``"none"`` are told of in docs/strategies.rst.
         compress: ``"bf16"`` or ``"fp16"`` has DDP send gradients in half the bytes, ``"powersgd"`` in a small part of them.
-        powersgd_rank, every, warmup, outer, outer_lr, outer_momentum, servers, staleness, survive, lock: of one strategy each, and told of
+        powersgd_rank, every, warmup, outer, outer_lr, outer_momentum, servers, staleness, survive, lock, wrap: of one strategy each, and told of
             there too.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
         timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
         hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
+        wrap: with ``"fsdp"``, which modules are gathered and sharded one by one: a class, its name, a tuple of these, or a number of
+            parameters that makes a module one; by default the repeated blocks of 100,000 parameters or more in a ``ModuleList`` or
+            ``Sequential``.
         gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
 
     Raises:

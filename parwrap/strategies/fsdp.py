@@ -318,11 +318,12 @@ class FSDP(Strategy):
         if is_alone():
             _refuse_alone(what)
         try:
-            self._meetings.go_past(Meeting(what, place, detail))
+            self._meetings.go_ahead(Meeting(what, place, detail))
         except RankMismatchError:
             raise RankMismatchError(
                 f"the ranks are at different points at the same time: {self._meetings.whereabouts.told()} {ADVICE}"
             ) from None
+        self._meetings.through(over=False)
 
     def _refuse_to_answer(self) -> NoReturn:
         rank = self._group.world.rank

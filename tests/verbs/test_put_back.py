@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.lib._datasource import _FileOpeners
 from torch import nn, save  # noqa: F401
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -54,6 +55,7 @@ OWNERS = (
     torch.amp.GradScaler,
     nn.utils,
     nn.utils.clip_grad,
+    DTensor,
     sys.modules[__name__],
 )
 
@@ -155,6 +157,17 @@ def test_after_mixed_precision(level, fails):
 
     assert [] == changed(before)
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_sharding(fails):
+    train()
+    before = everything()
+    with contextlib.suppress(KeyError):
+        assert not hooks_on(parwrap.distributed(strategy="fsdp")(train)(fails=fails))
+
+    assert [] == changed(before)
 
 
 @pytest.mark.ranks(2)
