@@ -63,11 +63,9 @@ class distributed(ScopeDecorator):
             batch is that much larger. ``param_groups`` and schedules are not touched.
         loss: ``"mean"`` or ``"sum"``, over the samples of a batch, where parts of different size are averaged; a sum is summed over the
             ranks with ``batch="global"``.
-        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"zero1"``, ``"fsdp"``, ``"local_sgd"``,
-            ``"parameter_server"``, ``"hogwild"`` and ``"none"`` are told of in docs/strategies.rst.
+        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; docs/strategies.rst tells of ``"zero1"``,
+            ``"fsdp"``, ``"local_sgd"``, ``"parameter_server"``, ``"hogwild"`` and ``"none"``, and of the options that only they have.
         compress: ``"bf16"`` or ``"fp16"`` has DDP send gradients in half the bytes, ``"powersgd"`` in a small part of them.
-        powersgd_rank, every, warmup, outer, outer_lr, outer_momentum, servers, staleness, survive, lock, wrap: of one strategy each, and told of
-            there too.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
         timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
         hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
