@@ -63,7 +63,8 @@ def launch(plan: LaunchPlan) -> int:
         told = read_failures(failures)
         if not told:
             return status
-        if text := report(told) if status else "\n".join(map(str, told)):  # those whose failure was survived
+        survived = [str(failure) for failure in told if may_die(failure.rank, failure.size)]
+        if text := report(told) if status else "\n".join(survived):  # who failed before a restart is no news
             print(text, file=sys.stderr)
         return told[0].status if status == 1 else status
     finally:
