@@ -126,6 +126,9 @@ class Shards:
         parameters = parameters_of(self.optimizer)
         for owner in sorted(set(self.owners())):
             for bucket in _buckets(p for p, each in zip(parameters, self._owners, strict=True) if each == owner):
+                if len(bucket) == 1 and bucket[0].is_contiguous():
+                    dist.broadcast(bucket[0].detach(), owner)
+                    continue
                 mine = owner == self._group.world.rank
                 flat = torch.cat([p.reshape(-1) for p in bucket]) if mine else bucket[0].new_empty(sum(p.numel() for p in bucket))
                 dist.broadcast(flat, owner)
@@ -176,6 +179,9 @@ def _buckets(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]
     """``parameters`` in parts of one dtype and device, none much larger than a bucket."""
     alike: dict[Any, list[torch.Tensor]] = {}
     for p in parameters:
+        if p.numel() >= BUCKET:
+            yield [p]
+            continue
         bucket = alike.setdefault((p.dtype, p.device), [])
         bucket.append(p)
         if sum(each.numel() for each in bucket) >= BUCKET:
