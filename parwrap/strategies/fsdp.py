@@ -279,7 +279,7 @@ class FSDP(Strategy):
                 if p._backward_hooks:
                     refuse_hook(f"on {type(root).__name__}.{name}")
             inside = units(root, self._options().wrap)
-            left = unsharded(root, inside)
+            left = unsharded(root, inside, self._group.device)
             self._mesh = self._mesh or init_device_mesh(self._group.device.type, (self._group.world.size,))
             model = ShardedModel(root, inside, left, self._mesh, self._enter_unit, self._meetings.past)
             self._models.append(weakref.ref(model))
@@ -343,6 +343,6 @@ def _refuse_alone(what: str) -> NoReturn:
 def _refuse_hidden(error: BaseException | None) -> NoReturn:
     raise UsageError(
         f"backward() at {location()} goes through a part of a sharded model that is not behind its outputs: a loss that a forward keeps in "
-        "an attribute, or gradients of gradients (create_graph=True). With strategy='fsdp' weights are there only while a backward goes "
-        "through outputs: return that loss from forward(), or take strategy='ddp'."
+        "an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With strategy='fsdp' weights are "
+        "there only while a backward goes through outputs: return that loss from forward(), or take strategy='ddp'."
     ) from error

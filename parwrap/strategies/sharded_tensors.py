@@ -121,10 +121,10 @@ class ShardedTensors:
             return self._on_whole(func, args, kwargs)
         if func in DRAWING or getattr(func, "__module__", "") == nn.init.__name__:
             return self._write(func, args, kwargs)
-        lists = "foreach" in name
+        lists = "foreach" in name or (_writes(name, kwargs) and bool(args) and isinstance(args[0], (list, tuple)))
         if not (_mixed(args, kwargs) if not lists else _has_whole(args)):
             try:
-                return func(*args, **kwargs)
+                return self._settled(func(*args, **kwargs))
             except (NotImplementedError, RuntimeError):
                 if lists or not _about_sharding():
                     raise
@@ -145,6 +145,16 @@ class ShardedTensors:
             whole = _Gathered.apply(tensor)
         self._past()
         return whole
+
+    def _settled(self, result: Any) -> Any:
+        """``result``, with sums that ranks have a part of added up: torch does not always notice what is done to a part."""
+        if isinstance(result, DTensor) and any(placement.is_partial() for placement in result.placements):
+            self._enter()
+            result = result.redistribute(placements=_settled(result))
+            self._past()
+        elif isinstance(result, (list, tuple)) and any(isinstance(each, DTensor) for each in result):
+            result = type(result)([self._settled(each) for each in result])
+        return result
 
     def _on_whole(self, func: Callable, args: Any, kwargs: Any) -> Any:
         if func in (T.__deepcopy__, T.__reduce_ex__):
@@ -207,7 +217,7 @@ class ShardedTensors:
                 continue
             picked = [[arg[place] for place in places] if isinstance(arg, (list, tuple)) and len(arg) == length else arg for arg in args]
             if kind:
-                first = [_parts_like(arg, picked[0]) if isinstance(arg, list) else arg for arg in picked]
+                first = [_parts_like(arg, picked[0]) if isinstance(arg, list) and len(arg) == len(places) else arg for arg in picked]
                 ran = func(*first, **kwargs)
             else:
                 ran = func(*self._gathered(picked), **kwargs)

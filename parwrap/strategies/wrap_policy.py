@@ -68,10 +68,11 @@ def units(root: nn.Module, wrap: Wrap) -> list[nn.Module]:
         chosen = [module for module in chosen if id(module) not in torn]
 
 
-def unsharded(root: nn.Module, inside: Collection[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of ``root`` that cannot be sharded, with the units ``inside`` of it.
+def unsharded(root: nn.Module, inside: Collection[nn.Module], device: torch.device) -> list[nn.Parameter]:
+    """The parameters of ``root`` that cannot be sharded, with the units ``inside`` of it, on ranks that train on ``device``.
 
-    Scalars, what is not contiguous (as with ``channels_last``), sparse embeddings, and what is of another dtype than most of its unit.
+    Scalars, what is elsewhere or not contiguous (as with ``channels_last``), sparse embeddings, and what is of another dtype than most of
+    its unit.
     """
     sparse = {id(p) for module in root.modules() if getattr(module, "sparse", False) for p in module.parameters(recurse=False)}
     of_unit: dict[int, dict[int, nn.Parameter]] = {}
@@ -81,12 +82,19 @@ def unsharded(root: nn.Module, inside: Collection[nn.Module]) -> list[nn.Paramet
     for parameters in of_unit.values():
         count = Counter(p.dtype for p in parameters.values() if p.is_floating_point())
         most = count.most_common(1)[0][0] if count else None
-        left += [p for p in parameters.values() if p.dtype != most or not _can_be_sharded(p) or id(p) in sparse]
+        left += [p for p in parameters.values() if p.dtype != most or not _can_be_sharded(p, device) or id(p) in sparse]
     return left
 
 
-def _can_be_sharded(p: nn.Parameter) -> bool:
-    return type(p) is nn.Parameter and p.dim() > 0 and p.numel() > 0 and p.is_contiguous() and p.layout == torch.strided
+def _can_be_sharded(p: nn.Parameter, device: torch.device) -> bool:
+    return (
+        p.device.type == device.type
+        and type(p) is nn.Parameter
+        and p.dim() > 0
+        and p.numel() > 0
+        and p.is_contiguous()
+        and p.layout == torch.strided
+    )
 
 
 def _wanted(root: nn.Module, wrap: Wrap) -> Iterator[nn.Module]:

@@ -3,18 +3,22 @@
 import copy
 import gc
 import re
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.errors import RankMismatchError, UsageError
 
-STEPS = 3
+ROOT = Path(__file__).parents[2]
 
 
 class Block(nn.Module):
@@ -130,9 +134,16 @@ def is_plain(model):
     return not hooks and not extra and all(type(p) is nn.Parameter for p in model.parameters())
 
 
-@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
-@pytest.mark.parametrize(("kind", "optimizer"), [(Transformer, "sgd"), (Transformer, "adamw"), (ConvNet, "sgd")])
-def test_weights_are_those_of_ddp_and_of_a_loop_by_hand(size, kind, optimizer):
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [
+        pytest.param(Transformer, "sgd", marks=pytest.mark.ranks(2)),
+        pytest.param(Transformer, "sgd", marks=pytest.mark.ranks(3)),
+        pytest.param(Transformer, "adamw", marks=pytest.mark.ranks(2)),
+        pytest.param(ConvNet, "sgd", marks=pytest.mark.ranks(3)),
+    ],
+)
+def test_weights_are_those_of_ddp_and_of_a_loop_by_hand(kind, optimizer):
     expected, with_ddp = parwrap.distributed()(train)(kind, optimizer)
     model, with_fsdp = parwrap.distributed(strategy="fsdp", wrap=("Block", nn.Linear))(train)(kind, optimizer)
 
@@ -574,3 +585,67 @@ def test_after_an_error_nothing_hangs_on_a_model():
 def test_options_without_a_meaning_are_refused(options, text):
     with pytest.raises(UsageError, match=text):
         parwrap.distributed(**{"strategy": "fsdp", **options})
+
+
+class Recurrent(nn.Module):
+    """Called twice before a backward; its scalar stays whole, so optimizers have parameters of both kinds."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.scale = body, nn.Parameter(torch.tensor(1.5))
+        self.mlp = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 1))
+
+    def forward(self, x):
+        hidden = self.body(x)
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        return self.scale * checkpoint(self.mlp, hidden[:, -1], use_reentrant=False)
+
+
+@pytest.mark.ranks(2)
+def test_optimizers_of_all_sorts_step_as_with_ddp():
+    data = torch.randn(5, 8, 3, 4, generator=torch.Generator().manual_seed(0))
+
+    def train(make, scaler=None, body=nn.Linear):
+        torch.manual_seed(0)
+        model = Recurrent(nn.LSTM(4, 6, batch_first=True) if body is nn.LSTM else nn.Linear(4, 6))
+        optimizer = make(model.named_parameters())
+        for x in data[:, parwrap.rank() :: parwrap.world_size()]:
+            optimizer.zero_grad()
+            loss = model(x).square().mean() + model(x + 1).mean().square()
+            (scaler.scale(loss) if scaler else loss).backward()
+            if scaler:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer) if scaler else optimizer.step()
+            if scaler:
+                scaler.update()
+        return model
+
+    kinds = torch.optim
+    for number, trained in enumerate(
+        (
+            lambda: train(lambda p: kinds.Adam(p, lr=0.01, eps=1e-3, foreach=True), body=nn.LSTM),
+            lambda: train(lambda p: kinds.AdamW(p, lr=0.01, eps=1e-3, fused=True)),
+            lambda: train(lambda p: kinds.Adafactor(p, lr=0.01)),
+            lambda: train(lambda p: kinds.SGD(p, lr=0.1), torch.amp.GradScaler("cpu", init_scale=64.0)),
+            parwrap.accumulate(2)(parwrap.amp(dtype="fp16", init_scale=64.0)(lambda: train(lambda p: kinds.SGD(p, lr=0.1)))),
+        )
+    ):
+        expected = parwrap.distributed()(trained)()
+        model = parwrap.distributed(strategy="fsdp", wrap=("LSTM", "Sequential"))(trained)()
+
+        assert is_plain(model), number
+        close(expected.state_dict(), model.state_dict())
+
+
+def test_the_example_is_trained_and_saved_as_its_page_says(tmp_path):
+    page = (ROOT / "docs" / "strategies" / "fsdp.rst").read_text()
+    (command,) = re.findall(r"^    python (-m parwrap\.run .* examples/fsdp\.py .*)$", page, re.MULTILINE)
+    command = command.replace("decoder.pt", str(tmp_path / "decoder.pt")).split()
+    run = subprocess.run([sys.executable, *command, "--epochs", "1"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+
+    assert "103575 parameters in a Decoder\n" in run.stdout
+    assert re.search(r"^accuracy 0\.\d+$", run.stdout, re.MULTILINE)
+    weights = torch.load(tmp_path / "decoder.pt")
+    assert 103575 == sum(p.numel() for p in weights.values())
+    assert {torch.Tensor} == {type(p) for p in weights.values()}
