@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from parwrap.group import is_alone
+
 __all__ = ["Loop", "parameters_of"]
 
 
@@ -63,7 +65,9 @@ class Loop:
                 self.own_parameters(thing)
 
     def own_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` owns new parameters: it is being built, or it got another group."""
+        """``optimizer`` owns new parameters: it is being built, or it got another group; what only this rank builds has no number."""
+        if is_alone():
+            return
         if not any(known() is optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
         self._remember_parameters()

@@ -56,6 +56,7 @@ def test_the_example_of_zero1_keeps_half_of_the_state_on_a_rank():
     printed = run("-m", "parwrap.run", "--nproc-per-node", "2", "--strategy", "zero1", "examples/zero1.py")
     kept, parameters = map(int, re.search(r"^(\d+) numbers of state here for (\d+) parameters$", printed.stdout, re.MULTILINE).groups())
 
+    assert "gloo on cpu, zero1, batch 32" in printed.stderr
     assert 0.9 * parameters < kept < 1.1 * parameters  # two numbers for each, on two ranks
 
 

@@ -95,7 +95,8 @@ class DDP(Strategy):
         self._meetings.answer(THEN_AVERAGED, lambda number, present: self._answer(number, Averager.answer_then_average))
 
     def described(self) -> str:
-        return f"ddp, compress {self._options().compress}" if self._options().compress else "ddp"
+        options = self._options()
+        return f"{options.strategy}, compress {options.compress}" if options.compress else options.strategy
 
     def actors(self) -> list[Any]:
         return [self, InStep(self._group, self._loop), Bypasses(self._group, self._loop)]

@@ -51,7 +51,7 @@ class Zero1(DDP):
                 "LBFGS steps all parameters as one vector, so its state cannot be held in shards: choose another strategy than 'zero1', or "
                 "another optimizer."
             )
-        if optimizer not in self._shards:
+        if optimizer not in self._shards and not is_alone():
             number = self._number(optimizer)
             self._shards[optimizer] = Shards(optimizer, self._group)
             self._meetings.answer(_step(number), lambda detail, present: self._answer_step(number, present))
@@ -106,7 +106,7 @@ class Zero1(DDP):
 
     def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The part of a whole ``state`` that this rank holds."""
-        if has_inner(optimizer):
+        if is_alone() or has_inner(optimizer):
             return state
         self._number(optimizer)
         shards = self._shards[optimizer]

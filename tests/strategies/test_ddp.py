@@ -499,3 +499,22 @@ def test_parameters_on_gpus_are_bit_for_bit_those_of_ddp_by_hand():
         return train(model, lambda x: forward(x.cuda()).cpu(), DataLoader(dataset(), batch_size=8, sampler=DistributedSampler(dataset())))
 
     assert not different(on_gpu(DistributedDataParallel), parwrap.distributed(on_gpu)(lambda model: model))
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_only_rank_zero_builds_does_not_shift_the_others():
+    @parwrap.rank_zero_only
+    def probe():
+        torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
+
+    with parwrap.distributed():
+        kept = probe()
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4 + parwrap.rank()):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 1)) * (1 + parwrap.rank() + step)).sum().backward()
+            optimizer.step()
+    weights = parwrap.gather(model.weight.item())
+
+    assert (None, weights[0]) == (kept, weights[1])
