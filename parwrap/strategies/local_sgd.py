@@ -124,7 +124,9 @@ class LocalSGD(Strategy):
         number = self._number(optimizer)
         if is_alone() or number is None:
             return
-        self._taken[number] = self._taken.get(number, 0) + 1
+        if number not in self._taken:  # it goes on from where another has come with the same parameters
+            self._taken[number] = max((self._taken.get(each, 0) for each in self._loop.sharing(optimizer)), default=0)
+        self._taken[number] += 1
         self._stepped = True
         if not self._warming:
             self._steps.count(number, fmean(self._weights) if self._weights else 1.0)

@@ -63,6 +63,9 @@ class LocalSteps:
         """``optimizer`` is about to step; if the ranks hold the same weights, they do no more after this."""
         if number in self._own and self._own[number].steps:
             return
+        pending = {other for other, own in self._own.items() if own.steps}
+        if pending and (pending := pending & self._loop.sharing(optimizer)):
+            self._average(sorted(pending))  # those of an optimizer built before, of the same parameters
         parameters = {(number, place): p for place, p in enumerate(parameters_of(optimizer))}
         if self._sizes.get(number) != len(parameters):
             self._sizes[number] = len(parameters)

@@ -187,6 +187,73 @@ def test_optimizers_are_counted_by_themselves_and_average_their_own_parameters()
     assert (-9.0, -4.5) == (one.item(), two.item())
 
 
+def train_anew(parts, each=lambda model: None):
+    """An optimizer built anew for each of ``parts``: how many steps it takes."""
+    model, step = build(), 0
+    for steps in parts:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            train_step(model, optimizer, *batch(step, parwrap.rank()))
+            each(model)
+            step += 1
+    return model
+
+
+@pytest.mark.parametrize("outer", [None, "nesterov"])
+@pytest.mark.ranks(2)
+def test_an_optimizer_built_anew_first_averages_what_another_has_trained(outer):
+    """Its first step, that is, whose gradients are from before."""
+    combine = DiLoCo(momentum=0.0) if outer else mean
+    replicas, old, step = [build() for _ in range(2)], flat(build()), 0
+    for steps in (parts := [3, 10, 2]):
+        for taken in range(steps):
+            losses = [nn.functional.mse_loss(model(x), y) for rank, model in enumerate(replicas) for x, y in [batch(step, rank)]]
+            gradients = [
+                nn.utils.parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
+                for loss, model in zip(losses, replicas, strict=True)
+            ]
+            if taken == 0:
+                old = combine([flat(model) for model in replicas], old)
+            for model, gradient in zip(replicas, gradients, strict=True):
+                begun = old if taken == 0 else flat(model)
+                nn.utils.vector_to_parameters(begun - 0.1 * gradient, model.parameters())
+            if taken == 7:
+                old = combine([flat(model) for model in replicas], old)
+                for model in replicas:
+                    nn.utils.vector_to_parameters(old.clone(), model.parameters())
+            step += 1
+    expected = combine([flat(model) for model in replicas], old)
+
+    options = {"outer": outer, "outer_momentum": 0.0} if outer else {}
+    with warnings.catch_warnings(action="error"):
+        actual = flat(local(every=8, **options)(train_anew)(parts))
+
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.ranks(2)
+def test_optimizers_of_which_one_has_a_part_of_the_others_parameters_average_before_they_take_turns():
+    with warnings.catch_warnings(action="error"), local(every=4):
+        model = build()
+        optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)]
+        seen = []
+        for step in range(4):
+            before = flat(model)
+            train_step(model, optimizers[step % 2], *batch(step, parwrap.rank()))
+            seen.append(same_on_all_ranks(before))
+
+    assert [True, False, False, False] == seen
+    assert same_on_all_ranks(flat(model))
+
+
+@pytest.mark.ranks(2)
+def test_the_warm_up_goes_on_with_an_optimizer_built_anew():
+    same = []
+    local(every=8, warmup=6)(train_anew)([5, 5], each=lambda model: same.append(same_on_all_ranks(flat(model))))
+
+    assert [True] * 6 + [False] * 4 == same
+
+
 @pytest.mark.ranks(2)
 def test_averages_cost_two_collectives_and_steps_between_them_none():
     sent, original = [], dist.all_reduce
