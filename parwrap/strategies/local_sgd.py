@@ -116,14 +116,15 @@ class LocalSGD(Strategy):
                 f"{type(optimizer).__name__}.step() at {location()} runs inside of a backward, as from register_post_accumulate_grad_hook: "
                 "ranks average after steps, and weights must not change under a backward. Call step() after loss.backward()."
             )
-        if not self._warming and (number := self._number(optimizer)) is not None:
+        number = self._number(optimizer)
+        if not self._warming:
             self._steps.begin(number, optimizer)
 
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped: the weights are averaged if it was the last of a few."""
-        number = self._number(optimizer)
-        if is_alone() or number is None:
+        if is_alone():
             return
+        number = self._number(optimizer)
         if number not in self._taken:  # it goes on from where another has come with the same parameters
             self._taken[number] = max((self._taken.get(each, 0) for each in self._loop.sharing(optimizer)), default=0)
         self._taken[number] += 1
@@ -193,9 +194,13 @@ class LocalSGD(Strategy):
         factor = self._loop.loss_factor if weight else 0.0
         (call.scaled(factor) if call.averaged and factor != 1.0 else call).run()
 
-    def _number(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """By which all ranks know ``optimizer``."""
-        return next((number for number, each in self._loop.numbered_optimizers() if each is optimizer), None)
+    def _number(self, optimizer: torch.optim.Optimizer) -> int:
+        """By which all ranks know ``optimizer``; a copy of one is known from its first step on."""
+        for number, known in self._loop.numbered_optimizers():
+            if known is optimizer:
+                return number
+        self._loop.own_parameters(optimizer)
+        return self._number(optimizer)
 
     def _take_state(self, source: int) -> None:
         """Have ranks that have missed something go on from rank ``source``; the others keep what they have learned by themselves."""

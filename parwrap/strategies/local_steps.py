@@ -54,7 +54,7 @@ class LocalSteps:
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         self._group, self._loop, self._options = group, loop, options
-        self._averaging, self._outer = Averaging(group, loop, missed=group.meetings.miss), Outer()
+        self._averaging, self._outer = Averaging(group, loop, self._answered), Outer()
         self._own: dict[int, _Own] = {}
         self._sizes: dict[int, int] = {}
         group.meetings.answer(COMPARED, lambda detail, present: self._compare({}, present))
@@ -100,13 +100,20 @@ class LocalSteps:
 
     def state(self) -> Any:
         """What another rank goes on from."""
-        return self._own, self._sizes, self._outer.state()
+        return self._own, self._sizes, self._outer.state(), self._loop.backwards
 
     def load(self, state: Any) -> None:
         """Go on from the :meth:`state` of another rank, whose own steps count only there."""
-        own, self._sizes, outer = state
+        own, self._sizes, outer, self._loop.backwards = state
         self._own = {number: _Own(each.steps, 0.0, each.trained) for number, each in own.items()}
         self._outer.load(outer, self._group.device)
+
+    def _answered(self, means: Mapping[Number, torch.Tensor], kept_up: bool) -> None:
+        """Others have averaged without this rank: it has missed steps, unless it just left out its own, as those of an overflow."""
+        if kept_up and not any(number in self._own and self._own[number].steps for number, _ in means):
+            self._take(means)
+        else:
+            self._group.meetings.miss()
 
     def _average(self, numbers: Iterable[int]) -> None:
         present = self._group.meet(AVERAGED)

@@ -1,5 +1,7 @@
 """Local SGD against DDP, and against ranks that are played one after the other in a single process."""
 
+import copy
+import pickle
 import re
 import subprocess
 import sys
@@ -425,6 +427,48 @@ def test_of_fp16_only_steps_that_were_taken_count():
             history.append(-weight.item())
 
     assert [[1.0, 3.0, 4.0, 6.0], [2.0, 2.0, 3.0, 5.0, 6.0]] == parwrap.gather(history)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_whose_gradients_overflow_has_missed_nothing_where_ranks_evaluate():
+    """The 3rd of 5 batches overflows on rank 1, which averages with the 5th, so that rank 0 alone has a step of its own there."""
+    with warnings.catch_warnings(action="error"), local(every=4):
+        model = build()
+        optimizer = adam(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for step in range(15):
+            x, y = batch(step, parwrap.rank())
+            if (step, parwrap.rank()) == (2, 1):
+                x = x * float("inf")
+            optimizer.zero_grad()
+            scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if step % 5 == 4:
+                model.eval()
+                assert same_on_all_ranks(flat(model))
+                model.train()
+
+    assert [15, 14] == parwrap.gather(int(optimizer.state[model[0].weight]["step"]))
+
+
+@pytest.mark.parametrize("how", ["copied", "pickled"])
+@pytest.mark.ranks(2)
+def test_the_steps_of_a_copied_optimizer_count(how):
+    with local(every=2):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train_step(model, optimizer, *batch(0, parwrap.rank()))
+        model.eval()
+        model, optimizer = copy.deepcopy((model, optimizer)) if how == "copied" else pickle.loads(pickle.dumps((model, optimizer)))
+        same = []
+        for step in range(1, 5):
+            train_step(model, optimizer, *batch(step, parwrap.rank()))
+            same.append(same_on_all_ranks(flat(model)))
+
+    assert [False, True, False, True] == same
+    expected = in_one_process(2, 2, optimizer_of=lambda parameters: torch.optim.SGD(parameters, lr=0.1), parts=[(1,), (4,)])
+    torch.testing.assert_close(flat(model), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("steps", [2, "auto"])
