@@ -35,11 +35,20 @@ class Averaging:
         loop: numbers the parameters.
         answered: called with the means where the others have averaged, and this rank has come for something else; and with whether it
             has run as many backwards as they.
+
+    Attributes:
+        others_backwards: how many backwards this rank has not run itself, and has taken over what others have learned by them.
     """
 
     def __init__(self, group: Group, loop: Loop, answered: Callable[[dict[Number, torch.Tensor], bool], None]) -> None:
         self._group, self._loop, self._answered = group, loop, answered
+        self.others_backwards = 0
         group.meetings.answer(AVERAGED, lambda detail, present: self._answer(present))
+
+    @property
+    def backwards(self) -> int:
+        """How many have formed this rank's state."""
+        return self._loop.backwards + self.others_backwards
 
     def means(self, trained: Mapping[Number, float], present: Sequence[int]) -> dict[Number, torch.Tensor]:
         """The means of all parameters that a rank has trained, in no less than single precision.
@@ -57,7 +66,7 @@ class Averaging:
     def _answer(self, present: Sequence[int]) -> None:
         kinds, backwards = self._union(None, present)
         if kinds:
-            self._answered(self._means(kinds, {}), self._loop.backwards >= backwards)
+            self._answered(self._means(kinds, {}), self.backwards >= backwards)
 
     def _same(self, mine: Kinds) -> bool:
         """Whether all ranks have trained the same parameters; sums of halves of a checksum and of their squares are exact."""
@@ -68,7 +77,7 @@ class Averaging:
 
     def _union(self, mine: Kinds | None, present: Sequence[int]) -> tuple[Kinds, int]:
         """What any rank that is present has trained, in the same order on all ranks, and the most backwards that one has run."""
-        told = self._group.share(AVERAGED, (mine or {}, self._loop.backwards), present).values()
+        told = self._group.share(AVERAGED, (mine or {}, self.backwards), present).values()
         kinds = {number: kind for each, _ in told for number, kind in each.items()}
         return dict(sorted(kinds.items())), max(backwards for _, backwards in told)
 

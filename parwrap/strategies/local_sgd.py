@@ -19,7 +19,7 @@ from torch import nn
 
 from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
-from parwrap.loop import Loop
+from parwrap.loop import Loop, parameters_of
 from parwrap.options import Options
 from parwrap.sites import location
 from parwrap.strategies.bypasses import Bypasses
@@ -30,6 +30,7 @@ from parwrap.strategies.in_step import InStep
 from parwrap.strategies.local_steps import LocalSteps
 from parwrap.strategies.strategy import Strategy
 from parwrap.verbs.backward import Backward
+from parwrap.verbs.skipping import stepping
 
 __all__ = ["LocalSGD"]
 
@@ -117,12 +118,12 @@ class LocalSGD(Strategy):
                 "ranks average after steps, and weights must not change under a backward. Call step() after loss.backward()."
             )
         number = self._number(optimizer)
-        if not self._warming:
+        if not self._warming and not _is_part(optimizer):
             self._steps.begin(number, optimizer)
 
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped: the weights are averaged if it was the last of a few."""
-        if is_alone():
+        if is_alone() or _is_part(optimizer):
             return
         number = self._number(optimizer)
         if number not in self._taken:  # it goes on from where another has come with the same parameters
@@ -211,6 +212,12 @@ class LocalSGD(Strategy):
         if takes and told[0] is not None:
             self._taken, self._warming, steps = told[0]
             self._steps.load(steps)
+
+
+def _is_part(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is a part of one that steps the same parameters, as inside of Lookahead, which is the one that counts."""
+    around = [each for each in stepping() if each is not optimizer]
+    return any({id(p) for p in parameters_of(optimizer)} <= {id(p) for p in parameters_of(each)} for each in around)
 
 
 def _divide(leaves: list[torch.Tensor], weight: float) -> None:

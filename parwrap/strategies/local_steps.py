@@ -71,6 +71,8 @@ class LocalSteps:
             self._sizes[number] = len(parameters)
             told = {which: described(p) for which, p in parameters.items() if p.requires_grad}
             self._compare(told, self._group.meet(COMPARED))
+            others = self._loop.sharing(optimizer) - {number}  # whose momenta are not those of what begins now
+            self._outer.keep([which for which in self._loop.once_owned() if which[0] not in others])
         trained = {which: p for which, p in parameters.items() if p.requires_grad}
         self._own[number] = _Own(trained=set(trained))
         if self._options().outer:
@@ -100,11 +102,12 @@ class LocalSteps:
 
     def state(self) -> Any:
         """What another rank goes on from."""
-        return self._own, self._sizes, self._outer.state(), self._loop.backwards
+        return self._own, self._sizes, self._outer.state(), self._averaging.backwards
 
     def load(self, state: Any) -> None:
         """Go on from the :meth:`state` of another rank, whose own steps count only there."""
-        own, self._sizes, outer, self._loop.backwards = state
+        own, self._sizes, outer, backwards = state
+        self._averaging.others_backwards = backwards - self._loop.backwards
         self._own = {number: _Own(each.steps, 0.0, each.trained) for number, each in own.items()}
         self._outer.load(outer, self._group.device)
 

@@ -1,6 +1,7 @@
 """Local SGD against DDP, and against ranks that are played one after the other in a single process."""
 
 import copy
+import gc
 import pickle
 import re
 import subprocess
@@ -564,6 +565,72 @@ def test_an_optimizer_around_another_class_of_step_counts_once():
         (weight * parwrap.rank()).sum().backward()
         optimizer.step()
         assert -parwrap.rank() == weight.item()
+
+
+class Around(torch.optim.Optimizer):
+    """As Lookahead is around another optimizer, and no more than that."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups = base, base.param_groups
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+@pytest.mark.ranks(2)
+def test_a_step_around_that_of_another_optimizer_counts_once():
+    def around(parameters):
+        return Around(adam(parameters))
+
+    with warnings.catch_warnings(action="error"):
+        actual = flat(local(every=3, outer="nesterov")(train)(7, around))
+
+    torch.testing.assert_close(actual, in_one_process(2, 3, DiLoCo()), atol=1e-6, rtol=0)
+
+
+@pytest.mark.ranks(2)
+def test_steps_inside_of_another_that_has_none_of_their_parameters_count():
+    class Both(torch.optim.Optimizer):
+        def __init__(self, optimizers):
+            super().__init__([nn.Parameter(torch.zeros(1))], {})
+            self.optimizers = optimizers
+
+        def step(self, closure=None):
+            for each in self.optimizers:
+                each.step()
+
+    same = []
+    with local(every=2):
+        model = build()
+        both = Both([adam(model[0].parameters()), adam(model[2].parameters())])
+        for step in range(4):
+            model.zero_grad()
+            nn.functional.mse_loss(model(batch(step, parwrap.rank())[0]), torch.zeros(4, 1)).backward()
+            both.step()
+            same.append(same_on_all_ranks(flat(model)))
+
+    assert [False, True, False, True] == same
+
+
+@pytest.mark.ranks(2)
+def test_momenta_of_the_outer_optimizer_live_no_longer_than_the_optimizer_they_belong_to():
+    def alive():
+        gc.collect()
+        return sum(issubclass(type(each), torch.Tensor) and each.numel() == 12345 for each in gc.get_objects())
+
+    weight, counts = nn.Parameter(torch.ones(12345)), []
+    with local(every=2, outer="nesterov"):
+        for _ in range(4):
+            optimizer = torch.optim.SGD([weight], lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                weight.sum().backward()
+                optimizer.step()
+            counts.append(alive())
+
+    assert counts[0] > 1
+    assert 1 == len(set(counts))
 
 
 @pytest.mark.ranks(2)
