@@ -160,6 +160,22 @@ def test_ranks_count_by_their_samples(options):
     torch.testing.assert_close(local(every=1, **options)(over_a_loader)(), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("options", [{"uneven": "join"}, {"batch": "global"}], ids=str)
+@pytest.mark.ranks(2)
+def test_with_momentum_an_average_after_every_step_is_ddp_where_ranks_have_equally_many_samples(options):
+    def over_a_loader():
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for _ in range(2):
+            for x, y in DataLoader(TensorDataset(*(torch.cat(each) for each in zip(batch(0, 0), batch(1, 0), strict=True))), batch_size=2):
+                train_step(model, optimizer, x, y)
+        return flat(model)
+
+    expected = parwrap.distributed(**options)(over_a_loader)()
+
+    torch.testing.assert_close(local(every=1, **options)(over_a_loader)(), expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.ranks(2)
 def test_the_warm_up_is_ddp_bit_for_bit_and_then_ranks_go_on_by_themselves():
     synchronous, seen = [], []
