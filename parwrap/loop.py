@@ -95,6 +95,11 @@ class Loop:
         """As :meth:`owned`, with the parameters that outlive their optimizer: a function may have returned that had it."""
         return {number: p for number, known in self._parameters.items() if (p := known()) is not None} | self.owned()
 
+    def sharing(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """The numbers of all optimizers that have or had one of the parameters of ``optimizer``, its own among them."""
+        mine = {id(p) for p in parameters_of(optimizer)}
+        return {number for (number, _), p in self.once_owned().items() if id(p) in mine}
+
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """``module.train(training)`` was called."""
         self._training.pop(module, None)

@@ -33,12 +33,22 @@ class Averaging:
     Args:
         group: the ranks.
         loop: numbers the parameters.
-        missed: called where the others have averaged, and this rank has come for something else.
+        answered: called with the means where the others have averaged, and this rank has come for something else; and with whether it
+            has run as many backwards as they.
+
+    Attributes:
+        others_backwards: how many backwards this rank has not run itself, and has taken over what others have learned by them.
     """
 
-    def __init__(self, group: Group, loop: Loop, missed: Callable[[], None]) -> None:
-        self._group, self._loop, self._missed = group, loop, missed
+    def __init__(self, group: Group, loop: Loop, answered: Callable[[dict[Number, torch.Tensor], bool], None]) -> None:
+        self._group, self._loop, self._answered = group, loop, answered
+        self.others_backwards = 0
         group.meetings.answer(AVERAGED, lambda detail, present: self._answer(present))
+
+    @property
+    def backwards(self) -> int:
+        """How many have formed this rank's state."""
+        return self._loop.backwards + self.others_backwards
 
     def means(self, trained: Mapping[Number, float], present: Sequence[int]) -> dict[Number, torch.Tensor]:
         """The means of all parameters that a rank has trained, in no less than single precision.
@@ -50,13 +60,13 @@ class Averaging:
         parameters = self._loop.once_owned()
         mine: Kinds = {number: (tuple(p.shape), p.dtype) for number in sorted(trained) if (p := parameters.get(number)) is not None}
         everybodys = len(present) == self._group.world.size and self._same(mine)
-        kinds = mine if everybodys else self._union(mine, present)
+        kinds = mine if everybodys else self._union(mine, present)[0]
         return self._means(kinds, {number: max(weight, LEAST) for number, weight in trained.items()})
 
     def _answer(self, present: Sequence[int]) -> None:
-        if kinds := self._union(None, present):
-            self._means(kinds, {})
-            self._missed()
+        kinds, backwards = self._union(None, present)
+        if kinds:
+            self._answered(self._means(kinds, {}), self.backwards >= backwards)
 
     def _same(self, mine: Kinds) -> bool:
         """Whether all ranks have trained the same parameters; sums of halves of a checksum and of their squares are exact."""
@@ -65,10 +75,11 @@ class Averaging:
         sums = [int(each) for each in all_reduced([told], self._group)[0].tolist()]
         return all(total**2 == squares * self._group.world.size for total, squares in zip(sums[:2], sums[2:], strict=True))
 
-    def _union(self, mine: Kinds | None, present: Sequence[int]) -> Kinds:
-        """What any rank that is present has trained, in the same order on all ranks."""
-        told = self._group.share(AVERAGED, mine, present).values()
-        return dict(sorted({number: kind for kinds in told if kinds for number, kind in kinds.items()}.items()))
+    def _union(self, mine: Kinds | None, present: Sequence[int]) -> tuple[Kinds, int]:
+        """What any rank that is present has trained, in the same order on all ranks, and the most backwards that one has run."""
+        told = self._group.share(AVERAGED, (mine or {}, self.backwards), present).values()
+        kinds = {number: kind for each, _ in told for number, kind in each.items()}
+        return dict(sorted(kinds.items())), max(backwards for _, backwards in told)
 
     def _means(self, kinds: Kinds, weights: Mapping[Number, float]) -> dict[Number, torch.Tensor]:
         if not kinds:

@@ -19,7 +19,7 @@ from torch import nn
 
 from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
-from parwrap.loop import Loop
+from parwrap.loop import Loop, parameters_of
 from parwrap.options import Options
 from parwrap.sites import location
 from parwrap.strategies.bypasses import Bypasses
@@ -30,6 +30,7 @@ from parwrap.strategies.in_step import InStep
 from parwrap.strategies.local_steps import LocalSteps
 from parwrap.strategies.strategy import Strategy
 from parwrap.verbs.backward import Backward
+from parwrap.verbs.skipping import stepping
 
 __all__ = ["LocalSGD"]
 
@@ -116,15 +117,18 @@ class LocalSGD(Strategy):
                 f"{type(optimizer).__name__}.step() at {location()} runs inside of a backward, as from register_post_accumulate_grad_hook: "
                 "ranks average after steps, and weights must not change under a backward. Call step() after loss.backward()."
             )
-        if not self._warming and (number := self._number(optimizer)) is not None:
+        number = self._number(optimizer)
+        if not self._warming and not _is_part(optimizer):
             self._steps.begin(number, optimizer)
 
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped: the weights are averaged if it was the last of a few."""
-        number = self._number(optimizer)
-        if is_alone() or number is None:
+        if is_alone() or _is_part(optimizer):
             return
-        self._taken[number] = self._taken.get(number, 0) + 1
+        number = self._number(optimizer)
+        if number not in self._taken:  # it goes on from where another has come with the same parameters
+            self._taken[number] = max((self._taken.get(each, 0) for each in self._loop.sharing(optimizer)), default=0)
+        self._taken[number] += 1
         self._stepped = True
         if not self._warming:
             self._steps.count(number, fmean(self._weights) if self._weights else 1.0)
@@ -191,9 +195,13 @@ class LocalSGD(Strategy):
         factor = self._loop.loss_factor if weight else 0.0
         (call.scaled(factor) if call.averaged and factor != 1.0 else call).run()
 
-    def _number(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """By which all ranks know ``optimizer``."""
-        return next((number for number, each in self._loop.numbered_optimizers() if each is optimizer), None)
+    def _number(self, optimizer: torch.optim.Optimizer) -> int:
+        """By which all ranks know ``optimizer``; a copy of one is known from its first step on."""
+        for number, known in self._loop.numbered_optimizers():
+            if known is optimizer:
+                return number
+        self._loop.own_parameters(optimizer)
+        return self._number(optimizer)
 
     def _take_state(self, source: int) -> None:
         """Have ranks that have missed something go on from rank ``source``; the others keep what they have learned by themselves."""
@@ -204,6 +212,12 @@ class LocalSGD(Strategy):
         if takes and told[0] is not None:
             self._taken, self._warming, steps = told[0]
             self._steps.load(steps)
+
+
+def _is_part(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is a part of one that steps the same parameters, as inside of Lookahead, which is the one that counts."""
+    around = [each for each in stepping() if each is not optimizer]
+    return any({id(p) for p in parameters_of(optimizer)} <= {id(p) for p in parameters_of(each)} for each in around)
 
 
 def _divide(leaves: list[torch.Tensor], weight: float) -> None:

@@ -54,7 +54,7 @@ class LocalSteps:
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         self._group, self._loop, self._options = group, loop, options
-        self._averaging, self._outer = Averaging(group, loop, missed=group.meetings.miss), Outer()
+        self._averaging, self._outer = Averaging(group, loop, self._answered), Outer()
         self._own: dict[int, _Own] = {}
         self._sizes: dict[int, int] = {}
         group.meetings.answer(COMPARED, lambda detail, present: self._compare({}, present))
@@ -63,11 +63,16 @@ class LocalSteps:
         """``optimizer`` is about to step; if the ranks hold the same weights, they do no more after this."""
         if number in self._own and self._own[number].steps:
             return
+        pending = {other for other, own in self._own.items() if own.steps}
+        if pending and (pending := pending & self._loop.sharing(optimizer)):
+            self._average(sorted(pending))  # those of an optimizer built before, of the same parameters
         parameters = {(number, place): p for place, p in enumerate(parameters_of(optimizer))}
         if self._sizes.get(number) != len(parameters):
             self._sizes[number] = len(parameters)
             told = {which: described(p) for which, p in parameters.items() if p.requires_grad}
             self._compare(told, self._group.meet(COMPARED))
+            others = self._loop.sharing(optimizer) - {number}  # whose momenta are not those of what begins now
+            self._outer.keep([which for which in self._loop.once_owned() if which[0] not in others])
         trained = {which: p for which, p in parameters.items() if p.requires_grad}
         self._own[number] = _Own(trained=set(trained))
         if self._options().outer:
@@ -97,13 +102,21 @@ class LocalSteps:
 
     def state(self) -> Any:
         """What another rank goes on from."""
-        return self._own, self._sizes, self._outer.state()
+        return self._own, self._sizes, self._outer.state(), self._averaging.backwards
 
     def load(self, state: Any) -> None:
         """Go on from the :meth:`state` of another rank, whose own steps count only there."""
-        own, self._sizes, outer = state
+        own, self._sizes, outer, backwards = state
+        self._averaging.others_backwards = backwards - self._loop.backwards
         self._own = {number: _Own(each.steps, 0.0, each.trained) for number, each in own.items()}
         self._outer.load(outer, self._group.device)
+
+    def _answered(self, means: Mapping[Number, torch.Tensor], kept_up: bool) -> None:
+        """Others have averaged without this rank: it has missed steps, unless it just left out its own, as those of an overflow."""
+        if kept_up and not any(number in self._own and self._own[number].steps for number, _ in means):
+            self._take(means)
+        else:
+            self._group.meetings.miss()
 
     def _average(self, numbers: Iterable[int]) -> None:
         present = self._group.meet(AVERAGED)

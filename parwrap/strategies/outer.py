@@ -6,7 +6,7 @@ function: an optimizer of its own would be one of the user's to whoever watches 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,11 @@ class Outer:
         """All ranks hold the same ``parameters`` now, and go on by themselves."""
         for number, p in parameters.items():
             self._before[number] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+
+    def keep(self, numbers: Collection[Number]) -> None:
+        """Forget all parameters but ``numbers``."""
+        self._before = {number: p for number, p in self._before.items() if number in numbers}
+        self._momenta = {number: momentum for number, momentum in self._momenta.items() if number in numbers}
 
     def step(self, means: Mapping[Number, torch.Tensor], lr: float, momentum: float) -> dict[Number, torch.Tensor]:
         """The new weights, where the ranks' means are ``means``.

@@ -21,7 +21,7 @@ from parwrap.errors import UsageError
 from parwrap.loop import parameters_of
 from parwrap.sites import location
 
-__all__ = ["handed_on", "has_inner", "is_image", "patches", "steps_running"]
+__all__ = ["handed_on", "has_inner", "is_image", "patches", "stepping", "steps_running"]
 
 MARK = "_parwrap_image"
 
@@ -143,9 +143,19 @@ def steps_running() -> int:
     >>> steps_running()
     0
     """
-    running, frame = 0, sys._getframe(1)
+    return len(stepping())
+
+
+def stepping() -> list[Optimizer]:
+    """The optimizers whose steps run where this is called, each a part of the step of the next.
+
+    >>> stepping()
+    []
+    """
+    running, frame = [], sys._getframe(1)
     while frame is not None:
-        running += frame.f_code is STEP
+        if frame.f_code is STEP:
+            running.append(frame.f_locals["self"])
         frame = frame.f_back  # type: ignore[assignment]
     return running
 

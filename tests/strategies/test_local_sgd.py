@@ -1,5 +1,8 @@
 """Local SGD against DDP, and against ranks that are played one after the other in a single process."""
 
+import copy
+import gc
+import pickle
 import re
 import subprocess
 import sys
@@ -157,6 +160,22 @@ def test_ranks_count_by_their_samples(options):
     torch.testing.assert_close(local(every=1, **options)(over_a_loader)(), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("options", [{"uneven": "join"}, {"batch": "global"}], ids=str)
+@pytest.mark.ranks(2)
+def test_with_momentum_an_average_after_every_step_is_ddp_where_ranks_have_equally_many_samples(options):
+    def over_a_loader():
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for _ in range(2):
+            for x, y in DataLoader(TensorDataset(*(torch.cat(each) for each in zip(batch(0, 0), batch(1, 0), strict=True))), batch_size=2):
+                train_step(model, optimizer, x, y)
+        return flat(model)
+
+    expected = parwrap.distributed(**options)(over_a_loader)()
+
+    torch.testing.assert_close(local(every=1, **options)(over_a_loader)(), expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.ranks(2)
 def test_the_warm_up_is_ddp_bit_for_bit_and_then_ranks_go_on_by_themselves():
     synchronous, seen = [], []
@@ -185,6 +204,73 @@ def test_optimizers_are_counted_by_themselves_and_average_their_own_parameters()
     expected = {0: [(1, 0), (3, 1), (4, 1), (6, 3), (7, 3), (9, 4)], 1: [(2, 0), (3, 2), (5, 2), (6, 3), (8, 3), (9, 5)]}
     assert expected[parwrap.rank()] == history
     assert (-9.0, -4.5) == (one.item(), two.item())
+
+
+def train_anew(parts, each=lambda model: None):
+    """An optimizer built anew for each of ``parts``: how many steps it takes."""
+    model, step = build(), 0
+    for steps in parts:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            train_step(model, optimizer, *batch(step, parwrap.rank()))
+            each(model)
+            step += 1
+    return model
+
+
+@pytest.mark.parametrize("outer", [None, "nesterov"])
+@pytest.mark.ranks(2)
+def test_an_optimizer_built_anew_first_averages_what_another_has_trained(outer):
+    """Its first step, that is, whose gradients are from before."""
+    combine = DiLoCo(momentum=0.0) if outer else mean
+    replicas, old, step = [build() for _ in range(2)], flat(build()), 0
+    for steps in (parts := [3, 10, 2]):
+        for taken in range(steps):
+            losses = [nn.functional.mse_loss(model(x), y) for rank, model in enumerate(replicas) for x, y in [batch(step, rank)]]
+            gradients = [
+                nn.utils.parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
+                for loss, model in zip(losses, replicas, strict=True)
+            ]
+            if taken == 0:
+                old = combine([flat(model) for model in replicas], old)
+            for model, gradient in zip(replicas, gradients, strict=True):
+                begun = old if taken == 0 else flat(model)
+                nn.utils.vector_to_parameters(begun - 0.1 * gradient, model.parameters())
+            if taken == 7:
+                old = combine([flat(model) for model in replicas], old)
+                for model in replicas:
+                    nn.utils.vector_to_parameters(old.clone(), model.parameters())
+            step += 1
+    expected = combine([flat(model) for model in replicas], old)
+
+    options = {"outer": outer, "outer_momentum": 0.0} if outer else {}
+    with warnings.catch_warnings(action="error"):
+        actual = flat(local(every=8, **options)(train_anew)(parts))
+
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.ranks(2)
+def test_optimizers_of_which_one_has_a_part_of_the_others_parameters_average_before_they_take_turns():
+    with warnings.catch_warnings(action="error"), local(every=4):
+        model = build()
+        optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)]
+        seen = []
+        for step in range(4):
+            before = flat(model)
+            train_step(model, optimizers[step % 2], *batch(step, parwrap.rank()))
+            seen.append(same_on_all_ranks(before))
+
+    assert [True, False, False, False] == seen
+    assert same_on_all_ranks(flat(model))
+
+
+@pytest.mark.ranks(2)
+def test_the_warm_up_goes_on_with_an_optimizer_built_anew():
+    same = []
+    local(every=8, warmup=6)(train_anew)([5, 5], each=lambda model: same.append(same_on_all_ranks(flat(model))))
+
+    assert [True] * 6 + [False] * 4 == same
 
 
 @pytest.mark.ranks(2)
@@ -360,6 +446,48 @@ def test_of_fp16_only_steps_that_were_taken_count():
     assert [[1.0, 3.0, 4.0, 6.0], [2.0, 2.0, 3.0, 5.0, 6.0]] == parwrap.gather(history)
 
 
+@pytest.mark.ranks(2)
+def test_a_rank_whose_gradients_overflow_has_missed_nothing_where_ranks_evaluate():
+    """The 3rd of 5 batches overflows on rank 1, which averages with the 5th, so that rank 0 alone has a step of its own there."""
+    with warnings.catch_warnings(action="error"), local(every=4):
+        model = build()
+        optimizer = adam(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for step in range(15):
+            x, y = batch(step, parwrap.rank())
+            if (step, parwrap.rank()) == (2, 1):
+                x = x * float("inf")
+            optimizer.zero_grad()
+            scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if step % 5 == 4:
+                model.eval()
+                assert same_on_all_ranks(flat(model))
+                model.train()
+
+    assert [15, 14] == parwrap.gather(int(optimizer.state[model[0].weight]["step"]))
+
+
+@pytest.mark.parametrize("how", ["copied", "pickled"])
+@pytest.mark.ranks(2)
+def test_the_steps_of_a_copied_optimizer_count(how):
+    with local(every=2):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train_step(model, optimizer, *batch(0, parwrap.rank()))
+        model.eval()
+        model, optimizer = copy.deepcopy((model, optimizer)) if how == "copied" else pickle.loads(pickle.dumps((model, optimizer)))
+        same = []
+        for step in range(1, 5):
+            train_step(model, optimizer, *batch(step, parwrap.rank()))
+            same.append(same_on_all_ranks(flat(model)))
+
+    assert [False, True, False, True] == same
+    expected = in_one_process(2, 2, optimizer_of=lambda parameters: torch.optim.SGD(parameters, lr=0.1), parts=[(1,), (4,)])
+    torch.testing.assert_close(flat(model), expected, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("steps", [2, "auto"])
 @pytest.mark.ranks(2)
 def test_a_window_of_accumulated_batches_is_one_step(steps):
@@ -453,6 +581,72 @@ def test_an_optimizer_around_another_class_of_step_counts_once():
         (weight * parwrap.rank()).sum().backward()
         optimizer.step()
         assert -parwrap.rank() == weight.item()
+
+
+class Around(torch.optim.Optimizer):
+    """As Lookahead is around another optimizer, and no more than that."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups = base, base.param_groups
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+@pytest.mark.ranks(2)
+def test_a_step_around_that_of_another_optimizer_counts_once():
+    def around(parameters):
+        return Around(adam(parameters))
+
+    with warnings.catch_warnings(action="error"):
+        actual = flat(local(every=3, outer="nesterov")(train)(7, around))
+
+    torch.testing.assert_close(actual, in_one_process(2, 3, DiLoCo()), atol=1e-6, rtol=0)
+
+
+@pytest.mark.ranks(2)
+def test_steps_inside_of_another_that_has_none_of_their_parameters_count():
+    class Both(torch.optim.Optimizer):
+        def __init__(self, optimizers):
+            super().__init__([nn.Parameter(torch.zeros(1))], {})
+            self.optimizers = optimizers
+
+        def step(self, closure=None):
+            for each in self.optimizers:
+                each.step()
+
+    same = []
+    with local(every=2):
+        model = build()
+        both = Both([adam(model[0].parameters()), adam(model[2].parameters())])
+        for step in range(4):
+            model.zero_grad()
+            nn.functional.mse_loss(model(batch(step, parwrap.rank())[0]), torch.zeros(4, 1)).backward()
+            both.step()
+            same.append(same_on_all_ranks(flat(model)))
+
+    assert [False, True, False, True] == same
+
+
+@pytest.mark.ranks(2)
+def test_momenta_of_the_outer_optimizer_live_no_longer_than_the_optimizer_they_belong_to():
+    def alive():
+        gc.collect()
+        return sum(issubclass(type(each), torch.Tensor) and each.numel() == 12345 for each in gc.get_objects())
+
+    weight, counts = nn.Parameter(torch.ones(12345)), []
+    with local(every=2, outer="nesterov"):
+        for _ in range(4):
+            optimizer = torch.optim.SGD([weight], lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                weight.sum().backward()
+                optimizer.step()
+            counts.append(alive())
+
+    assert counts[0] > 1
+    assert 1 == len(set(counts))
 
 
 @pytest.mark.ranks(2)
