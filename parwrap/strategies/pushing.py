@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,9 +129,11 @@ class Pushing:
         """Take over the present values of all parameters that were not changed by hand."""
         for number, parts in self._parts.items():
             for part in parts:
-                if not self._changed(part):
-                    self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
-                    self._take(part)
+                kept = {place: part.known[place].clone() for place in self._changed(part)}
+                self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
+                for place, known in kept.items():  # a script that puts back what was there has changed nothing
+                    part.known[place].copy_(known)
+                self._take(part, without=kept)
 
     def taken_over(self) -> None:
         """Parameters have got values from another worker: those are no change by hand."""
@@ -311,12 +313,13 @@ class Pushing:
                 view.copy_(p.detach())
             self._send(part.server, Message(Kind.SET, number, content=pickle.dumps(changed), values=buffer))
 
-    def _take(self, part: _Part, unseen: bool = False) -> None:
-        """Have the parameters take the values that were pulled; ``unseen`` by a graph that has saved them."""
+    def _take(self, part: _Part, unseen: bool = False, without: Collection[int] = ()) -> None:
+        """Have the parameters take the values that were pulled, but those at some places; ``unseen`` by a graph that has saved them."""
         with torch.no_grad():
-            for p, known in zip(part.parameters, part.known, strict=True):
-                (p.data if unseen else p).copy_(known)
-                self._known[id(p)] = known
+            for place, (p, known) in enumerate(zip(part.parameters, part.known, strict=True)):
+                if place not in without:
+                    (p.data if unseen else p).copy_(known)
+                    self._known[id(p)] = known
 
     def _state(self, number: int) -> dict[int, dict[str, Any]]:
         state: dict[int, dict[str, Any]] = {}

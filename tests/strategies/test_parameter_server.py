@@ -240,6 +240,26 @@ def test_weights_that_are_changed_by_hand_are_the_servers_too():
 
 
 @pytest.mark.ranks(3)
+def test_what_is_changed_by_hand_discards_no_training_of_other_parameters():
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+
+    @parwrap.distributed(strategy="parameter_server")
+    def train_clamped():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for _ in range(1 + 9 * parwrap.rank()):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            model.bias.data.clamp_(-0.5, 0.5)
+
+    train_clamped()
+
+    assert [-11.0] * 3 == parwrap.gather(model.weight.item())
+
+
+@pytest.mark.ranks(3)
 def test_windows_of_accumulate_are_one_push_and_sync_bn_shares_among_workers():
     def train_with_norm(batch_size):
         torch.manual_seed(0)
