@@ -21,10 +21,10 @@ from parwrap.loop import Loop, parameters_of
 from parwrap.meetings import FIRST_BACKWARD
 from parwrap.sites import location
 from parwrap.strategies.agreement import checksum
+from parwrap.strategies.ending import ending, take_over
 from parwrap.strategies.held import Pushed
-from parwrap.strategies.server import Begun, take_over
+from parwrap.strategies.server import Begun
 from parwrap.strategies.split import Split
-from parwrap.strategies.state import tensors_by_name
 from parwrap.strategies.transfer import options_of, packed, set_state, state_of
 from parwrap.strategies.wire import Kind, Layout, Message, split_by_size
 
@@ -182,16 +182,13 @@ class Pushing:
         Args:
             result: of the function.
         """
-        if self._group.world.rank == 0:
-            self.pull()
-            alive = tensors_by_name(self._loop, {}).items()
-            tensors = {name: tensor.detach().cpu() for name, tensor in alive if tensor.layout == torch.strided}
-            self.give("end", (tensors, _pickled(result)), everywhere=True)
-        else:
-            take_over(self._loop, self.get("end")[0])
+        first = self._group.world.rank == 0
+        self.pull() if first else take_over(self._loop, self.get("end"))
         for number, optimizer in self._loop.numbered_optimizers():
             if number in self._parts:
                 set_state(optimizer, self._state(number))
+        if first:
+            self.give("end", ending(self._loop, result), everywhere=True)
         for server in self._split.servers:
             self._send(server, Message(Kind.END))
         self._ended = True
@@ -326,15 +323,3 @@ class Pushing:
         for part in self._parts[number]:
             state |= self._wire.ask(part.server, Message(Kind.STATE, number)).object
         return state
-
-
-def _pickled(result: Any) -> bytes | None:
-    """``None`` where that cannot be."""
-    try:
-        return pickle.dumps(result)
-    except Exception as error:
-        warnings.warn(
-            f"parwrap: what the function returns cannot be sent to the parameter servers, whose processes end with it: {error}.",
-            stacklevel=2,
-        )
-        return None

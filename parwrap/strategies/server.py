@@ -23,15 +23,15 @@ from parwrap.decorator import Left
 from parwrap.errors import RankMismatchError
 from parwrap.files.aside import FilesAside
 from parwrap.loop import Loop, parameters_of
+from parwrap.strategies.ending import take_over
 from parwrap.strategies.held import Held, Pushed
 from parwrap.strategies.pace import Pace
-from parwrap.strategies.state import tensors_by_name
 from parwrap.strategies.transfer import set_options, unpacked
 from parwrap.strategies.wire import Kind, Layout, Message, Wire, gone
 from parwrap.verbs.backward import Backward
 from parwrap.voices import Voices
 
-__all__ = ["Begun", "Served", "Server", "take_over"]
+__all__ = ["Begun", "Served", "Server"]
 
 
 class Served(Left):
@@ -99,7 +99,7 @@ class Server:
     def backward(self, call: Backward) -> NoReturn:
         """From here on, serve."""
         self.serve()
-        served, result = Served(), pickle.loads(self._put["end"])[1]
+        served, result = Served(), pickle.loads(self._put["end"]).result
         if result is not None:
             served.result, served.returns = pickle.loads(result), True
         raise served
@@ -130,7 +130,7 @@ class Server:
             self._handle(*self._told.get())
         if "end" in self._put and not self._served:
             self._served = True
-            take_over(self._loop, pickle.loads(self._put["end"])[0])
+            take_over(self._loop, pickle.loads(self._put["end"]), states=True)
 
     def failed(self, error: BaseException) -> None:
         """This server has failed: whoever asks it for something is told."""
@@ -257,15 +257,6 @@ class Server:
         self._tell_lost(self._lost)
         if self._place == 0:
             print(f"parwrap: {text} The others train on without it.", file=self._said, flush=True)
-
-
-def take_over(loop: Loop, tensors: dict[Any, torch.Tensor]) -> None:
-    """Have the tensors of those names that this process has take these values."""
-    mine = tensors_by_name(loop, {})
-    with torch.no_grad():
-        for name, value in tensors.items():
-            if name in mine and mine[name].shape == value.shape:
-                mine[name].data.copy_(value)
 
 
 def _line(error: BaseException) -> str:

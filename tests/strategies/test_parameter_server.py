@@ -248,15 +248,47 @@ def test_what_is_changed_by_hand_discards_no_training_of_other_parameters():
     @parwrap.distributed(strategy="parameter_server")
     def train_clamped():
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        for _ in range(1 + 9 * parwrap.rank()):
+        for step in range(1 + 9 * parwrap.rank()):
             optimizer.zero_grad()
             model(torch.ones(1, 1)).sum().backward()
             optimizer.step()
             model.bias.data.clamp_(-0.5, 0.5)
+            if step == 0:
+                parwrap.gather("the first step is taken")
 
     train_clamped()
 
     assert [-11.0] * 3 == parwrap.gather(model.weight.item())
+
+
+@pytest.mark.ranks(4)
+def test_optimizers_and_schedulers_from_before_or_returned_go_on_on_every_rank():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    before = adam(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(before, 1, 0.5)
+
+    @parwrap.distributed(strategy="parameter_server", servers=2, staleness=0, lr="linear")
+    def train_both():
+        other = nn.Linear(2, 1)
+        returned = adam(other.parameters())
+        for _ in range(3):
+            returned.zero_grad()
+            before.zero_grad()
+            (model(X) + other(X)).square().mean().backward()
+            returned.step()
+            before.step()
+            schedule.step()
+        return other, returned
+
+    other, returned = train_both()
+
+    assert [(0.01 / 8, 3, 0.01)] * 4 == parwrap.gather((before.param_groups[0]["lr"], schedule.last_epoch, returned.param_groups[0]["lr"]))
+    for optimizer in (before, returned):
+        states = parwrap.gather([(state["step"].item(), state["exp_avg"].tolist()) for state in optimizer.state_dict()["state"].values()])
+        assert 3 == states[0][0][0]
+        assert states == [states[0]] * 4
+    assert other.weight is returned.param_groups[0]["params"][0]
 
 
 @pytest.mark.ranks(3)
