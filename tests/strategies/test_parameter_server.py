@@ -430,6 +430,24 @@ def test_more_servers_than_ranks_leave_no_worker():
         parwrap.distributed(strategy="parameter_server", servers=2)(train)()
 
 
+def scaled_by_hand(train):
+    def train_scaled(enabled=True):
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return weight.item()
+
+    return train_scaled
+
+
+@pytest.mark.ranks(2)
+def test_a_scaler_that_is_off_is_none():
+    assert 0.5 == parwrap.distributed(strategy="parameter_server", staleness=0)(scaled_by_hand(train))(enabled=False)
+
+
 @pytest.mark.ranks(3)
 def test_features_without_a_meaning_are_refused_on_the_workers():
     def refused(feature, text, **options):
@@ -439,6 +457,8 @@ def test_features_without_a_meaning_are_refused_on_the_workers():
             return text in str(error)
 
     assert refused(parwrap.sync_bn, "sync_bn has no batch to share, since workers of a parameter server step each by itself")
+    assert refused(parwrap.amp(dtype="fp16"), "parwrap.amp in fp16 leaves out steps where gradients overflow", staleness=0)
+    assert refused(scaled_by_hand, "test_parameter_server.py:", staleness=0)
     assert refused(parwrap.accumulate(2), "do not go together with batch='global' or uneven='join'", staleness=0, batch="global")
 
 
