@@ -125,7 +125,8 @@ class ParameterServer(Strategy):
         if self.steps_together:
             raise UsageError(
                 f"{what} leaves out steps where gradients overflow, on one worker and not on the others, and with staleness=0 these would "
-                "wait for it or take later steps with its earlier ones: compute in bf16, which needs no loss scale, or give another staleness."
+                "wait for it or take later steps with its earlier ones: compute in bf16, which needs no loss scale, or give another "
+                "staleness."
             )
 
     def skips(self, optimizer: Optimizer) -> bool:

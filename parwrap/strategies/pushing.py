@@ -74,7 +74,7 @@ class Pushing:
         self._parts: dict[int, list[_Part]] = {}
         self._places: dict[int, tuple[tuple[int, int], int]] = {}
         self._known: dict[int, torch.Tensor] = {}
-        self._generation, self._ended, self._waiting = -1, False, False
+        self._generation, self._ended, self._waiting, self._steps = -1, False, (False, 0), 0
         group.meetings.phase = lambda: loop.generation
         group.meetings.answer(FIRST_BACKWARD, lambda detail, present: self._agree(None))
         group.meetings.waits = self._tell_waiting
@@ -114,12 +114,13 @@ class Pushing:
                 "gradients that are there: call backward() first, or choose another strategy."
             )
         options = options_of(optimizer, self._lr_factor())
+        self._steps += 1
         for part in self._parts[number]:
             self._push_changes(number, part)
             content = self._filled(part, options)
-            message = Message(Kind.PUSH, number, self._group.meetings.number, weight, content, part.gradients)
+            message = Message(Kind.PUSH, number, self._group.meetings.number, weight, content, part.gradients, self._steps)
             self._send(part.server, message)
-        self._group.meetings.fetching("a step of the parameter server", away=False)
+        self._group.meetings.fetching("a step of the parameter server", self._steps)
         for part in self._parts[number]:
             self._wire.answer_of(part.server, part.values)
             self._take(part)
@@ -208,11 +209,11 @@ class Pushing:
         self._places.clear()
         self._known.clear()
 
-    def _tell_waiting(self, waits: bool) -> None:
-        if not self._ended and waits != self._waiting:
-            self._waiting = waits
+    def _tell_waiting(self, waits: bool, step: int = 0) -> None:
+        if not self._ended and (waits, step) != self._waiting:
+            self._waiting = waits, step
             for server in self._split.servers:
-                self._send(server, Message(Kind.WAIT if waits else Kind.GO_ON, number=self._group.meetings.number))
+                self._send(server, Message(Kind.WAIT if waits else Kind.GO_ON, number=self._group.meetings.number, step=step))
 
     def _send(self, server: int, message: Message) -> None:
         try:

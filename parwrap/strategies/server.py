@@ -157,9 +157,9 @@ class Server:
         pace, answer = self._pace, self._answer
         if message.kind is Kind.PUSH:
             self._pushed[worker] = message, message.object if message.content else None
-            pace.push(worker, message.optimizer, message.number)
+            pace.push(worker, message.optimizer, message.number, message.step)
         elif message.kind is Kind.WAIT:
-            pace.wait(worker, message.number)
+            pace.wait(worker, message.number, message.step)
         elif message.kind is Kind.GO_ON:
             pace.go_on(worker)
         elif message.kind is Kind.SET:

@@ -1,5 +1,7 @@
 """Workers and parameter servers, against synchronous SGD of one process and by what each worker must see."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -259,6 +261,39 @@ def test_what_is_changed_by_hand_discards_no_training_of_other_parameters():
     train_clamped()
 
     assert [-11.0] * 3 == parwrap.gather(model.weight.item())
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_worker_that_waits_for_a_file_is_away_only_as_long_as_it_holds_up_who_writes_it(staleness, tmp_path, monkeypatch):
+    """Worker 0 is late with each file of the first steps; in the end it takes two more before the last."""
+    monkeypatch.setattr(parwrap.group, "POLLING", 0.03)  # so that a step can come before a worker has seen that the file is there
+
+    @parwrap.distributed(strategy="parameter_server", staleness=staleness)
+    def step_and_write():
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        values = []
+        for step in range(6 if parwrap.rank() == 0 else 4):
+            optimizer.zero_grad()
+            (weight * 10.0**-step * (1 + parwrap.rank())).sum().backward()
+            optimizer.step()
+            values.append(-weight.item())
+            if step < 3:
+                time.sleep(0.06 * (1 - parwrap.rank()))
+                (tmp_path / "log").write_text(str(step))
+                (tmp_path / "log").read_text()
+        (tmp_path / "end").write_text("")
+        (tmp_path / "end").read_text()
+        return weight, values
+
+    weight, values = step_and_write()
+
+    if staleness == 0:
+        averages = [1.5, 1.65, 1.665, 1.6665, 1.6666, 1.66661]
+        assert pytest.approx(averages[: 4 if parwrap.rank() == 1 else 6], abs=1e-6) == values
+    else:
+        assert 3.33311 == pytest.approx(-weight.item())
 
 
 @pytest.mark.ranks(4)
