@@ -74,6 +74,7 @@ class Pushing:
         self._parts: dict[int, list[_Part]] = {}
         self._places: dict[int, tuple[tuple[int, int], int]] = {}
         self._known: dict[int, torch.Tensor] = {}
+        self._dropped: set[int] = set()
         self._generation, self._ended, self._waiting, self._steps = -1, False, (False, 0), 0
         group.meetings.phase = lambda: loop.generation
         group.meetings.answer(FIRST_BACKWARD, lambda detail, present: self._agree(None))
@@ -128,13 +129,8 @@ class Pushing:
 
     def pull(self) -> None:
         """Take over the present values of all parameters that were not changed by hand."""
-        for number, parts in self._parts.items():
-            for part in parts:
-                kept = {place: part.known[place].clone() for place in self._changed(part)}
-                self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
-                for place, known in kept.items():  # a script that puts back what was there has changed nothing
-                    part.known[place].copy_(known)
-                self._take(part, without=kept)
+        for number in self._parts:
+            self._pull(number)
 
     def taken_over(self) -> None:
         """Parameters have got values from another worker: those are no change by hand."""
@@ -233,15 +229,20 @@ class Pushing:
         """Have the lowest rank that is in a backward tell the servers of optimizers; ``None`` on one that is elsewhere."""
         ranks = [rank for rank in range(self._group.world.size) if rank not in self._split.lost()]
         mine = None if new is None else {number: [checksum(p) for p in parameters_of(each)] for number, each in new.items()}
-        told = {rank: view for rank, view in self._group.share(FIRST_BACKWARD, mine, ranks).items() if view is not None}
-        source = min(told)
         own = dict(self._loop.numbered_optimizers())
+        views = self._group.share(FIRST_BACKWARD, (mine, set(own)), ranks)
+        told = {rank: view for rank, (view, _) in views.items() if view is not None}
+        source = min(told)
         for number in sorted(set().union(*told.values())):
             if number in own:
                 self._lay_out(number, own[number])
         if self._group.world.rank == source:
+            if self._dropped:
+                for server in self._split.servers:
+                    self._send(server, Message(Kind.DROP, content=pickle.dumps(self._dropped)))
             for number, optimizer in (new or {}).items():
                 self._tell(number, optimizer)
+        self._drop(self._parts.keys() - set().union(*(alive for _, alive in views.values())))
         self._group.share("parameter servers know", True, [source])
         different = len({pickle.dumps(view) for view in told.values()}) > 1
         if different and self._group.world.rank == source:
@@ -255,6 +256,16 @@ class Pushing:
                 self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
                 self._take(part, unseen=True)
             own[number].state.clear()
+
+    def _drop(self, numbers: set[int]) -> None:
+        """Let go of optimizers that no worker has any more; servers are told when all have taken over the last values."""
+        for number in numbers:
+            self._pull(number, unseen=True)
+            del self._parts[number]
+        self._dropped = numbers
+        left = {id(p) for parts in self._parts.values() for part in parts for p in part.parameters}
+        self._places = {key: place for key, place in self._places.items() if key in left}
+        self._known = {key: known for key, known in self._known.items() if key in left}
 
     def _lay_out(self, number: int, optimizer: Optimizer) -> None:
         parameters = parameters_of(optimizer)
@@ -318,6 +329,14 @@ class Pushing:
                 if place not in without:
                     (p.data if unseen else p).copy_(known)
                     self._known[id(p)] = known
+
+    def _pull(self, number: int, unseen: bool = False) -> None:
+        for part in self._parts[number]:
+            kept = {place: part.known[place].clone() for place in self._changed(part)}
+            self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
+            for place, known in kept.items():  # a script that puts back what was there has changed nothing
+                part.known[place].copy_(known)
+            self._take(part, unseen, without=kept)
 
     def _state(self, number: int) -> dict[int, dict[str, Any]]:
         state: dict[int, dict[str, Any]] = {}

@@ -173,6 +173,8 @@ class Server:
         elif message.kind is Kind.BEGIN:
             self._begin(message.optimizer, message.object, message.values)  # type: ignore[arg-type]
             answer(worker)
+        elif message.kind is Kind.DROP:
+            self._drop(message.object)
         elif message.kind is Kind.PUT:
             topic, self._put[topic] = message.object[0], message.object[1]
             for waiting in self._taking.pop(topic, ()):
@@ -215,6 +217,12 @@ class Server:
         self._held[number] = Held(optimizer, mine, [parameters[place] for place in mine])
         if before is not None:  # it has got more parameters
             self._held[number].load({**self._held[number].state(), **before.state()}, begun.options)
+
+    def _drop(self, numbers: set[int]) -> None:
+        """Let go of optimizers, and of the parameters that no other one has."""
+        self._held = {number: held for number, held in self._held.items() if number not in numbers}
+        left = {id(p) for held in self._held.values() for p in held.parameters}
+        self._parameters = {key: p for key, p in self._parameters.items() if id(p) in left}
 
     def _own(self, number: int, begun: Begun, parameters: list[nn.Parameter]) -> Optimizer:
         """The optimizer of this process with that number, which was built as the workers' was; its parameters get other values."""

@@ -42,8 +42,10 @@ class Kind(IntEnum):
     """An object for other workers, who ``TAKE`` it."""
     TAKE = 10
     END = 11
-    ANSWER = 12
-    FAILED = 13
+    DROP = 12
+    """Optimizers that no worker has any more."""
+    ANSWER = 13
+    FAILED = 14
     """The sender has failed, with that text."""
 
 

@@ -1,6 +1,8 @@
 """Workers and parameter servers, against synchronous SGD of one process and by what each worker must see."""
 
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.errors import RankMismatchError, UsageError
+from parwrap.strategies.server import Server
 
 X = torch.linspace(-1, 1, 32).view(16, 2)
 Y = X.sum(1, keepdim=True).sin()
@@ -294,6 +297,57 @@ def test_a_worker_that_waits_for_a_file_is_away_only_as_long_as_it_holds_up_who_
         assert pytest.approx(averages[: 4 if parwrap.rank() == 1 else 6], abs=1e-6) == values
     else:
         assert 3.33311 == pytest.approx(-weight.item())
+
+
+@pytest.mark.ranks(3)
+def test_models_of_earlier_folds_are_let_go_of_and_have_their_last_values(monkeypatch):
+    held = []
+    drop = Server._drop
+    monkeypatch.setattr(Server, "_drop", lambda self, numbers: (drop(self, numbers), held.append((len(self._held), len(self._parameters)))))
+
+    @parwrap.distributed(strategy="parameter_server")
+    def folds():
+        models, gone = [], []
+        for fold in range(4):
+            model = nn.Linear(1, 1)
+            model.load_state_dict({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)})
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            for _ in range(1 + 2 * parwrap.rank()):
+                optimizer.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+            models += [model] if fold < 2 else []
+            gone.append(weakref.ref(model.weight))
+            del optimizer, model
+            gc.collect()
+        return [model.weight.item() for model in models], [each() is None for each in gone]
+
+    weights, gone = folds()
+
+    told = parwrap.gather(held)
+    assert [[-4.0, -4.0], [False, False, True, False]] == [weights, gone]
+    assert [] == told[0] == told[1]
+    assert {(1, 2)} == set(told[2])
+
+
+@pytest.mark.ranks(3)
+def test_a_model_goes_on_with_another_optimizer_after_the_first_is_gone():
+    def goes_on():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        for kind in (torch.optim.Adam, torch.optim.SGD, torch.optim.Adam):
+            optimizer = kind(model.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(X).square().mean().backward()
+                optimizer.step()
+            del optimizer
+            gc.collect()
+        return model
+
+    together = parwrap.distributed(strategy="parameter_server", staleness=0)(goes_on)()
+
+    torch.testing.assert_close(flat(goes_on()), flat(together), atol=1e-6, rtol=0)
 
 
 @pytest.mark.ranks(4)
