@@ -121,6 +121,7 @@ class Group:
         try:
             while not ready():
                 self.meetings.fetching(purpose)
+                self.meetings.hold_up(owner)
                 if time.monotonic() > deadline:
                     raise self.meetings.in_vain(purpose, owner)
                 time.sleep(POLLING)

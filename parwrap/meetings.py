@@ -40,8 +40,8 @@ GRACE = 5.0
 Answer = Callable[[int, list[int]], bool | Callable[[], bool] | None]
 """Called with the meeting's detail and the ranks that hold it; what is true, or gives true afterwards, says that it has missed nothing."""
 
-_Hooks = tuple[Callable[[], int], Callable[[int], None], Callable[[], bool], Callable[[bool], None], Callable[[], Collection[int]]]
-_ALONE: _Hooks = (lambda: 0, lambda source: None, lambda: False, lambda waits: None, tuple)
+_Hooks = tuple[Callable[[], int], Callable[[int], None], Callable[[], bool], Callable[..., None], Callable[[], Collection[int]]]
+_ALONE: _Hooks = (lambda: 0, lambda source: None, lambda: False, lambda waits, step=0: None, tuple)
 
 
 class Meetings:
@@ -61,7 +61,8 @@ class Meetings:
         waits_for: the meeting that this rank waits for, if it does.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
         at_work: called when a rank has waited too long: whether the others get on without it, so that it shall wait on.
-        waits, lost: called with whether this rank begins or ends to wait for others; gives those that have died.
+        waits, lost: called with whether this rank begins or ends to wait for others, and with the step of another that is held up by
+            that; gives those that have died.
     """
 
     def __init__(self, mailbox: Mailbox, timeout: timedelta) -> None:
@@ -69,7 +70,7 @@ class Meetings:
         self._rank, self._ranks = mailbox.world.rank, range(mailbox.world.size)
         self.immediate = mailbox.immediate
         self.waits_for: Meeting | None = None
-        self.part, self._number, self._fetching, self.stale, self._warned = 0, 1, False, False, False
+        self.part, self._number, self._fetching, self.stale, self._warned, self._seen = 0, 1, False, False, False, 0
         self._answers, self._lasting = dict[str, Answer](), dict[str, Answer]()
         self._lanes: list[Lane] = []
         self.whereabouts = Whereabouts(mailbox, self._lanes)
@@ -199,13 +200,20 @@ class Meetings:
         finally:
             self._wait(False)
 
-    def fetching(self, purpose: str, away: bool = True) -> None:
-        """This rank waits for another's file, ``away`` from training: tell, unless it is in a meeting, or not in its main thread."""
+    def fetching(self, purpose: str, step: int = 0) -> None:
+        """This rank waits for another's file, or in that ``step``: tell, unless it is in a meeting, or not in its main thread."""
         inside = self._mailbox.written is not None and self._mailbox.written[0] == self._number
         if not self._fetching and not inside and threading.current_thread() is threading.main_thread():
             self._fetching = self._mailbox.waiting = True
-            self._mailbox.write(self._number, Meeting(purpose, location()), State.FETCHING)
-            self.waits(away)
+            self._mailbox.write(self._number, Meeting(purpose, location(), step), State.FETCHING)
+
+    def hold_up(self, rank: int) -> None:
+        """This rank still waits for a file of ``rank``: if that waits in a step, tell that it shall not wait for this one."""
+        entry = self._mailbox.read(rank, self._number) if self._fetching and threading.current_thread() is threading.main_thread() else None
+        step = entry.meeting.detail if entry and entry.state is State.FETCHING else 0
+        if step and step == self._seen:  # seen before this rank looked for the file again, which was there if it is from before the step
+            self.waits(True, step)
+        self._seen = step
 
     def fetched(self) -> None:
         """The waiting is over."""

@@ -106,8 +106,10 @@ class amp(ActingDecorator):
     @contextmanager
     def opened(self, module: str | None) -> Iterator[None]:
         precision = self._precision()
-        if precision.model and (known := distributed.parts()):
-            known.strategy.check_feature(f"amp(level={self._asked[1]!r})")
+        if known := distributed.parts():
+            for name, asked in ((f"amp(level={self._asked[1]!r})", precision.model), ("amp with a loss scale", precision.scales)):
+                if asked:
+                    known.strategy.check_feature(name)
         with ExitStack() as opened:
             opened.enter_context(named(precision.device, precision.dtype))
             actors: list[Any] = [HALVING[precision.model]()] if precision.model else []

@@ -40,7 +40,7 @@ class Held:
     """
 
     def __init__(self, optimizer: Optimizer, places: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
-        self._optimizer, self._places, self._parameters = optimizer, places, parameters
+        self._optimizer, self._places, self.parameters = optimizer, places, parameters
         self.layout = Layout(parameters)
         self._last: dict[int, Pushed] = {}
         set_state(optimizer, state_of(optimizer, places))
@@ -51,7 +51,7 @@ class Held:
     def values(self) -> torch.Tensor:
         """The parameters, in a new buffer."""
         buffer = torch.empty(self.layout.size, dtype=torch.uint8)
-        for view, p in zip(self.layout.views(buffer), self._parameters, strict=True):
+        for view, p in zip(self.layout.views(buffer), self.parameters, strict=True):
             view.copy_(p.detach())
         return buffer
 
@@ -59,7 +59,7 @@ class Held:
         """Take over values of the parameters at ``places`` in the layout."""
         views = self.layout.views(buffer)
         for place in places:
-            self._parameters[place].data.copy_(views[place])
+            self.parameters[place].data.copy_(views[place])
 
     def step(self, pushes: Sequence[tuple[int, Pushed | None, torch.Tensor | None, float]]) -> None:
         """Take one step with the average of what several workers have pushed.
@@ -81,7 +81,7 @@ class Held:
                 sums[place] = sums[place] + gradient if place in sums else gradient
         if not total:
             return
-        for place, p in enumerate(self._parameters):
+        for place, p in enumerate(self.parameters):
             p.grad = (sums[place] / total).to(p.device) if place in sums else None
         with torch.enable_grad(), unobserved():
             self._optimizer.step()

@@ -22,13 +22,17 @@ class _Worker:
     Attributes:
         steps: that it has asked for, by optimizer.
         asks: the optimizer whose step it waits for, and the number of its next meeting with other workers.
+        step: how many it has asked for, of all optimizers.
         waits_at: the number of the meeting at which it waits.
+        holds_up: the step of worker 0 that is held up where this one waits for a file of that; 0 if it does not.
         level: the optimizers in whose steps it was counted since it waited.
     """
 
     steps: Counter[int] = field(default_factory=Counter)
     asks: tuple[int, int] | None = None
+    step: int = 0
     waits_at: int | None = None
+    holds_up: int = 0
     level: set[int] = field(default_factory=set)
 
 
@@ -52,25 +56,25 @@ class Pace:
         self._staleness = staleness
         self._workers = {rank: _Worker() for rank in workers}
 
-    def push(self, rank: int, optimizer: int, number: int) -> None:
-        """A worker asks for a step of ``optimizer``; the ``number`` is that of its next meeting with others."""
+    def push(self, rank: int, optimizer: int, number: int, step: int = 0) -> None:
+        """A worker asks for a step of ``optimizer``, its ``step``-th; the ``number`` is that of its next meeting with others."""
         worker = self._workers[rank]
         if optimizer not in worker.level:
             worker.level.add(optimizer)
-            others = [each.steps[optimizer] for other, each in self._workers.items() if other != rank and not _is_away(each, number)]
+            others = [each.steps[optimizer] for other, each in self._workers.items() if other != rank and not self._is_away(each, number)]
             worker.steps[optimizer] = max(worker.steps[optimizer], min(others, default=0))
         worker.steps[optimizer] += 1
-        worker.waits_at, worker.asks = None, (optimizer, number)
+        worker.waits_at, worker.holds_up, worker.asks, worker.step = None, 0, (optimizer, number), step
 
-    def wait(self, rank: int, number: int) -> None:
-        """A worker waits for others, at the meeting of that number."""
+    def wait(self, rank: int, number: int, step: int = 0) -> None:
+        """A worker waits for others, at the meeting of that number; or for a file that worker 0 writes after that ``step``."""
         worker = self._workers[rank]
-        worker.waits_at = number
+        worker.waits_at, worker.holds_up = number, step
         worker.level.clear()
 
     def go_on(self, rank: int) -> None:
         """It does not wait any more."""
-        self._workers[rank].waits_at = None
+        self._workers[rank].waits_at, self._workers[rank].holds_up = None, 0
 
     def end(self, rank: int) -> None:
         """It takes no further step."""
@@ -93,7 +97,7 @@ class Pace:
     def _may(self, rank: int, optimizer: int, number: int) -> bool:
         if self._staleness is None:
             return True
-        others = [each.steps[optimizer] for each in self._workers.values() if not _is_away(each, number)]
+        others = [each.steps[optimizer] for each in self._workers.values() if not self._is_away(each, number)]
         return self._workers[rank].steps[optimizer] <= min(others) + self._staleness
 
     def _together(self, asking: dict[int, tuple[int, int]]) -> list[list[int]]:
@@ -101,20 +105,25 @@ class Pace:
         for optimizer in sorted({asked for asked, _ in asking.values()}):
             several = [rank for rank, (asked, _) in asking.items() if asked == optimizer]
             number = max(asking[rank][1] for rank in several)
-            if all(rank in several or _is_away(worker, number) for rank, worker in self._workers.items()):
+            if all(rank in several or self._is_away(worker, number) for rank, worker in self._workers.items()):
                 due.append(sorted(several))
         return due
 
     def _check(self, asking: dict[int, tuple[int, int]]) -> None:
         number = max(number for _, number in asking.values())
-        if all(rank in asking or _is_away(worker, number) for rank, worker in self._workers.items()):
+        if all(rank in asking or self._is_away(worker, number) for rank, worker in self._workers.items()):
             told = ", ".join(f"rank {rank} one of optimizer {optimizer}" for rank, (optimizer, _) in sorted(asking.items()))
             raise RankMismatchError(
                 f"the workers have come to steps of different optimizers, and each would wait for the others for ever: {told}. Have all "
                 "workers step in the same order, or leave staleness out."
             )
 
+    def _is_away(self, worker: _Worker, number: int) -> bool:
+        """Whether ``worker`` waits for those whose next meeting has that ``number``; it may have been there, and not yet told.
 
-def _is_away(worker: _Worker, number: int) -> bool:
-    """Whether ``worker`` waits for those whose next meeting has that ``number``; it may have been there, and not yet told."""
-    return worker.waits_at is not None and worker.waits_at >= number
+        One that waits for a file comes back at any time, unless worker 0 has to take this step before it writes that.
+        """
+        if worker.holds_up:
+            first = self._workers.get(0)
+            return first is not None and first.asks is not None and first.step == worker.holds_up
+        return worker.waits_at is not None and worker.waits_at >= number

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -85,6 +86,8 @@ class ParameterServer(Strategy):
                 "parwrap.sync_bn has no batch to share, since workers of a parameter server step each by itself: leave it out, or give "
                 "staleness=0, with which they step together."
             )
+        if name == "amp with a loss scale":
+            self._refuse_scaling("parwrap.amp in fp16")
         options = self._options()
         if name == "accumulate" and (options.batch == "global" or options.uneven == "join"):
             raise UsageError(
@@ -104,6 +107,11 @@ class ParameterServer(Strategy):
         call.run()
         self._loop.ran_backward()
 
+    def scale_by_hand(self, scaler: torch.amp.GradScaler) -> None:
+        """A loss is scaled, by the script's own scaler or by that of ``amp``."""
+        if scaler.is_enabled() and not is_alone():
+            self._refuse_scaling(f"a loss scale (GradScaler at {location()})")
+
     def refuse_closure(self) -> None:
         """A closure computes gradients inside of a step, which is taken elsewhere."""
         if is_alone():
@@ -112,6 +120,14 @@ class ParameterServer(Strategy):
             f"optimizer.step(closure) at {location()} cannot be taken by a parameter server: the closure computes gradients inside of the "
             "step, and the step is the server's. Call backward() and then step() without a closure, or choose another strategy."
         )
+
+    def _refuse_scaling(self, what: str) -> None:
+        if self.steps_together:
+            raise UsageError(
+                f"{what} leaves out steps where gradients overflow, on one worker and not on the others, and with staleness=0 these would "
+                "wait for it or take later steps with its earlier ones: compute in bf16, which needs no loss scale, or give another "
+                "staleness."
+            )
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Every step is left to the servers: they get the gradients, and this worker the new values."""

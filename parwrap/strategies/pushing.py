@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +21,10 @@ from parwrap.loop import Loop, parameters_of
 from parwrap.meetings import FIRST_BACKWARD
 from parwrap.sites import location
 from parwrap.strategies.agreement import checksum
+from parwrap.strategies.ending import ending, take_over
 from parwrap.strategies.held import Pushed
-from parwrap.strategies.server import Begun, take_over
+from parwrap.strategies.server import Begun
 from parwrap.strategies.split import Split
-from parwrap.strategies.state import tensors_by_name
 from parwrap.strategies.transfer import options_of, packed, set_state, state_of
 from parwrap.strategies.wire import Kind, Layout, Message, split_by_size
 
@@ -74,7 +74,8 @@ class Pushing:
         self._parts: dict[int, list[_Part]] = {}
         self._places: dict[int, tuple[tuple[int, int], int]] = {}
         self._known: dict[int, torch.Tensor] = {}
-        self._generation, self._ended, self._waiting = -1, False, False
+        self._dropped: set[int] = set()
+        self._generation, self._ended, self._waiting, self._steps = -1, False, (False, 0), 0
         group.meetings.phase = lambda: loop.generation
         group.meetings.answer(FIRST_BACKWARD, lambda detail, present: self._agree(None))
         group.meetings.waits = self._tell_waiting
@@ -114,12 +115,13 @@ class Pushing:
                 "gradients that are there: call backward() first, or choose another strategy."
             )
         options = options_of(optimizer, self._lr_factor())
+        self._steps += 1
         for part in self._parts[number]:
             self._push_changes(number, part)
             content = self._filled(part, options)
-            message = Message(Kind.PUSH, number, self._group.meetings.number, weight, content, part.gradients)
+            message = Message(Kind.PUSH, number, self._group.meetings.number, weight, content, part.gradients, self._steps)
             self._send(part.server, message)
-        self._group.meetings.fetching("a step of the parameter server", away=False)
+        self._group.meetings.fetching("a step of the parameter server", self._steps)
         for part in self._parts[number]:
             self._wire.answer_of(part.server, part.values)
             self._take(part)
@@ -127,11 +129,8 @@ class Pushing:
 
     def pull(self) -> None:
         """Take over the present values of all parameters that were not changed by hand."""
-        for number, parts in self._parts.items():
-            for part in parts:
-                if not self._changed(part):
-                    self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
-                    self._take(part)
+        for number in self._parts:
+            self._pull(number)
 
     def taken_over(self) -> None:
         """Parameters have got values from another worker: those are no change by hand."""
@@ -180,16 +179,13 @@ class Pushing:
         Args:
             result: of the function.
         """
-        if self._group.world.rank == 0:
-            self.pull()
-            alive = tensors_by_name(self._loop, {}).items()
-            tensors = {name: tensor.detach().cpu() for name, tensor in alive if tensor.layout == torch.strided}
-            self.give("end", (tensors, _pickled(result)), everywhere=True)
-        else:
-            take_over(self._loop, self.get("end")[0])
+        first = self._group.world.rank == 0
+        self.pull() if first else take_over(self._loop, self.get("end"))
         for number, optimizer in self._loop.numbered_optimizers():
             if number in self._parts:
                 set_state(optimizer, self._state(number))
+        if first:
+            self.give("end", ending(self._loop, result), everywhere=True)
         for server in self._split.servers:
             self._send(server, Message(Kind.END))
         self._ended = True
@@ -209,11 +205,11 @@ class Pushing:
         self._places.clear()
         self._known.clear()
 
-    def _tell_waiting(self, waits: bool) -> None:
-        if not self._ended and waits != self._waiting:
-            self._waiting = waits
+    def _tell_waiting(self, waits: bool, step: int = 0) -> None:
+        if not self._ended and (waits, step) != self._waiting:
+            self._waiting = waits, step
             for server in self._split.servers:
-                self._send(server, Message(Kind.WAIT if waits else Kind.GO_ON, number=self._group.meetings.number))
+                self._send(server, Message(Kind.WAIT if waits else Kind.GO_ON, number=self._group.meetings.number, step=step))
 
     def _send(self, server: int, message: Message) -> None:
         try:
@@ -233,15 +229,20 @@ class Pushing:
         """Have the lowest rank that is in a backward tell the servers of optimizers; ``None`` on one that is elsewhere."""
         ranks = [rank for rank in range(self._group.world.size) if rank not in self._split.lost()]
         mine = None if new is None else {number: [checksum(p) for p in parameters_of(each)] for number, each in new.items()}
-        told = {rank: view for rank, view in self._group.share(FIRST_BACKWARD, mine, ranks).items() if view is not None}
-        source = min(told)
         own = dict(self._loop.numbered_optimizers())
+        views = self._group.share(FIRST_BACKWARD, (mine, set(own)), ranks)
+        told = {rank: view for rank, (view, _) in views.items() if view is not None}
+        source = min(told)
         for number in sorted(set().union(*told.values())):
             if number in own:
                 self._lay_out(number, own[number])
         if self._group.world.rank == source:
+            if self._dropped:
+                for server in self._split.servers:
+                    self._send(server, Message(Kind.DROP, content=pickle.dumps(self._dropped)))
             for number, optimizer in (new or {}).items():
                 self._tell(number, optimizer)
+        self._drop(self._parts.keys() - set().union(*(alive for _, alive in views.values())))
         self._group.share("parameter servers know", True, [source])
         different = len({pickle.dumps(view) for view in told.values()}) > 1
         if different and self._group.world.rank == source:
@@ -255,6 +256,16 @@ class Pushing:
                 self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
                 self._take(part, unseen=True)
             own[number].state.clear()
+
+    def _drop(self, numbers: set[int]) -> None:
+        """Let go of optimizers that no worker has any more; servers are told when all have taken over the last values."""
+        for number in numbers:
+            self._pull(number, unseen=True)
+            del self._parts[number]
+        self._dropped = numbers
+        left = {id(p) for parts in self._parts.values() for part in parts for p in part.parameters}
+        self._places = {key: place for key, place in self._places.items() if key in left}
+        self._known = {key: known for key, known in self._known.items() if key in left}
 
     def _lay_out(self, number: int, optimizer: Optimizer) -> None:
         parameters = parameters_of(optimizer)
@@ -311,27 +322,24 @@ class Pushing:
                 view.copy_(p.detach())
             self._send(part.server, Message(Kind.SET, number, content=pickle.dumps(changed), values=buffer))
 
-    def _take(self, part: _Part, unseen: bool = False) -> None:
-        """Have the parameters take the values that were pulled; ``unseen`` by a graph that has saved them."""
+    def _take(self, part: _Part, unseen: bool = False, without: Collection[int] = ()) -> None:
+        """Have the parameters take the values that were pulled, but those at some places; ``unseen`` by a graph that has saved them."""
         with torch.no_grad():
-            for p, known in zip(part.parameters, part.known, strict=True):
-                (p.data if unseen else p).copy_(known)
-                self._known[id(p)] = known
+            for place, (p, known) in enumerate(zip(part.parameters, part.known, strict=True)):
+                if place not in without:
+                    (p.data if unseen else p).copy_(known)
+                    self._known[id(p)] = known
+
+    def _pull(self, number: int, unseen: bool = False) -> None:
+        for part in self._parts[number]:
+            kept = {place: part.known[place].clone() for place in self._changed(part)}
+            self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
+            for place, known in kept.items():  # a script that puts back what was there has changed nothing
+                part.known[place].copy_(known)
+            self._take(part, unseen, without=kept)
 
     def _state(self, number: int) -> dict[int, dict[str, Any]]:
         state: dict[int, dict[str, Any]] = {}
         for part in self._parts[number]:
             state |= self._wire.ask(part.server, Message(Kind.STATE, number)).object
         return state
-
-
-def _pickled(result: Any) -> bytes | None:
-    """``None`` where that cannot be."""
-    try:
-        return pickle.dumps(result)
-    except Exception as error:
-        warnings.warn(
-            f"parwrap: what the function returns cannot be sent to the parameter servers, whose processes end with it: {error}.",
-            stacklevel=2,
-        )
-        return None

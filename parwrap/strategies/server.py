@@ -23,15 +23,15 @@ from parwrap.decorator import Left
 from parwrap.errors import RankMismatchError
 from parwrap.files.aside import FilesAside
 from parwrap.loop import Loop, parameters_of
+from parwrap.strategies.ending import take_over
 from parwrap.strategies.held import Held, Pushed
 from parwrap.strategies.pace import Pace
-from parwrap.strategies.state import tensors_by_name
 from parwrap.strategies.transfer import set_options, unpacked
 from parwrap.strategies.wire import Kind, Layout, Message, Wire, gone
 from parwrap.verbs.backward import Backward
 from parwrap.voices import Voices
 
-__all__ = ["Begun", "Served", "Server", "take_over"]
+__all__ = ["Begun", "Served", "Server"]
 
 
 class Served(Left):
@@ -99,7 +99,7 @@ class Server:
     def backward(self, call: Backward) -> NoReturn:
         """From here on, serve."""
         self.serve()
-        served, result = Served(), pickle.loads(self._put["end"])[1]
+        served, result = Served(), pickle.loads(self._put["end"]).result
         if result is not None:
             served.result, served.returns = pickle.loads(result), True
         raise served
@@ -130,7 +130,7 @@ class Server:
             self._handle(*self._told.get())
         if "end" in self._put and not self._served:
             self._served = True
-            take_over(self._loop, pickle.loads(self._put["end"])[0])
+            take_over(self._loop, pickle.loads(self._put["end"]), states=True)
 
     def failed(self, error: BaseException) -> None:
         """This server has failed: whoever asks it for something is told."""
@@ -157,9 +157,9 @@ class Server:
         pace, answer = self._pace, self._answer
         if message.kind is Kind.PUSH:
             self._pushed[worker] = message, message.object if message.content else None
-            pace.push(worker, message.optimizer, message.number)
+            pace.push(worker, message.optimizer, message.number, message.step)
         elif message.kind is Kind.WAIT:
-            pace.wait(worker, message.number)
+            pace.wait(worker, message.number, message.step)
         elif message.kind is Kind.GO_ON:
             pace.go_on(worker)
         elif message.kind is Kind.SET:
@@ -173,6 +173,8 @@ class Server:
         elif message.kind is Kind.BEGIN:
             self._begin(message.optimizer, message.object, message.values)  # type: ignore[arg-type]
             answer(worker)
+        elif message.kind is Kind.DROP:
+            self._drop(message.object)
         elif message.kind is Kind.PUT:
             topic, self._put[topic] = message.object[0], message.object[1]
             for waiting in self._taking.pop(topic, ()):
@@ -216,6 +218,12 @@ class Server:
         if before is not None:  # it has got more parameters
             self._held[number].load({**self._held[number].state(), **before.state()}, begun.options)
 
+    def _drop(self, numbers: set[int]) -> None:
+        """Let go of optimizers, and of the parameters that no other one has."""
+        self._held = {number: held for number, held in self._held.items() if number not in numbers}
+        left = {id(p) for held in self._held.values() for p in held.parameters}
+        self._parameters = {key: p for key, p in self._parameters.items() if id(p) in left}
+
     def _own(self, number: int, begun: Begun, parameters: list[nn.Parameter]) -> Optimizer:
         """The optimizer of this process with that number, which was built as the workers' was; its parameters get other values."""
         optimizer = dict(self._loop.numbered_optimizers()).get(number)
@@ -257,15 +265,6 @@ class Server:
         self._tell_lost(self._lost)
         if self._place == 0:
             print(f"parwrap: {text} The others train on without it.", file=self._said, flush=True)
-
-
-def take_over(loop: Loop, tensors: dict[Any, torch.Tensor]) -> None:
-    """Have the tensors of those names that this process has take these values."""
-    mine = tensors_by_name(loop, {})
-    with torch.no_grad():
-        for name, value in tensors.items():
-            if name in mine and mine[name].shape == value.shape:
-                mine[name].data.copy_(value)
 
 
 def _line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from parwrap.group import Group
 from parwrap.loop import Loop
 from parwrap.strategies.reducer import Reducer
 
-__all__ = ["alive", "take_state", "tensors_by_name"]
+__all__ = ["alive", "optimizers_and_schedulers", "take_state", "tensors_by_name"]
 
 
 @torch.inference_mode(False)
@@ -37,7 +37,7 @@ def take_state(group: Group, loop: Loop, averaged: Mapping[tuple[int, int], torc
     """
     sends = group.world.rank == source
     tensors = tensors_by_name(loop, averaged)
-    objects = _optimizers_and_schedulers(loop)
+    objects = optimizers_and_schedulers(loop)
     names: dict[int, list[Any]] = {}
     for name, named in tensors.items():
         names.setdefault(id(named), []).append(name)
@@ -104,8 +104,8 @@ def tensors_by_name(loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor]
     return tensors | {("averaged", number): p for number, p in averaged.items()}
 
 
-def _optimizers_and_schedulers(loop: Loop) -> dict[Any, Any]:
-    """By the number of the optimizer, and of the scheduler among those of its optimizer, in the order of age."""
+def optimizers_and_schedulers(loop: Loop) -> dict[Any, Any]:
+    """Those that are alive, by the number of the optimizer, and of the scheduler among those of its optimizer, in the order of age."""
     found: dict[Any, Any] = {}
     schedulers = alive(LRScheduler)
     for number, optimizer in loop.numbered_optimizers():

@@ -36,14 +36,16 @@ class Kind(IntEnum):
     LOAD = 6
     """The same, to go on from."""
     WAIT = 7
-    """The worker waits for others, at the meeting of that number."""
+    """The worker waits for others, at the meeting of that number; or for a file of worker 0, who is held up in that step."""
     GO_ON = 8
     PUT = 9
     """An object for other workers, who ``TAKE`` it."""
     TAKE = 10
     END = 11
-    ANSWER = 12
-    FAILED = 13
+    DROP = 12
+    """Optimizers that no worker has any more."""
+    ANSWER = 13
+    FAILED = 14
     """The sender has failed, with that text."""
 
 
@@ -57,6 +59,7 @@ class Message(NamedTuple):
         weight: how much the gradients count in an average.
         content: an object, pickled; empty for none.
         values: a buffer, or ``None``.
+        step: how many the worker has asked for; with ``WAIT``, worker 0.
     """
 
     kind: Kind
@@ -65,6 +68,7 @@ class Message(NamedTuple):
     weight: float = 1.0
     content: bytes = b""
     values: torch.Tensor | None = None
+    step: int = 0
 
     @property
     def object(self) -> Any:
@@ -86,7 +90,7 @@ class Wire:
     def send(self, rank: int, message: Message, waits: bool = True) -> None:
         """Send ``message`` to ``rank``; ``waits`` until it is on its way, since its values may change then."""
         size = 0 if message.values is None else message.values.numel()
-        head = [message.kind, message.optimizer, message.number, message.weight, len(message.content), size]
+        head = [message.kind, message.optimizer, message.number, message.weight, len(message.content), size, message.step]
         works = [self._send(rank, torch.tensor(head, dtype=torch.float64))]
         if message.content:
             works.append(self._send(rank, torch.frombuffer(bytearray(message.content), dtype=torch.uint8)))
@@ -100,9 +104,9 @@ class Wire:
 
     def receive(self, rank: int, into: torch.Tensor | None = None) -> Message:
         """The next message of ``rank``, with its values in the buffer ``into``, or in a new one."""
-        head = torch.empty(6, dtype=torch.float64)
+        head = torch.empty(7, dtype=torch.float64)
         self._receive(rank, head)
-        kind, optimizer, number, weight, content, size = head.tolist()
+        kind, optimizer, number, weight, content, size, step = head.tolist()
         pickled = torch.empty(int(content), dtype=torch.uint8)
         if content:
             self._receive(rank, pickled)
@@ -110,7 +114,7 @@ class Wire:
         if size:
             values = torch.empty(int(size), dtype=torch.uint8) if into is None else into
             self._receive(rank, values)
-        return Message(Kind(int(kind)), int(optimizer), int(number), weight, pickled.numpy().tobytes(), values)
+        return Message(Kind(int(kind)), int(optimizer), int(number), weight, pickled.numpy().tobytes(), values, int(step))
 
     def answer_of(self, server: int, into: torch.Tensor | None = None) -> Message:
         """What ``server`` answers.

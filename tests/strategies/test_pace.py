@@ -81,3 +81,21 @@ def test_steps_of_different_optimizers_at_the_same_time_are_an_error():
 
     with pytest.raises(RankMismatchError, match="would wait for the others for ever: rank 0 one of optimizer 0, rank 1 one of optimizer 1"):
         pace.released()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_who_waits_for_a_file_is_not_waited_for_in_the_step_alone_that_comes_before_it_is_written(staleness):
+    pace = Pace([0, 1], staleness)
+    if staleness:
+        pace.push(0, 0, number=3, step=1)
+        assert [[0]] == pace.released()
+    pace.push(0, 0, number=3, step=2)
+    pace.wait(1, number=3, step=1)  # which was of an earlier step
+    assert [] == pace.released()
+    pace.wait(1, number=3, step=2)
+    assert [[0]] == pace.released()
+    pace.push(0, 0, number=3, step=3)
+    assert [] == pace.released()
+    pace.push(1, 0, number=3, step=1)
+
+    assert [[0, 1]] == pace.released() if staleness == 0 else [[0], [1]] == sorted(pace.released())

@@ -1,5 +1,9 @@
 """Workers and parameter servers, against synchronous SGD of one process and by what each worker must see."""
 
+import gc
+import time
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.errors import RankMismatchError, UsageError
+from parwrap.strategies.server import Server
 
 X = torch.linspace(-1, 1, 32).view(16, 2)
 Y = X.sum(1, keepdim=True).sin()
@@ -240,6 +245,142 @@ def test_weights_that_are_changed_by_hand_are_the_servers_too():
 
 
 @pytest.mark.ranks(3)
+def test_what_is_changed_by_hand_discards_no_training_of_other_parameters():
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+
+    @parwrap.distributed(strategy="parameter_server")
+    def train_clamped():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for step in range(1 + 9 * parwrap.rank()):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            model.bias.data.clamp_(-0.5, 0.5)
+            if step == 0:
+                parwrap.gather("the first step is taken")
+
+    train_clamped()
+
+    assert [-11.0] * 3 == parwrap.gather(model.weight.item())
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_worker_that_waits_for_a_file_is_away_only_as_long_as_it_holds_up_who_writes_it(staleness, tmp_path, monkeypatch):
+    """Worker 0 is late with each file of the first steps; in the end it takes two more before the last."""
+    monkeypatch.setattr(parwrap.group, "POLLING", 0.03)  # so that a step can come before a worker has seen that the file is there
+
+    @parwrap.distributed(strategy="parameter_server", staleness=staleness)
+    def step_and_write():
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        values = []
+        for step in range(6 if parwrap.rank() == 0 else 4):
+            optimizer.zero_grad()
+            (weight * 10.0**-step * (1 + parwrap.rank())).sum().backward()
+            optimizer.step()
+            values.append(-weight.item())
+            if step < 3:
+                time.sleep(0.06 * (1 - parwrap.rank()))
+                (tmp_path / "log").write_text(str(step))
+                (tmp_path / "log").read_text()
+        (tmp_path / "end").write_text("")
+        (tmp_path / "end").read_text()
+        return weight, values
+
+    weight, values = step_and_write()
+
+    if staleness == 0:
+        averages = [1.5, 1.65, 1.665, 1.6665, 1.6666, 1.66661]
+        assert pytest.approx(averages[: 4 if parwrap.rank() == 1 else 6], abs=1e-6) == values
+    else:
+        assert 3.33311 == pytest.approx(-weight.item())
+
+
+@pytest.mark.ranks(3)
+def test_models_of_earlier_folds_are_let_go_of_and_have_their_last_values(monkeypatch):
+    held = []
+    drop = Server._drop
+    monkeypatch.setattr(Server, "_drop", lambda self, numbers: (drop(self, numbers), held.append((len(self._held), len(self._parameters)))))
+
+    @parwrap.distributed(strategy="parameter_server")
+    def folds():
+        models, gone = [], []
+        for fold in range(4):
+            model = nn.Linear(1, 1)
+            model.load_state_dict({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)})
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            for _ in range(1 + 2 * parwrap.rank()):
+                optimizer.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+            models += [model] if fold < 2 else []
+            gone.append(weakref.ref(model.weight))
+            del optimizer, model
+            gc.collect()
+        return [model.weight.item() for model in models], [each() is None for each in gone]
+
+    weights, gone = folds()
+
+    told = parwrap.gather(held)
+    assert [[-4.0, -4.0], [False, False, True, False]] == [weights, gone]
+    assert [] == told[0] == told[1]
+    assert {(1, 2)} == set(told[2])
+
+
+@pytest.mark.ranks(3)
+def test_a_model_goes_on_with_another_optimizer_after_the_first_is_gone():
+    def goes_on():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        for kind in (torch.optim.Adam, torch.optim.SGD, torch.optim.Adam):
+            optimizer = kind(model.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(X).square().mean().backward()
+                optimizer.step()
+            del optimizer
+            gc.collect()
+        return model
+
+    together = parwrap.distributed(strategy="parameter_server", staleness=0)(goes_on)()
+
+    torch.testing.assert_close(flat(goes_on()), flat(together), atol=1e-6, rtol=0)
+
+
+@pytest.mark.ranks(4)
+def test_optimizers_and_schedulers_from_before_or_returned_go_on_on_every_rank():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    before = adam(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(before, 1, 0.5)
+
+    @parwrap.distributed(strategy="parameter_server", servers=2, staleness=0, lr="linear")
+    def train_both():
+        other = nn.Linear(2, 1)
+        returned = adam(other.parameters())
+        for _ in range(3):
+            returned.zero_grad()
+            before.zero_grad()
+            (model(X) + other(X)).square().mean().backward()
+            returned.step()
+            before.step()
+            schedule.step()
+        return other, returned
+
+    other, returned = train_both()
+
+    assert [(0.01 / 8, 3, 0.01)] * 4 == parwrap.gather((before.param_groups[0]["lr"], schedule.last_epoch, returned.param_groups[0]["lr"]))
+    for optimizer in (before, returned):
+        states = parwrap.gather([(state["step"].item(), state["exp_avg"].tolist()) for state in optimizer.state_dict()["state"].values()])
+        assert 3 == states[0][0][0]
+        assert states == [states[0]] * 4
+    assert other.weight is returned.param_groups[0]["params"][0]
+
+
+@pytest.mark.ranks(3)
 def test_windows_of_accumulate_are_one_push_and_sync_bn_shares_among_workers():
     def train_with_norm(batch_size):
         torch.manual_seed(0)
@@ -378,6 +519,24 @@ def test_more_servers_than_ranks_leave_no_worker():
         parwrap.distributed(strategy="parameter_server", servers=2)(train)()
 
 
+def scaled_by_hand(train):
+    def train_scaled(enabled=True):
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return weight.item()
+
+    return train_scaled
+
+
+@pytest.mark.ranks(2)
+def test_a_scaler_that_is_off_is_none():
+    assert 0.5 == parwrap.distributed(strategy="parameter_server", staleness=0)(scaled_by_hand(train))(enabled=False)
+
+
 @pytest.mark.ranks(3)
 def test_features_without_a_meaning_are_refused_on_the_workers():
     def refused(feature, text, **options):
@@ -387,6 +546,8 @@ def test_features_without_a_meaning_are_refused_on_the_workers():
             return text in str(error)
 
     assert refused(parwrap.sync_bn, "sync_bn has no batch to share, since workers of a parameter server step each by itself")
+    assert refused(parwrap.amp(dtype="fp16"), "parwrap.amp in fp16 leaves out steps where gradients overflow", staleness=0)
+    assert refused(scaled_by_hand, "test_parameter_server.py:", staleness=0)
     assert refused(parwrap.accumulate(2), "do not go together with batch='global' or uneven='join'", staleness=0, batch="global")
 
 
