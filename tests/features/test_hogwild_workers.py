@@ -123,6 +123,26 @@ def test_workers_may_take_different_numbers_of_steps_and_evaluate_together():
     assert [[-11.0, -11.0]] == model.weight.tolist()
 
 
+def test_closures_train_under_the_lock():
+    model = zeros()
+
+    @parwrap.hogwild(workers=2, lock=True, timeout=20)
+    def train():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model.weight.sum()
+            loss.backward()
+            return loss
+
+        for _ in DataLoader(TensorDataset(torch.arange(10)), batch_size=1):
+            optimizer.step(closure)
+
+    train()
+    assert [[-10.0, -10.0]] == model.weight.tolist()
+
+
 class OutOfData(Exception):
     pass
 
