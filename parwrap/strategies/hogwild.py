@@ -90,14 +90,20 @@ class Hogwild(Strategy):
             return
         self._loop.look_for_parameters()
         self._backwards += 1
-        if self._generation != self._loop.generation or worth_a_look(self._backwards):
+        shared = self._parameters.put_back()
+        if not shared or self._generation != self._loop.generation or worth_a_look(self._backwards):
             self._share()
         call.run()
         self._loop.ran_backward()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """A step was taken."""
+        """A step was taken; some put new tensors in the place of the parameters."""
+        self._parameters.put_back()
         self._progress.step()
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        """``module.train(training)`` was called: what all are to evaluate must be where all have it."""
+        self._parameters.put_back()
 
     def described(self) -> str:
         return "hogwild on shared parameters" + (", a lock around each step" if self._lock else "")

@@ -143,6 +143,46 @@ def test_closures_train_under_the_lock():
     assert [[-10.0, -10.0]] == model.weight.tolist()
 
 
+class Assigns(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data - p.grad
+
+
+def test_what_a_step_puts_in_the_place_of_a_parameter_all_workers_have():
+    model = zeros()
+
+    @parwrap.hogwild(workers=2, lock=True, timeout=20)
+    def train():
+        counted(model, Assigns(model.parameters(), lr=1.0), samples=20)
+
+    train()
+    assert [[-20.0, -20.0]] == model.weight.tolist()
+
+
+@pytest.mark.parametrize("before", ["evaluation", "step", "end"])
+def test_what_a_loop_puts_in_the_place_of_a_parameter_all_workers_have(before):
+    model = zeros()
+
+    @parwrap.hogwild(workers=2, timeout=20)
+    def train():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        counted(model, optimizer, samples=20)
+        parwrap.barrier()
+        if parwrap.rank() == 0:
+            model.weight.data = torch.full_like(model.weight, 5.0)
+        if before == "evaluation":
+            model.eval()
+        if before == "step" and parwrap.rank() == 0:
+            model.weight.sum().backward()
+        parwrap.barrier()
+        return parwrap.gather(model.weight.tolist())
+
+    assert [[[5.0, 5.0]], [[5.0 * (before != "end")] * 2]] == train()
+    assert [[5.0, 5.0]] == model.weight.tolist()
+
+
 class OutOfData(Exception):
     pass
 
