@@ -122,8 +122,10 @@ class CallersObjects:
             if changed & own:  # running statistics are changed without a trace
                 changed |= own & self._tensors.keys()
         stepped = {key for key, each in self._of(Optimizer) if changed.intersection(map(id, _parameters_of(each)))}
+        storages, moved = self._where(changed)
         return {
-            "tensors": [(key, _values(tensor)) for key, tensor in self._of(torch.Tensor) if key in changed],
+            "storages": [(key, _storage(self._known[key])) for key in storages],
+            "tensors": [(key, _values(self._known[key])) for key in moved],
             "modules": [
                 (key, {name: vars(module)[name] for name in PARTS if name in vars(module)})
                 for key, module in self._of(nn.Module)
@@ -133,12 +135,30 @@ class CallersObjects:
             "schedulers": [(key, each.state_dict()) for key, each in self._of(LRScheduler) if id(vars(each).get("optimizer")) in stepped],
         }
 
+    def _where(self, changed: set[int]) -> tuple[list[int], list[int]]:
+        """Where the values of ``changed`` are: a tensor in each of the caller's storages that they are in, and those that are elsewhere.
+
+        A view of what was moved stays behind with the values of before, so what was moved counts.
+        """
+        storages: dict[int, int] = {}
+        moved = []
+        for key in changed:
+            tensor, before = self._known[key], self._tensors[key]
+            now = _state_of(tensor)
+            if before is None or now is None or before[1:] != now[1:]:
+                moved.append(key)
+            else:
+                storages.setdefault(tensor.untyped_storage().data_ptr(), key)
+        return list(storages.values()), moved
+
     @torch.no_grad()
     def take(self, changes: dict[str, list]) -> None:
         """Make the same of them in the caller: in place, so that every object stays what it is."""
+        for key, values in changes["storages"]:
+            _storage(self._known[key]).copy_(values)
         for key, values in changes["tensors"]:
             tensor = self._known[key]
-            if (tensor.shape, tensor.dtype) == (values.shape, values.dtype):
+            if (tensor.shape, tensor.dtype) == (values.shape, values.dtype) and not _repeats(tensor):
                 tensor.copy_(values)
             else:
                 tensor.data = values
@@ -175,7 +195,7 @@ def _state_of(tensor: torch.Tensor) -> tuple | None:
     if tensor.is_inference() or tensor.layout != torch.strided or tensor.device.type != "cpu":
         return None
     try:
-        return tensor._version, tensor.data_ptr()
+        return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     except RuntimeError:  # has no memory
         return None
 
@@ -184,6 +204,17 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that has those of ``tensor``, and is sent without the rest of its storage."""
     values = tensor.detach()
     return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
+
+
+def _storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the storage that ``tensor`` is in."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Whether it has elements in the same place, so that nothing can be copied there."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _parts_of(module: nn.Module) -> tuple:
