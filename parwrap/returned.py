@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -74,7 +75,9 @@ class CallersObjects:
     def __init__(self) -> None:
         self._known = {id(thing): thing for thing in gc.get_objects() if issubclass(type(thing), KINDS) or _is_local(thing)}
         self._tensors = {key: _state_of(thing) for key, thing in self._of(torch.Tensor)}
-        self._held = [thing.detach() for _, thing in self._of(torch.Tensor)]  # or other memory could come to lie where theirs was
+        self._held = [
+            thing.detach() for _, thing in self._of(torch.Tensor) if not is_lazy(thing)
+        ]  # or other memory could come to lie where theirs was
         self._modules = {key: _parts_of(thing) for key, thing in self._of(nn.Module)}
 
     def pack(self, thing: Any, file: BinaryIO) -> None:
@@ -158,6 +161,8 @@ class CallersObjects:
             _storage(self._known[key]).copy_(values)
         for key, values in changes["tensors"]:
             tensor = self._known[key]
+            if is_lazy(tensor):
+                tensor.materialize(values.shape, dtype=values.dtype)
             if (tensor.shape, tensor.dtype) == (values.shape, values.dtype) and not _repeats(tensor):
                 tensor.copy_(values)
             else:
@@ -192,7 +197,7 @@ def _is_local(thing: Any) -> bool:
 
 def _state_of(tensor: torch.Tensor) -> tuple | None:
     """What tells that a tensor was changed in place, or put elsewhere; ``None`` for one that is not looked after."""
-    if tensor.is_inference() or tensor.layout != torch.strided or tensor.device.type != "cpu":
+    if is_lazy(tensor) or tensor.is_inference() or tensor.layout != torch.strided or tensor.device.type != "cpu":
         return None
     try:
         return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

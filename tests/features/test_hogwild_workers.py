@@ -201,6 +201,21 @@ def test_views_of_the_callers_show_what_was_trained():
     assert [[1.0, 1.0]] * 3 == wide.tolist()
 
 
+def test_a_lazy_module_stays_as_it_is_or_has_the_shape_that_it_has_got():
+    used, unused = nn.LazyLinear(1, bias=False), nn.LazyLinear(3)
+
+    @parwrap.hogwild(workers=2, lock=True)
+    def train():
+        used(torch.ones(1, 2))
+        nn.init.zeros_(used.weight)
+        counted(used, torch.optim.SGD(used.parameters(), lr=1.0), samples=10)
+
+    train()
+    assert [[-10.0, -10.0]] == used.weight.tolist()
+    assert [-20.0] == used(torch.ones(2)).tolist()
+    assert unused.has_uninitialized_params()
+
+
 class OutOfData(Exception):
     pass
 
