@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 __all__ = ["CallersObjects", "Raised", "RemoteTraceback"]
 
 KINDS = (torch.Tensor, nn.Module, Optimizer, LRScheduler)
+MEMBERS = ("errno", "strerror", "filename", "filename2", "name", "path")
 PARTS = ("_parameters", "_buffers", "_modules", "training")
 
 
@@ -39,12 +40,14 @@ class Raised(NamedTuple):
     Attributes:
         kind: its class, or the nearest base of it that the caller has.
         args, attributes: its own, or what they look like.
+        members: of built-in exceptions, which are neither.
         text: the traceback.
     """
 
     kind: type[BaseException]
     args: tuple
     attributes: dict[str, Any]
+    members: dict[str, Any]
     text: str
 
     def error(self, who: str) -> BaseException:
@@ -55,6 +58,8 @@ class Raised(NamedTuple):
             error = self.kind.__new__(self.kind, *self.args)
         error.args = self.args
         vars(error).update(self.attributes)
+        for name, value in self.members.items():
+            setattr(error, name, value)
         error.__cause__ = RemoteTraceback(f"{who} failed:\n{self.text}")
         return error
 
@@ -105,7 +110,9 @@ class CallersObjects:
         kind = next(each for each in type(error).__mro__ if self._can_pack(each))
         args = tuple(each if self._can_pack(each) else repr(each) for each in error.args)
         attributes = {name: each if self._can_pack(each) else repr(each) for name, each in vars(error).items()}
-        return Raised(kind, args, attributes, "".join(traceback.format_exception(type(error), error, outermost)).rstrip())
+        names = MEMBERS if isinstance(error, (OSError, ImportError)) else ()
+        members = {name: value for name in names if (value := getattr(error, name, None)) is not None and self._can_pack(value)}
+        return Raised(kind, args, attributes, members, "".join(traceback.format_exception(type(error), error, outermost)).rstrip())
 
     def _can_pack(self, thing: Any) -> bool:
         with io.BytesIO() as file:

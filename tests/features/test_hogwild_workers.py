@@ -236,6 +236,12 @@ def test_an_error_in_a_worker_is_raised_in_the_caller_and_what_was_trained_is_ke
     assert model.weight.max() < 0
 
 
+def test_a_file_that_is_not_there_is_named():
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: '/no/where'$") as caught:
+        parwrap.hogwild(workers=2)(lambda: os.listdir("/no/where"))()
+    assert "/no/where" == caught.value.filename
+
+
 def test_a_worker_that_is_gone_is_not_waited_for():
     @parwrap.hogwild(workers=2)
     def train():
