@@ -10,6 +10,7 @@ import gc
 import io
 import pickle
 import traceback
+import zlib
 from collections.abc import Iterator
 from types import FunctionType, ModuleType, TracebackType
 from typing import Any, BinaryIO, NamedTuple
@@ -83,6 +84,8 @@ class CallersObjects:
         self._held = [
             thing.detach() for _, thing in self._of(torch.Tensor) if not is_lazy(thing)
         ]  # or other memory could come to lie where theirs was
+        owned = {id(each) for _, module in self._of(nn.Module) for name in PARTS[:2] for each in vars(module).get(name, {}).values()}
+        self._contents = {key: _checksum(self._known[key]) for key in owned & self._tensors.keys() if self._tensors[key]}
         self._modules = {key: _parts_of(thing) for key, thing in self._of(nn.Module)}
 
     def pack(self, thing: Any, file: BinaryIO) -> None:
@@ -127,10 +130,8 @@ class CallersObjects:
     def changes(self) -> dict[str, list]:
         """What has become of the caller's objects in this process, to be sent to :meth:`take`."""
         changed = {key for key, tensor in self._of(torch.Tensor) if _state_of(tensor) != self._tensors[key]}
-        for _, module in self._of(nn.Module):
-            own = {id(tensor) for name in ("_parameters", "_buffers") for tensor in vars(module).get(name, {}).values()}
-            if changed & own:  # running statistics are changed without a trace
-                changed |= own & self._tensors.keys()
+        # running statistics are changed without a trace, and so is what is changed through ``p.data``
+        changed |= {key for key, before in self._contents.items() if key not in changed and _checksum(self._known[key]) != before}
         stepped = {key for key, each in self._of(Optimizer) if changed.intersection(map(id, _parameters_of(each)))}
         storages, moved = self._where(changed)
         return {
@@ -210,6 +211,14 @@ def _state_of(tensor: torch.Tensor) -> tuple | None:
         return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     except RuntimeError:  # has no memory
         return None
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Of its elements; 0 for a subclass that has none of its own."""
+    try:
+        return zlib.crc32(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+    except (RuntimeError, TypeError):
+        return 0
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:

@@ -183,39 +183,6 @@ def test_what_a_loop_puts_in_the_place_of_a_parameter_all_workers_have(before):
     assert [[5.0, 5.0]] == model.weight.tolist()
 
 
-def test_views_of_the_callers_show_what_was_trained():
-    model = zeros()
-    earlier, array, flat = model.weight.detach(), model.weight.detach().numpy(), model.weight.data.view(-1)
-    later = nn.Parameter(flat)
-    mask = torch.zeros(2)
-    wide = mask.expand(3, 2)
-
-    @parwrap.hogwild(workers=2, lock=True)
-    def train():
-        counted(model, torch.optim.SGD(model.parameters(), lr=1.0), samples=10)
-        mask.add_(1)
-
-    train()
-    assert [[-10.0, -10.0]] == model.weight.tolist() == earlier.tolist() == array.tolist()
-    assert [-10.0, -10.0] == flat.tolist() == later.tolist()
-    assert [[1.0, 1.0]] * 3 == wide.tolist()
-
-
-def test_a_lazy_module_stays_as_it_is_or_has_the_shape_that_it_has_got():
-    used, unused = nn.LazyLinear(1, bias=False), nn.LazyLinear(3)
-
-    @parwrap.hogwild(workers=2, lock=True)
-    def train():
-        used(torch.ones(1, 2))
-        nn.init.zeros_(used.weight)
-        counted(used, torch.optim.SGD(used.parameters(), lr=1.0), samples=10)
-
-    train()
-    assert [[-10.0, -10.0]] == used.weight.tolist()
-    assert [-20.0] == used(torch.ones(2)).tolist()
-    assert unused.has_uninitialized_params()
-
-
 class OutOfData(Exception):
     pass
 
