@@ -5,6 +5,7 @@ What a rank does is ``forked_rank.py``'s; what it sends back is packed by ``retu
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -45,6 +46,8 @@ def refuse_unforkable(who: str) -> None:
         problem = f"this is rank {groups.rank()} of {groups.world_size()} already: call it in a process that was not launched as a rank"
     elif multiprocessing.current_process().daemon:
         problem = "this is a daemonic process of multiprocessing, which may start none: call it in the main process"
+    elif gc.get_freeze_count():
+        problem = "gc.freeze() hides objects that are to come back: call gc.unfreeze() before"
     elif torch.cuda.is_initialized():
         problem = "CUDA has started here, which does not survive that: call it before anything is on a GPU"
     else:

@@ -37,7 +37,8 @@ def start_line(group: Group, strategy: Strategy, options: Options, data: Trainin
             facts.append("lr kept" if options.lr == "keep" else f"lr times {lr_factor:.4g}")
         facts.append(f"{data.samples} samples / {size} ranks" if data.samples else "samples without a length")
         facts += [f"{name} {value}" for name in ("uneven", "loss") if (value := getattr(options, name)) != getattr(Options, name)]
-        warn_of_small_batches(data.batch_size)
+        if strategy.steps_together:
+            warn_of_small_batches(data.batch_size)
     return ", ".join([*facts, *described()])
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -90,14 +90,20 @@ class Hogwild(Strategy):
             return
         self._loop.look_for_parameters()
         self._backwards += 1
-        if self._generation != self._loop.generation or worth_a_look(self._backwards):
+        shared = self._parameters.put_back()
+        if not shared or self._generation != self._loop.generation or worth_a_look(self._backwards):
             self._share()
         call.run()
         self._loop.ran_backward()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """A step was taken."""
+        """A step was taken; some put new tensors in the place of the parameters."""
+        self._parameters.put_back()
         self._progress.step()
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        """``module.train(training)`` was called: what all are to evaluate must be where all have it."""
+        self._parameters.put_back()
 
     def described(self) -> str:
         return "hogwild on shared parameters" + (", a lock around each step" if self._lock else "")
@@ -116,7 +122,8 @@ class Hogwild(Strategy):
                 "optimizer first, or choose another strategy for updates by hand."
             )
         if not self._parameters.holds(owned.values()):
-            self._parameters.share(owned)
+            with self._lock.let_go() if self._lock else nullcontext():  # a closure's backward is in a step
+                self._parameters.share(owned)
         self._generation = self._loop.generation
 
 
@@ -166,6 +173,14 @@ class Lock:
         """``optimizer`` has stepped; after one that has raised, the next lets go."""
         if steps_running() == 1:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    @contextmanager
+    def let_go(self) -> Iterator[None]:
+        """Nobody waits for this rank within the block; after it the step that runs, if one does, goes on alone."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
+        yield
+        if steps_running():
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
 
     def close(self) -> None:
         """Let go of it for good."""

@@ -52,7 +52,7 @@ class SharedParameters:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._shared: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._shared: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = {}
         group.meetings.answer(KIND, lambda detail, present: None)
 
     def holds(self, parameters: Collection[torch.Tensor]) -> bool:
@@ -96,26 +96,47 @@ class SharedParameters:
         self._group.share("filled", None, present)  # nobody is to read it before
         for number, place in places.items():
             p = parameters[number]
-            p.data = _view(storages[place.begin], place)
-            self._shared[id(p)] = weakref.ref(p), p.data_ptr()
+            p.data = shared = _view(storages[place.begin], place)
+            self._shared[id(p)] = weakref.ref(p), shared, shared.data_ptr()
+
+    def put_back(self) -> bool:
+        """Write what was put in the place of a shared parameter, by ``p.data = ...``, where all ranks read it.
+
+        Returns:
+            Whether all are shared then; one that is of another shape or dtype now must be shared anew.
+        """
+        moved = [(p, shared) for known, shared, at in self._shared.values() if (p := known()) is not None and p.data_ptr() != at]
+        if not moved:  # as a rule, at every step
+            return True
+        fitting = [(p, shared) for p, shared in moved if _kind(p) == _kind(shared)]
+        with torch.no_grad():
+            for p, shared in fitting:
+                shared.copy_(p)
+                p.data = shared
+        return len(fitting) == len(moved)
 
     def _holds(self, parameter: torch.Tensor) -> bool:
         known = self._shared.get(id(parameter))
         if known is not None and known[0]() is parameter:
-            return parameter.data_ptr() == known[1]
+            return parameter.data_ptr() == known[2]
         return not is_lazy(parameter) and parameter.numel() == 0
 
     @torch.no_grad()
     def close(self) -> None:
         """Give every parameter that is still there memory of its own, with the numbers that it has."""
+        self.put_back()
         copies: dict[int, torch.UntypedStorage] = {}
-        for known, pointer in self._shared.values():
+        for known, _, at in self._shared.values():
             p = known()
-            if p is not None and p.data_ptr() == pointer:
+            if p is not None and p.data_ptr() == at:
                 storage = p.untyped_storage()
                 copy = copies.get(storage.data_ptr()) or copies.setdefault(storage.data_ptr(), storage.clone())
                 p.data = torch.empty(0, dtype=p.dtype).set_(copy, p.storage_offset(), p.shape, p.stride())
         self._shared.clear()
+
+
+def _kind(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
 
 def _view(storage: torch.UntypedStorage, place: _Place) -> torch.Tensor:

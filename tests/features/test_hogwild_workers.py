@@ -123,6 +123,66 @@ def test_workers_may_take_different_numbers_of_steps_and_evaluate_together():
     assert [[-11.0, -11.0]] == model.weight.tolist()
 
 
+def test_closures_train_under_the_lock():
+    model = zeros()
+
+    @parwrap.hogwild(workers=2, lock=True, timeout=20)
+    def train():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model.weight.sum()
+            loss.backward()
+            return loss
+
+        for _ in DataLoader(TensorDataset(torch.arange(10)), batch_size=1):
+            optimizer.step(closure)
+
+    train()
+    assert [[-10.0, -10.0]] == model.weight.tolist()
+
+
+class Assigns(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data - p.grad
+
+
+def test_what_a_step_puts_in_the_place_of_a_parameter_all_workers_have():
+    model = zeros()
+
+    @parwrap.hogwild(workers=2, lock=True, timeout=20)
+    def train():
+        counted(model, Assigns(model.parameters(), lr=1.0), samples=20)
+
+    train()
+    assert [[-20.0, -20.0]] == model.weight.tolist()
+
+
+@pytest.mark.parametrize("before", ["evaluation", "step", "end"])
+def test_what_a_loop_puts_in_the_place_of_a_parameter_all_workers_have(before):
+    model = zeros()
+
+    @parwrap.hogwild(workers=2, timeout=20)
+    def train():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        counted(model, optimizer, samples=20)
+        parwrap.barrier()
+        if parwrap.rank() == 0:
+            model.weight.data = torch.full_like(model.weight, 5.0)
+        if before == "evaluation":
+            model.eval()
+        if before == "step" and parwrap.rank() == 0:
+            model.weight.sum().backward()
+        parwrap.barrier()
+        return parwrap.gather(model.weight.tolist())
+
+    assert [[[5.0, 5.0]], [[5.0 * (before != "end")] * 2]] == train()
+    assert [[5.0, 5.0]] == model.weight.tolist()
+
+
 class OutOfData(Exception):
     pass
 
@@ -141,6 +201,12 @@ def test_an_error_in_a_worker_is_raised_in_the_caller_and_what_was_trained_is_ke
         train()
     assert "in train\n    raise OutOfData" in str(caught.value.__cause__)
     assert model.weight.max() < 0
+
+
+def test_a_file_that_is_not_there_is_named():
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: '/no/where'$") as caught:
+        parwrap.hogwild(workers=2)(lambda: os.listdir("/no/where"))()
+    assert "/no/where" == caught.value.filename
 
 
 def test_a_worker_that_is_gone_is_not_waited_for():

@@ -1,0 +1,80 @@
+"""``@hogwild`` in a plain process: what the workers have changed is changed in the caller's objects, and in all that looks at them."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import parwrap
+from parwrap.errors import UsageError
+
+
+def counted(model, optimizer, samples):
+    """A training step for each of ``samples``, which takes 1 from the weights."""
+    for rows in DataLoader(TensorDataset(torch.arange(samples)), batch_size=1):
+        optimizer.zero_grad()
+        (model.weight.sum() + 0 * rows[0].sum()).backward()
+        optimizer.step()
+
+
+def zeros():
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def test_views_of_the_callers_show_what_was_trained():
+    model = zeros()
+    earlier, array, flat = model.weight.detach(), model.weight.detach().numpy(), model.weight.data.view(-1)
+    later = nn.Parameter(flat)
+    mask = torch.zeros(2)
+    wide = mask.expand(3, 2)
+
+    @parwrap.hogwild(workers=2, lock=True)
+    def train():
+        counted(model, torch.optim.SGD(model.parameters(), lr=1.0), samples=10)
+        mask.add_(1)
+
+    train()
+    assert [[-10.0, -10.0]] == model.weight.tolist() == earlier.tolist() == array.tolist()
+    assert [-10.0, -10.0] == flat.tolist() == later.tolist()
+    assert [[1.0, 1.0]] * 3 == wide.tolist()
+
+
+def test_a_lazy_module_stays_as_it_is_or_has_the_shape_that_it_has_got():
+    used, unused = nn.LazyLinear(1, bias=False), nn.LazyLinear(3)
+
+    @parwrap.hogwild(workers=2, lock=True)
+    def train():
+        used(torch.ones(1, 2))
+        nn.init.zeros_(used.weight)
+        counted(used, torch.optim.SGD(used.parameters(), lr=1.0), samples=10)
+
+    train()
+    assert [[-10.0, -10.0]] == used.weight.tolist()
+    assert [-20.0] == used(torch.ones(2)).tolist()
+    assert unused.has_uninitialized_params()
+
+
+def test_what_is_changed_through_data_comes_back():
+    model, average = zeros(), zeros()
+
+    @parwrap.hogwild(workers=2, lock=True)
+    def train():
+        counted(model, torch.optim.SGD(model.parameters(), lr=1.0), samples=10)
+        parwrap.barrier()
+        average.weight.data.mul_(0.5).add_(0.5 * model.weight.data)
+
+    train()
+    assert [[-5.0, -5.0]] == average.weight.tolist()
+
+
+def test_where_objects_are_frozen_none_would_come_back():
+    gc.freeze()
+    try:
+        with pytest.raises(UsageError, match=r"gc.freeze\(\) hides objects that are to come back: call gc.unfreeze\(\) before"):
+            parwrap.hogwild(workers=2)(zeros)()
+    finally:
+        gc.unfreeze()
