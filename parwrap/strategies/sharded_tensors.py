@@ -25,7 +25,7 @@ T = torch.Tensor
 
 WHOLE = frozenset(
     {
-        *(T.__bool__, T.__float__, T.__int__, T.__index__, T.__complex__, T.__format__, T.__array__, T.__iter__, T.__contains__),
+        *(T.__bool__, T.__float__, T.__int__, T.__index__, T.__complex__, T.__format__, T.__array__, T.__contains__),
         *(T.__deepcopy__, T.__reduce_ex__, T.item, T.tolist, T.numpy, T.equal, torch.equal, T.allclose, torch.allclose),
         *(torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, T.bernoulli, torch.normal, torch.dropout),
     }
@@ -39,6 +39,12 @@ IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv",
     "__setitem__"
 }
 
+VIEWS = frozenset(("__getitem__", "__get__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "detach")) | {
+    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
+}
+"""Whose result shares memory with a whole tensor, and of a sharded one may be a copy."""
+
+GRAD = T.grad.__get__  # type: ignore[union-attr]
 SETTERS = T.data.__set__, T.grad.__set__  # type: ignore[attr-defined, union-attr]
 
 
@@ -117,18 +123,27 @@ class ShardedTensors:
             return self.show_sharded(args[0])
         if name == "__set__" and func in SETTERS:
             return self._set(func, *args)
+        if func is T.__iter__:
+            return iter(self._call(torch.unbind, args, kwargs))
         if func in WHOLE:
             return self._on_whole(func, args, kwargs)
+        if _writes(name, kwargs) and func is not T.requires_grad_:
+            _refuse_lost_write(name, args)
         if func in DRAWING or getattr(func, "__module__", "") == nn.init.__name__:
             return self._write(func, args, kwargs)
         lists = "foreach" in name or (_writes(name, kwargs) and bool(args) and isinstance(args[0], (list, tuple)))
         if not (_mixed(args, kwargs) if not lists else _has_whole(args)):
             try:
-                return self._settled(func(*args, **kwargs))
+                result = self._settled(func(*args, **kwargs))
+                views = name in VIEWS and func != GRAD and args and isinstance(args[0], DTensor)
+                return _marked(result, args[0]) if views else result
             except (NotImplementedError, RuntimeError):
                 if lists or not _about_sharding():
                     raise
-                return self._write(func, args, kwargs) if _writes(name, kwargs) else self._on_whole(func, args, kwargs)
+                if _writes(name, kwargs):
+                    return self._write(func, args, kwargs)
+                result = self._on_whole(func, args, kwargs)
+                return _marked(_replicated(result, args[0]), args[0]) if name in VIEWS and not args[0].requires_grad else result
         if lists:
             return self._each_kind(func, args, kwargs)
         return self._write(func, args, kwargs) if _writes(name, kwargs) else self._on_whole(func, args, kwargs)
@@ -283,6 +298,32 @@ def _current(values: Any) -> Any:
     if isinstance(values, dict):
         return {name: _current(value) for name, value in values.items()}
     return type(values)(_current(value) for value in values) if type(values) in (list, tuple) else values
+
+
+def _replicated(result: Any, like: DTensor) -> Any:
+    """Whole tensors of ``result`` as sharded ones of which every rank has all, so that what is written to them is noticed."""
+    if isinstance(result, (list, tuple)):
+        return type(result)([_replicated(each, like) for each in result])
+    return DTensor.from_local(result, like.device_mesh, [Replicate()], run_check=False)
+
+
+def _marked(result: Any, base: DTensor) -> Any:
+    """``result`` of a view of ``base``, marked where it is a copy: what is written there would be lost."""
+    if isinstance(result, (list, tuple)):
+        return type(result)([_marked(each, base) for each in result])
+    if isinstance(result, DTensor) and "copy_of_sharded" not in result.__dict__:
+        memory = result._local_tensor.untyped_storage().data_ptr()
+        if "copy_of_sharded" in base.__dict__ or memory != base._local_tensor.untyped_storage().data_ptr():
+            result.__dict__["copy_of_sharded"] = True
+    return result
+
+
+def _refuse_lost_write(name: str, args: tuple) -> None:
+    if args and isinstance(args[0], DTensor) and "copy_of_sharded" in args[0].__dict__:
+        raise UsageError(
+            f"{name} at {location()} writes to rows or another shape of a tensor that strategy='fsdp' has sharded, and would be lost: what "
+            "it writes to is a copy. Assign by index to the tensor itself, as in p.data[i] = value, or take strategy='ddp'."
+        )
 
 
 def refuse_hook(where: str) -> NoReturn:

@@ -649,3 +649,27 @@ def test_the_example_is_trained_and_saved_as_its_page_says(tmp_path):
     weights = torch.load(tmp_path / "decoder.pt")
     assert 103575 == sum(p.numel() for p in weights.values())
     assert {torch.Tensor} == {type(p) for p in weights.values()}
+
+
+@pytest.mark.ranks(2)
+def test_what_is_written_to_a_copy_of_rows_is_refused_and_not_lost():
+    torch.manual_seed(0)
+    plain, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.load_state_dict(plain.state_dict())
+    with parwrap.distributed(strategy="fsdp"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weight, expected = model.weight.data, plain.weight.data
+        for write in (
+            lambda: weight[0].zero_(),
+            lambda: weight.view(-1)[3:9].zero_(),
+            lambda: [row.mul_(2) for row in weight],
+            lambda: [part.mul_(2) for part in weight.chunk(2)],
+        ):
+            with pytest.raises(UsageError, match=r"would be lost: what it writes to is a copy\. Assign by index to the tensor itself"):
+                write()
+        for tensor in (weight, expected):
+            tensor[0] = 7.0
+            tensor[:, 1].fill_(3.0)
+            tensor.t().add_(1.0)
+        assert optimizer
+    assert torch.equal(expected, model.weight.data)
