@@ -69,7 +69,7 @@ class FSDP(Strategy):
         self._models: list[weakref.ref[ShardedModel]] = []
         self._tensors = ShardedTensors(lambda: self._enter(USE, location()), self._meetings.past)
         self.call_sharded, self.show_sharded = self._tensors.call_sharded, self._tensors.show_sharded
-        self._replicated = Replicated(group, loop, self._sharded_ids, lambda: self._enter(AVERAGING, location()))
+        self._replicated = Replicated(group, loop, self._sharded_ids, lambda size: self._enter(AVERAGING, location(), size))
         self._in_step = InStep(group, loop)
         self._mesh: DeviceMesh | None = None
         self._running = False

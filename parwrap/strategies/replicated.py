@@ -29,10 +29,10 @@ class Replicated:
         group: the ranks.
         loop: knows the optimizers.
         sharded: gives the ids of tensors whose gradients come averaged.
-        enter: called before the ranks send anything.
+        enter: called before the ranks send anything, with how much.
     """
 
-    def __init__(self, group: Group, loop: Loop, sharded: Callable[[], set[int]], enter: Callable[[], None]) -> None:
+    def __init__(self, group: Group, loop: Loop, sharded: Callable[[], set[int]], enter: Callable[[int], None]) -> None:
         self._group, self._loop, self._sharded, self._enter = group, loop, sharded, enter
         self._known: dict[int, weakref.ref[torch.Tensor]] = {}
         self._generation = -1
@@ -86,7 +86,7 @@ class Replicated:
         known = [p for ref in self._known.values() if (p := ref()) is not None and p.requires_grad]
         if not known:
             return
-        self._enter()
+        self._enter(sum(p.numel() for p in known))
         there = torch.tensor([p.grad is not None for p in known], dtype=torch.int32)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in known]
         *sums, used = all_reduced([*grads, there], self._group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ __all__ = ["adopt", "holds_sharded", "release", "shard_state", "whole_state"]
 
 Whole = Callable[[Any], torch.Tensor]
 
-DEPTH = 4
-"""Containers inside of each other that are looked into for a model that is saved."""
+DEPTH, MOST = 4, 1000
+"""Containers inside of each other that are looked into for a model that is saved, and how much of a list."""
 
 
 def whole_state(state: Mapping[str, Any], whole: Whole) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def holds_sharded(thing: Any, models: Iterable[nn.Module], depth: int = DEPTH) -
     if isinstance(thing, Mapping):
         return depth > 0 and any(holds_sharded(each, models, depth - 1) for each in thing.values())
     if isinstance(thing, (list, tuple, set)):
-        return depth > 0 and any(holds_sharded(each, models, depth - 1) for each in thing)
+        return depth > 0 and any(holds_sharded(each, models, depth - 1) for each in islice(thing, MOST))
     if isinstance(thing, Optimizer):
         return any(is_sharded(p) for group in thing.param_groups for p in group["params"])
     attributes = getattr(thing, "__dict__", None)

@@ -115,6 +115,8 @@ class ShardedTensors:
 
     def _call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return func(*args)
         if func is T.register_hook:
             refuse_hook(f"at {location()} on a sharded parameter")
         if func is torch.autograd.grad:
