@@ -39,7 +39,7 @@ IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv",
     "__setitem__"
 }
 
-VIEWS = frozenset(("__getitem__", "__get__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "detach")) | {
+VIEWS = frozenset(("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "detach")) | {
     *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 }
 """Whose result shares memory with a whole tensor, and of a sharded one may be a copy."""
@@ -116,7 +116,8 @@ class ShardedTensors:
     def _call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__":
-            return func(*args)
+            result = func(*args)
+            return _marked(result, args[0]) if "copy_of_sharded" in args[0].__dict__ and func != GRAD else result
         if func is T.register_hook:
             refuse_hook(f"at {location()} on a sharded parameter")
         if func is torch.autograd.grad:
@@ -137,8 +138,7 @@ class ShardedTensors:
         if not (_mixed(args, kwargs) if not lists else _has_whole(args)):
             try:
                 result = self._settled(func(*args, **kwargs))
-                views = name in VIEWS and func != GRAD and args and isinstance(args[0], DTensor)
-                return _marked(result, args[0]) if views else result
+                return _marked(result, args[0]) if name in VIEWS and args and isinstance(args[0], DTensor) else result
             except (NotImplementedError, RuntimeError):
                 if lists or not _about_sharding():
                     raise

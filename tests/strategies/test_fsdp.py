@@ -661,6 +661,7 @@ def test_what_is_written_to_a_copy_of_rows_is_refused_and_not_lost():
         weight, expected = model.weight.data, plain.weight.data
         for write in (
             lambda: weight[0].zero_(),
+            lambda: weight[1].data.zero_(),
             lambda: weight.view(-1)[3:9].zero_(),
             lambda: [row.mul_(2) for row in weight],
             lambda: [part.mul_(2) for part in weight.chunk(2)],
