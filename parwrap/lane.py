@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from parwrap.background import in_background
 from parwrap.errors import RankMismatchError
 from parwrap.mailbox import KEPT, PART, Entry, Mailbox, Meeting, State
 
@@ -125,9 +126,9 @@ class Lane:
 @contextmanager
 def answered_beside(lanes: Sequence[Lane], number: int) -> Iterator[None]:
     """While this is held, a thread answers what others do in ``lanes`` within meeting ``number``; its error is raised in the end."""
-    stopped, failed = threading.Event(), []
+    failed: list[BaseException] = []
 
-    def answer() -> None:
+    def answer(stopped: threading.Event) -> None:
         try:
             while not stopped.is_set():
                 if not any(lane.answer_begun(number) for lane in lanes):
@@ -135,12 +136,9 @@ def answered_beside(lanes: Sequence[Lane], number: int) -> Iterator[None]:
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=answer, name="parwrap answering", daemon=True)
-    thread.start()
     try:
-        yield
+        with in_background(answer, "parwrap answering"):
+            yield
     finally:
-        stopped.set()
-        thread.join()
         if failed:
             raise failed[0]

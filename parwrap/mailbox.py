@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+from parwrap.background import in_background
 from parwrap.memory import shared_memory
 from parwrap.world import World
 
@@ -263,11 +264,11 @@ def opened(world: World, store: Any) -> Iterator[Mailbox]:
 @contextmanager
 def _carried(mailbox: Mailbox, store: Any) -> Iterator[None]:
     """Carry entries between nodes for as long as this is held."""
-    store, stopped = store.clone(), threading.Event()
+    store = store.clone()
     mine, others = mailbox.world.rank, [rank for rank in range(mailbox.world.size) if rank != mailbox.world.rank]
     store.set(f"mailbox/{mine}", bytes(ROW))
 
-    def carry() -> None:
+    def carry(stopped: threading.Event) -> None:
         sent, looked = b"", 0.0
         while not stopped.wait(CARRYING):
             now = mailbox.row()
@@ -279,10 +280,5 @@ def _carried(mailbox: Mailbox, store: Any) -> Iterator[None]:
                 for rank, row in zip(others, store.multi_get([f"mailbox/{rank}" for rank in others]), strict=True):
                     mailbox.take_row(rank, row)
 
-    thread = threading.Thread(target=carry, name="parwrap mailbox", daemon=True)
-    thread.start()
-    try:
+    with in_background(carry, "parwrap mailbox"):
         yield
-    finally:
-        stopped.set()
-        thread.join()

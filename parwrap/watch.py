@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from parwrap.background import in_background
 from parwrap.sites import innermost
 from parwrap.whereabouts import Whereabouts
 
@@ -28,9 +29,9 @@ def watched(whereabouts: Whereabouts, rank: int, hang_after: float) -> Iterator[
         rank: this one.
         hang_after: in seconds.
     """
-    stopped, main, said = threading.Event(), threading.get_ident(), sys.stderr
+    main, said = threading.get_ident(), sys.stderr
 
-    def look() -> None:
+    def look(stopped: threading.Event) -> None:
         while not stopped.wait(hang_after / LOOKS):
             if not whereabouts.waited(hang_after):
                 continue
@@ -42,10 +43,5 @@ def watched(whereabouts: Whereabouts, rank: int, hang_after: float) -> Iterator[
                 print(f"parwrap: a rank has waited for more than {hang_after:g} s. {whereabouts.told()}", file=said, flush=True)
                 return
 
-    thread = threading.Thread(target=look, name="parwrap watch", daemon=True)
-    thread.start()
-    try:
+    with in_background(look, "parwrap watch"):
         yield
-    finally:
-        stopped.set()
-        thread.join()

@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "parwrap"
 FLOORS = [
     {"errors", "options", "world", "imported", "importing", "patching", "decorator", "processes"},
     {
+        "background",
         "device",
         "sites",
         "memory",

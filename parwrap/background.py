@@ -1,0 +1,28 @@
+"""A thread that runs for the length of a ``with`` block. What it does, and what becomes of its errors, is the caller's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["in_background"]
+
+
+@contextmanager
+def in_background(run: Callable[[threading.Event], None], name: str) -> Iterator[None]:
+    """While this is held, a thread runs ``run``, which returns soon after the event that it gets is set.
+
+    >>> with in_background(lambda stopped: print("stopped" if stopped.wait() else ""), "parwrap example"):
+    ...     print("held")
+    held
+    stopped
+    """
+    stopped = threading.Event()
+    thread = threading.Thread(target=run, args=(stopped,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
