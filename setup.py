@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "parwrap" / "__init__.py").read_text())[1]
 DIGITS = ["scikit-learn"]
+NOTEBOOK = ["cloudpickle>=3"]
 
 setup(
     name="parwrap",
@@ -29,13 +30,19 @@ setup(
             "pandas",
             "tensorboard",
             "torchdata",
+            "PyYAML",
             "ruff",
             "mypy",
+            "ipykernel",
             *DIGITS,
+            *NOTEBOOK,
         ],
+        "notebook": NOTEBOOK,
         "huggingface": ["datasets"],
         "examples": DIGITS,
         "bench": [],
+        "kubeflow": ["PyYAML"],
+        "ray": ["ray[train]>=2.60"],
         "dali": ["nvidia-dali-cuda120>=2.4"],
     },
     entry_points={"pytest11": ["parwrap = parwrap.testing"]},

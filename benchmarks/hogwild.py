@@ -6,6 +6,7 @@ batches, with a thread for each process, and is timed from the first step of any
 - ``one worker``: the plain loop in one process; ``one worker again`` shows what is noise.
 - ``hogwild``, ``hogwild locked``: ``@parwrap.hogwild(workers=2)``.
 - ``hogwild by hand``: two processes after ``model.share_memory()``, without parwrap.
+- ``apart``: two processes with a model each, which is as fast as the machine's cores allow.
 - ``ddp``, ``ddp by hand``: two ranks inside ``parwrap.distributed``, and with ``DistributedDataParallel``.
 
 All take turns. A value is the median ratio of the times of a sample in the same turn, so 0.5 is twice as fast; the limit of 0.588 is 1.7
@@ -36,7 +37,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import parwrap
-from parwrap.forked import run_forked
+from parwrap.launching import run_on_ranks
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "hogwild.py"))
 
@@ -45,7 +46,7 @@ WARM_UP = 50
 SLOWER = 8
 """About how much longer DDP takes for a step; it trains so many times fewer."""
 
-WAYS = ("one worker", "hogwild", "hogwild locked", "hogwild by hand", "ddp", "ddp by hand", "one worker again")
+WAYS = ("one worker", "hogwild", "hogwild locked", "hogwild by hand", "apart", "ddp", "ddp by hand", "one worker again")
 
 FASTER = 1.7
 """How much faster two workers are to be than one."""
@@ -79,19 +80,20 @@ def ways(dataset: Any, batch_size: int, steps: int) -> dict[str, Callable[[], fl
     each, few = (partial(train, dataset, batch_size, steps // WORKERS // times) for times in (1, SLOWER))
 
     def alone() -> float:
-        return run_forked(lambda: train(dataset, batch_size, steps), 1)
+        return run_on_ranks(lambda: train(dataset, batch_size, steps), 1)
 
     def by_hand() -> float:
         model = EXAMPLE["Linear"]().share_memory()
-        return run_forked(lambda: each(model=model), WORKERS)
+        return run_on_ranks(lambda: each(model=model), WORKERS)
 
     return {
         "one worker": alone,
         "hogwild": parwrap.hogwild(workers=WORKERS)(lambda: each()),
         "hogwild locked": parwrap.hogwild(workers=WORKERS, lock=True)(lambda: each()),
         "hogwild by hand": by_hand,
-        "ddp": lambda: run_forked(parwrap.distributed(lambda: few()), WORKERS),
-        "ddp by hand": lambda: run_forked(lambda: few(wrap=DistributedDataParallel), WORKERS),
+        "apart": lambda: run_on_ranks(lambda: each(), WORKERS),
+        "ddp": lambda: run_on_ranks(parwrap.distributed(lambda: few()), WORKERS),
+        "ddp by hand": lambda: run_on_ranks(lambda: few(wrap=DistributedDataParallel), WORKERS),
         "one worker again": alone,
     }
 
@@ -102,7 +104,7 @@ def rows(batch_size: int, pairs: int, seconds: float, only: list[str]) -> Iterat
     dataset = EXAMPLE["samples"](20_000)
     torch.set_num_threads(1)
     with contextlib.redirect_stderr(io.StringIO()):  # the line at the start of a run is no part of the table
-        step = run_forked(lambda: train(dataset, batch_size, 100), 1) * batch_size
+        step = run_on_ranks(lambda: train(dataset, batch_size, 100), 1) * batch_size
         every = ways(dataset, batch_size, max(WORKERS * SLOWER, round(1e6 * seconds / step)))
         taken = alternated({name: way for name, way in every.items() if name in only}, pairs)
     case = f"batch {batch_size}"

@@ -7,7 +7,6 @@ How to read the table. Each row compares one thing with a reference, and ``value
   ratio of neighbouring blocks. That all teams end with the same weights, bit for bit, is checked.
 - ``memory``: the same for the peak resident memory of rank 0, with new processes each time.
 - ``import``: milliseconds that are added to ``import torch``, in new interpreters.
-- ``launch``: time from the command until every rank has done its first all-reduce, over that of ``torchrun``.
 
 The interval is the 95 % bootstrap interval of the median. Rows without a limit are the reference against itself: they show what is
 noise. A limit is met when the value keeps to it, or when the interval contains it and reaches no more than 3 % each way.
@@ -26,14 +25,13 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from commands import IMPORTS, first_reductions, import_times
+from imports import IMPORTS, import_times
 from teams import Team, start_fork_server
 from timing import Row, alternated, compared, judged
 
 STEP_LIMITS = {"tiny": 1.05, "deep": 1.02, "wide": 1.02, "resnet": 1.02, "transformer": 1.02}
 MEMORY_LIMIT = 1.02
 IMPORT_LIMIT = 30.0
-LAUNCH_LIMITS = {2: 0.8, 4: 0.7, 8: 0.7}
 
 WARM_UP = 20
 BLOCK = 0.3
@@ -90,15 +88,6 @@ def imports(pairs: int) -> Iterator[Row]:
         )
 
 
-def launches(pairs: int) -> Iterator[Row]:
-    """Time to the first all-reduce."""
-    for warm_up in first_reductions(ranks=2).values():
-        warm_up()
-    for ranks, limit in LAUNCH_LIMITS.items():
-        taken = alternated(first_reductions(ranks), pairs)
-        yield from compared(f"{ranks} ranks", "s", taken, "torchrun", {"parwrap.run": limit, "parwrap.run --plain": limit})
-
-
 def warm(team: Team) -> float:
     """Train until nothing is new any more; returns the seconds of a step."""
     team.train(WARM_UP)
@@ -109,7 +98,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=30, help="blocks of steps that each team trains")
     parser.add_argument("--cases", type=_cases, default=list(STEP_LIMITS), help="some of " + ",".join(STEP_LIMITS))
-    parser.add_argument("--only", choices=["steps", "memory", "import", "launch"], help="measure one part; the JSON keeps the others")
+    parser.add_argument("--only", choices=["steps", "memory", "import"], help="measure one part; the JSON keeps the others")
     parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"), help="where the rows are written")
     return parser.parse_args()
 
@@ -135,7 +124,6 @@ def main() -> None:
         "steps": lambda: steps(arguments.cases, arguments.pairs),
         "memory": lambda: memory(arguments.cases, pairs=5),
         "import": lambda: imports(pairs=7),
-        "launch": lambda: launches(pairs=5),
     }
     results = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     start_fork_server()

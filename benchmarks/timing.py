@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 __all__ = ["Row", "alternated", "compared", "judged"]
+
+Measured = TypeVar("Measured")
 
 RESAMPLES = 10_000
 TOLERANCE = 0.03
@@ -45,9 +48,9 @@ class Row:
     samples: list[float]
 
 
-def alternated(measures: Mapping[str, Callable[[], float]], pairs: int) -> dict[str, list[float]]:
+def alternated(measures: Mapping[str, Callable[[], Measured]], pairs: int) -> dict[str, list[Measured]]:
     """Take each of ``measures`` once in every one of ``pairs`` rounds, which go through them forwards and backwards in turn."""
-    taken: dict[str, list[float]] = {name: [] for name in measures}
+    taken: dict[str, list[Measured]] = {name: [] for name in measures}
     order = list(measures)
     for _ in range(pairs):
         for name in order:

@@ -1,7 +1,7 @@
 """Run a plain single-GPU PyTorch training function or script on many ranks, unchanged.
 
 The public names; each is imported when it is first used, so that ``import parwrap`` costs nothing beside torch and
-``python -m parwrap.run`` can start its fork server before torch is imported.
+``python -m parwrap.run`` can set things up before torch is imported.
 """
 
 from importlib import import_module
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from parwrap.decorator import Decorating
     from parwrap.errors import LaunchError, ParwrapError, RankMismatchError, RankZeroError, UsageError
     from parwrap.features.amp import amp_state
+    from parwrap.features.launch import launch
     from parwrap.features.loaders import loaders
     from parwrap.features.mean import mean_over_ranks
     from parwrap.features.shard import replicate, shard
@@ -42,6 +43,7 @@ _HOMES = {
     "parwrap.features.evaluate": ("evaluate",),
     "parwrap.features.every_rank": ("every_rank_writes",),
     "parwrap.features.hogwild": ("hogwild",),
+    "parwrap.features.launch": ("launch",),
     "parwrap.features.loaders": ("loaders",),
     "parwrap.features.mean": ("mean_over_ranks",),
     "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
@@ -77,6 +79,7 @@ __all__ = [
     "gather",
     "hogwild",
     "is_rank_zero",
+    "launch",
     "loaders",
     "local_rank",
     "mean_over_ranks",

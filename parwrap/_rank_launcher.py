@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,12 +59,23 @@ class Rank:
 
     def stacks(self) -> str:
         """The Python stacks that the process has dumped, and those that it has forked, each down to where the test is called."""
-        below = f'  File "{_rank_process.__file__}"'
         ours = ("_end_with_pytest", "Extension modules:")
         dumped = [self.task.stacks.read_text(errors="replace")]
-        dumped += [f"In a process that it has forked:\n{file.read_text(errors='replace')}" for file in self.task.stacks_of_children()]
+        for child in self.forked():
+            file = self.task.stacks_of(child)
+            stacks = file.read_text(errors="replace") if file.exists() else "is on its way still; its stack is among those above"
+            dumped.append(f"In a process that it has forked ({_state_of(child)}):\n{stacks}")
         threads = "\n\n".join(dumped).split("\n\n")
-        return "\n\n".join(thread.partition(below)[0].rstrip() for thread in threads if not any(text in thread for text in ours))
+        return "\n\n".join(_above_call(thread) for thread in threads if not any(text in thread for text in ours))
+
+    def forked(self) -> list[int]:
+        """The processes that it has forked: those that write their stacks to a file, and those that have not come to it."""
+        written = [int(file.name.rpartition("-")[2]) for file in self.task.folder.glob(self.task.stacks_of("*").name)]
+        listed: list[str] = []
+        for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with suppress(OSError):  # that thread has ended
+                listed += children.read_text().split()
+        return sorted({*written, *map(int, listed)})
 
 
 def rank_environ() -> dict[str, str]:
@@ -168,8 +180,7 @@ def dump_stacks(ranks: list[Rank]) -> None:
     """Make each of ``ranks`` write its Python stacks, for :meth:`Rank.stacks`; one that is still starting ends without."""
     for rank in ranks:
         os.kill(rank.process.pid, signal.SIGQUIT)
-        for file in rank.task.stacks_of_children():
-            child = int(file.name.rpartition("-")[2])
+        for child in rank.forked():
             with suppress(ProcessLookupError):
                 if os.getpgid(child) == rank.process.pid:  # else another's by now
                     os.kill(child, signal.SIGQUIT)
@@ -177,3 +188,19 @@ def dump_stacks(ranks: list[Rank]) -> None:
     while time.monotonic() < until and any(rank.process.is_alive() and not rank.task.stacks.stat().st_size for rank in ranks):
         time.sleep(0.05)
     time.sleep(0.1)  # a dump is written line by line
+
+
+def _above_call(thread: str) -> str:
+    """The stack of a ``thread``, the innermost call first, down to where the test is called."""
+    above, _, rest = thread.rpartition(f'  File "{_rank_process.__file__}"')
+    return (above or rest).rstrip()
+
+
+def _state_of(process: int) -> str:
+    """What Linux tells of a process, for one that shows no stack: where in the kernel it is, and the signals that do not reach it."""
+    try:
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines() if ":\t" in line)
+        place = Path(f"/proc/{process}/wchan").read_text()
+    except OSError:
+        return f"pid {process}, which has ended"
+    return f"pid {process}, {status['State']} in {place}, blocks signals {status['SigBlk']} and catches {status['SigCgt']}"

@@ -71,9 +71,9 @@ class Task:
         """The file that has the Python stacks of the rank, once it was sent ``SIGQUIT`` or has crashed."""
         return self.folder / f"stacks-{self.rank}"
 
-    def stacks_of_children(self) -> list[Path]:
-        """The same of the processes that the rank has forked, such as the workers of a ``DataLoader``."""
-        return sorted(self.folder.glob(f"stacks-{self.rank}-*"))
+    def stacks_of(self, child: int | str) -> Path:
+        """The same for a process that the rank has forked, such as a worker of a ``DataLoader``."""
+        return self.folder / f"{self.stacks.name}-{child}"
 
     def dump_stacks(self, path: Path) -> None:
         """Have this process write its stacks to the file at ``path`` when it is sent ``SIGQUIT`` or crashes."""
@@ -111,7 +111,7 @@ def run(task: Task, connection: Connection) -> None:
     if task.capture:
         _redirect_output(task)
     task.dump_stacks(task.stacks)
-    os.register_at_fork(after_in_child=lambda: task.dump_stacks(Path(f"{task.stacks}-{os.getpid()}")))
+    os.register_at_fork(after_in_child=lambda: task.dump_stacks(task.stacks_of(os.getpid())))
     config = _minimal_pytest(task.pytest_options)
     os.environ.clear()
     os.environ.update(task.environ)

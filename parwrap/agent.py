@@ -1,36 +1,55 @@
 """Carries out a launch plan with torch's elastic agent, which starts the ranks, watches them and starts them again.
 
-Two things are added to it: a single node meets without waiting and without listening beyond its loopback, and a rank ends with its
-exit code, as a script does, rather than by returning a value.
+What is added here: a single node meets without waiting and without listening beyond its loopback, and a rank ends with its exit code,
+as a script does, rather than by returning a value. What several nodes need is ``network.py``'s and ``between_nodes.py``'s, what ranks say
+``rank_output.py``'s.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore
+import torch
+from torch.distributed import DistError, TCPStore
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo, rendezvous_handler_registry
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import config_from_args
 
-from parwrap.errors import UsageError
-from parwrap.failures import Failure, read_failures, report
+from parwrap.between_nodes import Nodes
+from parwrap.errors import LaunchError, UsageError
+from parwrap.failures import Failure, read_failures, report, unexplained
+from parwrap.network import endpoint, met
 from parwrap.patching import Patch, installed
 from parwrap.plan import ONE_NODE, LaunchPlan
+from parwrap.rank_output import RankOutput
 from parwrap.script import run_rank
+from parwrap.waiting import told
 
 __all__ = ["launch"]
 
@@ -40,35 +59,63 @@ def launch(plan: LaunchPlan) -> int:
 
     Raises:
         UsageError: torch refuses the value of one of torchrun's options.
+        LaunchError: the nodes have not met, or ranks would be forked from a process that has started CUDA.
     """
-    os.environ.update(plan.variables)  # for ranks that are spawned; those of a fork server are handed them
+    if plan.torchrun.start_method == "fork" and torch.cuda.is_initialized():
+        raise LaunchError("--start-method fork does not go with CUDA, which this process has started already: leave it out, or use spawn.")
     if "LOGLEVEL" not in os.environ:
         _silence("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run", "torch.multiprocessing")
+    plan = met(plan, os.environ)
+    os.environ.update(plan.variables)  # for ranks that are spawned; those of a fork server are handed them
     rendezvous_handler_registry.register(ONE_NODE, lambda parameters: _OneNode(parameters.run_id))
     directory = tempfile.mkdtemp(prefix="parwrap-")  # TemporaryDirectory would remove it at the end of a forked rank
     try:
         failures = Path(directory, "failures")
         failures.mkdir()
-        config = _config(plan, directory)
-        ranks = elastic_launch(config, run_rank)
-        status = 0
-        may_die = _may_die(plan)
-        with installed([Patch(MultiprocessContext, "_poll", _ends_by_exit_code(failures, config.monitor_interval, may_die))]):
-            try:
-                ranks(plan.script, plan.variables, plan.threads, str(failures))
-            except ChildFailedError:
-                status = 1
-            except SignalException as signalled:
-                status = 128 + signalled.sigval
-        told = read_failures(failures)
-        if not told:
-            return status
-        survived = [str(failure) for failure in told if may_die(failure.rank, failure.size)]
-        if text := report(told) if status else "\n".join(survived):  # who failed before a restart is no news
-            print(text, file=sys.stderr)
-        return told[0].status if status == 1 else status
+        return _tell(plan, _run(plan, Path(directory), failures), read_failures(failures))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _run(plan: LaunchPlan, directory: Path, failures: Path) -> int:
+    """Run the ranks; returns the exit code as far as it is known without their ``failures``."""
+    config = _config(plan, directory)
+    ranks = elastic_launch(config, run_rank)
+    variables = dict(plan.variables)
+    nodes = Nodes(failures, variables, (plan.script.scope or {}).get("timeout", math.inf), partial(told, plan))
+    meetings = [] if plan.torchrun.rdzv_backend == ONE_NODE else [nodes.rendezvous]
+    pipes = None
+    with ExitStack() as stack:
+        if plan.everyone or plan.log_dir is not None:
+            output = RankOutput(directory, plan.ranks, plan.everyone, plan.log_dir)
+            stack.enter_context(output.passed_on())
+            meetings, pipes = [*meetings, output.rendezvous], output.pipes
+        poll = _ends_by_exit_code(failures, _may_die(plan), nodes)
+        patches = [Patch(SimpleElasticAgent, "_rendezvous", each) for each in meetings]
+        stack.enter_context(installed([Patch(MultiprocessContext, "_poll", poll), *patches]))
+        try:
+            ranks(plan.script, variables, plan.threads, str(failures), pipes)
+        except ChildFailedError:
+            return 1
+        except SignalException as signalled:
+            nodes.leave(signalled.sigval)
+            return 128 + signalled.sigval
+        except (RendezvousError, DistError) as error:
+            raise LaunchError(_not_met(plan, error)) from error
+    return 0
+
+
+def _tell(plan: LaunchPlan, status: int, failed: list[Failure]) -> int:
+    """Tell of the failures; returns the exit code for them."""
+    if not failed:
+        if status == 128 + signal.SIGINT:  # ranks that take no notice of it, or were not there yet
+            print("parwrap.run: interrupted", file=sys.stderr)
+        return status
+    may_die = _may_die(plan)
+    survived = [str(failure) for failure in failed if may_die(failure.rank, failure.size)]
+    if text := report(failed) if status else "\n".join(survived):  # who failed before a restart is no news
+        print(text, file=sys.stderr)
+    return failed[0].status if status == 1 else status
 
 
 class _OneNode(RendezvousHandler):
@@ -104,8 +151,12 @@ class _OneNode(RendezvousHandler):
         return True
 
 
-def _config(plan: LaunchPlan, directory: str) -> LaunchConfig:
-    changes = {"log_dir": plan.torchrun.log_dir or directory}
+def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
+    changes = {"log_dir": str(directory) if plan.log_dir else plan.torchrun.log_dir or str(directory)}
+    signals = plan.torchrun.signals_to_handle.split(",")
+    changes["signals_to_handle"] = ",".join(
+        name for name in signals if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
+    )  # by nohup
     if plan.torchrun.rdzv_backend == ONE_NODE and plan.torchrun.rdzv_id == "none":
         changes["rdzv_id"] = str(uuid.uuid4())
     try:
@@ -120,39 +171,56 @@ def _may_die(plan: LaunchPlan) -> Callable[[int, int], bool]:
     return lambda rank, size: bool(scope.get("survive")) and 0 < rank < size - scope.get("servers", 1)
 
 
-def _ends_by_exit_code(failures: Path, interval: float, may_die: Callable[[int, int], bool]) -> Callable:
+def _not_met(plan: LaunchPlan, error: Exception) -> str:
+    """Why the nodes have not met, as far as torch's ``error`` tells."""
+    host, port = endpoint(plan.torchrun)
+    said = str(error.__cause__ or error)
+    if "EADDRINUSE" in said:
+        return (
+            f"port {port} of this machine is taken, by another job or by a node of the same --node-rank: name another one, the same on "
+            "all nodes."
+        )
+    if isinstance(error, RendezvousClosedError):
+        return f"the job that met at {host} port {port} has ended; to start another there, give all its nodes a new --rdzv-id."
+    if isinstance(error, RendezvousTimeoutError) or "timed out" in said.lower():
+        return (
+            f"fewer than {plan.nodes[0]} nodes have met at {host} port {port} in time: check that all have been started, "
+            "with the same --nnodes and --rdzv-id, and that the first one is at that address."
+        )
+    return f"the nodes have lost each other, at {host} port {port}: {said.partition(chr(10))[0]}"
+
+
+def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], nodes: Nodes) -> Callable:
     """A wrapper for torch's look at the processes, which by itself waits for ever for a value from one that has ended with 0.
 
-    It also writes down who ended without a word, before torch ends the others too. At those that ``may_die`` torch does not look.
+    It also writes down who ended without a word, before torch ends the others too. At those that ``may_die`` torch does not look. What
+    has failed on one of the ``nodes`` has failed on all, and none is through before the others are.
     """
+    looked = time.time()
 
     def poll(wrapped: Callable, context: MultiprocessContext, args: tuple, kwargs: dict) -> RunProcsResult | None:
+        nonlocal looked
+        lived, looked = looked, time.time()
         processes: Any = context._pc
         passed_over = {each for each, environ in context.envs.items() if may_die(int(environ["RANK"]), int(environ["WORLD_SIZE"]))}
         for local_rank in passed_over:
             processes.sentinels.pop(processes.processes[local_rank].sentinel, None)
         codes = [process.exitcode for process in processes.processes]
         for local_rank, code in enumerate(codes):
-            if code:
-                _unexplained(context.envs[local_rank], code, time.time() - interval).write(failures)
+            if code:  # what others have raised since it lived may be because of that, unless it is torch that has given up
+                unexplained(context.envs[local_rank], code, looked if code == -signal.SIGABRT else lived).write(failures)
         result = wrapped(*args, **kwargs)
-        if result is None and all(code == 0 or (code and each in passed_over) for each, code in enumerate(codes)):
+        if result is None and nodes.failed:
+            context.close()
+            result = RunProcsResult(failures={0: ProcessFailure(0, processes.processes[0].pid, 1, "")})
+        if result is not None:
+            nodes.exchange()
+        elif all(code == 0 or (code and each in passed_over) for each, code in enumerate(codes)) and nodes.through():
             context.close()
             return RunProcsResult(dict.fromkeys(range(context.nprocs)), stdouts=context.stdouts, stderrs=context.stderrs)
         return result
 
     return poll
-
-
-def _unexplained(environ: dict[str, str], code: int, since: float) -> Failure:
-    return Failure(
-        rank=int(environ["RANK"]),
-        size=int(environ["WORLD_SIZE"]),
-        attempt=int(environ["TORCHELASTIC_RESTART_COUNT"]),
-        time=since,
-        ending="exited" if code > 0 else "killed",
-        status=code if code > 0 else 128 - code,
-    )
 
 
 def _silence(*names: str) -> None:

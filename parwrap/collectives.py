@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone, is_beside, open_group, world_size
-from parwrap.world import read_world
+from parwrap.world import detect
 
 __all__ = [
     "all_ranks",
@@ -146,7 +146,7 @@ def callers(name: str) -> Group | None:
     """As :func:`group_for`, without waiting for the other ranks."""
     group = open_group()
     if group is None:
-        if not is_beside() and read_world(os.environ).size > 1:
+        if not is_beside() and detect(os.environ).size > 1:
             raise UsageError(
                 f"parwrap.{name}() needs the other ranks, and no process group is open here: "
                 "call it inside a function decorated with @parwrap.distributed, or inside `with parwrap.distributed():`."

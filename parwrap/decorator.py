@@ -19,7 +19,7 @@ from parwrap.errors import UsageError
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["Decorating", "Left", "ScopeDecorator", "describe", "module_of", "refuse_undecoratable", "result_told"]
+__all__ = ["Decorating", "Left", "ScopeDecorator", "decorators_of", "describe", "module_of", "refuse_undecoratable", "result_told"]
 
 
 class Left(SystemExit):
@@ -86,12 +86,9 @@ class ScopeDecorator:
 
     def wrapped(self, function: Any) -> Any:
         """What ``function``, which can be decorated, becomes."""
-        outermost: Any
-        outermost, decorators = getattr(function, "__parwrap_scopes__", (None, ()))
-        if outermost is not function:
-            decorators = ()  # functools.wraps has carried them over to somebody else's wrapper
-        elif decorators:
-            function = outermost.__wrapped__
+        decorators = () if inspect.ismethod(function) else decorators_of(function)
+        if decorators:
+            function = function.__wrapped__
         decorators = tuple(sorted((self, *decorators), key=lambda decorator: decorator.layer))
         runs = functools.reduce(lambda inner, decorator: decorator.around(inner), decorators, function)
 
@@ -118,6 +115,13 @@ class ScopeDecorator:
 
     def __exit__(self, *exception: Any) -> bool | None:
         return self._entered.pop().__exit__(*exception)
+
+
+def decorators_of(function: Any) -> tuple[ScopeDecorator, ...]:
+    """Those that ``function``, or the function of a method, is decorated with."""
+    outermost, decorators = getattr(function, "__parwrap_scopes__", (None, ()))
+    # functools.wraps carries them over to somebody else's wrapper
+    return decorators if outermost is getattr(function, "__func__", function) else ()
 
 
 class Decorating(Protocol):

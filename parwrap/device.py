@@ -14,7 +14,7 @@ import torch
 from parwrap.errors import LaunchError
 from parwrap.world import World
 
-__all__ = ["choose_backend", "choose_device", "visible_gpu"]
+__all__ = ["choose_backend", "choose_device", "cores", "visible_gpu"]
 
 
 def visible_gpu(local_rank: int, visible: list[str]) -> str:
@@ -45,12 +45,14 @@ def choose_device(world: World, backend: str | None) -> torch.device:
     if backend == "gloo":
         return torch.device("cuda", world.local_rank % gpus)
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or [str(index) for index in range(gpus)]
-    gpu = visible_gpu(world.local_rank, visible)
+    # torchrun's ranks see all GPUs of the node; other launchers may have given each its own (srun --gpus-per-task), of which it takes one
+    mine = world.local_rank if world.launcher == "torchrun" else world.local_rank % len(visible)
+    gpu = visible_gpu(mine, visible)
     if not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
         return torch.device("cuda", 0)
     if len(visible) > 1:
-        torch.cuda.set_device(world.local_rank)
+        torch.cuda.set_device(mine)
         warnings.warn(
             "parwrap: CUDA had started before the ranks were told apart, so 'cuda:0' written in the script means the same GPU "
             "on every rank. Start CUDA inside the decorated function, or run with `python -m parwrap.run`.",
@@ -66,3 +68,8 @@ def choose_backend(backend: str | None, device: torch.device) -> str:
     'gloo'
     """
     return backend or ("nccl" if device.type == "cuda" else "gloo")
+
+
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +22,7 @@ from typing import Literal
 
 from parwrap.files.threads import passing
 
-__all__ = ["Failure", "Recorder", "exit_status", "read_failures", "report"]
+__all__ = ["Failure", "Recorder", "exit_status", "name_of_node", "node_name", "read_failures", "report", "unexplained"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Failure:
         status: the exit code for it; for a signal 128 and its number.
         text: the traceback, or the message of ``sys.exit``.
         exception: the exception in one line.
+        node: the name of its node; empty where there is one only.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class Failure:
     status: int
     text: str = ""
     exception: str = ""
+    node: str = ""
 
     def write(self, directory: Path) -> None:
         """Keep this failure in ``directory``, unless the rank has told one already."""
@@ -58,8 +61,13 @@ class Failure:
 
     def __str__(self) -> str:
         if self.ending == "raised":
-            return f"{self._who} failed:\n{self.text}"
+            return f"{self._who} {'was interrupted' if self.interrupted else 'failed'}:\n{self.text}"
         return f"{self._who} {self.cause}"
+
+    @property
+    def interrupted(self) -> bool:
+        """That it was ended by Ctrl-C."""
+        return self.ending == "raised" and self.status == 128 + signal.SIGINT
 
     @property
     def line(self) -> str:
@@ -78,7 +86,7 @@ class Failure:
 
     @property
     def _who(self) -> str:
-        return f"rank {self.rank} of {self.size}"
+        return f"rank {self.rank} of {self.size}" + (f" on {self.node}" if self.node else "")
 
 
 class Recorder(AbstractContextManager):
@@ -88,11 +96,19 @@ class Recorder(AbstractContextManager):
         directory: where to write.
         environ: the launch variables of this rank.
         traceback: the part of an exception's traceback that is to be shown.
+        aside: where this rank writes what is for its own file alone, if it has one.
     """
 
-    def __init__(self, directory: Path, environ: Mapping[str, str], traceback: Callable[[BaseException], TracebackType | None]) -> None:
-        self._directory, self._traceback = directory, traceback
+    def __init__(
+        self,
+        directory: Path,
+        environ: Mapping[str, str],
+        traceback: Callable[[BaseException], TracebackType | None],
+        aside: str | None = None,
+    ) -> None:
+        self._directory, self._traceback, self._aside = directory, traceback, aside
         self._rank, self._size, self._attempt = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+        self._node = name_of_node(environ)
         self._log = Path(environ["TORCHELASTIC_ERROR_FILE"] or os.devnull).with_name("stderr.log")
         self._is_last = self._attempt == int(environ["TORCHELASTIC_MAX_RESTARTS"])
         self._has_failed = False
@@ -113,10 +129,15 @@ class Recorder(AbstractContextManager):
             status=exit_status(error),
             text=self._shown(error) if raised else _message(error),
             exception=f"{type(error).__qualname__}: {error}".splitlines()[0].removesuffix(": "),
+            node=self._node,
         )
         with passing():  # on every rank
             failure.write(self._directory)
-        if self._log.exists() or not self._is_last:  # what the launcher reports is neither in this rank's log nor of an earlier attempt
+            if self._aside and self._is_last:
+                with open(self._aside, "w") as file:
+                    print(failure, file=file)
+        # what the launcher reports is neither in this rank's log nor of an attempt before the last, unless Ctrl-C has made it that
+        if self._log.exists() or not (self._is_last or failure.interrupted):
             print(failure, file=sys.__stderr__)
 
     def _shown(self, error: BaseException) -> str:
@@ -125,6 +146,20 @@ class Recorder(AbstractContextManager):
         with io.StringIO() as text, contextlib.redirect_stderr(text):
             sys.excepthook(type(error), error.with_traceback(traceback), traceback)
             return text.getvalue().replace(f"[rank{self._rank}]: ", "").rstrip()
+
+
+def node_name(number: int, host: str) -> str:
+    """What a node is called.
+
+    >>> node_name(1, "gpu7")
+    'node 1 (gpu7)'
+    """
+    return f"node {number} ({host})"
+
+
+def name_of_node(environ: Mapping[str, str]) -> str:
+    """The name of this node for the ranks whose launch variables these are; empty if there is no other."""
+    return node_name(int(environ["GROUP_RANK"]), socket.gethostname()) if int(environ.get("GROUP_WORLD_SIZE", 1)) > 1 else ""
 
 
 def exit_status(error: BaseException) -> int:
@@ -146,12 +181,27 @@ def read_failures(directory: Path) -> list[Failure]:
     return sorted((failure for failure in failures if failure.attempt == last), key=lambda failure: failure.time)
 
 
+def unexplained(environ: dict[str, str], code: int, since: float) -> Failure:
+    """The failure of a rank, by its launch variables, whose process has ended with ``code`` after ``since`` and has told none."""
+    return Failure(
+        rank=int(environ["RANK"]),
+        size=int(environ["WORLD_SIZE"]),
+        attempt=int(environ["TORCHELASTIC_RESTART_COUNT"]),
+        time=since,
+        ending="exited" if code > 0 else "killed",
+        status=code if code > 0 else 128 - code,
+        node=name_of_node(environ),
+    )
+
+
 def report(failures: Iterable[Failure]) -> str:
     """What to tell the user: a line for each rank that failed otherwise than the first one, which has the last word.
 
-    A script that ends by ``sys.exit`` says no more than it would without ranks.
+    A script that ends by ``sys.exit`` says no more than it would without ranks. Ctrl-C ends them all, and one shows where it was.
     """
     first, *others = failures
+    if first.interrupted:
+        return str(min((each for each in [first, *others] if each.interrupted), key=lambda failure: failure.rank))
     lines = [other.line for other in others if other.cause != first.cause]
     last_word = first.text if first.ending == "exited" and not lines else str(first)
     return "\n".join([*lines, last_word])

@@ -9,9 +9,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from parwrap.errors import UsageError
+from parwrap.errors import LaunchError, UsageError
 
-__all__ = ["AMP_VALUES", "add_feature_options", "features_of", "number", "whole", "with_amp_value"]
+__all__ = ["AMP_VALUES", "add_feature_options", "features_of", "number", "refuse_missing_gpus", "whole", "with_amp_value"]
 
 AMP_VALUES = ("auto", "bf16", "fp16", "bfloat16", "float16", "O0", "O1", "O2", "O3")
 
@@ -40,6 +40,14 @@ def add_feature_options(group: argparse._ArgumentGroup) -> None:
         metavar="DEVICES",
         type=_devices,
         help="Run the model on several devices of one process: all, or a list such as 0,1 or cpu,cpu.",
+    )
+    group.add_argument(
+        "--no-gather",
+        "--no_gather",
+        dest="gather",
+        default=absent,
+        action="store_false",
+        help="With --data-parallel: outputs stay on their devices, and torch's losses are computed there.",
     )
     group.add_argument(
         "--uniform-length",
@@ -79,13 +87,33 @@ def features_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         features["accumulate"] = {"steps": arguments.accumulate}
     if hasattr(arguments, "data_parallel"):
         features["data_parallel"] = {"device_ids": arguments.data_parallel}
-    of_uniform_length = {name: getattr(arguments, name) for name in ("pad_value", "max_tokens") if hasattr(arguments, name)}
+        if hasattr(arguments, "loss"):
+            features["data_parallel"]["loss"] = arguments.loss
     if hasattr(arguments, "uniform_length"):
-        features["uniform_length"] = of_uniform_length
-    elif of_uniform_length:
-        given = " and ".join(f"--{name.replace('_', '-')}" for name in of_uniform_length)
-        raise UsageError(f"{given} has nothing to act on without --uniform-length: add it. The script's own options come after its name.")
+        features["uniform_length"] = {}
+    for name, (feature, option) in _PARTS.items():
+        if hasattr(arguments, name) and feature not in features:
+            missing = f"--{feature.replace('_', '-')}"
+            raise UsageError(f"{option} has nothing to act on without {missing}: add it. The script's own options come after its name.")
+        if hasattr(arguments, name):
+            features[feature][name] = getattr(arguments, name)
     return features
+
+
+_PARTS = {
+    "gather": ("data_parallel", "--no-gather"),
+    "pad_value": ("uniform_length", "--pad-value"),
+    "max_tokens": ("uniform_length", "--max-tokens"),
+}
+"""Options of one feature, and what they are called."""
+
+
+def refuse_missing_gpus(devices: Sequence[int | str], gpus: int) -> None:
+    """Raise :class:`LaunchError` if ``devices`` name a GPU beyond the ``gpus`` that torch can use."""
+    for device in devices:
+        number = str(device).removeprefix("cuda:")
+        if number.isdecimal() and int(number) >= gpus:
+            raise LaunchError(f"--data-parallel names cuda:{number}, and the GPUs that torch can use here are {gpus}: name others, or all.")
 
 
 def whole(text: str) -> int:
@@ -100,7 +128,7 @@ def _steps(text: str) -> int | str:
 
 
 def _devices(text: str) -> list[int | str] | None:
-    return None if text == "all" else [int(name) if name.isdecimal() else name for name in text.split(",")]
+    return None if text == "all" else [int(name) if name.isdecimal() else name for name in text.replace(" ", "").split(",")]
 
 
 def number(text: str) -> float:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -19,9 +20,11 @@ import torch
 import torch.distributed as dist
 
 from parwrap import mailbox
+from parwrap.background import in_background
 from parwrap.device import choose_backend, choose_device
+from parwrap.meeting_place import on_loopback, placed
 from parwrap.meetings import Meetings
-from parwrap.world import World, read_world
+from parwrap.world import World, detect
 
 __all__ = [
     "Group",
@@ -40,6 +43,9 @@ __all__ = [
 
 PATIENCE = timedelta(minutes=30)
 """How long ranks wait for each other unless a timeout is given; what torch takes for gloo."""
+
+TELLING = 30.0
+"""Seconds after which a rank that waits for others to begin says so."""
 
 POLLING = 0.005
 """Seconds between two looks into the store, which can only wait for all of several keys."""
@@ -146,22 +152,50 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
     backend = choose_backend(backend, device)
     waiting = timeout or PATIENCE
     # without a timeout of its own the process group keeps torch's, which differs by backend
-    store, _, _ = next(dist.rendezvous(world.init_method, world.rank, world.size, timeout=waiting))
-    # a launcher's store outlives a process group, and the next one must not read what the last has left
-    _opened += 1
-    dist.init_process_group(
-        backend, store=dist.PrefixStore(f"torch/{_opened}", store), rank=world.rank, world_size=world.size, timeout=timeout
-    )
-    store = dist.PrefixStore(f"parwrap/{_opened}", store)
-    try:
-        with mailbox.opened(world, store) as entries:
-            _current = Group(world, backend, device, store, waiting, Meetings(entries, waiting))
-            with _current._ends:
-                yield _current
-    finally:
-        _current = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    meeting = dist.rendezvous(world.meeting, world.rank, world.size, timeout=waiting)
+    with _told_of_a_long_wait(world):
+        store, _, _ = next(meeting)
+        # a launcher's store outlives a process group, and the next one must not read what the last has left
+        _opened += 1
+        torchs, store = dist.PrefixStore(f"torch/{_opened}", store), dist.PrefixStore(f"parwrap/{_opened}", store)
+        world = placed(world, store)
+    with closing(meeting), on_loopback(world), _excepthook_kept():
+        try:
+            with _told_of_a_long_wait(world):
+                dist.init_process_group(backend, store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
+            with mailbox.opened(world, store) as entries:
+                _current = Group(world, backend, device, store, waiting, Meetings(entries, waiting))
+                with _current._ends:
+                    yield _current
+        finally:
+            _current = None
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _excepthook_kept() -> Iterator[None]:
+    """Torch puts a hook of its own around ``sys.excepthook`` with each process group; after an error it stays, for it names the rank."""
+    before = sys.excepthook
+    yield
+    if getattr(sys.excepthook, "__module__", None) == dist.distributed_c10d.__name__:  # else the user's own
+        sys.excepthook = before
+
+
+@contextmanager
+def _told_of_a_long_wait(world: World) -> Iterator[None]:
+    """While this is held, ranks wait for each other to begin; the first says so if it takes long, for it may be the only one."""
+
+    def tell(stopped: threading.Event) -> None:
+        if not stopped.wait(TELLING):
+            print(
+                f"parwrap: rank 0 waits for the others of {world.size} to begin. That there are so many is told by {world.launcher}; if "
+                "this process is the only one, set PARWRAP_WORLD_SIZE=1.",
+                file=sys.stderr,
+            )
+
+    with nullcontext() if world.rank else in_background(tell, "parwrap beginning"):
+        yield
 
 
 def current() -> Group | None:
@@ -213,7 +247,7 @@ def is_alone(here: bool = False) -> bool:
 
 def _world() -> World:
     group = open_group()
-    return group.world if group else _beside or read_world(os.environ)
+    return group.world if group else _beside or detect(os.environ)
 
 
 def rank() -> int:

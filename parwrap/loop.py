@@ -59,6 +59,8 @@ class Loop:
         """Take note of the optimizers that were built before anybody watched, in the order in which they were."""
         if not any(getattr(kind.step, "hooked", False) for kind in _kinds(torch.optim.Optimizer)):
             return  # building the first of a kind leaves this mark; the list of all that is alive takes megabytes
+        if not any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects()):
+            return  # going through the list takes a fraction of the time of the collection
         gc.collect()  # which leaves all that is alive in one list, the oldest first
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.optim.Optimizer) and hasattr(thing, "param_groups"):
@@ -107,11 +109,11 @@ class Loop:
 
     def look_for_parameters(self) -> None:
         """Notice parameters that were put into the groups of an optimizer by hand."""
-        grown = False
-        for number, optimizer in self.numbered_optimizers():
-            size = _size(optimizer)
-            grown |= size > self._sizes.get(number, 0)
-            self._sizes[number] = size
+        sizes = {number: _size(optimizer) for number, optimizer in self.numbered_optimizers()}
+        if sizes == self._sizes:  # as a rule, at every step
+            return
+        grown = any(size > self._sizes.get(number, 0) for number, size in sizes.items())
+        self._sizes = sizes
         if grown:
             self._remember_parameters()
             self.generation += 1
@@ -191,7 +193,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _size(optimizer: torch.optim.Optimizer) -> int:
     """How many parameters there are in all its groups."""
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+    return sum([len(group["params"]) for group in optimizer.param_groups])
 
 
 def _kinds(kind: Any) -> Iterator[Any]:

@@ -253,7 +253,7 @@ def _in_row(number: int) -> int:
 @contextmanager
 def opened(world: World, store: Any) -> Iterator[Mailbox]:
     """The mailbox of the ranks of ``world``, which find each other's by ``store``."""
-    if world.local_size == world.size:
+    if world.on_one_node:
         yield Mailbox(world, shared_memory(store, world.rank, range(world.size), Mailbox.size(world)))
         return
     mailbox = Mailbox(world, bytearray(Mailbox.size(world)))

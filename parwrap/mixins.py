@@ -93,6 +93,9 @@ class _OfEach:
             self._known[key] = weakref.ref(instance, lambda gone: self._known.pop(key, None)), self._make()
         return self._known[key][1]
 
+    def __reduce__(self) -> Any:
+        return _OfEach, (self._make,)  # instances have others where they are sent
+
 
 class DistributedMixin(_Mixin, feature=distributed):
     """``@distributed`` for the training methods of a class.
@@ -167,6 +170,7 @@ def _once(method: Any, of: _OfEach) -> Any:
         finally:
             _running.pop()
 
+    once.__parwrap_decorators__ = of.of_class  # type: ignore[attr-defined]
     return once
 
 

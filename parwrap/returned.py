@@ -1,7 +1,8 @@
-"""What comes back from a rank that was forked: what it returns or raises, and what it has made of the caller's tensors.
+"""What comes back from a rank that a process has launched: what it returns, and what it has made of the caller's tensors.
 
-A forked rank has every object of the caller, at the same address. So both sides know the caller's objects by their ``id``, and what is
-sent back refers to them: a model that was passed in is the same object when it is returned. How it is sent is ``forked.py``'s.
+The rank has the caller's objects: all of them if it was forked, those that it was sent if not (``spawning.py``). Both sides know them by
+a number, and what is sent back refers to them: a model that was passed in is the same object when it is returned. What is raised is
+``raised.py``'s, and how all is sent ``launching.py``'s.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import gc
 import io
 import pickle
-import traceback
 import zlib
-from collections.abc import Iterator
-from types import FunctionType, ModuleType, TracebackType
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from types import FunctionType, ModuleType
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -21,54 +22,18 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["CallersObjects", "Raised", "RemoteTraceback"]
+__all__ = ["CallersObjects", "is_tracked", "pickle_module"]
 
 KINDS = (torch.Tensor, nn.Module, Optimizer, LRScheduler)
-MEMBERS = ("errno", "strerror", "filename", "filename2", "name", "path")
 PARTS = ("_parameters", "_buffers", "_modules", "training")
 
 
-class RemoteTraceback(Exception):
-    """The traceback of an exception that was raised on another rank: the cause of the same in the caller."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-class Raised(NamedTuple):
-    """An exception, in parts that can be sent whatever its ``__init__`` takes.
-
-    Attributes:
-        kind: its class, or the nearest base of it that the caller has.
-        args, attributes: its own, or what they look like.
-        members: of built-in exceptions, which are neither.
-        text: the traceback.
-    """
-
-    kind: type[BaseException]
-    args: tuple
-    attributes: dict[str, Any]
-    members: dict[str, Any]
-    text: str
-
-    def error(self, who: str) -> BaseException:
-        """The exception, raised by ``who``."""
-        try:
-            error = self.kind(*self.args)
-        except Exception:
-            error = self.kind.__new__(self.kind, *self.args)
-        error.args = self.args
-        vars(error).update(self.attributes)
-        for name, value in self.members.items():
-            setattr(error, name, value)
-        error.__cause__ = RemoteTraceback(f"{who} failed:\n{self.text}")
-        return error
-
-
 class CallersObjects:
-    """The tensors, models, optimizers and schedulers of this process, and what both sides of a fork know them by.
+    """The tensors, models, optimizers and schedulers of the caller, and what it and a rank know them by.
 
-    Made before the fork; the side that is forked packs, the caller's unpacks.
+    Args:
+        things: they, the same and in the same order on both sides; by default all that this process has, for ranks that are forked then.
+        pickler: what packs in the rank.
 
     >>> model, file = nn.Linear(1, 1), io.BytesIO()
     >>> callers = CallersObjects()
@@ -78,25 +43,42 @@ class CallersObjects:
     True
     """
 
-    def __init__(self) -> None:
-        self._known = {id(thing): thing for thing in gc.get_objects() if issubclass(type(thing), KINDS) or _is_local(thing)}
+    def __init__(self, things: Iterable[Any] | None = None, pickler: type[pickle.Pickler] = pickle.Pickler) -> None:
+        if things is None:
+            everything = gc.get_objects()
+            kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, (*KINDS, type, FunctionType))}
+            things = (thing for thing in everything if type(thing) in kinds and (is_tracked(thing) or _is_local(thing)))
+        self._known = dict(enumerate(things))
+        self._keys = {id(thing): key for key, thing in self._known.items()}
+        self._pickler = pickler
+        self._tensors: dict[int, tuple | None] = {}
+        self._asks: dict[int, bool] = {}
+        self._contents: dict[int, int] = {}
+        self._modules: dict[int, tuple] = {}
+        self._attributes: dict[int, dict[str, Any]] = {}
+
+    def watch(self) -> None:
+        """Remember what they are now, for :meth:`changes`: before the fork, or when they have come."""
         self._tensors = {key: _state_of(thing) for key, thing in self._of(torch.Tensor)}
-        self._held = [
-            thing.detach() for _, thing in self._of(torch.Tensor) if not is_lazy(thing)
-        ]  # or other memory could come to lie where theirs was
-        owned = {id(each) for _, module in self._of(nn.Module) for name in PARTS[:2] for each in vars(module).get(name, {}).values()}
-        self._contents = {key: _checksum(self._known[key]) for key in owned & self._tensors.keys() if self._tensors[key]}
+        # or other memory could come to lie where theirs was; no tensors, which the next of these objects would find
+        self._held = [self._known[key].untyped_storage() for key, state in self._tensors.items() if state]
+        owned = [each for _, module in self._of(nn.Module) for name in PARTS[:2] for each in vars(module).get(name, {}).values()]
+        self._asks = {key: asks for key in self._tensors if (asks := _asks(self._known[key])) is not None}
+        self._contents = {key: _checksum(self._known[key]) for key in self._keys_of(owned) if self._tensors.get(key)}
         self._modules = {key: _parts_of(thing) for key, thing in self._of(nn.Module)}
+        self._attributes = {key: dict(vars(thing)) for key, thing in self._of(nn.Module)}
 
     def pack(self, thing: Any, file: BinaryIO) -> None:
         """Write ``thing`` into ``file``, with references to the caller's objects in their place."""
-        known = self._known
+        keys, others = self._keys, getattr(self._pickler, "reducer_override", lambda pickler, thing: NotImplemented)
 
-        class Pickler(pickle.Pickler):
+        class Pickler(self._pickler):  # type: ignore[name-defined]
             def reducer_override(self, each: Any) -> Any:
-                return (_callers, (id(each),)) if known.get(id(each)) is each else NotImplemented
+                key = None if issubclass(type(each), torch.Tensor) and _is_unwatched(each) else keys.get(id(each))
+                return others(self, each) if key is None else (_callers, (key,))
 
-        torch.save(thing, file, pickle_module=_pickle_module(Pickler=Pickler))
+        # protocol 2, torch's own choice, has a TimeoutError come back as an OSError
+        torch.save(thing, file, pickle_module=pickle_module(Pickler=Pickler), pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
     def unpack(self, file: BinaryIO) -> Any:
         """What :meth:`pack` was given on the other side."""
@@ -106,18 +88,12 @@ class CallersObjects:
             def find_class(self, module: str, name: str) -> Any:
                 return known.get if (module, name) == (__name__, "_callers") else super().find_class(module, name)
 
-        return torch.load(file, weights_only=False, pickle_module=_pickle_module(Unpickler=Unpickler))
+        # a caller that has not started CUDA can still fork
+        where = None if torch.cuda.is_initialized() else "cpu"
+        return torch.load(file, weights_only=False, map_location=where, pickle_module=pickle_module(Unpickler=Unpickler))
 
-    def raised(self, error: BaseException, outermost: TracebackType | None) -> Raised:
-        """``error`` in parts that can be packed; its traceback is shown from ``outermost`` on."""
-        kind = next(each for each in type(error).__mro__ if self._can_pack(each))
-        args = tuple(each if self._can_pack(each) else repr(each) for each in error.args)
-        attributes = {name: each if self._can_pack(each) else repr(each) for name, each in vars(error).items()}
-        names = MEMBERS if isinstance(error, (OSError, ImportError)) else ()
-        members = {name: value for name in names if (value := getattr(error, name, None)) is not None and self._can_pack(value)}
-        return Raised(kind, args, attributes, members, "".join(traceback.format_exception(type(error), error, outermost)).rstrip())
-
-    def _can_pack(self, thing: Any) -> bool:
+    def can_pack(self, thing: Any) -> bool:
+        """Whether it can be sent."""
         with io.BytesIO() as file:
             try:
                 self.pack(thing, file)
@@ -127,24 +103,59 @@ class CallersObjects:
                 return False
             return True
 
-    def changes(self) -> dict[str, list]:
-        """What has become of the caller's objects in this process, to be sent to :meth:`take`."""
-        changed = {key for key, tensor in self._of(torch.Tensor) if _state_of(tensor) != self._tensors[key]}
+    def changes(self, returned: Any = None) -> dict[str, list]:
+        """What has become of the caller's objects in this process, to be sent to :meth:`take`: all of it for those in ``returned``."""
+        asked = self._keys_in(returned)
+        changed = {key for key, tensor in self._of(torch.Tensor) if key in asked or _state_of(tensor) != self._tensors[key]}
         # running statistics are changed without a trace, and so is what is changed through ``p.data``
         changed |= {key for key, before in self._contents.items() if key not in changed and _checksum(self._known[key]) != before}
-        stepped = {key for key, each in self._of(Optimizer) if changed.intersection(map(id, _parameters_of(each)))}
+        changed -= {key for key in changed if _is_in_parts(self._known[key])}
+        stepped = {key for key, each in self._of(Optimizer) if key in asked or changed & self._keys_of(_parameters_of(each))}
         storages, moved = self._where(changed)
+        ties = self._ties(moved)
+        tied = {key for key, *_ in ties if self._tensors[key]}
         return {
             "storages": [(key, _storage(self._known[key])) for key in storages],
-            "tensors": [(key, _values(self._known[key])) for key in moved],
-            "modules": [
-                (key, {name: vars(module)[name] for name in PARTS if name in vars(module)})
-                for key, module in self._of(nn.Module)
-                if _parts_of(module) != self._modules[key]
-            ],
+            "tensors": [(key, _values(self._known[key])) for key in moved if key not in tied],
+            "ties": ties,
+            "asks": [(key, not before) for key, before in self._asks.items() if _asks(self._known[key]) is (not before)],
+            "modules": [(key, parts) for key, _ in self._of(nn.Module) if (parts := self._changed_in(key, key in asked))],
             "optimizers": [(key, each.__getstate__()) for key, each in self._of(Optimizer) if key in stepped],
-            "schedulers": [(key, each.state_dict()) for key, each in self._of(LRScheduler) if id(vars(each).get("optimizer")) in stepped],
+            "schedulers": [
+                (key, each.state_dict()) for key, each in self._of(LRScheduler) if stepped & self._keys_of([vars(each).get("optimizer")])
+            ],
         }
+
+    def _keys_in(self, returned: Any) -> set[int]:
+        """Of the caller's objects that ``returned`` leads to, and of what is in its models."""
+        keys, found = self._keys, set()
+        others = getattr(self._pickler, "reducer_override", lambda pickler, thing: NotImplemented)
+
+        class Finder(self._pickler):  # type: ignore[name-defined]
+            def reducer_override(self, each: Any) -> Any:
+                if id(each) in keys:
+                    found.add(keys[id(each)])
+                return (int, ()) if id(each) in keys or issubclass(type(each), torch.Tensor) else others(self, each)
+
+        with suppress(Exception):  # which pack will tell of
+            Finder(io.BytesIO()).dump(returned)
+        models = [self._known[key] for key in found if issubclass(type(self._known[key]), nn.Module)]
+        found |= self._keys_of(each for model in models for each in (*model.modules(), *model.parameters(), *model.buffers()))
+        return {key for key in found if not (issubclass(type(self._known[key]), torch.Tensor) and _is_unwatched(self._known[key]))}
+
+    def _changed_in(self, key: int, asked: bool) -> dict[str, Any]:
+        """What of a module is not as it was; of its other attributes, if they are ``asked`` for too, those that can be sent."""
+        attributes, before = vars(self._known[key]), self._attributes[key]
+        if any(map(_is_in_parts, attributes.get("_parameters", {}).values())):
+            return {}
+        changed = _parts_of(self._known[key]) != self._modules[key]
+        parts = {name: attributes[name] for name in PARTS if changed and name in attributes}
+        others = {name: each for name, each in attributes.items() if asked and not name.startswith("_")}
+        for name, each in others.items():
+            is_as_before = name in before and each is before[name] and not isinstance(each, (list, dict, set))
+            if not is_as_before and self.can_pack(each):
+                parts[name] = each
+        return parts
 
     def _where(self, changed: set[int]) -> tuple[list[int], list[int]]:
         """Where the values of ``changed`` are: a tensor in each of the caller's storages that they are in, and those that are elsewhere.
@@ -162,6 +173,25 @@ class CallersObjects:
                 storages.setdefault(tensor.untyped_storage().data_ptr(), key)
         return list(storages.values()), moved
 
+    def _ties(self, moved: list[int]) -> list[tuple]:
+        """Which of those that have ``moved`` are where another one is, as after ``b.data = a.data``, and how they lie there."""
+        if not moved:
+            return []
+        unmoved = [key for key in self._tensors.keys() - set(moved) if self._tensors[key]]
+        homes = {self._known[key].untyped_storage().data_ptr(): key for key in unmoved}
+        firsts: dict[tuple, int] = {}
+        ties: list[tuple] = []
+        for key in moved:
+            tensor = self._known[key]
+            state = _state_of(tensor)
+            if state is None or not tensor.numel():
+                continue
+            if (home := homes.get(tensor.untyped_storage().data_ptr())) is not None:
+                ties.append((key, home, (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())))
+            elif (first := firsts.setdefault(state[1:], key)) != key:
+                ties.append((key, first, None))
+        return ties
+
     @torch.no_grad()
     def take(self, changes: dict[str, list]) -> None:
         """Make the same of them in the caller: in place, so that every object stays what it is."""
@@ -175,27 +205,59 @@ class CallersObjects:
                 tensor.copy_(values)
             else:
                 tensor.data = values
+        for key, other, lies in changes["ties"]:
+            there = self._known[other].data
+            if lies is not None:
+                dtype, *lies = lies
+                there = torch.empty(0, dtype=dtype, device=there.device).set_(there.untyped_storage(), *lies)
+            self._known[key].data = there
+        for key, asks in changes["asks"]:
+            self._known[key].requires_grad_(asks)
         for key, parts in changes["modules"]:
-            vars(self._known[key]).update(parts)
+            attributes = vars(self._known[key])
+            attributes.update({name: _in_place(attributes.get(name), part) for name, part in parts.items()})
         for key, state in changes["optimizers"]:
-            self._known[key].__setstate__(state)
+            attributes = vars(self._known[key])
+            self._known[key].__setstate__({name: _in_place(attributes.get(name), part) for name, part in state.items()})
         for key, state in changes["schedulers"]:
             self._known[key].load_state_dict(state)
+
+    def _keys_of(self, things: Iterable[Any]) -> set[int]:
+        return {self._keys[id(thing)] for thing in things if id(thing) in self._keys}
 
     def _of(self, kind: type) -> Iterator[tuple[int, Any]]:
         return ((key, thing) for key, thing in self._known.items() if issubclass(type(thing), kind))
 
 
 def _callers(key: int) -> Any:
-    """Stands for the caller's object whose ``id`` is ``key``."""
+    """Stands for the caller's object that is known by ``key``."""
     raise NotImplementedError
 
 
-def _pickle_module(**classes: type) -> ModuleType:
+def pickle_module(**classes: type) -> ModuleType:
+    """What :func:`torch.save` and :func:`torch.load` take, with ``classes`` in the place of pickle's own."""
     module = ModuleType("pickle")
     vars(module).update(vars(pickle))
     vars(module).update(classes)
     return module
+
+
+def _in_place(old: Any, new: Any) -> Any:
+    """``new``; as ``old``, with its contents, where both are dicts or lists, since others may hold that."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        contents = {name: _in_place(old.get(name), value) for name, value in new.items()}
+        old.clear()
+        old.update(contents)
+        return old
+    if isinstance(old, list) and isinstance(new, list):
+        old[:] = [_in_place(*pair) for pair in zip(old, new, strict=False)] + new[len(old) :]
+        return old
+    return new
+
+
+def is_tracked(thing: Any) -> bool:
+    """Whether what a rank makes of it becomes the caller's."""
+    return issubclass(type(thing), KINDS)
 
 
 def _is_local(thing: Any) -> bool:
@@ -203,9 +265,19 @@ def _is_local(thing: Any) -> bool:
     return issubclass(type(thing), (type, FunctionType)) and "<" in thing.__qualname__
 
 
+def _is_unwatched(tensor: torch.Tensor) -> bool:
+    """Whether it is none that tells of changes: it is sent as a copy."""
+    return not is_lazy(tensor) and (tensor.is_inference() or tensor.layout != torch.strided)
+
+
+def _is_in_parts(tensor: torch.Tensor | None) -> bool:
+    """Whether every rank has a part of it, so that none alone knows what has become of it: it was sharded when the function failed."""
+    return hasattr(type(tensor), "full_tensor")
+
+
 def _state_of(tensor: torch.Tensor) -> tuple | None:
     """What tells that a tensor was changed in place, or put elsewhere; ``None`` for one that is not looked after."""
-    if is_lazy(tensor) or tensor.is_inference() or tensor.layout != torch.strided or tensor.device.type != "cpu":
+    if is_lazy(tensor) or _is_unwatched(tensor) or tensor.device.type not in ("cpu", "cuda"):
         return None
     try:
         return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -213,10 +285,15 @@ def _state_of(tensor: torch.Tensor) -> tuple | None:
         return None
 
 
+def _asks(tensor: torch.Tensor) -> bool | None:
+    """Whether it asks for a gradient, if that can be chosen."""
+    return tensor.requires_grad if tensor.is_leaf and (is_lazy(tensor) or not tensor.is_inference()) else None
+
+
 def _checksum(tensor: torch.Tensor) -> int:
     """Of its elements; 0 for a subclass that has none of its own."""
     try:
-        return zlib.crc32(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     except (RuntimeError, TypeError):
         return 0
 

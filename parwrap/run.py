@@ -1,55 +1,89 @@
 """``python -m parwrap.run [options] train.py ARGS``: run a plain script on several ranks.
 
-The command itself: starts the fork server, makes the plan, carries it out and ends with the script's exit code. Nothing may import
-torch before the fork server runs, so that both processes import it at the same time.
+The command itself: loads torch, starts the fork server, makes the plan, carries it out and ends with the script's exit code.
 """
 
 from __future__ import annotations
 
 import atexit
-import multiprocessing.forkserver
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from glob import glob
 from typing import NoReturn
 
+from parwrap.errors import LaunchError
+from parwrap.fork_server import loading, start, stop
+from parwrap.world import detect
+
 __all__ = ["main"]
+
+
+FOR_RANKS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+"""What OpenMP and an interpreter read at their start, for ranks that are forked from this process; their threads are set when they are."""
+
+BEGUN_ANEW = "PARWRAP_BEGUN_ANEW"
+"""Set by a command that begins anew, to the names of the variables that it has set for that."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` and return its exit code; 2 if it cannot be run."""
     argv = sys.argv[1:] if argv is None else argv
     environ = dict(os.environ)
-    early = _several_ranks_likely(argv, environ)
+    begun = environ.pop(BEGUN_ANEW, None)
+    ours = (begun or "").split()
+    for name in ours:
+        del environ[name]
+    missing = {name: value for name, value in FOR_RANKS.items() if name not in environ} if begun is None else {}
+    early = bool(ours) or (begun is None and _several_ranks_likely(argv, environ))
+    if early and missing:
+        _begin_anew(environ, missing)
+    working_directory = [] if _is_safe() else [sys.path.pop(0)]
+    with loading(to_share=early), _torchs_warnings_off(argv):
+        import torch.distributed.run  # not something of this name that lies about where the command runs
+    for name in (BEGUN_ANEW, *ours):
+        os.environ.pop(name, None)
     if early:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
-        _start_fork_server(_modules_needed(argv))
-    working_directory = sys.path.pop(0)
-    import torch.distributed.run  # not something of this name that lies about where the command runs
-
-    sys.path.insert(0, working_directory)
+        _start_fork_server(argv)
+    sys.path[:0] = working_directory
+    from parwrap.device import cores
     from parwrap.errors import ParwrapError
+    from parwrap.network import with_way
     from parwrap.plan import describe, plan_launch
     from parwrap.script import run_alone
 
     try:
-        plan = plan_launch(argv, environ, torch.cuda.device_count(), _cores())
-        if plan.show:
-            print(describe(plan))
+        if _launcher_likely(argv):
+            from parwrap.launchers.job import job_asked, launch_job
+
+            job = job_asked(argv, environ, cores())
+            if job is not None:
+                return launch_job(job)
+        plan = plan_launch(argv, environ, torch.cuda.device_count(), cores())
+        if plan.dry_run:
+            print(describe(with_way(plan, environ)))
             return 0
         if not plan.in_this_process:
             from parwrap.agent import launch
 
-            if plan.torchrun.start_method == "forkserver":
-                _start_fork_server(_modules_needed(argv))  # unless it runs already
-            _leave(launch(plan))
+            if plan.torchrun.start_method == "forkserver" and not early:
+                if missing:
+                    _begin_anew(environ, missing)
+                _start_fork_server(argv)
+            status = launch(plan)
+            if __name__ == "__main__" and sys.getprofile() is None:
+                _leave(status)
+            return status
     except ParwrapError as error:
         print(f"parwrap.run: {error}", file=sys.stderr)
         return 2
     if early:
+        stop()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if ours:
+        _begin_anew(environ, {})
     run_alone(plan.script)
     return 0
 
@@ -57,53 +91,88 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _leave(status: int) -> NoReturn:
     """End this process without taking torch apart, which takes a quarter of a second."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it was closed
+            stream.flush()
     os._exit(status)
 
 
 def _several_ranks_likely(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     """A look at the command line without torch's parser: being wrong costs time and nothing else."""
-    if not {"--show", "--help", "-h"}.isdisjoint(argv):
+    if not {"--dry-run", "--dry_run", "--help", "-h"}.isdisjoint(argv) or _launcher_likely(argv) or _is_rank(environ):
         return False
-    asked = environ.get("PET_NPROC_PER_NODE")
-    for option, following in zip(argv, [*argv[1:], ""], strict=False):
-        if option.startswith(("--nproc-per-node", "--nproc_per_node")):
-            asked = option.partition("=")[2] or following
-            break
+    if (_given(argv, "--nnodes") or environ.get("PET_NNODES", "1")) not in ("1", "1:1"):
+        return True
+    asked = _given(argv, "--nproc-per-node", "--nproc_per_node") or environ.get("PET_NPROC_PER_NODE")
     if asked is not None:
         return asked != "1"
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return len(glob("/dev/nvidia[0-9]*") if visible is None else visible.split(",")) > 1
 
 
+def _is_safe() -> bool:
+    """Whether Python was told not to look for modules where the command runs."""
+    return bool(sys.flags.isolated or getattr(sys.flags, "safe_path", False))
+
+
+def _given(argv: Sequence[str], *spellings: str) -> str | None:
+    """The value of an option, as far as it is on the command line."""
+    for option, following in zip(argv, [*argv[1:], ""], strict=False):
+        if option.partition("=")[0] in spellings:
+            return option.partition("=")[2] or following
+    return None
+
+
+def _launcher_likely(argv: Sequence[str]) -> bool:
+    """Whether there is a ``--launcher``, ours or an option of the script."""
+    return any(argument == "--launcher" or argument.startswith("--launcher=") for argument in argv)
+
+
+def _is_rank(environ: Mapping[str, str]) -> bool:
+    """Whether another launcher has started several processes on this node, of which this is one."""
+    try:
+        world = detect(environ)
+    except LaunchError:
+        return False
+    return world.size > 1 and world.local_size != 1
+
+
 def _modules_needed(argv: Sequence[str]) -> list[str]:
-    """What ranks will import in any case, so that it is imported once: also for seconds with the first optimizer."""
+    """What ranks will import in any case, so that it is imported once: also for a second with the first optimizer."""
     script = next((argument for argument in argv if argument.endswith(".py") and os.path.isfile(argument)), os.devnull)
     with open(script, errors="replace") as source:
         optimizes = "optim" in source.read()
-    modules = ["torch.distributed.run", "numpy.random", "parwrap.features.distributed", *(["torch._dynamo"] if optimizes else [])]
+    modules = ["numpy.random", "parwrap.features.distributed", *(["torch._dynamo"] if optimizes else [])]
     return modules + (["parwrap.strategies.fsdp"] if {"fsdp", "--strategy=fsdp"} & {*argv} else [])
 
 
-def _start_fork_server(modules: list[str]) -> None:
-    """Start the process that imports ``modules`` for all ranks; their threads are set when they are forked."""
-    before = dict(os.environ)
-    os.environ["PARWRAP_FORK_SERVER"] = ",".join(modules)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("PYTHONHASHSEED", "0")
-    multiprocessing.forkserver.set_forkserver_preload(["parwrap.preloaded"])
-    multiprocessing.forkserver.ensure_running()
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
+def _start_fork_server(argv: Sequence[str]) -> None:
+    """Start the process that loads for all ranks what they need, and forks them."""
+    start(_modules_needed(argv))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+def _begin_anew(environ: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    """Run the command from its beginning in this same process, with ``environ`` and ``ours``, unless that runs more than this command."""
+    if __name__ == "__main__" and sys.orig_argv[1:3] == ["-m", "parwrap.run"]:
+        atexit._run_exitfuncs()
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environ, **ours, BEGUN_ANEW: " ".join(ours)})
+
+
+@contextmanager
+def _torchs_warnings_off(argv: Sequence[str]) -> Iterator[None]:
+    """What loads torch in here is not to have it write a page of C++ for each store that is lost with a node."""
+    off = "TORCH_CPP_LOG_LEVEL" not in os.environ and any(argument.startswith(("--nnodes", "--rdzv")) for argument in argv)
+    if off:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    yield
+    if off:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
+        print("parwrap.run: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

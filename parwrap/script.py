@@ -28,7 +28,9 @@ from typing import Any, Literal, NoReturn, TextIO, cast
 from zipfile import is_zipfile
 
 from parwrap.failures import Recorder, exit_status
+from parwrap.fork_server import BLOCKED
 from parwrap.processes import die_with_parent
+from parwrap.rank_output import Pipes
 
 __all__ = ["Script", "run_alone", "run_rank"]
 
@@ -66,7 +68,7 @@ def run_alone(script: Script) -> None:
         sys.exit(exit_status(error))
 
 
-def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, failures: str) -> NoReturn:
+def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, failures: str, pipes: Pipes | None = None) -> NoReturn:
     """Run ``script`` in this process, which was started to be one rank.
 
     Args:
@@ -74,18 +76,21 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
         variables: environment variables to set first.
         threads: how many to compute with; ``None`` for what torch took from the environment.
         failures: the directory where a failure is written down.
+        pipes: where to write instead of stdout and stderr.
     """
     import torch
 
     die_with_parent()
+    aside = pipes.open(int(os.environ["LOCAL_RANK"])) if pipes else None
     os.environ.update(variables)
     if threads is not None:
         torch.set_num_threads(threads)  # OpenMP has read the variable in the fork server
     _forget_the_fork()
     status = 0
-    recorder = Recorder(Path(failures), os.environ, script_traceback)
+    recorder = Recorder(Path(failures), os.environ, script_traceback, aside)
     try:
         with recorder:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
             _run(script, recorder)
     except BaseException as error:
         status = exit_status(error)
@@ -96,7 +101,7 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
 def script_traceback(error: BaseException) -> TracebackType | None:
     """The traceback of ``error`` from the script's first line on, as plain ``python`` shows it."""
     traceback = error.__traceback__
-    while traceback and traceback.tb_frame.f_code.co_filename.startswith((__file__, runpy.__file__, "<frozen ")):
+    while traceback and traceback.tb_frame.f_code.co_filename.startswith((__file__, runpy.__file__, signal.__file__, "<frozen ")):
         traceback = traceback.tb_next
     return traceback
 
@@ -165,10 +170,10 @@ def _forget_the_fork() -> None:
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):  # the launcher's, when it has forked itself
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    if preloaded := sys.modules.get("parwrap.preloaded"):
-        for number, handler in preloaded.HANDLERS.items():
-            signal.signal(number, handler)
-    cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]  # a rank may be killed at any time
+    if sys.stdout is not None:  # it was closed
+        cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]  # a rank may be killed at any time
+    if os.environ["WORLD_SIZE"] == "1":
+        gc.unfreeze()  # it may launch ranks of its own, and all that it has is to come back from them
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # else all ranks would go on from the fork server's state
 

@@ -1,6 +1,6 @@
 """The actors on output: rank 0 speaks, and of the other ranks only errors are heard and what is printed with ``force=True``.
 
-What becomes of files is left to ``files/``.
+The launcher may have it otherwise. How it passes on what ranks say is ``rank_output.py``'s; what becomes of files is left to ``files/``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-__all__ = ["Voice", "Voices"]
+__all__ = ["Voice", "Voices", "settle"]
+
+_everyone, _aside = False, os.devnull
+
+
+def settle(everyone: bool, aside: str) -> None:
+    """For all that comes in this process: whether ``everyone`` speaks, and else the file ``aside`` for what the silent ranks say."""
+    global _everyone, _aside
+    _everyone, _aside = everyone, aside
 
 
 class Voice:
@@ -31,21 +39,21 @@ class Voices:
     """
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
+        self._rank, self._speaks = rank, rank == 0 or _everyone
         self._streams = (sys.stdout, sys.stderr)
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Above rank 0, what is written to stdout and stderr is dropped: by print, tqdm, warnings and logging alike."""
-        if self._rank == 0:
+        """Above rank 0, what is written to stdout and stderr is put aside: by print, tqdm, warnings and logging alike."""
+        if self._speaks:
             yield
             return
-        with open(os.devnull, "w") as out, open(os.devnull, "w") as err, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with open(_aside, "w", buffering=1) as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             yield
 
     def speak(self, say: Callable[..., None], file: TextIO | None, force: bool) -> None:
         """``print``; with ``force=True`` on every rank."""
-        if self._rank == 0 or not force:
+        if self._speaks or not force:
             say()
         elif file in (None, sys.stdout, sys.stderr):
             stdout, stderr = self._streams
@@ -54,8 +62,8 @@ class Voices:
             say()
 
     def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
-        """A log record: rank 0's go where they went; of the others only errors are heard, with their rank."""
-        if self._rank == 0:
+        """A log record: who speaks has it go where it went; of the others only errors are heard, with their rank."""
+        if self._speaks:
             handle()
         elif record.levelno >= logging.ERROR:
             text = logging.Formatter("%(levelname)s:%(name)s:%(message)s").format(record)

@@ -1,8 +1,17 @@
-"""What every test starts from, whatever shell or CI has started pytest."""
+"""What every test starts from, whatever shell or CI has started pytest, and what several files ask for by name."""
 
+import os
 import signal
+import warnings
+from textwrap import dedent
 
 import pytest
+
+from command_line import environ, parwrap_run, script, started  # noqa: F401
+from inner_pytest import HEAD, Run
+from planning import scripts  # noqa: F401
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: of several processes with a thread for each core, most wait
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -18,3 +27,39 @@ def _pytest_is_as_brief_as_by_hand():
         patch.delenv("CI", raising=False)
         patch.delenv("BUILD_NUMBER", raising=False)
         yield
+
+
+@pytest.fixture
+def nothing_is_warned_of():
+    """A warning fails the test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # which torchdata calls
+        yield
+
+
+@pytest.fixture
+def said_anew():
+    """What ``amp`` says once, it has not said yet."""
+    from parwrap.precision.aside import stand_aside, warn_once
+
+    stand_aside.cache_clear()
+    warn_once.cache_clear()
+
+
+@pytest.fixture
+def inner_options(request: pytest.FixtureRequest) -> list[str]:
+    """What an inner pytest needs to know the plugin, and to start at once: it would load hypothesis anew each time."""
+    known = [] if request.config.pluginmanager.has_plugin("parwrap") else ["-p", "parwrap.testing"]
+    return [*known, "-p", "no:hypothesispytest"]
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, inner_options: list[str]) -> Run:
+    """Run the source of a test file in a pytest of its own."""
+
+    def run(source: str, *options: str) -> pytest.RunResult:
+        pytester.makepyfile(test_inner=HEAD + dedent(source))
+        return pytester.runpytest_inprocess(*inner_options, *options)
+
+    return run

@@ -21,7 +21,7 @@ def judged(monkeypatch):
 
 def test_step_times_are_written_as_json(tmp_path):
     results = tmp_path / "overhead.json"
-    results.write_text('{"launch": "of another run"}')
+    results.write_text('{"import": "of another run"}')
     command = [sys.executable, ROOT / "benchmarks" / "overhead.py", "--only=steps", "--cases=tiny", "--pairs=2", f"--json={results}"]
     run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
@@ -34,7 +34,7 @@ def test_step_times_are_written_as_json(tmp_path):
     assert len(parwrap["samples"]) == 2
     assert 0 < parwrap["low"] <= parwrap["value"] <= parwrap["high"]
     assert (itself["compared"], itself["limit"], itself["met"]) == ("by hand again / by hand", None, None)
-    assert written["launch"] == "of another run"
+    assert written["import"] == "of another run"
     assert len(run.stdout.splitlines()) == 3
 
 
@@ -69,6 +69,16 @@ def test_how_much_faster_hogwild_is_is_written_as_json(tmp_path):
     faster, _, ahead = json.loads(results.read_text())["rows"]
     assert ("batch 8", "hogwild / one worker", 1 / 1.7) == (faster["case"], faster["compared"], faster["limit"])
     assert ("hogwild / ddp by hand", 1.0) == (ahead["compared"], ahead["limit"])
+
+
+def test_a_launch_is_timed_and_its_memory_taken(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from launch import launchers
+
+    launched = launchers(ranks=2)["parwrap.run"]()
+
+    assert 0 < launched.seconds < 100
+    assert 150 < launched.memory < 2000  # torch alone takes more than the former
 
 
 @pytest.mark.parametrize(

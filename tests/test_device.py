@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -28,6 +30,35 @@ def test_the_backend_goes_by_the_device_unless_it_is_asked_for():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_gpus_ranks_train_on_the_cpu():
     assert torch.device("cpu") == choose_device(World(1, 2, 1, 2), None)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """As many GPUs as asked for: a mock, for there need not be any."""
+
+    def make(visible: str) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible.split(",")))
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("visible", "launcher", "mine"),
+    [("4,5,6,7", "torchrun", "6"), ("4,5,6,7", "SLURM", "6"), ("6", "SLURM", "6"), ("GPU-ab", "Open MPI", "GPU-ab"), ("6,7", "SLURM", "6")],
+)
+def test_a_launcher_may_have_given_each_rank_gpus_of_its_own(gpus, visible, launcher, mine):
+    gpus(visible)
+
+    assert torch.device("cuda", 0) == choose_device(World(2, 4, 2, 4, launcher=launcher), None)
+    assert mine == os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_torchrun_has_not_so_more_ranks_than_gpus_are_refused(gpus):
+    gpus("6")
+    with pytest.raises(LaunchError, match="local rank 2 has no GPU of its own"):
+        choose_device(World(2, 4, 2, 4, launcher="torchrun"), None)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -20,6 +20,10 @@ DESERTED = failure(0, time=2.0, text="Traceback ...\nRuntimeError: closed by pee
 KILLED = failure(1, time=1.0, ending="killed", status=128 + 9)
 ABORTED = failure(1, time=1.0, ending="killed", status=128 + 6)
 LEFT = failure(1, time=1.0, ending="exited", status=3)
+INTERRUPTED = [
+    failure(rank, time, status=130, text=f"Traceback {rank} ...\nKeyboardInterrupt", exception="KeyboardInterrupt")
+    for rank, time in ((1, 1.0), (0, 3.0))
+]
 SPOKE = failure(1, time=1.0, ending="exited", status=1, text="no data")
 
 
@@ -35,6 +39,8 @@ SPOKE = failure(1, time=1.0, ending="exited", status=1, text="no data")
         ([KILLED, DESERTED], "rank 0 of 2 failed later: RuntimeError: closed by peer\nrank 1 of 2 was killed by SIGKILL (out of memory?)"),
         ([ABORTED], "rank 1 of 2 was killed by SIGABRT"),
         ([DESERTED, KILLED], "rank 1 of 2 later was killed by SIGKILL (out of memory?)\n" + str(DESERTED)),
+        ([INTERRUPTED[0], DESERTED, INTERRUPTED[1]], "rank 0 of 2 was interrupted:\nTraceback 0 ...\nKeyboardInterrupt"),
+        ([UNHAPPY, INTERRUPTED[1]], "rank 0 of 2 failed later: KeyboardInterrupt\n" + str(UNHAPPY)),
         ([LEFT], ""),
         ([SPOKE], "no data"),
         ([LEFT, DESERTED], "rank 0 of 2 failed later: RuntimeError: closed by peer\nrank 1 of 2 exited with code 3"),
@@ -111,3 +117,15 @@ def test_a_failure_that_the_launcher_does_not_report_is_told_by_the_rank(recorde
         raise ValueError("unhappy")
 
     assert capfd.readouterr().err == "rank 1 of 2 failed:\nValueError: unhappy\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(ValueError("unhappy"), "rank 1 of 2 failed:\nValueError: unhappy\n"), (KeyboardInterrupt(), "")]
+)
+def test_before_the_last_attempt_a_rank_tells_of_its_failure_but_not_of_ctrl_c(tmp_path, recorder, capfd, monkeypatch, error, told):
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    monkeypatch.setattr(recorder, "_is_last", False)
+    with pytest.raises(type(error)), recorder:
+        raise error
+
+    assert told == capfd.readouterr().err

@@ -7,10 +7,24 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "parwrap"
 FLOORS = [
-    {"errors", "options", "world", "imported", "importing", "patching", "decorator", "processes"},
+    {
+        "errors",
+        "options",
+        "world",
+        "interfaces",
+        "families",
+        "node_lists",
+        "nodes",
+        "imported",
+        "importing",
+        "patching",
+        "decorator",
+        "processes",
+    },
     {
         "background",
         "device",
+        "meeting_place",
         "sites",
         "memory",
         "mailbox",
@@ -24,27 +38,36 @@ FLOORS = [
         "loop",
         "streams",
     }
-    | {"returned", "forked_rank", "forked"},
+    | {"inherited", "raised", "reach", "returned", "speaking", "launched_rank", "forking", "spawning", "launching"},
     {"verbs"},
     {"strategies", "data", "files", "voices", "precision", "accumulation"},
     {"features"},
     {"mixins"},
     {
         "plan",
+        "node_options",
+        "outer",
         "feature_options",
         "strategy_options",
+        "launchers",
         "run",
         "script",
         "agent",
+        "network",
+        "waiting",
+        "between_nodes",
+        "rank_output",
         "failures",
-        "preloaded",
+        "fork_server",
         "testing",
+        "doctor",
         "_rank_launcher",
         "_rank_process",
     },
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
 FILES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted(Path(__file__).parent.rglob("*.py"))
 
 
 def imports(path):
@@ -77,7 +100,10 @@ def test_imports_go_down(path):
     [
         ("import wrapt", {"patching.py"}),
         ("dist.init_process_group(", {"group.py"}),
-        ("os.environ.pop(", {"features/environment.py", "script.py", "preloaded.py", "_rank_launcher.py", "_rank_process.py"}),
+        (
+            "os.environ.pop(",
+            {"features/environment.py", "meeting_place.py", "script.py", "run.py", "_rank_launcher.py", "_rank_process.py"},
+        ),
     ],
 )
 def test_who_may_touch_what(what, where):
@@ -90,3 +116,8 @@ def test_a_file_says_what_its_job_is_and_is_not_long(path):
 
     assert ast.get_docstring(ast.parse(text))
     assert len(text.splitlines()) <= 350
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(PACKAGE.parent)))
+def test_a_file_of_tests_is_not_long(path):
+    assert len(path.read_text().splitlines()) <= 350

@@ -56,3 +56,16 @@ def test_the_users_own_process_group_serves_too():
         assert (world.rank, 2) == (dist.get_rank(), dist.get_world_size())
         assert (world.rank, 2) == (parwrap.rank(), parwrap.world_size())
         assert 1 == parwrap.reduce_sum(dist.get_rank())
+
+
+def test_a_rank_that_waits_for_others_to_begin_says_so(tmp_path, monkeypatch, capfd):
+    """As in the shell of ``srun --ntasks 2 --pty bash``, where the other task has ended."""
+    monkeypatch.setattr(group, "TELLING", 0.05)
+    alone = World(0, 2, 0, 2, 0, "SLURM", f"file://{tmp_path}/store")
+    with pytest.raises(RuntimeError), opened(alone, "gloo", timedelta(seconds=0.5)):
+        pass
+
+    assert (
+        "parwrap: rank 0 waits for the others of 2 to begin. That there are so many is told by SLURM; if this process is the only one, set "
+        "PARWRAP_WORLD_SIZE=1.\n"
+    ) == capfd.readouterr().err

@@ -9,38 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
+from mixed_in import Base, first_of, open_group
 from parwrap.errors import UsageError
 from parwrap.group import alone, current
-
-
-class Base:
-    """A trainer by somebody who never heard of parwrap."""
-
-    def __init__(self):
-        self.calls = []
-
-    def train(self, x=1):
-        self.calls.append("Base.train")
-        return open_group()
-
-    def evaluate(self):
-        return open_group()
-
-
-def open_group():
-    """Whether training verbs are changed, as inside the decorators."""
-    return hasattr(torch.autograd.backward, "__wrapped__")
-
-
-class Drawing:
-    """Another one, which draws a number."""
-
-    def train(self):
-        return torch.rand(1).item()
-
-
-def first_of(seed):
-    return torch.rand(1, generator=torch.Generator().manual_seed(seed)).item()
 
 
 class Trainer(parwrap.DistributedMixin, Base, batch="global"):
@@ -222,53 +193,6 @@ def test_static_methods_are_inherited_and_called_on_the_class_too():
     assert (2, first_of(5)) == Overriding.train(1)
 
 
-def test_options_come_as_keywords_or_as_a_mapping_and_go_on_to_subclasses():
-    Given = type("Given", (parwrap.DistributedMixin, Drawing), {"parwrap_options": {"seed": 5}})
-
-    class Keyword(Given, seed=6):
-        pass
-
-    class Mapping(Keyword):
-        parwrap_options = {"batch": "global"}  # noqa: RUF012
-
-    class MappingAgain(Mapping):
-        parwrap_options = {"seed": 7}  # noqa: RUF012
-
-    assert [first_of(seed) for seed in (5, 6, 6, 7)] == [cls().train() for cls in (Given, Keyword, Mapping, MappingAgain)]
-    with pytest.raises(UsageError, match="batch='all' is not one of its values"):
-
-        class BadValue(Given, batch="all"):
-            pass
-
-
-def test_keywords_that_no_mixin_knows_are_for_the_other_bases():
-    class Registered:
-        def __init_subclass__(cls, name, **keywords):
-            super().__init_subclass__(**keywords)
-            cls.name = name
-
-    class Named(parwrap.DistributedMixin, Registered, name="mine", seed=1):
-        pass
-
-    assert "mine" == Named.name
-    with pytest.raises(UsageError, match="Unknown has the class keyword sead, which none of its mixins takes; they take backend, batch"):
-
-        class Unknown(parwrap.DistributedMixin, Base, sead=1):
-            pass
-
-
-@pytest.mark.parametrize(
-    ("attributes", "text"),
-    [
-        ({"parwrap_options": {"sead": 1}}, "Bad.parwrap_options has sead, which none of its mixins takes; they take backend, batch"),
-        ({"parwrap_methods": ("trian",)}, "Bad.parwrap_methods names 'trian', which .*Bad.* has not: give it the method, or leave it out"),
-    ],
-)
-def test_what_a_class_cannot_have_is_refused(attributes, text):
-    with pytest.raises(UsageError, match=text):
-        type("Bad", (parwrap.DistributedMixin, Base), attributes)
-
-
 @pytest.mark.ranks(2)
 def test_a_class_trains_on_ranks():
     class Averaging(parwrap.DistributedMixin):
@@ -339,26 +263,3 @@ def test_an_instance_inside_another_follows_the_rule_of_the_decorators(size):
 
     with pytest.raises(UsageError, match=r"parwrap.accumulate\(2\) cannot be opened inside parwrap.accumulate\(4\): a batch is in one"):
         Outer().fit(Inner(8))
-
-
-@pytest.mark.parametrize(
-    ("mixin", "keywords", "text"),
-    [
-        (
-            parwrap.AmpMixin,
-            {"dtpye": "fp16"},
-            "T has the class keyword dtpye, which none of its mixins takes; they take backoff_factor, dev",
-        ),
-        (parwrap.AccumulateMixin, {"step": 4}, "T has the class keyword step, which none of its mixins takes; they take steps."),
-    ],
-)
-def test_a_keyword_that_nobody_takes_is_named(mixin, keywords, text):
-    with pytest.raises(UsageError) as refusal:
-        type("T", (mixin,), {}, **keywords)
-
-    assert str(refusal.value).startswith(text)
-
-
-def test_method_names_are_a_tuple():
-    with pytest.raises(UsageError, match=r"^T.parwrap_methods is 'run': give a tuple, as in \('run',\)\.$"):
-        type("T", (parwrap.AmpMixin,), {"parwrap_methods": "run", "run": lambda self: None})

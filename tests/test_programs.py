@@ -8,9 +8,9 @@ import os
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
-from programs import Program, programs, run
 
 from parwrap._rank_launcher import start_fork_server
+from programs import Program, programs, run
 
 MORE = os.environ.get("PARWRAP_PROGRAMS")
 

@@ -38,6 +38,14 @@ def test_the_decorated_example_runs_alone_and_on_two_ranks_however_it_is_launche
     assert f"on {2 if launch else 1} rank(s)" in printed
 
 
+def test_the_example_that_launches_its_ranks_trains_on_two_and_goes_on_by_itself():
+    command = [sys.executable, "examples/self_launch.py"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    assert re.search(r"^epoch 5: training loss \d\.\d+ on rank 0 of 2$", printed, re.MULTILINE)
+    assert 0.9 < float(re.search(r"^held-out accuracy (\d\.\d+) on 1 rank$", printed, re.MULTILINE)[1])
+
+
 def test_the_example_with_texts_wastes_little_on_padding_with_the_option_that_the_readme_names():
     (command,) = re.findall(r"^    python (-m parwrap\.run .*--uniform-length.* examples/text\.py)$", README, re.MULTILINE)
     small = ["--functions=40", "--epochs=1", "--longest=128", "--batch-size=4"]

@@ -1,5 +1,6 @@
 import io
 import logging
+import os
 import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
@@ -8,6 +9,7 @@ import pytest
 from tqdm import tqdm
 
 import parwrap
+from parwrap.voices import settle
 
 
 def heard(speak):
@@ -60,6 +62,42 @@ def test_print_to_a_file_of_the_users_own_is_left_alone():
         print("mine", file=own)
 
     assert ["mine\n"] * 2 == parwrap.gather(own.getvalue())
+
+
+@pytest.mark.ranks(2)
+def test_a_launcher_may_have_everyone_speak():
+    def speak():
+        print("hello", force=True)
+        logging.getLogger("train").addHandler(logging.StreamHandler())
+        logging.getLogger("train").warning("epoch")
+
+    settle(everyone=True, aside=os.devnull)
+    try:
+        assert [("hello\n", "epoch\n")] * 2 == [(out, err[-6:]) for out, err in heard(speak)]
+    finally:
+        settle(everyone=False, aside=os.devnull)
+
+
+@pytest.mark.ranks(2)
+def test_a_launcher_may_keep_what_nobody_hears(tmp_path):
+    aside = tmp_path / "aside"
+
+    def speak():
+        print("hello")
+        print("aloud", force=True)
+        warnings.warn("careful", stacklevel=1)
+
+    settle(everyone=False, aside=str(aside))
+    try:
+        (out, err), other = heard(speak)
+    finally:
+        settle(everyone=False, aside=os.devnull)
+
+    assert ("hello\naloud\n", True) == (out, "careful" in err)
+    assert ("aloud\n", "") == other
+    if parwrap.rank() == 1:
+        assert "hello\n" == aside.read_text()[:6]
+        assert "careful" in aside.read_text()
 
 
 def test_one_rank_takes_force_too(capsys):

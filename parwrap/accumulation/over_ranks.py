@@ -49,7 +49,7 @@ class OverRanks:
     Args:
         group: the ranks.
         loop: numbers parameters and optimizers.
-        strategy: averages in backwards.
+        strategy: how they train together.
     """
 
     def __init__(self, group: Group, loop: Loop, strategy: Strategy) -> None:
@@ -59,9 +59,9 @@ class OverRanks:
         group.meetings.answer(LEARNED, lambda detail, present: group.share(LEARNED, None, present))
 
     @property
-    def averages(self) -> bool:
+    def averages_gradients(self) -> bool:
         """Whether gradients are averaged over the ranks now."""
-        return self._strategy.averages
+        return self._strategy.averages_gradients
 
     @property
     def weight(self) -> float:
@@ -105,7 +105,7 @@ class OverRanks:
             weight: how much of a window they are.
             share: gives what goes into backwards of others before they come.
         """
-        if not self.averages:
+        if not self.averages_gradients:
             return Applied(mean_of(several, weight or 1.0), clips_of(several), [asked.optimizer for asked in several if asked.optimizer])
         self._strategy.share = share
         try:

@@ -85,7 +85,7 @@ class accumulate(ActingDecorator):
 
         def averaging() -> OverRanks | None:
             now = over_ranks_now()
-            return now if now and now.averages else None
+            return now if now and now.averages_gradients else None
 
         return ByHand(averaging) if self._steps == AUTO else Accumulation(self._steps, over_ranks_now)
 

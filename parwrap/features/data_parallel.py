@@ -23,16 +23,17 @@ class data_parallel(ActingDecorator):
     """Run a plain ``model(x)`` on several devices of one process, each with a part of the batch.
 
     As ``@data_parallel``, ``@data_parallel(gather=False)`` or ``with data_parallel():``. The first dimension of all that a model takes
-    and returns must be the batch. Gradients are those of one device. Models are modules with parameters that are called from outside of
-    any other, but for losses: those of torch, and classes whose name ends with ``Loss`` or ``Criterion``. On several ranks, each of
-    which has one device, it does nothing.
+    and returns must be the batch. Gradients are those of one device: a call is now and then computed both ways on copies, and a model
+    whose parts do not give what the whole batch does runs on the first device alone, with a warning. Models are modules with parameters
+    that are called from outside of any other. On several ranks, each of which has one device, it does nothing.
 
     Args:
         device_ids: numbers of GPUs or names of devices, as ``[0, 1]`` or ``["cpu", "cpu"]``; by default all GPUs that torch sees. The
             model must be on the first. One may come several times. With a single one, or none, nothing is divided.
-        gather: whether outputs are put together on the first device. If not, they stay where they are, look like whole tensors, and losses
-            are computed on the parts; all else puts them together when it needs them.
-        loss: ``"mean"`` or ``"sum"``: what a number that a model returns, such as its loss, is over the samples.
+        gather: whether outputs are put together on the first device. If not, they stay where they are, look like whole tensors, and
+            torch's losses are computed on the parts; all else puts them together when it needs them.
+        loss: ``"mean"`` or ``"sum"``: what a loss that a model returns, as a number, is over the samples, in every batch. A model that
+            returns a number of which nobody has said this runs on the first device alone.
 
     Raises:
         UsageError: an option or a value that does not exist; several devices on several ranks.
@@ -47,11 +48,13 @@ class data_parallel(ActingDecorator):
 
     layer = 5
 
-    def __init__(self, *, device_ids: Sequence[int | str | torch.device] | None = None, gather: bool = True, loss: str = "mean") -> None:
+    def __init__(
+        self, *, device_ids: Sequence[int | str | torch.device] | None = None, gather: bool = True, loss: str | None = None
+    ) -> None:
         super().__init__()
         if not isinstance(gather, bool):
             raise UsageError(f"gather={gather!r} is not one of its values: True puts outputs together, False leaves them on their devices.")
-        if loss not in ("mean", "sum"):
+        if loss not in (None, "mean", "sum"):
             raise UsageError(
                 f"loss={loss!r} is not one of its values: numbers that a model returns are a 'mean' over the samples or a 'sum'."
             )
@@ -60,7 +63,7 @@ class data_parallel(ActingDecorator):
 
     def asked(self) -> tuple | None:
         asked = self._device_ids, self._gather, self._loss
-        return None if asked == (None, True, "mean") else asked
+        return None if asked == (None, True, None) else asked
 
     def described(self) -> str:
         return "data_parallel does nothing with one device a rank"

@@ -1,48 +1,36 @@
 """``@distributed``: while a plain training function or script runs, it runs on every rank of the launch.
 
-Opens the process group, puts random streams in step, builds the actors and installs the patches of their verbs; when the
-function returns or raises, every patch is taken off again. What each verb then does is the actors' own.
+Opens the process group, and in it a session, which is ``session.py``'s: it builds the actors and installs the patches of their verbs;
+when the function returns or raises, every patch is taken off again. Ranks that a call launches itself are ``self_launch.py``'s.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import fields, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from parwrap import group as groups
-from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders
-from parwrap.data.sharing import Sharing, TrainingData
+from parwrap.data.sharing import TrainingData
 from parwrap.decorator import Left, ScopeDecorator, module_of, result_told
 from parwrap.errors import UsageError
-from parwrap.features.environment import without_variables
-from parwrap.features.learning_rate import learning_rates_times
-from parwrap.features.start_line import stand_aside, start_line
-from parwrap.files.clone import CloneFiles
-from parwrap.files.rank_zero import RankZeroFiles
-from parwrap.group import Group
-from parwrap.loop import Loop
-from parwrap.meetings import END
+from parwrap.features.self_launch import Launch, gathered, on_ranks, there_are_ranks
+from parwrap.features.session import Parts, Session
+from parwrap.features.start_line import stand_aside
 from parwrap.options import Options
-from parwrap.strategies.counts import Counts
 from parwrap.strategies.named import strategy_of
-from parwrap.strategies.reducer import Reducer
-from parwrap.strategies.single import Single
 from parwrap.strategies.strategy import Strategy
-from parwrap.streams import Streams, get_state, seed_all, set_state
-from parwrap.verbs import acting
-from parwrap.voices import Voice, Voices
-from parwrap.watch import watched
-from parwrap.world import launch_variables, read_world
+from parwrap.world import detect, launch_variables
 
 __all__ = ["distributed"]
+
+LAUNCH_OPTIONS = tuple(field.name for field in fields(Launch))
 
 
 class distributed(ScopeDecorator):
@@ -73,6 +61,7 @@ class distributed(ScopeDecorator):
             parameters that makes a module one; by default the repeated blocks of 100,000 parameters or more in a ``ModuleList`` or
             ``Sequential``.
         gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
+        nprocs, returns, start_method: a call where no ranks have been launched launches them, as by :func:`parwrap.launch`.
 
     Raises:
         UsageError: an option or a value that does not exist.
@@ -86,16 +75,22 @@ class distributed(ScopeDecorator):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
+        self._launch = Launch(**{name: options.pop(name) for name in LAUNCH_OPTIONS if name in options})
         self._given, self._options = options, Options(**options)
         strategy_of(self._options)
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
-        return tuple(field.name for field in fields(Options))
+        return (*(field.name for field in fields(Options)), *LAUNCH_OPTIONS)
 
     def scope(self, function: Callable | None) -> AbstractContextManager:
         if _session is not None:
             return _session.joined(self._given)
+        if function is None and self._launch.nprocs not in (None, 1) and not there_are_ranks():
+            raise UsageError(
+                f"`with parwrap.distributed(nprocs={self._launch.nprocs!r}):` has no function that other processes could run: decorate the "
+                "one that trains, or call it by parwrap.launch."
+            )
         return _opened(self._options, module_of(function), function)
 
     def around(self, function: Callable) -> Callable:
@@ -103,7 +98,16 @@ class distributed(ScopeDecorator):
             if now := strategy():
                 now.returned(result)
 
-        return result_told(function, tell) if strategy_of(self._options).hands_over else function
+        return gathered(result_told(function, tell) if strategy_of(self._options).hands_over else function)
+
+    def outside(self, call: Callable) -> Callable:
+        if self._launch == Launch():
+            return call
+
+        def launching(*args: Any, **kwargs: Any) -> Any:
+            return on_ranks(self._launch, self._options, partial(call, *args, **kwargs), joins=_session is not None)
+
+        return launching
 
     @classmethod
     def script_scope(cls, **options: Any) -> AbstractContextManager:
@@ -115,17 +119,7 @@ class distributed(ScopeDecorator):
         return _opened(cls(**options)._options, "__main__", None, hidden=launch_variables(), returns=False)
 
 
-_session: _Session | None = None
-
-
-class Parts(NamedTuple):
-    """What other features act on, of a distributed function that runs on several ranks."""
-
-    group: Group
-    loop: Loop
-    strategy: Strategy
-    counts: Counts
-    loaders: Loaders
+_session: Session | None = None
 
 
 def parts() -> Parts | None:
@@ -171,11 +165,11 @@ def _opened(
         yield
         return
     with ExitStack() as grouped:
-        group = outer or grouped.enter_context(groups.opened(read_world(os.environ), options.backend, options.patience))
+        group = outer or grouped.enter_context(groups.opened(detect(os.environ), options.backend, options.patience))
         chosen = strategy_of(options)
         joined = grouped.enter_context(chosen.joining(group, options))
         beside = partial(chosen.beside, group, options) if group is not None and joined is None else None
-        _session = _Session(joined, options, leave_group=grouped.close, returns=returns, beside=beside)
+        _session = Session(joined, options, leave_group=grouped.close, returns=returns, beside=beside)
         try:
             with _session.patched(module, hidden), _session.met():
                 yield
@@ -185,166 +179,3 @@ def _opened(
                 raise
         finally:
             _session = None
-
-
-class _Session:
-    """What is open while a distributed function runs: it makes the actors and holds what they share.
-
-    Args:
-        group: the process group; ``None`` for a single rank.
-        options: those of the innermost function that runs.
-        leave_group: stops the process group, if it was started for this session.
-        returns: whether anything runs after it.
-        beside: makes what a rank is that does not run the loop.
-    """
-
-    def __init__(
-        self, group: Group | None, options: Options, leave_group: Callable[[], None], returns: bool, beside: Callable | None = None
-    ) -> None:
-        self._returns = returns
-        self._group, self._options, self._leave_group = group, options, leave_group
-        self._loop = Loop()
-        self._beside = beside(self._loop) if beside else None
-        self.strategy: Strategy | None = None
-        self._streams = Streams(group.world.rank if group else 0)
-        self._data: TrainingData | None = None
-        self._announced = self._aside = False
-        self.parts: Parts | None = None
-        self.loaders: Loaders | None = None
-        self._undo = ExitStack()
-
-    @contextmanager
-    def patched(self, module: str | None, hidden: Iterable[str]) -> Iterator[None]:
-        """Everything installed, for a function of ``module``; the variables ``hidden`` are not to be seen."""
-        with self._undo:
-            self._undo.enter_context(without_variables(hidden))
-            self._undo.enter_context(acting(self._start(), module))
-            yield
-
-    @contextmanager
-    def met(self) -> Iterator[None]:
-        """Ranks leave together: those that are through first answer the others until they are."""
-        group = self._group
-        if group is None:
-            with self._beside or nullcontext():
-                yield
-            return
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, SystemExit) and not error.code:
-                self._leave(group)
-            else:
-                group.meetings.fail(error)
-                if self.strategy is not None:
-                    self.strategy.failed(error)
-            raise
-        else:
-            self._leave(group)
-
-    def _leave(self, group: Group) -> None:
-        if groups.current() is group and not self._aside:
-            group.meetings.wait(END, place="")
-            self.strategy.leave(self._returns)  # type: ignore[union-attr]
-
-    @contextmanager
-    def joined(self, given: dict[str, Any]) -> Iterator[None]:
-        """The options ``given`` to a function inside, for as long as it runs."""
-        before = self._options
-        if self._group and given.get("backend", self._group.backend) != self._group.backend:
-            raise UsageError(
-                f"backend={given['backend']!r} cannot be had: the process group is open already, with {self._group.backend!r}. "
-                "Give the backend to the outermost parwrap.distributed or to parwrap.run."
-            )
-        after = replace(before, **given)
-        if strategy_of(after) is not strategy_of(before):
-            raise UsageError(
-                f"strategy={after.strategy!r} cannot be had inside of strategy={before.strategy!r}: give it to the outermost "
-                "parwrap.distributed or to parwrap.run."
-            )
-        if given.get("seed") not in (None, before.seed):
-            with self._streams.shared():
-                seed_all(given["seed"])
-        self._options = after
-        # where learning rates stayed as they are, nobody is on the verb
-        adjusts = self._group is not None and before.lr == "keep" != self._options.lr
-        try:
-            with learning_rates_times(self._lr_factor) if adjusts else nullcontext():
-                yield
-        finally:
-            self._options = before
-
-    def foreign(self, what: str, instance: Any) -> None:
-        """The script distributes itself: take everything off and let it."""
-        if isinstance(instance, Reducer):
-            return
-        self._aside, self.parts, self.loaders, self.strategy = True, None, None, None
-        self._undo.close()
-        if instance is None:
-            self._leave_group()
-        stand_aside(what)
-
-    def _start(self) -> list[Any]:
-        """Put the random streams in step and make the actors."""
-        group, loop = self._group, self._loop
-        if group is not None:
-            group.meetings.begin()
-            self._undo.callback(group.meetings.begin)
-            self.strategy = strategy_of(self._options)(group, loop, lambda: self._options)
-        if self._options.seed is not None:
-            seed_all(self._options.seed)
-        elif group is not None:
-            set_state(group.exchange("random state", get_state() if group.world.rank == 0 else None)[0])
-        loop.find_optimizers()
-        if group is not None or self._options.batch == "global":
-            loop.changed = self._changed
-            self._undo.callback(self._stop)
-        together = self.strategy.together if self.strategy else None
-        self.loaders = Loaders(together, loop, self._streams, self._sharing, self.began)
-        if self._beside is not None:
-            return [loop, self.loaders, *self._undo.enter_context(self._beside.quiet())]
-        if group is None or self.strategy is None:
-            return [loop, self.loaders, *([Single(loop)] if self._options.batch == "global" else []), Voice()]
-        voices = Voices(group.world.rank)
-        self._undo.enter_context(voices.silenced())
-        self._undo.callback(self.strategy.close)
-        self._undo.enter_context(watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after))
-        shared = [] if together is None else self._shared(together, self.strategy, self.loaders)
-        return [loop, self.loaders, *shared, *self.strategy.actors(), voices, self]
-
-    def _shared(self, group: Group, strategy: Strategy, loaders: Loaders) -> list[Any]:
-        """The actors by which ranks that train one model share out the rest."""
-        self.parts = Parts(group, self._loop, strategy, Counts(group, self._loop), loaders)
-        files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
-        self._undo.callback(files.close)
-        if self._options.lr != "keep":
-            self._undo.enter_context(learning_rates_times(self._lr_factor))
-        return [Pipelines(group, self._loop, self._streams, lambda: self._options.batch == "global", self.began), files]
-
-    def _sharing(self) -> Sharing:
-        return Sharing(self._options.batch, self._options.uneven, self._options.loss)
-
-    def _lr_factor(self) -> float:
-        return self._options.lr_factor(self._group.world.size if self._group else 1)
-
-    def _stop(self) -> None:
-        """Passes that outlive the session must not switch streams any more."""
-        self._loop.changed = lambda: None
-        self._streams.use(own=False)
-
-    def _changed(self) -> None:
-        self._streams.use(self._loop.drawing())
-        if self._loop.backwards and not self._announced:
-            self._announce()
-
-    def began(self, data: TrainingData) -> None:
-        self._data = self._data or data
-
-    def _announce(self) -> None:
-        """The one line at the start of training."""
-        self._announced = True
-        group, data = self._group, self._data
-        if group is None or self.strategy is None or group.world.rank > 0:
-            return
-        told = start_line(group, self.strategy, self._options, data, self._lr_factor())
-        print(f"parwrap: {told}, seed {self._streams.seed()}", file=sys.stderr)

@@ -1,14 +1,11 @@
 """``@hogwild``: a plain training function runs on workers of its own, which train one model in the memory that they share.
 
-Checks the options, has ``forked.py`` start the workers, and opens ``distributed`` in each of them; how they train together is
+Checks the options, has ``launching.py`` start the workers, and opens ``distributed`` in each of them; how they train together is
 ``strategies/hogwild.py``'s.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -17,10 +14,11 @@ from typing import Any
 import torch
 
 from parwrap.decorator import ScopeDecorator
+from parwrap.device import cores
 from parwrap.errors import UsageError
 from parwrap.features import distributed
-from parwrap.forked import refuse_unforkable, run_forked
-from parwrap.forked_rank import failed
+from parwrap.forking import import_for_optimizers, refuse_unforkable
+from parwrap.launching import run_on_ranks
 from parwrap.options import Options
 
 __all__ = ["hogwild"]
@@ -72,7 +70,7 @@ class hogwild(ScopeDecorator):
         self, *, workers: int | None = None, lock: bool = False, timeout: float | timedelta | None = None, seed: int | None = None
     ) -> None:
         super().__init__()
-        workers = _cores() if workers is None else workers
+        workers = cores() if workers is None else workers
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
             raise UsageError(f"workers={workers!r} is not a number of processes: give a whole number from 1.")
         self._workers = workers
@@ -84,18 +82,6 @@ class hogwild(ScopeDecorator):
         options = (_running or [self])[0]._options
         given = {name: getattr(options, name) for name in ("strategy", "lock", "timeout", "seed")}
         return distributed.distributed(**given).scope(function)
-
-    def around(self, function: Callable) -> Callable:
-        @functools.wraps(function)
-        def telling(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except BaseException as error:
-                if len(_running) == 1:  # one inside may be caught yet
-                    failed(error)
-                raise
-
-        return telling
 
     def outside(self, call: Callable) -> Callable:
         def on_workers(*args: Any, **kwargs: Any) -> Any:
@@ -110,9 +96,9 @@ class hogwild(ScopeDecorator):
             refuse_unforkable("@parwrap.hogwild")
             if self._workers == 1:
                 return call(*args, **kwargs)
-            importlib.import_module("torch._dynamo")  # which the first optimizer of each worker would do, in a second
+            import_for_optimizers()
             here = self._seeded()
-            return run_forked(lambda: here._run(call, args, kwargs), self._workers, self._options.patience, environ=NO_GPU)
+            return run_on_ranks(lambda: here._run(call, args, kwargs), self._workers, self._options.patience, environ=NO_GPU)
 
         return on_workers
 
@@ -136,8 +122,3 @@ class hogwild(ScopeDecorator):
                 f"parwrap.hogwild(workers={mine[0]}, lock={mine[1]}) cannot be called inside of hogwild(workers={theirs[0]}, "
                 f"lock={theirs[1]}), whose workers are at work: give both the same, or leave one of them out."
             )
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

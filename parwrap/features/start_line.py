@@ -29,13 +29,13 @@ def start_line(group: Group, strategy: Strategy, options: Options, data: Trainin
     size = group.world.size
     facts = [f"{size} rank{'s' * (size > 1)}", f"{group.backend} on {group.device}", strategy.described()]
     if data is None:
-        facts.append("no DataLoader was shared out: every rank trains on the same data")
+        facts.append("no DataLoader was shared out: every rank trains on what it reads or makes itself")
     else:
         shared = f", {data.global_batch} global" if strategy.steps_together else ""
         facts.append(f"batch {data.batch_size} per rank{shared}" if data.batch_size else "batches dealt out")
         if options.batch == "per_rank" and strategy.steps_together:
             facts.append("lr kept" if options.lr == "keep" else f"lr times {lr_factor:.4g}")
-        facts.append(f"{data.samples} samples / {size} ranks" if data.samples else "samples without a length")
+        facts.append(f"{data.samples} samples / {size} rank{'s' if size > 1 else ''}" if data.samples else "samples without a length")
         facts += [f"{name} {value}" for name in ("uneven", "loss") if (value := getattr(options, name)) != getattr(Options, name)]
         if strategy.steps_together:
             warn_of_small_batches(data.batch_size)

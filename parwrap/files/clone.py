@@ -44,13 +44,18 @@ class CloneFiles:
         self._view.close()
 
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
-        """``torch.save``: to a path nothing is written, since checkpoints are large and all ranks have the same."""
+        """``torch.save``: to a path nothing is written, since they are large and the same on all ranks; unless rank 0's is afar."""
         key = self._written(file) if isinstance(file, (str, os.PathLike)) else None
         if key is None:
             write(file)
             return
         with passing():
-            self._view.changed(self._view.followed(key), "file")
+            key = self._view.followed(key)
+            self._view.changed(key, "file")
+            if self._view.lost_elsewhere(key):
+                scratch = self._view.fresh()
+                write(scratch)
+                self._view.keep(key, scratch)
 
     def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
         """``torch.load``, which opens its file by ``open``; the weights go to this rank's own device."""

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from parwrap.errors import RankMismatchError
 from parwrap.files.threads import passing
 from parwrap.group import Group
 
@@ -37,6 +38,9 @@ MOST_COPIED = 2**24
 DELIVERY = 0.5
 """Seconds that an announcement may take to the store, while everybody sees at once that rank 0 has gone on."""
 
+SLACK = 2.0
+"""Seconds by which nodes may differ about when a file was changed."""
+
 AHEAD = 8
 """How many meetings the host of a rank with a GPU may be ahead of the others."""
 
@@ -52,7 +56,9 @@ class Record:
         before: how many were there when the ranks had last met before that.
         stood: whether the path was there then.
         created: when rank 0 made what was not there before; ``None`` for what was.
-        kept: versions that have been replaced, and from where they can still be read.
+        kept: versions that have been replaced, and from where they can still be read, on rank 0's node.
+        node: if there are several, rank 0's.
+        file: if there are several nodes, what tells rank 0's file from another: its number on the disk, and when it was changed.
     """
 
     begun: int = 0
@@ -62,6 +68,17 @@ class Record:
     stood: bool = False
     created: int | None = None
     kept: dict[str, str] = field(default_factory=dict)
+    node: int | None = None
+    file: tuple[int, float] | None = None
+
+    def is_at(self, path: str) -> bool:
+        """Whether what is at ``path`` on this node is rank 0's, and not another file, on a disk that rank 0 does not share."""
+        if self.file is None:
+            return True
+        with suppress(OSError), open(path, "rb") as there:  # a network's file system looks anew when a file is opened
+            status = os.fstat(there.fileno())
+            return status.st_ino == self.file[0] and status.st_mtime > self.file[1] - SLACK
+        return False
 
 
 class _Kept(NamedTuple):
@@ -83,6 +100,7 @@ class Announced:
 
     def __init__(self, group: Group, topic: str) -> None:
         self._group, self._topic = group, topic
+        self._node = None if group.world.on_one_node else group.world.node_rank
         self._records: dict[str, Record] = {}
         self._kept: deque[_Kept] = deque()
         self._lock = threading.RLock()
@@ -97,7 +115,7 @@ class Announced:
         """
         now = self._group.clock
         with self._lock, passing():
-            record = self._records.setdefault(key, Record())
+            record = self._records.setdefault(key, Record(node=self._node))
             there = os.path.lexists(key)
             if record.clock < now:
                 record.before, record.stood = record.closed, there
@@ -118,6 +136,9 @@ class Announced:
             record.closed += 1
             if gone:
                 record.created = None
+            if self._node is not None:
+                status = None if gone or not os.path.isfile(key) else os.stat(key)
+                record.file = status and (status.st_ino, status.st_mtime)
             self._tell(key)
 
     def cancel(self, key: str) -> None:
@@ -199,6 +220,7 @@ class Awaited:
 
     def __init__(self, group: Group, topic: str) -> None:
         self._group, self._topic, self._store = group, topic, group.store
+        self.apart, self._node = not group.world.on_one_node, group.world.node_rank
 
     @property
     def clock(self) -> int:
@@ -210,7 +232,14 @@ class Awaited:
         name = f"{self._topic}/of/{key}"
         # the second look comes after whatever was on its way to the store at the first
         there = self._store.check([name]) or self._store.check([name])
-        return Record(*json.loads(self._store.get(name))) if there else None
+        if not there:
+            return None
+        record = Record(*json.loads(self._store.get(name)))
+        if self.apart and record.node != self._node:
+            record.kept = {}
+        else:
+            record.file = None
+        return record
 
     def before(self, key: str) -> int:
         """How many versions there were when this rank last met the others."""
@@ -220,8 +249,17 @@ class Awaited:
         return record.closed if record.clock < self.clock else record.before
 
     def present(self, key: str) -> str | None:
-        """Where to read a path that this rank has not changed and rank 0 may have; ``None`` if it is there only since rank 0 is ahead."""
+        """Where to read a path that this rank has not changed and rank 0 may have; ``None`` if it is there only since rank 0 is ahead.
+
+        Raises:
+            RankMismatchError: what is there is not what rank 0 has written on its own node.
+        """
         record = self.record(key)
+        if record and os.path.lexists(key) and not record.is_at(key):
+            raise RankMismatchError(
+                f"rank 0 has written {key} on its own node, and the file of that name on this node is another one. "
+                "Put it on a disk that the nodes share, or have every rank write it: `with parwrap.every_rank_writes():`."
+            )
         if record is None or record.clock < self.clock:
             return key if os.path.lexists(key) else None
         if record.created is not None and record.created >= self.clock:

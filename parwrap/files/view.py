@@ -68,6 +68,7 @@ class View:
         self._inside: defaultdict[str, set[str]] = defaultdict(set)
         self._scratch: str | None = None
         self._scratches = 0
+        self._elsewhere: dict[str, bool] = {}
         self.lock = threading.RLock()
         self.names = {"", ".", ".."}
         """The last parts of all paths that this rank has changed: whatever else is asked for need not be looked up."""
@@ -92,6 +93,20 @@ class View:
             entry.kind, entry.scratch, entry.whole = kind, scratch, whole
             (self.whole.add if whole else self.whole.discard)(key)
             self._places.link(key, target)
+
+    def lost_elsewhere(self, key: str) -> bool:
+        """Whether this rank would not find a file that it has saved as rank 0 has, on another node; found out once for each folder."""
+        folder, entry = os.path.dirname(key), self._entries[key]
+        if self._awaited.apart and folder not in self._elsewhere:
+            outcome, record, _ = self._awaited.wait(key, entry.version, self._own(entry))
+            if outcome is not Outcome.THERE:
+                return False
+            self._elsewhere[folder] = not record.is_at(key)
+        return self._elsewhere.get(folder, False)
+
+    def keep(self, key: str, scratch: str) -> None:
+        """What this rank has saved last at the path is at ``scratch`` too."""
+        self._entries[key].scratch = scratch
 
     def entry(self, key: str) -> Entry:
         """The entry of a path that this rank is about to change."""
@@ -160,7 +175,7 @@ class View:
                 if entry.kind == "folder" and entry.whole:
                     entry.whole = False
                     self.whole.discard(key)
-            if os.path.lexists(key):
+            if os.path.lexists(key) and (outcome is Outcome.NEVER or record.is_at(key)):
                 return key
         elif os.path.exists(kept := record.kept.get(str(version), "")):
             return kept

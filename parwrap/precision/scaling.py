@@ -123,14 +123,15 @@ class Scaling:
             self._found.clear()
             stand_aside("GradScaler", "it scales no loss and skips no step itself here")
 
-    def state_dict(self, optimizer: Optimizer, state: Any) -> Any:
+    def optimizer_state(self, optimizer: Optimizer, save: Callable[[], Any]) -> Any:
         """The state of ``optimizer``, with the scale in it."""
+        state = save()
         return state if self._aside else {**state, KEY: self._state.state_dict()}
 
-    def load_state_dict(self, optimizer: Optimizer, state: Any) -> Any:
-        """The state of ``optimizer``, after the scale in it was taken out and gone on from."""
+    def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[Any], None], state: Any) -> None:
+        """Go on from the scale in ``state``, and load the rest of it."""
         self._state.load_state_dict(state.get(KEY, {}))
-        return {name: value for name, value in state.items() if name != KEY}
+        load({name: value for name, value in state.items() if name != KEY})
 
     def _counted(self, optimizer: Optimizer, found: Found) -> bool:
         """Whether a gradient was not finite; the step is counted once."""

@@ -53,8 +53,9 @@ AT_ONCE = ("forward", BACKWARD, "gradients", AVERAGING, CLIPPING, USE)
 FREED = "storage of size 0"
 
 ADVICE = (
-    "With strategy='fsdp' each forward and backward is one of all ranks: give all ranks the same number of steps (uneven='pad' or 'drop') "
-    "and the same way through the model, or take strategy='ddp', where they may part."
+    "With strategy='fsdp' each forward, backward and state_dict() is one of all ranks: give all ranks the same number of steps "
+    "(uneven='pad' or 'drop') and the same way through the model, call state_dict() on all of them (rank 0 alone writes what is saved), "
+    "or take strategy='ddp', where they may part."
 )
 
 
@@ -102,14 +103,14 @@ class FSDP(Strategy):
         sharded = [(name, p.__dict__["sharded"] if isinstance(p, Moved) else p) for name, p in named]
         return [p if name is None else (name, p) for name, p in sharded]
 
-    def load_state(self, optimizer: Optimizer, load: Callable[[], None]) -> None:
-        """``optimizer`` keeps this rank's part of what it loads."""
-        load()
-        shard_state(optimizer)
-
-    def state_dict(self, optimizer: Optimizer, state: Any) -> Any:
+    def optimizer_state(self, optimizer: Optimizer, save: Callable[[], Any]) -> Any:
         """The whole state of an optimizer."""
-        return self._whole(state, "optimizer.state_dict()")
+        return self._whole(save(), "optimizer.state_dict()")
+
+    def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[Any], None], state: Any) -> None:
+        """``optimizer`` keeps this rank's part of what it loads."""
+        load(state)
+        shard_state(optimizer)
 
     def module_state(self, module: nn.Module, state: Any) -> Any:
         """The whole weights of a module, under plain keys."""

@@ -70,7 +70,7 @@ class LocalSGD(Strategy):
                     raise UsageError(f"{name}={value!r} is of the outer optimizer: give outer='nesterov' too, or leave it out.")
 
     @property
-    def averages(self) -> bool:
+    def averages_gradients(self) -> bool:
         return self._warming
 
     def described(self) -> str:

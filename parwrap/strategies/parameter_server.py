@@ -74,7 +74,7 @@ class ParameterServer(Strategy):
         return Server(split.wire, group.world.rank, first, workers, options.staleness, options.survive, split.tell, loop)
 
     @property
-    def averages(self) -> bool:
+    def averages_gradients(self) -> bool:
         return False
 
     def actors(self) -> list[Any]:
@@ -138,16 +138,15 @@ class ParameterServer(Strategy):
         self._pushing.push(optimizer, self._weight if self.steps_together else 1.0)
         return True
 
-    def save_state(self, optimizer: Optimizer, save: Callable[[], Any]) -> Any:
-        """``state_dict()``: what the servers keep of its parameters is in it."""
+    def optimizer_state(self, optimizer: Optimizer, save: Callable[[], Any]) -> Any:
+        """What the servers keep of the parameters of ``optimizer`` is in it."""
         with self._pushing.with_state(optimizer):
             return save()
 
-    def load_state(self, optimizer: Optimizer, load: Callable[[], Any]) -> Any:
-        """``load_state_dict(state)``: the servers go on from it."""
-        result = load()
+    def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[Any], None], state: Any) -> None:
+        """Servers go on from the ``state`` too."""
+        load(state)
         self._pushing.load(optimizer)
-        return result
 
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
         """Parameters that servers hold keep their dtype."""

@@ -22,6 +22,32 @@ from parwrap.strategies.replica_threads import run_together
 __all__ = ["Pieces", "are_different_gpus", "in_whole"]
 
 
+class _Joined(torch.autograd.Function):
+    """The tensor in pieces, whose gradients go to these where something takes it without asking, as an autograd function does."""
+
+    @staticmethod
+    def forward(ctx: Any, cls: type, shape: Sequence[int], *pieces: torch.Tensor) -> torch.Tensor:
+        ctx.places = [(len(piece), piece.device) for piece in pieces]
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=pieces[0].dtype, device=pieces[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        rows = grad.split([size for size, _ in ctx.places])
+        return None, None, *(part.to(device) for part, (_, device) in zip(rows, ctx.places, strict=True))
+
+
+class _Whole(torch.autograd.Function):
+    """The whole of pieces that have no gradients, where the tensor has: it was made inside of an autograd function, as a checkpoint."""
+
+    @staticmethod
+    def forward(ctx: Any, pieces: Pieces) -> torch.Tensor:
+        return in_whole(pieces.pieces)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
 class Pieces(torch.Tensor):
     """A tensor whose rows are on several devices.
 
@@ -43,15 +69,18 @@ class Pieces(torch.Tensor):
     def __new__(cls, pieces: Sequence[torch.Tensor]) -> Pieces:
         first = pieces[0]
         shape = (sum(len(piece) for piece in pieces), *first.shape[1:])
-        flows = any(piece.requires_grad for piece in pieces)
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device, requires_grad=flows)
+        made = _Joined.apply(cls, shape, *pieces)
         made.pieces, made._whole, made._was_taken = tuple(pieces), None, False
         return made
 
     @property
     def is_in_pieces(self) -> bool:
         """Whether nobody has looked at the whole yet."""
-        return self._whole is None
+        return self._whole is None and not self._only_it_has_gradients
+
+    @property
+    def _only_it_has_gradients(self) -> bool:
+        return self.requires_grad and not any(piece.requires_grad for piece in self.pieces)
 
     def fits(self, sizes: Sequence[int], devices: Sequence[torch.device] | None = None) -> bool:
         """Whether it is still in pieces, of these ``sizes`` and on these ``devices``."""
@@ -73,7 +102,7 @@ class Pieces(torch.Tensor):
         if self._whole is None:
             # in the modes that the model ran in: who looks first may do so under no_grad
             with torch.inference_mode(self.pieces[0].is_inference()), torch.set_grad_enabled(self.requires_grad):
-                self._whole = in_whole(self.pieces)
+                self._whole = _Whole.apply(self) if self._only_it_has_gradients else in_whole(self.pieces)
         return self._whole
 
     @classmethod
@@ -82,10 +111,12 @@ class Pieces(torch.Tensor):
         if function in _ASKS_FOR_NO_NUMBERS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        if function in _WATCHES_GRADIENTS and args[0]._was_taken:
+        watched = (args[0],) if function in _WATCHES_GRADIENTS else args[1] if function == torch.autograd.grad else ()
+        if any(isinstance(each, Pieces) and each._was_taken for each in watched):
             raise UsageError(
                 f"{function.__name__} on the outputs of a model comes after their loss, whose gradients go to the pieces of them that "
-                "parwrap.data_parallel(gather=False) has left on their devices: call it before the loss, or leave gather=False out."
+                "parwrap.data_parallel(gather=False) has left on their devices: take them as a whole before, as by outputs = 1 * outputs, "
+                "or leave gather=False out."
             )
         if function in _LOSSES and all(each.is_in_pieces for each in tree_leaves((args, kwargs)) if isinstance(each, Pieces)):
             loss = _LOSSES[function](function, inspect.signature(function).bind(*args, **kwargs).arguments)

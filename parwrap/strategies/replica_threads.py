@@ -1,7 +1,8 @@
 """Replicas of one module that run at the same time, a thread each: the modes that go along, the errors that come back, and meetings.
 
-A meeting is for what replicas compute together in the midst of a forward. None waits for one that has failed or is through. What the
-replicas are, and what they are called with, is left to others.
+A meeting is for what replicas compute together in the midst of a forward. None waits for one that has failed or is through. Those on one
+device take turns, since they share its stream of random numbers, of which a checkpoint must find its own again. What the replicas are,
+and what they are called with, is left to others.
 """
 
 from __future__ import annotations
@@ -77,11 +78,14 @@ class _Team:
         self._through: set[int] = set()
         self._failed = False
         self._meetings: list[_Meeting] = []
+        self._turns: dict[torch.device, int] = {}
+        self._begun: set[int] = set()
         self._news = threading.Condition()
 
     def run(self, replica: Replica, call: Callable[[], Any], modes: AbstractContextManager) -> None:
         """What the thread of a replica does."""
         _here.replica = replica
+        self._take_turn(replica)
         try:
             with modes:
                 self.results[replica.index] = call()
@@ -95,7 +99,22 @@ class _Team:
         else:
             with self._news:
                 self._through.add(replica.index)
-                self._news.notify_all()
+        finally:
+            self._end_turn(replica)
+
+    def _take_turn(self, replica: Replica) -> None:
+        """Wait until no other replica runs on its device, and those before it there have begun."""
+        before = {index for index in range(replica.index) if self.devices[index] == replica.device}
+        with self._news:
+            self._news.wait_for(lambda: replica.device not in self._turns and before <= self._begun)
+            self._turns[replica.device] = replica.index
+            self._begun.add(replica.index)
+
+    def _end_turn(self, replica: Replica) -> None:
+        with self._news:
+            if self._turns.get(replica.device) == replica.index:
+                del self._turns[replica.device]
+            self._news.notify_all()
 
     def stop(self) -> None:
         """Nobody is to wait for others any more."""
@@ -113,7 +132,10 @@ class _Team:
                 self._hold(meeting, merge)
                 self._news.notify_all()
             else:
+                self._end_turn(replica)
                 self._news.wait_for(lambda: meeting.over or self._failed or bool(self._through - meeting.came.keys()))
+                if meeting.over:
+                    self._take_turn(replica)
         if not meeting.over:
             self._give_up(replica, what)
         if meeting.error is not None:
@@ -180,7 +202,12 @@ def run_together(
             thread.join()
         raise
     if team.errors:
-        raise team.errors[min(team.errors)]
+        error = team.errors[min(team.errors)]
+        team.errors.clear()  # which its traceback leads to
+        try:
+            raise error
+        finally:
+            del error
     return team.results
 
 
@@ -214,7 +241,9 @@ def _modes(devices: Sequence[torch.device]) -> Callable[[torch.device], Abstract
     # not by torch.autocast itself, which stands for the script's own to those that watch it
     autocasts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     cached = torch.is_autocast_cache_enabled()
-    places = torch.get_default_device().type == "cuda"
+    place = torch.get_default_device()
+    computing = torch.get_num_threads()
+    share = max(1, computing // len(devices))
     gpus = list(dict.fromkeys(device for device in devices if device.type == "cuda"))
     streams = [torch.cuda.current_stream(gpu) for gpu in gpus]
 
@@ -232,8 +261,11 @@ def _modes(devices: Sequence[torch.device]) -> Callable[[torch.device], Abstract
                 entered.enter_context(torch.cuda.stream(stream))
             if device.type == "cuda":
                 entered.enter_context(torch.cuda.device(device))
-            if places:
-                entered.enter_context(device)
+            if device.type == "cpu":  # each thread would have so many more
+                entered.callback(torch.set_num_threads, computing)
+                torch.set_num_threads(share)
+            if place.type != "cpu":
+                entered.enter_context(device if place.type == "cuda" else place)
             yield
 
     return modes

@@ -6,6 +6,9 @@ the module's own. torch's ``replicate`` serves only GPUs that differ, and gives 
 
 from __future__ import annotations
 
+import copy
+import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any
@@ -71,8 +74,9 @@ def _sent(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], copy
     for device in devices:
         there: dict[int, torch.Tensor] = {}
         for dtype, places in together.items():
-            pieces = flat[dtype].to(device, copy=copying).split([tensors[place].numel() for place in places])
-            there |= {place: piece.view(tensors[place].shape) for place, piece in zip(places, pieces, strict=True)}
+            # no views, so that what is changed in place is not what was saved for a backward of another
+            pieces = torch.unsafe_split_with_sizes(flat[dtype].to(device, copy=copying), [tensors[place].numel() for place in places])
+            there |= {place: torch.ops.aten._unsafe_view(piece, tensors[place].shape) for place, piece in zip(places, pieces, strict=True)}
         sent.append([there[place] if place in there else t.to(device, copy=copying) for place, t in enumerate(tensors)])
     return sent
 
@@ -84,21 +88,21 @@ def _by_id(tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> dict[int,
 def _copy(module: nn.Module, known: dict[int, Any], device: torch.device) -> nn.Module:
     """A copy of ``module`` and all in it, with the tensors ``known`` by the id of those that they stand for."""
     pairs = [(each, each._replicate_for_data_parallel()) for each in module.modules()]
-    known |= {id(each): copy for each, copy in pairs}
-    for each, copy in pairs:
-        vars(copy).update({name: _exchanged(value, known, device) for name, value in vars(each).items() if name not in _OWN})
-        copy._modules.update({name: known.get(id(child)) for name, child in each._modules.items()})
-        copy._buffers.update({name: known.get(id(buffer)) for name, buffer in each._buffers.items()})
+    known |= {id(each): own for each, own in pairs}
+    for each, own in pairs:
+        vars(own).update({name: _exchanged(value, known, device) for name, value in vars(each).items() if name not in _OWN})
+        own._modules.update({name: known.get(id(child)) for name, child in each._modules.items()})
+        own._buffers.update({name: known.get(id(buffer)) for name, buffer in each._buffers.items()})
         for name, p in each._parameters.items():
             if p is not None:
-                setattr(copy, name, known[id(p)])  # which recurrent layers note in a list of their own
-                vars(copy).pop(name, None)
-            copy._parameters[name] = known.get(id(p))
+                setattr(own, name, known[id(p)])  # which recurrent layers note in a list of their own
+                vars(own).pop(name, None)
+            own._parameters[name] = known.get(id(p))
     return pairs[0][1]
 
 
-_OWN = ("_parameters", "_buffers", "_modules", "_is_replica", "_flat_weights")
-"""What a copy is given by other means."""
+_OWN = {*vars(nn.Module()), "_is_replica", "_flat_weights"}
+"""What a copy is given by other means, or shares."""
 
 
 def _exchanged(value: Any, known: dict[int, Any], device: torch.device) -> Any:
@@ -106,11 +110,14 @@ def _exchanged(value: Any, known: dict[int, Any], device: torch.device) -> Any:
     if id(value) in known:
         return known[id(value)]
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return value.to(device, copy=True)
     if isinstance(value, MethodType) and id(value.__self__) in known:
-        return MethodType(value.__func__, known[id(value.__self__)])
-    if type(value) in (list, tuple):
-        return type(value)(_exchanged(each, known, device) for each in value)
-    if type(value) is dict:
-        return {key: _exchanged(each, known, device) for key, each in value.items()}
+        return MethodType(value.__func__, weakref.proxy(known[id(value.__self__)]))  # a cycle would keep the copy and its tensors
+    if type(value) is tuple:
+        return tuple(_exchanged(each, known, device) for each in value)
+    if type(value) in (list, deque, dict, OrderedDict, defaultdict, set):
+        own = copy.copy(value)
+        for place, each in value.items() if isinstance(value, dict) else () if isinstance(value, set) else enumerate(value):
+            own[place] = _exchanged(each, known, device)
+        return own
     return value

@@ -76,6 +76,10 @@ class Moved(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(_current(self))
 
+    def full_tensor(self) -> torch.Tensor:
+        """As a ``DTensor`` gives it."""
+        return _current(self).full_tensor()
+
 
 class _Gathered(torch.autograd.Function):
     """All of a sharded tensor; its gradient is the mean of those that ranks have for it, of which each keeps its part."""

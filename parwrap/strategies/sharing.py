@@ -226,7 +226,7 @@ def _opened(group: Group, ranks: Sequence[int], first_uses: _FirstUses) -> Itera
         yield None
         return
     place, store = ranks.index(group.world.rank), dist.PrefixStore(f"sync_bn/{ranks}", group.store)
-    on_one_node = group.world.local_size == group.world.size
+    on_one_node = group.world.on_one_node
     world = replace(group.world, rank=place, size=len(ranks), local_rank=place, local_size=len(ranks) if on_one_node else 0)
     with mailbox.opened(world, store) as entries:
         if on_one_node and group.backend != "nccl":

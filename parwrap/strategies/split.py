@@ -129,8 +129,8 @@ def _split(group: Group, workers: int) -> Iterator[Split]:
     if world.rank >= workers:
         yield Split(group, workers, None, process_group, connections)
         return
-    here = min(world.local_size, workers - (world.rank - world.local_rank))
-    mine = replace(world, size=workers, local_size=here)
+    # launchers may deal ranks out over the nodes in any order
+    mine = replace(world, size=workers, local_size=workers if world.on_one_node else 0)
     store = dist.PrefixStore(f"workers/{workers}", group.store)
     with mailbox.opened(mine, store) as entries:
         among = Group(mine, group.backend, group.device, store, group.timeout, Meetings(entries, group.timeout))

@@ -39,7 +39,7 @@ class Strategy:
     """Those options of ``distributed`` that only some strategies have."""
 
     steps_together = True
-    """Whether ranks take each step together, with the gradients of all; else what is done between two steps is each rank's own."""
+    """Whether each step is one of all ranks, on a batch that each has its share of; else every rank steps at its own pace, by itself."""
 
     hands_over = False
     """Whether it is to be told what the function has returned."""
@@ -61,9 +61,12 @@ class Strategy:
         return nullcontext(group)
 
     @property
-    def averages(self) -> bool:
-        """Whether backwards leave what is averaged over the ranks now, rather than this rank's own gradients."""
-        return True
+    def averages_gradients(self) -> bool:
+        """Whether backwards leave averages over the ranks now.
+
+        Else they leave this rank's own gradients, also where ranks step together and it is weights that are averaged, or a server averages.
+        """
+        return self.steps_together
 
     @classmethod
     def beside(cls, group: Group, options: Options, loop: Loop) -> Any:
@@ -73,7 +76,10 @@ class Strategy:
     def check_feature(self, name: str) -> None:
         """Raise :class:`UsageError` if the decorator of that name has no meaning with this strategy."""
         if name == "sync_bn" and not self.steps_together:
-            raise UsageError("parwrap.sync_bn has no batch to share, since every rank trains on batches of its own: leave it out.")
+            raise UsageError(
+                f"parwrap.sync_bn has no batch to share, since every rank trains on batches of its own with "
+                f"strategy={self._options().strategy!r}: leave it out, or choose another strategy."
+            )
 
     def actors(self) -> list[Any]:
         """Those that take part in verbs, in the order in which they are installed."""

@@ -89,8 +89,9 @@ class Zero1(DDP):
             self._stepping.send()
             self._stepping = None
 
-    def state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """The ``state`` of a single process, on every rank."""
+    def optimizer_state(self, optimizer: Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state of a single process, on every rank."""
+        state = save()
         if has_inner(optimizer):
             return state
         if self._catches_up:
@@ -104,13 +105,13 @@ class Zero1(DDP):
         self._shards[optimizer].settle(self._group.meet(_state(number)), hands_on=False)
         return self._shards[optimizer].whole(state)
 
-    def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """The part of a whole ``state`` that this rank holds."""
-        if is_alone() or has_inner(optimizer):
-            return state
-        self._number(optimizer)
-        shards = self._shards[optimizer]
-        return shards.kept(state) if self._catches_up else shards.own(state)
+    def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
+        """Load the part of a whole ``state`` that this rank holds."""
+        if not (is_alone() or has_inner(optimizer)):
+            self._number(optimizer)
+            shards = self._shards[optimizer]
+            state = shards.kept(state) if self._catches_up else shards.own(state)
+        load(state)
 
     def leave(self, returns: bool) -> None:
         super().leave(returns)

@@ -27,6 +27,7 @@ from parwrap.verbs import (
     moving,
     norm,
     optimizer,
+    optimizer_state,
     output,
     ranks,
     retaining,
@@ -35,7 +36,6 @@ from parwrap.verbs import (
     sharded,
     skipping,
     source,
-    state,
     stepping,
 )
 
@@ -63,10 +63,8 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "skips": skipping.patches,
     "takes_step": stepping.takes_patches,
     "took_step": stepping.took_patches,
-    "state_dict": state.save_patches,
-    "load_state_dict": state.load_patches,
-    "save_state": state.saving_patches,
-    "load_state": state.loading_patches,
+    "optimizer_state": optimizer_state.save_patches,
+    "load_optimizer_state": optimizer_state.load_patches,
     "module_state": module_state.save_patches,
     "load_module_state": module_state.load_patches,
     "call_sharded": sharded.call_patches,

@@ -41,8 +41,10 @@ class Backward(NamedTuple):
 
     def run(self) -> None:
         """Do what torch does, or hand the call on to the next actor."""
-        handed_on = {"averaged": self.averaged, "weight": self.weight, "holding": self.holding}
-        self.original(self.tensors, self.grad_tensors, **self.options, **(handed_on if is_patched(self.original) else {}))
+        options = self.options
+        if is_patched(self.original):
+            options = {**options, "averaged": self.averaged, "weight": self.weight, "holding": self.holding}
+        self.original(self.tensors, self.grad_tensors, **options)
 
     @property
     def beginnings(self) -> tuple[torch.Tensor | GradientEdge, ...]:

@@ -1,48 +1,15 @@
 """Loops that accumulate by hand, under ``@accumulate("auto")``: one average for each step, and the weights of a single process."""
 
 import contextlib
-import itertools
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
-from parwrap.group import alone
-from parwrap.strategies.averager import Averager
+from loops_by_hand import BATCHES, EPOCHS, assert_same, automatic, batches, build, by_itself, numbered, sends_of, watched
 
 RANKS = [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (1, 2, 3)]
-EPOCHS, BATCHES = 6, 10
-
-
-def watched(monkeypatch):
-    """The epochs and batches whose backwards were averaged."""
-    numbers, run = [], Averager.run
-    monkeypatch.setattr(Averager, "run", lambda self, *args: (numbers.append((now.epoch, now.batch)), run(self, *args))[1])
-    return numbers
-
-
-class now:
-    epoch = batch = 0
-
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-
-def batches(loader=True, samples=12 * BATCHES):
-    features = torch.randn(samples, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    data = TensorDataset(features, features[:, :1] * 2)
-    reader = DataLoader(data, batch_size=12)
-    return reader if loader else [data[begin : begin + 12] for begin in range(0, samples, 12)]
-
-
-def numbered(reader):
-    now.epoch += 1
-    for now.batch, batch in enumerate(reader):
-        yield now.batch, batch
 
 
 def every(steps, last=True):
@@ -75,25 +42,6 @@ def train(steps_after, clip=False, to_none=True, scaler=None, by_batch=False, ep
                 schedule.step()
         schedule.step()
     return model
-
-
-def by_itself(function, *args, **kwargs):
-    with alone():
-        return function(*args, **kwargs)
-
-
-def automatic(function, *args, batch="global", options=None, **kwargs):
-    return parwrap.distributed(batch=batch, **(options or {}))(parwrap.accumulate("auto")(function))(*args, **kwargs)
-
-
-def assert_same(expected, actual, tolerance=1e-12):
-    for p, q in zip(expected.parameters(), actual.parameters(), strict=True):
-        assert (p - q).abs().max() < tolerance
-
-
-def sends_of(sent):
-    """What was sent, by epoch."""
-    return [[batch for _, batch in several] for _, several in itertools.groupby(sent, key=lambda each: each[0])]
 
 
 @pytest.mark.parametrize("size", RANKS)
@@ -214,45 +162,6 @@ def test_two_optimizers_of_a_gan(together, monkeypatch):
     assert sends_of(sent)[-1] == ([1, 1, 3, 3, 5, 5, 7, 7, 9, 9] if together else [1, 3, 5, 7, 9])
 
 
-@pytest.mark.ranks(2)
-def test_a_layer_that_one_rank_uses_in_an_earlier_batch_of_a_window():
-    def branches():
-        torch.manual_seed(0)
-        first, second = nn.Linear(6, 1).double(), nn.Linear(6, 1).double()
-        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-        for epoch in range(EPOCHS):
-            for i, (x, y) in numbered(batches()):
-                # after it was learned, the second layer has its first gradient on rank 1 alone
-                used = second(x) if (epoch, i) == (4, 1) and x[0, 0] != features[0, 0] else 0
-                nn.functional.mse_loss(first(x) + used, y).backward()
-                if (i + 1) % 5 == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return nn.ModuleList([first, second])
-
-    features = batches(loader=False)[1][0]
-    expected = by_itself(branches_of_halves)
-    assert_same(expected, automatic(branches))
-
-
-def branches_of_halves():
-    """The same by itself: the second half of that batch goes through the second layer too."""
-    torch.manual_seed(0)
-    first, second = nn.Linear(6, 1).double(), nn.Linear(6, 1).double()
-    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    for epoch in range(EPOCHS):
-        for i, (x, y) in numbered(batches()):
-            predicted = first(x)
-            if (epoch, i) == (4, 1):
-                halves = torch.arange(len(x)).reshape(-1, 1) >= len(x) / 2
-                predicted = predicted + halves * second(x)
-            nn.functional.mse_loss(predicted, y).backward()
-            if (i + 1) % 5 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    return nn.ModuleList([first, second])
-
-
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.ranks(2)
 def test_what_no_optimizer_steps_with_is_averaged_in_each_backward(kept, monkeypatch):
@@ -278,52 +187,6 @@ def test_what_no_optimizer_steps_with_is_averaged_in_each_backward(kept, monkeyp
 
     assert_same(by_itself(train_partly_by_hand), automatic(train_partly_by_hand))
     assert sends_of(sent)[-1] == (list(range(BATCHES)) if kept else [4, 9])
-
-
-@pytest.mark.ranks(2)
-def test_ranks_that_step_at_different_places_average_each_backward(monkeypatch):
-    sent = watched(monkeypatch)
-
-    def apart():
-        model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        for _ in range(EPOCHS):
-            for i, (x, y) in numbered(batches()):
-                nn.functional.mse_loss(model(x), y).backward()
-                if (i + 1) % (5 if parwrap.rank() else 2) == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return model
-
-    automatic(apart)
-
-    assert sends_of(sent) == [list(range(BATCHES))] * EPOCHS
-
-
-@pytest.mark.ranks(3)
-def test_a_rank_that_ends_first_gives_its_open_window():
-    """Ranks 0 and 2 take the gradients of all batches that were read; rank 1 has ended in the middle of a window."""
-    steps, left = 40, {0: 40, 1: 38, 2: 40}
-
-    def gradient(w, rank, number):
-        return w.detach() * 0 + rank + number
-
-    def own():
-        w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        optimizer = torch.optim.SGD([w], lr=0.01)
-        for number in range(left[parwrap.rank()]):
-            (w * (parwrap.rank() + number)).sum().backward()
-            if (number + 1) % 4 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-        return w
-
-    actual = automatic(own)
-    before = -0.01 * sum(rank + number for number in range(36) for rank in range(3)) / 3
-    counted = [(rank, number) for number in range(36, steps) for rank in range(3) if number < left[rank]]
-    window = sum(rank + number for rank, number in counted) / (len(counted) / 4)
-
-    assert abs(actual.item() - (before - 0.01 * window)) < 1e-9
 
 
 @pytest.mark.ranks(2)

@@ -3,20 +3,16 @@
 import math
 import subprocess
 import sys
-import tempfile
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import parwrap
-from parwrap.errors import RankMismatchError
 
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed: pip install -c constraints.txt nvidia-dali-cuda120")
 
@@ -24,71 +20,9 @@ from nvidia.dali import fn, ops, pipeline_def
 from nvidia.dali import pipeline as pipelines
 from nvidia.dali.pipeline import Pipeline
 from nvidia.dali.plugin import base_iterator
-from nvidia.dali.plugin.pytorch import DALIClassificationIterator, DALIGenericIterator, LastBatchPolicy
+from nvidia.dali.plugin.pytorch import DALIClassificationIterator, LastBatchPolicy
 
-CPU = {"num_threads": 1, "device_id": None}
-FILL, DROP, PARTIAL = LastBatchPolicy.FILL, LastBatchPolicy.DROP, LastBatchPolicy.PARTIAL
-
-
-def written(count):
-    """Files that hold a number each, in a directory of this rank."""
-    folder = Path(tempfile.mkdtemp())
-    for number in range(count):
-        np.save(folder / f"{number:03}.npy", np.array([number], dtype=np.float32))
-    return [str(folder / f"{number:03}.npy") for number in range(count)]
-
-
-def numbers(files, batch_size=2, seed=None, **options):
-    @pipeline_def(batch_size=batch_size, seed=seed, **CPU)
-    def pipeline():
-        return fn.readers.numpy(files=files, name="numbers", **options)
-
-    return pipeline()
-
-
-def iterator(pipeline, policy=PARTIAL, **options):
-    options = options or {"reader_name": "numbers"}
-    return DALIGenericIterator(pipeline, ["x"], last_batch_policy=policy, auto_reset=True, **options)
-
-
-class Setup:
-    """A model and optimizer, so that there is something to train."""
-
-    def __init__(self):
-        self.model = nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
-
-    def train(self, iterator, name="x"):
-        """The batches of a pass that trains."""
-        seen = []
-        for ((batch),) in iterator:
-            self.optimizer.zero_grad()
-            self.model(batch[name].float().view(-1, 1)).mean().backward()
-            self.optimizer.step()
-            seen.append(batch[name].flatten().tolist())
-        return seen
-
-
-def read(iterator):
-    return [batch["x"].flatten().tolist() for (batch,) in iterator]
-
-
-def flat(batches):
-    return [number for batch in batches for number in batch]
-
-
-def everyones(batches):
-    return sorted(number for each in parwrap.gather(flat(batches)) for number in each)
-
-
-@contextmanager
-def said():
-    """The warnings of parwrap, as texts."""
-    texts = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield texts
-    texts += [str(each.message) for each in caught if str(each.message).startswith("parwrap: ")]
+from dali_pipelines import CPU, DROP, FILL, PARTIAL, Setup, everyones, iterator, numbers, said, written
 
 
 def check_shared_out(count, batch_size):
@@ -190,28 +124,6 @@ def test_the_users_own_shards_are_left_alone():
 
 
 @pytest.mark.ranks(2)
-def test_evaluation_is_that_of_a_single_process():
-    files = written(9)
-    alone = [iterator(numbers(files), policy) for policy in LastBatchPolicy]
-    with parwrap.distributed(), said() as texts:
-        setup = Setup()
-        setup.model.eval()
-        for policy, before in zip(LastBatchPolicy, alone, strict=True):
-            batches = iterator(numbers(files), policy)
-            for _ in range(3):
-                assert read(before) == read(batches)
-                assert len(before) == len(batches)
-
-        @pipeline_def(batch_size=4, **CPU)
-        def augmented():
-            return fn.random.uniform(range=(0.0, 1.0)) + fn.readers.numpy(files=files, name="numbers")
-
-        assert 1 == len({str(each) for each in parwrap.gather(read(iterator(augmented())))})
-
-    assert [] == texts
-
-
-@pytest.mark.ranks(2)
 def test_augmentation_differs_by_rank_and_a_seed_gives_the_same_run_again():
     files = written(8)
 
@@ -230,99 +142,6 @@ def test_augmentation_differs_by_rank_and_a_seed_gives_the_same_run_again():
 
         assert first == run(**options)
         assert 2 == len({str(each) for each in parwrap.gather(first)})
-
-
-@pytest.mark.ranks(2)
-def test_what_does_not_shuffle_is_dealt_out_when_it_is_trained_on():
-    files = written(10)
-
-    @pipeline_def(batch_size=2, **CPU)
-    def from_python():
-        return fn.external_source(source=iter([np.array([[i], [i + 1]], dtype=np.float32) for i in range(0, 10, 2)]), name="own")
-
-    with parwrap.distributed(), said() as texts:
-        setup, batches = Setup(), iterator(numbers(files))
-        for _ in range(2):
-            seen = setup.train(batches)
-
-            assert [[0, 1], [4, 5], [8, 9]] == parwrap.broadcast(seen)
-            assert [*range(10)] == sorted({*everyones(seen)})
-            assert 3 == len(seen) == len(batches)
-        with torch.no_grad():
-            assert [*range(10)] == flat(read(batches))
-        source = DALIGenericIterator(from_python(), ["x"])
-        assert [*range(10)] == sorted({*everyones(setup.train(source))})
-
-    assert "the reader 'numbers' is read whole by every rank; now that it is trained on, its batches are dealt out" in texts[0]
-    assert "an external source is read whole by every rank" in texts[1]
-    assert 2 == len(texts)
-
-
-@pytest.mark.ranks(2)
-def test_what_differs_between_ranks_already_is_not_dealt_out():
-    first = 10 * parwrap.rank()
-
-    @pipeline_def(batch_size=1, **CPU)
-    def from_python():
-        return fn.external_source(source=iter([np.array([[first + i]], dtype=np.float32) for i in range(4)]))
-
-    with parwrap.distributed(), said() as texts:
-        assert [first + i for i in range(4)] == flat(Setup().train(DALIGenericIterator(from_python(), ["x"])))
-
-    assert "gives other batches on other ranks, so these are left alone: each rank trains on all that it reads" in texts[0]
-
-
-@pytest.mark.ranks(2)
-def test_wrong_guesses_are_said_and_put_right():
-    files = written(8)
-    with parwrap.distributed(), said() as texts:
-        setup = Setup()
-        looked_at = iterator(numbers(files, random_shuffle=True))
-        assert 4 == len(flat(read(looked_at)))
-        setup.model.eval()
-        trained = iterator(numbers(files))
-        assert [*range(8)] == flat(setup.train(trained))
-        assert 4 == len(flat(setup.train(trained)))
-        setup.model.train()
-        also = iterator(numbers(files))
-        assert 4 == len(flat(read(also)))
-        assert [*range(8)] == flat(read(also))
-
-    assert "'numbers' was read to its end without training, and each rank saw only its share of it, since it shuffles" in texts[0]
-    assert "'numbers' was read in eval() mode or before any optimizer was built, and yet trained on" in texts[1]
-    assert "saw only its share of it. From its next pass on every rank sees all of it" in texts[2]
-    assert 3 == len(texts)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("problem", ["another number of samples on other ranks: {'numbers': 8} on rank 0", "the same in another order"])
-def test_files_that_differ_between_ranks(problem):
-    files = written(8)[:: 1 - 2 * parwrap.rank()] if "order" in problem else written(8 + parwrap.rank())
-    with pytest.raises(RankMismatchError, match=problem), parwrap.distributed():
-        Setup().train(iterator(numbers(files, random_shuffle=True)))
-
-
-@pytest.mark.ranks(2)
-def test_a_global_batch_is_that_of_all_ranks_together():
-    files = written(12)
-    with parwrap.distributed(batch="global"):
-        seen = Setup().train(iterator(numbers(files, batch_size=6, random_shuffle=True)))
-
-        assert [3, 3] == [len(batch) for batch in seen]
-        assert [*range(12)] == everyones(seen)
-
-
-def test_windows_end_with_a_pass():
-    weight = nn.Parameter(torch.zeros(1))
-    batches = iterator(numbers(written(6)))
-    with parwrap.accumulate(2):
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        for ((batch),) in batches:
-            optimizer.zero_grad()
-            (weight * batch["x"]).mean().backward()
-            optimizer.step()
-
-        assert -(0.5 + 2.5) / 2 - 4.5 == weight.item()
 
 
 def installed():

@@ -6,26 +6,13 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import parwrap
+from trained_on import Setup
 
 SAMPLES = 46
-
-
-class Setup:
-    """A model and optimizer, so that there is something to train."""
-
-    def __init__(self):
-        self.model = nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-
-    def step(self):
-        self.optimizer.zero_grad()
-        self.model(torch.ones(1, 1)).mean().backward()
-        self.optimizer.step()
 
 
 class Backwards(Sampler):

@@ -2,66 +2,16 @@
 
 import io
 import itertools
-import warnings
 from contextlib import redirect_stderr
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Subset,
-    TensorDataset,
-    WeightedRandomSampler,
-    random_split,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, WeightedRandomSampler, random_split
 from torch.utils.data.distributed import DistributedSampler
 
 import parwrap
 from parwrap.errors import RankMismatchError
-
-
-class Setup:
-    """A model and optimizer, so that there is something to train."""
-
-    def __init__(self):
-        self.model = nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-
-    def step(self, batch):
-        self.optimizer.zero_grad()
-        self.model(batch.float().view(-1, 1)).mean().backward()
-        self.optimizer.step()
-
-    def train(self, loader):
-        """The samples seen in a pass that trains."""
-        seen = []
-        for batch in loader:
-            self.step(batch)
-            seen += batch.tolist()
-        return seen
-
-
-def everyones(samples):
-    return sorted(sample for each in parwrap.gather(samples) for sample in each)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_training_pass_is_shared_out_and_an_evaluating_one_is_not(shuffle):
-    with parwrap.distributed():
-        setup, loader = Setup(), DataLoader(range(10), batch_size=2, shuffle=shuffle)
-        assert list(range(10)) == everyones(setup.train(loader))
-        setup.model.eval()
-        assert list(range(10)) == sorted(torch.cat(list(loader)).tolist())
-        setup.model.train()
-        with torch.no_grad():
-            assert list(range(10)) == sorted(torch.cat(list(loader)).tolist())
-        assert list(range(10)) == everyones(setup.train(loader))
+from trained_on import Setup, everyones
 
 
 @pytest.mark.ranks(2)
@@ -214,87 +164,6 @@ def test_an_own_distributed_sampler_for_one_replica_is_shared_out(batch):
 
 
 @pytest.mark.ranks(2)
-def test_lengths_are_those_of_what_a_rank_gets_to_see():
-    with parwrap.distributed():
-        train, test = DataLoader(range(10), batch_size=2, shuffle=True), DataLoader(range(8), batch_size=2)
-
-        assert (3, 4) == (len(train), len(test))
-        setup = Setup()
-        setup.train(train)
-        setup.model.eval()
-
-        assert (3, 4) == (len(train), len(test))
-        assert 10 == len(train.dataset)
-        list(train)
-
-        assert 3 == len(train)
-        with torch.no_grad():
-            assert 5 == len(train)
-    with parwrap.distributed(batch="global"):
-        assert 5 == len(train)
-    assert 5 == len(train)
-
-
-@pytest.mark.ranks(2)
-def test_a_length_that_was_given_for_a_share_and_turns_out_whole_is_said():
-    with parwrap.distributed():
-        setup, train, test = Setup(), DataLoader(range(10)), DataLoader(range(8), shuffle=True)
-        lengths = len(train), len(test)
-        setup.train(train)
-        with (
-            torch.no_grad(),
-            pytest.warns(UserWarning, match=r"was 4 when.*and now it is 8: the loader is only looked at.*eval\(\)"),
-        ):
-            list(test)
-
-        assert (5, 4) == lengths
-        assert 8 == len(test)
-
-
-@pytest.mark.ranks(2)
-def test_a_length_that_is_asked_for_in_an_evaluation_before_any_training_is_said_to_be_wrong():
-    with parwrap.distributed():
-        Setup()
-        test = DataLoader(range(8))
-        assert 4 == len(test)  # as of a loader that will be trained on
-        with torch.no_grad(), pytest.warns(UserWarning, match=r"was 4 when.*and now it is 8: the loader is only looked at"):
-            list(test)
-
-
-@pytest.mark.ranks(2)
-def test_a_length_that_was_given_for_the_whole_and_turns_out_a_share_is_said():
-    with parwrap.distributed():
-        setup, other, train = Setup(), DataLoader(range(8), shuffle=True), DataLoader(range(10))
-        lengths = len(other), len(train)
-        with pytest.warns(UserWarning, match=r"was 10 when.*and now it is 5: the loader is trained on.*this rank's share"):
-            setup.train(train)
-
-        assert (4, 10) == lengths
-
-
-@pytest.mark.ranks(2)
-def test_lengths_that_turn_out_right_are_not_talked_about():
-    with parwrap.distributed(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        setup, train, test = Setup(), DataLoader(range(10), shuffle=True), DataLoader(range(8))
-        lengths = len(train), len(test)
-        with torch.no_grad():  # a first look at the loss before training
-            list(train)
-        for _ in range(2):
-            setup.train(train)
-            with torch.no_grad():
-                list(test), list(train)
-
-        assert (5, 8) == lengths
-
-
-@pytest.mark.ranks(2)
-def test_the_only_loader_is_for_training_though_it_does_not_shuffle():
-    with parwrap.distributed():
-        assert 3 == len(DataLoader(range(10), batch_size=2))
-
-
-@pytest.mark.ranks(2)
 def test_a_split_is_the_same_on_every_rank_so_nothing_leaks():
     with parwrap.distributed():
         setup = Setup()
@@ -360,37 +229,6 @@ def test_a_subset_that_differs_by_rank_becomes_rank_zeros_with_a_warning():
 
 
 @pytest.mark.ranks(2)
-def test_a_loader_trained_on_in_eval_mode_is_shared_out_from_its_next_pass_on():
-    with parwrap.distributed():
-        setup, loader = Setup(), DataLoader(range(8), batch_size=2)
-        setup.model.eval()
-        with pytest.warns(UserWarning, match="and yet trained on"):
-            assert list(range(8)) == setup.train(loader)
-        assert list(range(8)) == everyones(setup.train(loader))
-
-
-@pytest.mark.ranks(2)
-def test_a_loader_only_looked_at_in_train_mode_is_seen_whole_from_its_next_pass_on():
-    with parwrap.distributed():
-        setup, loader = Setup(), DataLoader(range(8), batch_size=2)
-        with pytest.warns(UserWarning, match="read to its end without training"):
-            assert 4 == len(torch.cat(list(loader)))
-        assert list(range(8)) == torch.cat(list(loader)).tolist()
-        assert setup
-
-
-@pytest.mark.ranks(2)
-def test_before_anything_can_be_trained_a_loader_is_seen_whole():
-    """As by a script that computes the mean of its data first."""
-    with parwrap.distributed(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loader = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2, shuffle=True)
-
-        assert 3.5 == torch.cat([batch for (batch,) in loader]).mean().item()
-        assert list(range(8)) == everyones(Setup().train(DataLoader(range(8))))
-
-
-@pytest.mark.ranks(2)
 def test_a_function_inside_shares_out_a_loader_in_its_own_way():
     loader = DataLoader(range(8), batch_size=4)
 
@@ -433,38 +271,6 @@ def test_a_dataset_that_grows_is_shared_out_whole():
         assert list(range(8)) == everyones(setup.train(loader))
         memory += range(8, 16)
         assert list(range(16)) == everyones(setup.train(loader))
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("workers", [0, 1])
-def test_evaluation_inside_a_training_pass_is_the_same_on_every_rank(workers):
-    with parwrap.distributed(seed=0):
-        setup, held_out = Setup(), DataLoader(range(50), batch_size=5, shuffle=True, num_workers=workers)
-        estimates = []
-        for batch in DataLoader(range(12), batch_size=2):
-            setup.step(batch)
-            setup.model.eval()
-            with torch.no_grad():
-                estimates.append(next(iter(held_out)).tolist())
-            setup.model.train()
-
-    assert estimates[0] != estimates[1]
-    assert [estimates] * 2 == parwrap.gather(estimates)
-
-
-@pytest.mark.ranks(2)
-def test_a_loop_that_forgets_to_go_back_to_train_mode_is_shared_out_all_the_same():
-    with parwrap.distributed(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        setup, loader = Setup(), DataLoader(range(8), batch_size=2)
-        trained = []
-        for _ in range(4):
-            trained.append(len(setup.train(loader)))
-            setup.model.eval()
-            with torch.no_grad():
-                assert list(range(8)) == sorted(torch.cat(list(loader)).tolist())
-
-    assert [4, 8, 4, 4] == trained
 
 
 class ShuffledStream(IterableDataset):

@@ -74,7 +74,10 @@ def test_training_without_a_loader_is_said():
         weight = nn.Parameter(torch.ones(1))
         weight.sum().backward()
 
-    assert "no DataLoader was shared out: every rank trains on the same data" in parwrap.gather(said(parwrap.distributed(by_hand))[0])[0]
+    assert (
+        "no DataLoader was shared out: every rank trains on what it reads or makes itself"
+        in parwrap.gather(said(parwrap.distributed(by_hand))[0])[0]
+    )
 
 
 @pytest.mark.ranks(3)

@@ -5,24 +5,10 @@ import gc
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
+from counting import counted, zeros
 from parwrap.errors import UsageError
-
-
-def counted(model, optimizer, samples):
-    """A training step for each of ``samples``, which takes 1 from the weights."""
-    for rows in DataLoader(TensorDataset(torch.arange(samples)), batch_size=1):
-        optimizer.zero_grad()
-        (model.weight.sum() + 0 * rows[0].sum()).backward()
-        optimizer.step()
-
-
-def zeros():
-    model = nn.Linear(2, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    return model
 
 
 def test_views_of_the_callers_show_what_was_trained():

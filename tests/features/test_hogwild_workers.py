@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
+from counting import counted, zeros
 from parwrap.errors import RankMismatchError, UsageError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -21,20 +22,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
-
-
-def counted(model, optimizer, samples):
-    """A training step for each of ``samples``, which takes 1 from the weights."""
-    for rows in DataLoader(TensorDataset(torch.arange(samples)), batch_size=1):
-        optimizer.zero_grad()
-        (model.weight.sum() + 0 * rows[0].sum()).backward()
-        optimizer.step()
-
-
-def zeros():
-    model = nn.Linear(2, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    return model
 
 
 def test_the_callers_model_is_trained_on_all_of_the_data_each_sample_once():
@@ -79,24 +66,22 @@ def test_an_optimizer_of_the_callers_goes_on_from_call_to_call_as_its_schedule_d
     assert 0.25e-3 == optimizer.param_groups[0]["lr"]
 
 
-def test_digits_are_learnt_as_by_a_single_process(capfd):
+def test_the_callers_model_learns_digits(capfd):
+    """As well as by a single process: ``test_strategies.py``."""
     digits = runpy.run_path(str(EXAMPLES / "digits.py"))
     train_set, test_set = digits["digits"]()
+    torch.manual_seed(0)
+    model = digits["Net"]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
-    def accuracy(workers):
-        torch.manual_seed(0)
-        model = digits["Net"]()
-        optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    @parwrap.hogwild(workers=2)
+    def train():
+        for _ in range(6):
+            digits["train"](model, "cpu", DataLoader(train_set, batch_size=32, shuffle=True), optimizer)
 
-        @parwrap.hogwild(workers=workers)
-        def train():
-            for _ in range(6):
-                digits["train"](model, "cpu", DataLoader(train_set, batch_size=32, shuffle=True), optimizer)
+    train()
 
-        train()
-        return digits["test"](model, "cpu", DataLoader(test_set, batch_size=256))
-
-    assert accuracy(2) >= accuracy(1) - 0.01
+    assert digits["test"](model, "cpu", DataLoader(test_set, batch_size=256)) > 0.9
     assert re.search(
         r"^parwrap: 2 ranks, gloo on cpu, hogwild on shared parameters, batch 32 per rank, 1437 samples / 2 ranks, seed \d+\n$",
         capfd.readouterr().err,

@@ -1,5 +1,6 @@
 """Whatever a plain script does to files, it sees on every rank, and leaves behind, what it does on one."""
 
+import inspect
 import os
 import sys
 import time
@@ -13,7 +14,10 @@ import parwrap
 from parwrap.group import alone
 
 sys.path.insert(0, str(Path(__file__).parent))
-from file_programs import PROGRAMS
+import file_programs
+import file_tree_programs
+
+PROGRAMS = [each for of in (file_programs, file_tree_programs) for each in vars(of).values() if inspect.isfunction(each)]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 import parwrap
 from parwrap.errors import RankMismatchError
+from parwrap.files.versions import Announced, Awaited, Record
 from parwrap.group import current
 
 
@@ -161,3 +163,36 @@ def test_the_wait_for_a_file_is_a_matter_of_its_own_for_a_thread(tmp_path):
         thread.join()
 
     assert (2, ["by 0"]) == (total, read)
+
+
+def test_rank_zeros_file_is_told_from_another_of_its_name(tmp_path):
+    path = tmp_path / "model.pt"
+    path.write_text("rank 0's")
+    made = path.stat()
+    record = Record(file=(made.st_ino, made.st_mtime))
+    there = record.is_at(str(path))
+    path.rename(tmp_path / "kept")  # so that its number is not given away again
+    gone = record.is_at(str(path))
+    path.write_text("of an earlier run")
+
+    assert (True, False, False) == (there, gone, record.is_at(str(path)))
+    assert Record().is_at(str(path))  # on one node nobody asks
+
+
+@pytest.mark.ranks(2)
+def test_a_file_that_rank_zero_has_written_on_its_own_node_is_not_mixed_up_with_an_older_one(tmp_path):
+    """Two nodes are played by one, where the other's file is another as soon as it is replaced behind rank 0's back."""
+    group = current()
+    apart = replace(group, world=replace(group.world, local_rank=0, local_size=1, node_rank=group.world.rank))
+    path = str(tmp_path / "results.txt")
+    if by(0):
+        announced = Announced(apart, "test")
+        announced.begin(path, replaces=True)
+        Path(path).write_text("new")
+        announced.finish(path)
+        Path(path).rename(tmp_path / "kept")
+        Path(path).write_text("old")
+    parwrap.barrier()
+    if by(1):
+        with pytest.raises(RankMismatchError, match=r"rank 0 has written .*results\.txt on its own node"):
+            Awaited(apart, "test").present(path)

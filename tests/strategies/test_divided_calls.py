@@ -12,9 +12,11 @@ import parwrap
 
 
 class Counts(nn.Linear):
+    rows: list
+
     def __init__(self):
         super().__init__(2, 2)
-        self.rows = []
+        Counts.rows = []  # not the model's own: what a forward leaves in its model is a reason to run whole
 
     def forward(self, x):
         self.rows.append(len(x))
@@ -76,9 +78,11 @@ def test_a_checkpoint_computes_again_what_each_replica_has():
     with parwrap.data_parallel(device_ids=["cpu"] * 2):
         model(x).sum().backward()
     gradient, model.inner.weight.grad = model.inner.weight.grad, None
+    rows = [*Counts.rows]
     model(x).sum().backward()
 
-    assert [3, 3] == model.inner.rows[:2]
+    assert [6, 3, 3] == rows[:3]  # a trial
+    assert [3, 3, 3, 3] == rows[3:]
     assert torch.allclose(model.inner.weight.grad, gradient, atol=1e-5)
 
 
@@ -92,7 +96,7 @@ def test_threads_of_the_users_own_each_have_their_calls_divided():
             thread.join()
 
     assert [6, 6] == done
-    assert [3, 3] == model.rows
+    assert [3, 3] == model.rows[-2:]
 
 
 def test_a_script_that_distributes_itself_is_left_alone(monkeypatch):

@@ -4,6 +4,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import parwrap
+from closures import minimized
 
 
 @pytest.mark.ranks(2)
@@ -20,22 +21,9 @@ def test_a_plateau_is_judged_by_the_mean_over_ranks():
 
 @pytest.mark.ranks(2)
 def test_a_closures_loss_is_the_mean_so_lbfgs_stops_at_the_same_time():
-    torch.manual_seed(0)
-    target = torch.full((2,), float(parwrap.rank()))
     weight = nn.Parameter(torch.zeros(2))
-    calls = 0
     with parwrap.distributed():
-        optimizer = torch.optim.LBFGS([weight], max_iter=20, line_search_fn="strong_wolfe")
-
-        def closure():
-            nonlocal calls
-            calls += 1
-            optimizer.zero_grad()
-            loss = ((weight - target) ** 4).sum() + weight.exp().sum()
-            loss.backward()
-            return loss
-
-        losses = [float(optimizer.step(closure)) for _ in range(3)]
+        calls, losses = minimized(weight, torch.full((2,), float(parwrap.rank())), max_iter=20)
 
     assert 1 == len(set(parwrap.gather(calls)))
     assert 1 == len({tuple(each) for each in parwrap.gather(losses)})

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from test_batch_norm import X, check
 from torch import nn
 
 from parwrap.strategies import kernels
+from test_batch_norm import X, check
 
 
 def by_channel(numbers, like):

@@ -36,7 +36,7 @@ def test_each_rank_trains_as_a_single_process_with_its_own_rate():
     assert torch.equal(all_of_it, seen)
     assert 2 == len({tuple(weights) for weights in parwrap.gather(model.weight.flatten().tolist())})
     line = "parwrap: 2 ranks, gloo on cpu, strategy none: gradients are not averaged, every rank trains a model of its own, no DataLoader "
-    line += "was shared out: every rank trains on the same data, seed 0\n"
+    line += "was shared out: every rank trains on what it reads or makes itself, seed 0\n"
     assert [line, ""] == parwrap.gather(heard.getvalue())
 
 

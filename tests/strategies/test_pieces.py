@@ -164,3 +164,55 @@ def test_gradients_of_the_whole_can_be_kept():
     F.mse_loss(pieces, CHANCES).backward()
 
     assert torch.allclose(leaf.grad, pieces.grad)
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+def hooked(x):
+    loss = torch.nn.MSELoss()
+    loss.register_full_backward_hook(lambda module, given, made: None)
+    return loss(x, CHANCES)
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda x: F.mse_loss(Reverse.apply(x), CHANCES),
+        lambda x: F.mse_loss(x, CHANCES) + F.mse_loss(Reverse.apply(x), CHANCES),
+        lambda x: torch.utils.checkpoint.checkpoint(lambda y: y.exp().mean(), x, use_reentrant=True),
+        hooked,
+    ],
+    ids=["function", "function and loss", "reentrant checkpoint", "backward hook"],
+)
+def test_gradients_reach_it_from_autograd_functions(loss_of):
+    whole, parts = (LOGITS.clone().requires_grad_() for _ in range(2))
+    loss_of(whole * 1).backward()
+    loss_of(in_pieces(parts * 1)).backward()
+
+    assert torch.allclose(whole.grad, parts.grad, atol=1e-6)
+
+
+def test_gradients_go_through_it_where_it_was_made_inside_of_a_checkpoint():
+    leaf = LOGITS.clone().requires_grad_()
+    out = torch.utils.checkpoint.checkpoint(lambda x: in_pieces(x * 2), leaf, use_reentrant=True)
+    F.mse_loss(out, CHANCES).backward()
+
+    assert torch.allclose(4 * (2 * LOGITS - CHANCES) / 21, leaf.grad)
+
+
+def test_gradients_of_the_loss_for_it_are_asked_for_in_time():
+    pieces = in_pieces(LOGITS.clone().requires_grad_() * 1)
+    loss = F.mse_loss(pieces, CHANCES)
+    with pytest.raises(parwrap.UsageError, match=r"grad on the outputs of a model comes after their loss, .* as by outputs = 1 \* out"):
+        torch.autograd.grad(loss, pieces)
+
+    outputs = 1 * in_pieces(LOGITS.clone().requires_grad_() * 1)
+    assert torch.allclose(2 * (LOGITS - CHANCES) / 21, torch.autograd.grad(F.mse_loss(outputs, CHANCES), outputs)[0])

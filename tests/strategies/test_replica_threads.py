@@ -1,6 +1,10 @@
+import concurrent.futures
 import contextvars
+import gc
 import re
 import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -117,3 +121,68 @@ def test_what_ends_the_wait_from_outside_ends_those_that_wait_for_each_other(mon
         together(meet(1), released.wait)
 
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("parwrap replica")]
+
+
+def test_those_on_one_device_take_turns_in_order_and_give_them_up_while_they_wait():
+    running, seen = [], []
+
+    def call():
+        replica = current_replica()
+        for part in ("before", "after"):
+            running.append(replica.index)
+            time.sleep(0.01)
+            seen.append((part, replica.index, len(running)))
+            running.pop()
+            if part == "before":
+                replica.meet("a norm", None, list)
+
+    together(call, call, call)
+
+    assert [("before", index, 1) for index in range(3)] == seen[:3]
+    assert {("after", index, 1) for index in range(3)} == {*seen[3:]}
+
+
+def test_those_on_several_devices_run_at_the_same_time():
+    barrier = threading.Barrier(2, timeout=20)
+
+    assert [0, 1] == sorted(run_together([CPU, torch.device("meta")], [barrier.wait] * 2))
+
+
+def test_cpu_replicas_share_the_threads_of_the_process_which_has_all_of_them_afterwards():
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        shared = together(torch.get_num_threads, torch.get_num_threads)
+        afterwards = torch.get_num_threads()
+        with concurrent.futures.ThreadPoolExecutor() as others:
+            elsewhere = others.submit(torch.get_num_threads).result()
+    finally:
+        torch.set_num_threads(before)
+
+    assert ([2, 2], 5, 5) == (shared, afterwards, elsewhere)
+
+
+def test_the_default_device_goes_along():
+    with torch.device("meta"):
+        assert ["meta"] * 2 == together(*[lambda: torch.ones(1).device.type] * 2)
+
+
+def test_an_error_holds_what_it_came_from_no_longer_than_it_lives():
+    class Batch:
+        pass
+
+    def fail(batch):
+        raise ValueError("on purpose")
+
+    def run():
+        batch = Batch()
+        with pytest.raises(ValueError, match="on purpose"):
+            together(lambda: fail(batch), lambda: None)
+        return weakref.ref(batch)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run()() is None
+    finally:
+        gc.enable()

@@ -1,3 +1,6 @@
+import weakref
+from collections import defaultdict, deque
+
 import pytest
 import torch
 from torch import nn
@@ -45,7 +48,7 @@ def test_other_names_of_what_is_inside_are_the_copys_own():
     assert copy.layers == [copy.first, copy.second]
     assert copy.by_name["first"] is copy.first.weight
     assert copy.second.weight is copy.first.bias
-    assert copy.call.__self__ is copy
+    assert copy.call.__self__ == copy
 
 
 def test_gradients_flow_back_and_what_nobody_uses_gets_none():
@@ -113,3 +116,55 @@ def test_what_a_forward_changes_in_a_copy_is_not_the_modules():
 
     assert 0 == module.second.num_batches_tracked.item()
     assert 1 == copy.second.num_batches_tracked.item()
+
+
+def test_what_is_changed_in_place_in_a_copy_is_not_what_another_layer_has_saved():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.frozen = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x):
+            out = self.frozen(self.first(x))
+            self.steps += 1
+            return out
+
+    def gradient(replica):
+        module.zero_grad()
+        replica(torch.ones(3, 2)).sum().backward()
+        return module.first.weight.grad.clone()
+
+    module = Counts()
+    first, second = replicas(module, [CPU] * 2)
+
+    assert torch.allclose(gradient(first), gradient(second))
+    assert second.steps is not module.steps
+
+
+def test_a_copys_parameters_may_be_changed_in_place():
+    module = nn.Embedding(4, 2, max_norm=0.1)
+    _, copy = replicas(module, [CPU] * 2)
+    copy(torch.arange(4)).sum().backward()
+
+    assert (copy.weight.detach().norm(dim=1) < 0.11).all()
+    assert torch.equal(torch.ones(4, 2), module.weight.grad)
+
+
+def test_lists_and_other_containers_are_the_copys_own():
+    module = nn.Linear(2, 2)
+    module.list, module.queue, module.by_name, module.seen = [module.weight], deque([1]), defaultdict(list, weight=module.weight), {1}
+    _, copy = replicas(module, [CPU] * 2)
+    copy.queue.append(2)
+    copy.seen.add(2)
+    copy.list.append(2)
+
+    assert copy.list[0] is copy.by_name["weight"] is copy.weight
+    assert (1, deque([1]), {1}) == (len(module.list), module.queue, module.seen)
+
+
+def test_a_copy_goes_when_its_last_name_does():
+    module = Holder()
+    gone = weakref.ref(replicas(module, [CPU] * 2)[1])
+
+    assert gone() is None

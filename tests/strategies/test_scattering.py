@@ -1,10 +1,16 @@
+import re
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import parwrap
 from parwrap.strategies.pieces import Pieces
-from parwrap.strategies.scattering import cut, merged, sizes_of, why_not
+from parwrap.strategies.scattering import cut, items_of_samples, merged, sizes_of, why_not
 
 CPU = torch.device("cpu")
 
@@ -56,6 +62,91 @@ def test_an_object_with_tensors_of_its_own_cannot_be_cut():
 @pytest.mark.parametrize("value", [3, "name", None, True, torch.tensor(2), torch.tensor(True)])
 def test_what_is_the_same_everywhere_stays(value):
     assert value == merged([value, value], [3, 2], [0.6, 0.4], torch.cat, "Net")
+
+
+class Attributes(dict):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+@dataclass
+class Logits:
+    logits: torch.Tensor
+
+    def __post_init__(self):
+        self.best = self.logits.argmax(1)
+
+
+@dataclass
+class Both(OrderedDict):
+    """What transformers calls a ModelOutput."""
+
+    logits: torch.Tensor = None
+
+    def __post_init__(self):
+        self["logits"] = self.logits
+
+
+@pytest.mark.parametrize("make", [lambda rows: Attributes(logits=rows), Logits, Both])
+def test_objects_are_built_anew_and_make_more_of_what_they_are_given(make):
+    rows = torch.randn(5, 2)
+    whole, expected = merged([make(rows[:3]), make(rows[3:])], [3, 2], None, torch.cat, "Net"), make(rows)
+
+    assert type(expected) is type(whole)
+    assert torch.equal(rows, whole.logits)
+    assert vars(expected).keys() == vars(whole).keys()
+    assert all(torch.equal(each, vars(whole)[name]) for name, each in vars(expected).items())
+    assert not isinstance(whole, dict) or torch.equal(rows, whole["logits"])
+
+
+def test_an_object_that_cannot_be_built_from_its_values_is_an_error():
+    class Picky(dict):
+        def __init__(self, rows, name):
+            super().__init__(rows=rows)
+
+    with pytest.raises(parwrap.UsageError, match="Net has returned a Picky, which cannot be built from its values"):
+        merged([Picky(torch.ones(3), "a"), Picky(torch.ones(2), "b")], [3, 2], None, torch.cat, "Net")
+
+
+PARTED = "has no row for each sample, so it cannot be put together: return tensors whose first dimension is the batch, or say by loss="
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([torch.ones(5, 2)] * 2, "Net has returned tensors of shape [5, 2] and [5, 2] for 3 and 2 samples, which have no row for each"),
+        (
+            [torch.ones(3, 5), torch.ones(2, 4)],
+            "Net has returned tensors of shape [3, 5] and [2, 4] for the parts of a batch: they must be as long as each other beyond the "
+            "first dimension. Pad them all to the length that the whole batch has, as total_length does in pad_packed_sequence.",
+        ),
+        ([torch.tensor(3), torch.tensor(2)], f"Net has returned a Tensor that differs between its replicas and {PARTED}"),
+        ([torch.tensor(3.0), torch.tensor(2.0)], f"Net has returned a Tensor that differs between its replicas and {PARTED}"),
+        ([3.0, 2.0], f"Net has returned a float that differs between its replicas and {PARTED}"),
+        (["a", "b"], f"Net has returned a str that differs between its replicas and {PARTED}"),
+        ([[1, 2, 3], [1, 2]], "Net has returned outputs of different structure on its replicas: "),
+    ],
+)
+def test_outputs_that_cannot_be_put_together_are_errors(parts, message):
+    with pytest.raises(parwrap.UsageError, match=re.escape(message)):
+        merged(parts, [3, 2], None, torch.cat, "Net")
+
+
+@pytest.mark.parametrize(
+    "value", [[5, 4, 2], (5, 4, 2), ["a", "b", "c"], np.ones(3), np.ones((3, 2)), [[1], [2, 3], []], {"lengths": [5, 4, 2]}]
+)
+def test_items_beside_the_tensors_may_be_of_samples(value):
+    assert "items for 3 samples, which may have one for each" in items_of_samples([torch.ones(3, 2), value], 3)
+    assert items_of_samples([torch.ones(2, 2), value], 4) is None
+    assert items_of_samples([torch.ones(3, 2), [torch.ones(3)] * 3, "abc", None], 3) is None
+
+
+def test_a_number_that_is_the_same_everywhere_has_the_gradients_of_all():
+    x = torch.ones(2, requires_grad=True)
+    merged([x.sum(), x.sum()], [3, 2], None, torch.cat, "Net").backward()
+
+    assert torch.equal(torch.ones(2), x.grad)
 
 
 def test_numbers_are_averaged_by_what_each_part_counts():

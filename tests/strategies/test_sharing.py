@@ -1,11 +1,7 @@
-"""Which batch norms are shared, and what becomes of ranks that part ways."""
+"""Which batch norms are shared, among whom, and at what cost."""
 
-import os
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import parwrap
+from normed import model, states, train
 from parwrap.group import current
 from parwrap.strategies import sharing
-
-ROOT = Path(__file__).parents[2]
 
 
 def seen(norm=None):
@@ -25,28 +20,6 @@ def seen(norm=None):
     norm = norm or nn.BatchNorm1d(1, momentum=1.0)
     norm(torch.full((2, 1), float(parwrap.rank())))
     return norm.running_mean.item()
-
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-
-
-def train(net, steps, batch=8):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        x = torch.randn(batch, 2, generator=generator).chunk(parwrap.world_size())[parwrap.rank()]
-        optimizer.zero_grad()
-        loss = net(x).square().mean()
-        loss.backward()
-        optimizer.step()
-    return net
-
-
-def states(net):
-    """How many different states the ranks have."""
-    return len({str(each) for each in parwrap.gather(net.state_dict())})
 
 
 @pytest.mark.ranks(2)
@@ -136,91 +109,6 @@ def test_one_process_has_torchs_own():
     assert "BatchNorm" in type(out.grad_fn).__name__
 
 
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("between", [False, True], ids=["before a forward", "between forward and backward"])
-def test_a_rank_that_leaves_early_counts_for_nothing_and_nobody_hangs(between):
-    steps = {0: 2, 1: 5, 2: 4}[parwrap.rank()]
-
-    @parwrap.distributed
-    @parwrap.sync_bn
-    def run():
-        net = model()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            net(torch.randn(4, 2)).square().mean().backward()
-            optimizer.step()
-        if between:
-            net(torch.randn(4, 2))
-        return net
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net = run()
-
-    assert 1 == states(net)
-    assert 5 + between == net[1].num_batches_tracked.item()
-
-
-@pytest.mark.ranks(2)
-def test_the_statistics_of_who_is_left_are_those_of_its_own_part():
-    norm = nn.BatchNorm1d(1, momentum=1.0, affine=False)
-    weight = nn.Parameter(torch.ones(1))
-
-    @parwrap.distributed
-    @parwrap.sync_bn
-    def run():
-        optimizer = torch.optim.SGD([weight], lr=0.0)
-        for _ in range(1 + parwrap.rank()):
-            norm(weight * torch.tensor([[0.0], [2.0]]) + parwrap.rank()).sum().backward()
-            optimizer.step()
-        return norm.running_mean.item()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert [1.5, 2.0] == parwrap.gather(run())
-
-
-@pytest.mark.ranks(2)
-def test_a_rank_whose_loss_does_not_reach_a_layer_lets_the_other_finish():
-    net = model()
-    with parwrap.distributed(), parwrap.sync_bn(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step in range(4):
-            optimizer.zero_grad()
-            out = net(torch.randn(4, 2))
-            loss = net[0](torch.ones(1, 2)).sum() if step == 2 and parwrap.rank() == 0 else out.square().mean()
-            loss.backward()
-            optimizer.step()
-
-    assert 1 == states(net)
-
-
-@pytest.mark.ranks(2)
-def test_models_that_are_new_wait_for_ranks_that_still_train_the_old():
-    with parwrap.distributed(), parwrap.sync_bn(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nets = [train(model(), 2 + (number + parwrap.rank()) % 3 * 2) for number in range(3)]
-
-    assert [1, 1, 1] == [states(net) for net in nets]
-
-
-@pytest.mark.ranks(2, timeout=30)
-def test_opened_around_functions_it_has_who_leaves_early_answer_in_each():
-    @parwrap.distributed
-    def run():
-        net = train(model(), 1)
-        if parwrap.rank() == 1:
-            train(model(), 2)
-        return net
-
-    with parwrap.sync_bn(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(2):
-            assert 1 == states(run())
-
-
 @pytest.mark.ranks(2)
 def test_layers_that_are_new_in_each_step_are_soon_not_searched_for_any_more(monkeypatch):
     searches = []
@@ -231,88 +119,6 @@ def test_layers_that_are_new_in_each_step_are_soon_not_searched_for_any_more(mon
         assert [0.5] * 100 == [seen(norm) for _ in range(100)]
 
     assert 8 + len([16, 32, 64]) == len(searches)
-
-
-def ended(script, tmp_path, ranks=2, options=("--sync-bn",)):
-    """A run of ``script`` that ends by an error."""
-    path = tmp_path / "train.py"
-    path.write_text(script)
-    command = [sys.executable, "-m", "parwrap.run", "--nproc-per-node", str(ranks), *options, str(path)]
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
-
-
-def test_ranks_in_different_layers_end_with_an_error_that_names_them(tmp_path):
-    run = ended(
-        """
-import torch, parwrap
-blocks = torch.nn.ModuleList([torch.nn.BatchNorm1d(2) for _ in range(3)])
-for step in range(3):
-    x = torch.randn(4, 2)
-    for number, block in enumerate(blocks):
-        if step < 2 or number != parwrap.rank() + 1:
-            x = block(x)
-""",
-        tmp_path,
-    )
-
-    assert run.returncode
-    assert "RankMismatchError: the ranks are in different places at the same time" in run.stderr
-    assert "Have all ranks run the same layers in the same order, or leave @parwrap.sync_bn out." in run.stderr
-    assert "is in the forward of batch norm '1' (2 channels)" in run.stderr
-    assert "is in the forward of batch norm '2' (2 channels)" in run.stderr
-
-
-def test_a_rank_that_fails_ends_those_who_wait_for_it_in_a_layer(tmp_path):
-    run = ended(
-        """
-import torch, parwrap
-norm = torch.nn.BatchNorm1d(2)
-for step in range(3):
-    if step == 2 and parwrap.rank() == 1:
-        raise ZeroDivisionError("on purpose")
-    norm(torch.randn(4, 2))
-""",
-        tmp_path,
-    )
-
-    assert run.returncode
-    assert "ZeroDivisionError: on purpose" in run.stderr
-
-
-def test_a_rank_that_is_stuck_is_named_after_a_while(tmp_path):
-    run = ended(
-        """
-import time, torch, parwrap
-norm = torch.nn.BatchNorm1d(2)
-for step in range(3):
-    if step == 2 and parwrap.rank() == 1:
-        time.sleep(8)
-    norm(torch.randn(4, 2))
-""",
-        tmp_path,
-        options=("--sync-bn", "--hang-after", "2"),
-    )
-
-    assert "parwrap: a rank has waited for more than 2 s." in run.stderr
-    assert "Rank 0 is in the forward of batch norm '' (2 channels)" in run.stderr
-
-
-def test_one_that_waits_too_long_ends_with_an_error(tmp_path):
-    run = ended(
-        """
-import time, torch, parwrap
-norm = torch.nn.BatchNorm1d(2)
-for step in range(3):
-    if step == 2 and parwrap.rank() == 1:
-        time.sleep(20)
-    norm(torch.randn(4, 2))
-""",
-        tmp_path,
-        options=("--sync-bn", "--timeout", "3"),
-    )
-
-    assert run.returncode
-    assert "RankMismatchError: rank 0 waited 3 s for the other ranks at the same point (the statistics of a batch norm)" in run.stderr
 
 
 @pytest.mark.ranks(2)

@@ -1,3 +1,5 @@
+"""Optimizers in shards: the weights and states of DDP, with a part of the memory."""
+
 import copy
 import gc
 import weakref
@@ -8,51 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 import parwrap
-from parwrap.errors import UsageError
 from parwrap.strategies.shards import dealt_out
-
-
-class Renamed(torch.optim.AdamW):
-    """A subclass with a constructor and a step of its own."""
-
-    def __init__(self, parameters, rate):
-        super().__init__(parameters, lr=rate, weight_decay=0.1)
-
-    def step(self, closure=None):
-        self.counted = getattr(self, "counted", 0) + 1
-        return super().step(closure)
-
-
-def model_of(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-
-
-DATA = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)), torch.ones(24, 1))
-
-
-def train(make, epochs=2, model=None, clip=None, schedule=True):
-    model = model or model_of()
-    optimizer = make(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if schedule else None
-    for _ in range(epochs):
-        for x, y in DataLoader(DATA, batch_size=2, shuffle=True):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            if clip:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-        if scheduler:
-            scheduler.step()
-    return model, optimizer
-
-
-def alike(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
-
+from sharded_steps import DATA, Renamed, alike, model_of, train
 
 OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -217,35 +179,6 @@ def test_an_optimizer_that_was_built_before_is_held_in_shards_and_whole_again_af
     assert alike(continued("ddp"), continued("zero1"))
 
 
-@pytest.mark.ranks(2)
-def test_a_step_that_raises_leaves_all_gradients_behind():
-    model = model_of()[:3]
-    optimizer = Renamed(model.parameters(), 0.1)
-    scope = parwrap.distributed(strategy="zero1")
-    scope.__enter__()
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.param_groups[0]["betas"] = None
-    with pytest.raises(TypeError) as raised:
-        optimizer.step()
-    scope.__exit__(raised.type, raised.value, raised.tb)
-    assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.ranks(2)
-def test_what_cannot_be_sharded_is_said():
-    with parwrap.distributed(strategy="zero1"):
-        with pytest.raises(UsageError, match="LBFGS steps all parameters as one vector, so its state cannot be held in shards"):
-            torch.optim.LBFGS(model_of().parameters())
-        optimizer = torch.optim.Adam(model_of().parameters())
-
-        @parwrap.rank_zero_only
-        def save():
-            with pytest.raises(UsageError, match=r"Adam.state_dict\(\) needs all ranks with strategy='zero1'"):
-                optimizer.state_dict()
-
-        save()
-
-
 @pytest.mark.parametrize(("sizes", "ranks"), [([], 2), ([5], 3), ([3, 1, 4, 1, 5, 9, 2, 6], 3), ([10, 10], 2)])
 def test_parameters_are_dealt_out_as_torch_does(sizes, ranks):
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
@@ -273,72 +206,6 @@ def test_a_rank_that_leaves_with_an_open_window_of_batches_and_one_that_saves_me
         return model
 
     assert alike(steps("ddp"), steps("zero1"))
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Around another: goes half of the way that it has gone in two steps, with slow weights in a state of its own."""
-
-    def __init__(self, inner):
-        self.inner, self.taken = inner, 0
-        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
-
-    def step(self, closure=None):
-        self.inner.step(closure)
-        self.taken += 1
-        for p in self.param_groups[0]["params"]:
-            slow = self.state[p].setdefault("slow", p.detach().clone())
-            if self.taken % 2 == 0:
-                slow.add_(p.detach() - slow, alpha=0.5)
-                p.data.copy_(slow)
-
-
-class Counting(torch.optim.SGD):
-    """Keeps state that belongs to no parameter, and steps less and less."""
-
-    def step(self, closure=None):
-        self.state["taken"] = self.state.get("taken", 0) + 1
-        self.param_groups[0]["lr"] = 0.1 / self.state["taken"]
-        return super().step(closure)
-
-
-@pytest.mark.ranks(2)
-def test_an_optimizer_around_another_goes_on_as_with_ddp():
-    def around(parameters):
-        return Lookahead(torch.optim.Adam(parameters, lr=0.01))
-
-    def trained(strategy):
-        with parwrap.distributed(strategy=strategy, seed=4):
-            model, optimizer = train(around, epochs=1, schedule=False)
-            assert all(p.grad is not None for p in model.parameters())
-            return model, optimizer.state_dict()
-
-    (by_ddp, state), (by_zero1, sharded) = trained("ddp"), trained("zero1")
-
-    assert alike(by_ddp, by_zero1)
-    assert state["state"].keys() == sharded["state"].keys()
-
-
-@pytest.mark.ranks(2)
-def test_state_of_no_parameter_state_that_was_looked_at_and_copies_go_on_as_with_ddp():
-    def trained(strategy):
-        with parwrap.distributed(strategy=strategy, seed=4):
-            model = model_of()
-            optimizer = Counting(model[2].parameters(), lr=0.1, momentum=0.9)
-            train(lambda parameters: optimizer, epochs=1, model=model, schedule=False)
-            optimizer.add_param_group({"params": list(model[0].parameters())})
-            assert all(len(optimizer.state[p]) < 2 for p in optimizer.param_groups[0]["params"])
-            model, optimizer = copy.deepcopy((model, optimizer))
-            train(lambda parameters: optimizer, epochs=1, model=model, schedule=False)
-            resumed = Counting([{"params": list(model[2].parameters())}, {"params": list(model[0].parameters())}], lr=0.1, momentum=0.9)
-            resumed.load_state_dict(optimizer.state_dict())
-            train(lambda parameters: resumed, epochs=1, model=model, schedule=False)
-        return model, resumed.state_dict()
-
-    (by_ddp, state), (by_zero1, sharded) = trained("ddp"), trained("zero1")
-
-    assert alike(by_ddp, by_zero1)
-    assert state["state"].keys() == sharded["state"].keys()
-    assert 18 == sharded["state"]["taken"]
 
 
 @pytest.mark.ranks(2)

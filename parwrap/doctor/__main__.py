@@ -1,0 +1,43 @@
+"""``python -m parwrap.doctor [--json]``: its options. What it then does is ``command.py``'s, which imports torch, or cannot."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+
+def main() -> int:
+    """Run the command and return its exit code."""
+    options = _options()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch's stack traces of what is reported here in a line
+    try:
+        from parwrap.doctor.command import examine
+    except ImportError as error:
+        print(f"parwrap.doctor: {error}: install parwrap, with torch, into the environment of {sys.executable}.", file=sys.stderr)
+        return 2
+    return examine(options.timeout, options.backend, options.json)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m parwrap.doctor",
+        description="Tell what runs here, what a launch would do, and what is wrong, each problem with its remedy. "
+        "Under a launcher all its ranks are examined together: srun python -m parwrap.doctor. "
+        "Ends with 0 if all is well, 1 if there is a problem, 2 if it cannot be run.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print all of it as JSON.")
+    parser.add_argument("--timeout", type=_seconds, default=60.0, help="Seconds after which what hangs is reported; by default 60.")
+    parser.add_argument("--backend", help="Backend of the self test; by default what would be chosen.")
+    return parser.parse_args()
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""What the command does: examines, prints on rank 0, and ends with an exit code, in time whatever hangs."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from dataclasses import asdict
+from multiprocessing import active_children
+from typing import NoReturn
+
+from parwrap.doctor.exam import Exam, ForkedExam, LaunchedExam, in_time
+from parwrap.doctor.findings import find
+from parwrap.doctor.gather import gather, place
+from parwrap.doctor.report import report
+from parwrap.errors import UsageError
+from parwrap.forking import refuse_unforkable
+from parwrap.options import Options
+
+__all__ = ["examine"]
+
+
+def examine(timeout: float, backend: str | None, as_json: bool) -> int:
+    """Examine this process, or all ranks if it is one of several.
+
+    Args:
+        timeout: seconds that it may take.
+        backend: for the self test; ``None`` for what would be chosen.
+        as_json: print JSON.
+
+    Returns:
+        0 if all is well, 1 if there is a problem, 2 if it cannot be run.
+    """
+    world, half_set = place(os.environ)
+    try:
+        Options(backend=backend)
+        if world.size == 1 and half_set is None:
+            refuse_unforkable("parwrap.doctor")
+    except UsageError as error:
+        print(f"parwrap.doctor: {error}", file=sys.stderr)
+        return 2
+    facts = gather(os.environ, backend)
+    exam: ForkedExam | LaunchedExam
+    if world.size > 1:
+        exam = LaunchedExam(facts, timeout, world)
+    else:
+        gc.unfreeze()  # what a fork server has loaded: none of these objects is to come back
+        exam = ForkedExam(facts, timeout, backend)
+
+    def give_up() -> NoReturn:
+        _leave(_tell(exam, as_json))
+
+    with in_time(exam, give_up):
+        exam.run()
+    status = _tell(exam, as_json)
+    if exam.failure:
+        exam.wait_until_told()
+    if exam.failure or active_children():  # one that hangs in a GPU's driver, which no signal ends, would be waited for
+        _leave(status)
+    return status
+
+
+def _tell(exam: Exam, as_json: bool) -> int:
+    """Print what is known, on rank 0 all of it; returns the exit code."""
+    launch = exam.facts.launch
+    if launch.rank > 0:
+        if exam.failure:
+            print(f"parwrap.doctor: rank {launch.rank} on {exam.facts.host}, at: {exam.stage}: {exam.failure}", file=sys.stderr, flush=True)
+        return int(bool(exam.failure))
+    outcome = exam.outcome()
+    findings = find(outcome)
+    status = int(any(finding.serious for finding in findings))
+    if as_json:
+        print(json.dumps({**asdict(outcome), "findings": [asdict(finding) for finding in findings], "exit_code": status}, indent=2))
+    else:
+        print(report(outcome, findings))
+    return status
+
+
+def _leave(status: int) -> NoReturn:
+    """End this process at once: what has failed may hang when it is taken apart."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

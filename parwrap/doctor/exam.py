@@ -1,0 +1,249 @@
+"""The examination: gathers what the ranks know, has them measure together, and ends in time whatever hangs.
+
+Ranks that a launcher has started tell rank 0 their facts before they start a process group, so that these are known when that fails. In a
+process started by hand ranks are forked for the self test.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import pickle
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parwrap import group as groups
+from parwrap.background import in_background
+from parwrap.doctor.facts import Clock, Examination, Facts, Row, SelfTest
+from parwrap.doctor.measure import all_reduces, clocks
+from parwrap.errors import ParwrapError
+from parwrap.launching import run_on_ranks
+from parwrap.world import World
+
+__all__ = ["Exam", "ForkedExam", "LaunchedExam", "in_time"]
+
+PATIENT = 0.8
+"""The part of the timeout for which ranks wait for each other; torch then says what they waited for."""
+
+LONGEST_STAGE = 200
+
+
+class Exam:
+    """An examination that can be told of at any time, from any thread.
+
+    Args:
+        facts: this rank's own.
+        timeout: seconds that it may take.
+    """
+
+    by = ""
+
+    def __init__(self, facts: Facts, timeout: float) -> None:
+        self.facts, self.known = facts, {facts.launch.rank: facts}
+        self.timeout, self.ends = timeout, time.monotonic() + timeout
+        self.ranks, self.backend, self.device = facts.launch.size, facts.backend, "cpu"
+        self.stage = ""
+        self.rows: list[Row] = []
+        self.clocks: list[Clock] = []
+        self.skipped: str | None = None
+        self.failure: str | None = None
+
+    @property
+    def patience(self) -> timedelta:
+        """For how long a rank waits for another."""
+        return timedelta(seconds=max(1, math.floor(PATIENT * self.timeout) - 1))  # a store of torch's waits up to a second longer
+
+    def run(self) -> None:
+        """Go through with it; a failure is kept."""
+        try:
+            self._run()
+        except Exception as error:
+            self.failure = _in_a_line(error)
+
+    def overdue(self) -> None:
+        """It has not ended in time."""
+        self.failure = f"no end after {self.timeout:g} s"
+
+    def outcome(self) -> Examination:
+        """What is known by now."""
+        known = dict(self.known)
+        stages = self.stages() if self.failure else {}
+        missing = [] if not self.failure or len(known) == 1 else [rank for rank in range(self.facts.launch.size) if rank not in known]
+        test = SelfTest(
+            self.by, self.ranks, self.backend, self.device, list(self.rows), self.clocks, self.skipped, self.failure, stages, missing
+        )
+        return Examination([known[rank] for rank in sorted(known)], test)
+
+    def stages(self) -> dict[int, str]:
+        """Where each rank is, as far as it has told."""
+        return {}
+
+    def wait_until_told(self) -> None:
+        """Return when what has failed is reported, by rank 0."""
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+
+class ForkedExam(Exam):
+    """The self test of ranks that are forked for it: one for each GPU if there are several, else two on the CPU."""
+
+    by = "forked"
+
+    def __init__(self, facts: Facts, timeout: float, backend: str | None) -> None:
+        super().__init__(facts, timeout)
+        gpus = len(facts.gpus.seen)
+        self.backend = backend or ("nccl" if gpus > 1 else "gloo")
+        self.ranks = max(gpus, 2) if self.backend == "nccl" else 2
+        self.device = "cuda" if self.backend == "nccl" else "cpu"
+        # shared with what is forked, and in no file system, which may be full or may not be written to
+        self._stages = [mmap.mmap(-1, LONGEST_STAGE) for _ in range(self.ranks)]
+
+    def stages(self) -> dict[int, str]:
+        told = [stage[:].rstrip(b"\0").decode(errors="replace") for stage in self._stages]
+        return {rank: stage or "starting the process group" for rank, stage in enumerate(told)}
+
+    def _run(self) -> None:
+        self.rows = run_on_ranks(self._rank, self.ranks, self.patience, self.backend)
+
+    def _rank(self) -> list[Row]:
+        group = groups.current()
+        assert group is not None
+        mine = self._stages[group.world.rank]
+
+        def tell(stage: str) -> None:
+            mine[:] = stage.encode()[:LONGEST_STAGE].ljust(LONGEST_STAGE, b"\0")
+
+        rows = list(all_reduces(group.world.rank, group.world.size, _device(group), tell))
+        tell("through")
+        return rows
+
+
+class LaunchedExam(Exam):
+    """The examination of ranks that a launcher has started; rank 0 knows all in the end, the others what they need."""
+
+    by = "launched"
+
+    def __init__(self, facts: Facts, timeout: float, world: World) -> None:
+        super().__init__(facts, timeout)
+        master = ":".join(facts.launch.variables.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        place = master if world.init_method == "env://" else world.init_method or "an unknown place"
+        self._world, self.stage = world, f"waiting for all ranks to meet at {place}"
+        self._held = ExitStack()
+        self._store: Any = None
+        self._looking: Any = None
+        self._lock = threading.Lock()
+
+    def stages(self) -> dict[int, str]:
+        told = {self._world.rank: self.stage}
+        if self._looking is not None:
+            with self._lock, suppress(RuntimeError, ValueError):
+                for rank in range(self._world.size):
+                    if self._looking.check([f"stage/{rank}"]):
+                        told[rank] = self._looking.get(f"stage/{rank}").decode(errors="replace")
+        return told
+
+    def tell(self, stage: str) -> None:
+        """This rank is at ``stage`` now."""
+        self.stage = stage
+        if self._store is not None:
+            self._store.set(f"stage/{self._world.rank}", stage)
+
+    def run(self) -> None:
+        super().run()
+        if self.failure is None:
+            self._held.close()
+        elif self._store is not None and self._world.rank > 0:
+            with suppress(RuntimeError, ValueError):
+                self._store.set(f"stage/{self._world.rank}", f"{self.stage}: {self.failure}")
+
+    def wait_until_told(self) -> None:
+        """Let rank 0 report before this rank ends, which would have a launcher end rank 0."""
+        if self._looking is None:
+            return
+        with suppress(RuntimeError, ValueError):
+            if self._world.rank == 0:
+                self._looking.set("told", "")
+            else:
+                self._looking.wait(["told"], timedelta(seconds=max(0.1, self.ends + 1 - time.monotonic())))
+            self._held.close()
+
+    def _run(self) -> None:
+        world = self._world
+        meeting = self._held.enter_context(closing(dist.rendezvous(world.meeting, world.rank, world.size, timeout=self.patience)))
+        store, _, _ = next(meeting)
+        self._store = dist.PrefixStore("parwrap/doctor", store)
+        self._store.set_timeout(self.patience)
+        self._looking = self._store.clone()
+        self._looking.set_timeout(timedelta(seconds=1))
+        self.tell("telling rank 0 its facts")
+        self._store.set(f"facts/{world.rank}", pickle.dumps(self.facts))
+        if world.rank == 0:
+            self._collect()
+        backend = self._store.get("backend").decode()
+        if not backend:
+            self.skipped = "ranks would use different backends, and wait for each other for ever"
+            self._part()
+            return
+        self.tell("starting the process group")
+        with groups.opened(world, backend, self.patience) as group:
+            assert group is not None
+            device = _device(group)
+            self.device = device.type
+            for row in all_reduces(world.rank, world.size, device, self.tell):
+                self.rows.append(row)
+            self.tell("comparing clocks")
+            self.clocks = clocks(dist.PrefixStore("clocks", self._store), world.rank, world.size)
+            self.tell("leaving the process group")
+        self._part()
+
+    def _part(self) -> None:
+        """Leave the store, rank 0 last: it may be its own."""
+        if self._world.rank > 0:
+            self._store.set(f"parted/{self._world.rank}", "")
+        else:
+            self._store.wait([f"parted/{rank}" for rank in range(1, self._world.size)])
+
+    def _collect(self) -> None:
+        latest = self.ends - (1 - PATIENT) * self.timeout
+        for rank in range(self._world.size):
+            # those that are here are known even if one never comes
+            with suppress(RuntimeError):
+                self._store.wait([f"facts/{rank}"], timedelta(seconds=max(0.1, latest - time.monotonic())))
+                self.known[rank] = pickle.loads(self._store.get(f"facts/{rank}"))
+        if len(self.known) < self._world.size:
+            raise RuntimeError("not all ranks have come")
+        backends = {facts.backend for facts in self.known.values()}
+        self._store.set("backend", backends.pop() if len(backends) == 1 else "")
+
+
+@contextmanager
+def in_time(exam: Exam, give_up: Callable[[], None]) -> Iterator[None]:
+    """While this is held, ``give_up`` is called once ``exam`` is overdue, in another thread: the main one may hang for ever."""
+
+    def watch(stopped: threading.Event) -> None:
+        if not stopped.wait(exam.ends - time.monotonic()):
+            exam.overdue()
+            give_up()
+
+    with in_background(watch, "parwrap doctor"):
+        yield
+
+
+def _device(group: groups.Group) -> torch.device:
+    return group.device if group.backend == "nccl" else torch.device("cpu")
+
+
+def _in_a_line(error: Exception) -> str:
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    text = re.sub(r"^\[(enforce fail at )?\S+:\d+\] ", "", text)  # gloo's source; what follows are its good wishes
+    text = text.partition(" This is typically caused by")[0].strip(" .")
+    return text if isinstance(error, ParwrapError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,102 @@
+"""What ranks measure together in the self test: whether all-reduces are right and how fast, and how far apart clocks are.
+
+Times become bandwidths as in nccl-tests (doc/PERFORMANCE.md there): algorithm bandwidth is size / time, and bus bandwidth that times
+2 (n - 1) / n, as each of n links carries 2 (n - 1) / n of the data at the least. Which ranks these are, and their ends, are ``exam.py``'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parwrap.doctor.facts import Clock, Row
+from parwrap.doctor.units import human_size
+
+__all__ = ["SIZES", "all_reduces", "clocks", "row"]
+
+SIZES = tuple(1024 * 16**power for power in range(5))
+"""Bytes, from 1 KB to 64 MB."""
+
+ROUNDS = 5
+"""How often a rank asks rank 0 for the time."""
+
+
+def all_reduces(rank: int, size: int, device: torch.device, tell: Callable[[str], None]) -> Iterator[Row]:
+    """Reduce tensors of each of ``SIZES`` over the default process group.
+
+    Args:
+        rank: this one.
+        size: the number of ranks.
+        device: that the backend works on.
+        tell: called with what comes next.
+    """
+    for number in SIZES:
+        tell(f"all-reduce of {human_size(number)}")
+        values = torch.arange(number // 4, device=device) % 7 + 1.0  # sums are whole, so exact
+        reduced = values * (rank % 8 + 1)
+        dist.all_reduce(reduced)
+        wrong = not torch.equal(reduced, values * sum(each % 8 + 1 for each in range(size)))
+        seconds = _seconds(torch.zeros_like(values), repeats=min(50, max(3, 2**25 // number)))
+        slowest = torch.tensor([seconds, wrong], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        yield row(number, slowest[0].item(), size, right=not slowest[1].item())
+
+
+def row(number: int, seconds: float, size: int, right: bool) -> Row:
+    """The bandwidths of an all-reduce of that ``number`` of bytes on ``size`` ranks.
+
+    >>> row(8_000_000, 0.002, 4, right=True)
+    Row(bytes=8000000, seconds=0.002, algorithm_bandwidth=4000000000.0, bus_bandwidth=6000000000.0, right=True)
+    """
+    algorithm = number / seconds
+    return Row(number, seconds, algorithm, algorithm * 2 * (size - 1) / size, right)
+
+
+def _seconds(tensor: torch.Tensor, repeats: int) -> float:
+    dist.all_reduce(tensor)
+    _finish(tensor)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        dist.all_reduce(tensor)
+    _finish(tensor)
+    return (time.perf_counter() - began) / repeats
+
+
+def _finish(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+def clocks(store: Any, rank: int, size: int, clock: Callable[[], float] = time.time) -> list[Clock]:
+    """The clocks of all ranks against rank 0's; on rank 0 only, empty on the others.
+
+    As NTP does it: a rank notes when it asks and when the answer is there, and takes the answer for the time in the middle. The shortest of
+    a few rounds counts, and errs by half of its length at the most.
+
+    Args:
+        store: a key-value store that all ranks share, used for nothing else.
+        rank: this one.
+        size: the number of ranks.
+        clock: this rank's, in seconds.
+    """
+    if rank == 0:
+        for other in range(1, size):
+            for number in range(ROUNDS):
+                store.get(f"asked/{other}/{number}")
+                store.set(f"time/{other}/{number}", repr(clock()))
+        told = [store.get(f"clock/{other}").decode().split() for other in range(1, size)]
+        return [Clock(other, float(ahead), float(uncertainty)) for other, (ahead, uncertainty) in enumerate(told, start=1)]
+    rounds = []
+    for number in range(ROUNDS):
+        began = clock()
+        store.set(f"asked/{rank}/{number}", "")
+        answer = float(store.get(f"time/{rank}/{number}"))
+        ended = clock()
+        rounds.append(((ended - began) / 2, (began + ended) / 2 - answer))
+    uncertainty, ahead = min(rounds)
+    store.set(f"clock/{rank}", f"{ahead!r} {uncertainty!r}")
+    return []

@@ -1,0 +1,213 @@
+"""What is open while a distributed function runs: the actors, what they share, and how ranks come and go together.
+
+Which session that is, and the process group around it, is ``distributed.py``'s. What each verb then does is the actors' own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from parwrap import group as groups
+from parwrap.data.dali import Pipelines
+from parwrap.data.loaders import Loaders
+from parwrap.data.sharing import Sharing, TrainingData
+from parwrap.errors import UsageError
+from parwrap.features.environment import without_variables
+from parwrap.features.learning_rate import learning_rates_times
+from parwrap.features.start_line import stand_aside, start_line
+from parwrap.files.clone import CloneFiles
+from parwrap.files.rank_zero import RankZeroFiles
+from parwrap.group import Group
+from parwrap.launched_rank import failed
+from parwrap.loop import Loop
+from parwrap.meetings import END
+from parwrap.options import Options
+from parwrap.strategies.counts import Counts
+from parwrap.strategies.named import strategy_of
+from parwrap.strategies.reducer import Reducer
+from parwrap.strategies.single import Single
+from parwrap.strategies.strategy import Strategy
+from parwrap.streams import Streams, get_state, seed_all, set_state
+from parwrap.verbs import acting
+from parwrap.voices import Voice, Voices
+from parwrap.watch import watched
+
+__all__ = ["Parts", "Session"]
+
+
+class Parts(NamedTuple):
+    """What other features act on, of a distributed function that runs on several ranks."""
+
+    group: Group
+    loop: Loop
+    strategy: Strategy
+    counts: Counts
+    loaders: Loaders
+
+
+class Session:
+    """What is open while a distributed function runs: it makes the actors and holds what they share.
+
+    Args:
+        group: the process group; ``None`` for a single rank.
+        options: those of the innermost function that runs.
+        leave_group: stops the process group, if it was started for this session.
+        returns: whether anything runs after it.
+        beside: makes what a rank is that does not run the loop.
+    """
+
+    def __init__(
+        self, group: Group | None, options: Options, leave_group: Callable[[], None], returns: bool, beside: Callable | None = None
+    ) -> None:
+        self._returns = returns
+        self._group, self._options, self._leave_group = group, options, leave_group
+        self._loop = Loop()
+        self._beside = beside(self._loop) if beside else None
+        self.strategy: Strategy | None = None
+        self._streams = Streams(group.world.rank if group else 0)
+        self._data: TrainingData | None = None
+        self._announced = self._aside = False
+        self.parts: Parts | None = None
+        self.loaders: Loaders | None = None
+        self._undo = ExitStack()
+
+    @contextmanager
+    def patched(self, module: str | None, hidden: Iterable[str]) -> Iterator[None]:
+        """Everything installed, for a function of ``module``; the variables ``hidden`` are not to be seen."""
+        with self._undo:
+            self._undo.enter_context(without_variables(hidden))
+            self._undo.enter_context(acting(self._start(), module))
+            yield
+
+    @contextmanager
+    def met(self) -> Iterator[None]:
+        """Ranks leave together: those that are through first answer the others until they are."""
+        group = self._group
+        if group is None:
+            with self._beside or nullcontext():
+                yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            failed(error)  # one inside would have been caught
+            if isinstance(error, SystemExit) and not error.code:
+                self._leave(group)
+            else:
+                group.meetings.fail(error)
+                if self.strategy is not None:
+                    self.strategy.failed(error)
+            raise
+        else:
+            self._leave(group)
+
+    def _leave(self, group: Group) -> None:
+        if groups.current() is group and not self._aside:
+            group.meetings.wait(END, place="")
+            self.strategy.leave(self._returns)  # type: ignore[union-attr]
+
+    @contextmanager
+    def joined(self, given: dict[str, Any]) -> Iterator[None]:
+        """The options ``given`` to a function inside, for as long as it runs."""
+        before = self._options
+        if self._group and given.get("backend", self._group.backend) != self._group.backend:
+            raise UsageError(
+                f"backend={given['backend']!r} cannot be had: the process group is open already, with {self._group.backend!r}. "
+                "Give the backend to the outermost parwrap.distributed or to parwrap.run."
+            )
+        after = replace(before, **given)
+        if strategy_of(after) is not strategy_of(before):
+            raise UsageError(
+                f"strategy={after.strategy!r} cannot be had inside of strategy={before.strategy!r}: give it to the outermost "
+                "parwrap.distributed or to parwrap.run."
+            )
+        if given.get("seed") not in (None, before.seed):
+            with self._streams.shared():
+                seed_all(given["seed"])
+        self._options = after
+        # where learning rates stayed as they are, nobody is on the verb
+        adjusts = self._group is not None and before.lr == "keep" != self._options.lr
+        try:
+            with learning_rates_times(self._lr_factor) if adjusts else nullcontext():
+                yield
+        finally:
+            self._options = before
+
+    def foreign(self, what: str, instance: Any) -> None:
+        """The script distributes itself: take everything off and let it."""
+        if isinstance(instance, Reducer):
+            return
+        self._aside, self.parts, self.loaders, self.strategy = True, None, None, None
+        self._undo.close()
+        if instance is None:
+            self._leave_group()
+        stand_aside(what)
+
+    def _start(self) -> list[Any]:
+        """Put the random streams in step and make the actors."""
+        group, loop = self._group, self._loop
+        if group is not None:
+            group.meetings.begin()
+            self._undo.callback(group.meetings.begin)
+            self.strategy = strategy_of(self._options)(group, loop, lambda: self._options)
+        if self._options.seed is not None:
+            seed_all(self._options.seed)
+        elif group is not None:
+            set_state(group.exchange("random state", get_state() if group.world.rank == 0 else None)[0])
+        loop.find_optimizers()
+        if group is not None or self._options.batch == "global":
+            loop.changed = self._changed
+            self._undo.callback(self._stop)
+        together = self.strategy.together if self.strategy else None
+        self.loaders = Loaders(together, loop, self._streams, self._sharing, self.began)
+        if self._beside is not None:
+            return [loop, self.loaders, *self._undo.enter_context(self._beside.quiet())]
+        if group is None or self.strategy is None:
+            return [loop, self.loaders, *([Single(loop)] if self._options.batch == "global" else []), Voice()]
+        voices = Voices(group.world.rank)
+        self._undo.enter_context(voices.silenced())
+        self._undo.callback(self.strategy.close)
+        self._undo.enter_context(watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after))
+        shared = [] if together is None else self._shared(together, self.strategy, self.loaders)
+        return [loop, self.loaders, *shared, *self.strategy.actors(), voices, self]
+
+    def _shared(self, group: Group, strategy: Strategy, loaders: Loaders) -> list[Any]:
+        """The actors by which ranks that train one model share out the rest."""
+        self.parts = Parts(group, self._loop, strategy, Counts(group, self._loop), loaders)
+        files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
+        self._undo.callback(files.close)
+        if self._options.lr != "keep":
+            self._undo.enter_context(learning_rates_times(self._lr_factor))
+        return [Pipelines(group, self._loop, self._streams, lambda: self._options.batch == "global", self.began), files]
+
+    def _sharing(self) -> Sharing:
+        return Sharing(self._options.batch, self._options.uneven, self._options.loss)
+
+    def _lr_factor(self) -> float:
+        return self._options.lr_factor(self._group.world.size if self._group else 1)
+
+    def _stop(self) -> None:
+        """Passes that outlive the session must not switch streams any more."""
+        self._loop.changed = lambda: None
+        self._streams.use(own=False)
+
+    def _changed(self) -> None:
+        self._streams.use(self._loop.drawing())
+        if self._loop.backwards and not self._announced:
+            self._announce()
+
+    def began(self, data: TrainingData) -> None:
+        self._data = self._data or data
+
+    def _announce(self) -> None:
+        """The one line at the start of training."""
+        self._announced = True
+        group, data = self._group, self._data
+        if group is None or self.strategy is None or group.world.rank > 0:
+            return
+        told = start_line(group, self.strategy, self._options, data, self._lr_factor())
+        print(f"parwrap: {told}, seed {self._streams.seed()}", file=sys.stderr)

@@ -1,0 +1,77 @@
+"""An exception that a rank has raised, in parts that can be sent to the process that has launched it, and be raised there as itself."""
+
+from __future__ import annotations
+
+import builtins
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NamedTuple
+
+__all__ = ["Raised", "RemoteTraceback"]
+
+MEMBERS = ("errno", "strerror", "filename", "filename2", "name", "path")
+GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception that was raised on another rank: the cause of the same in the caller."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class Raised(NamedTuple):
+    """An exception, in parts that can be sent whatever its ``__init__`` takes.
+
+    Attributes:
+        kind: its class, or the nearest base of it that the caller has.
+        args, attributes: its own, or what they look like.
+        members: of built-in exceptions, which are neither.
+        grouped: what it is a group of.
+        text: the traceback.
+    """
+
+    kind: type[BaseException]
+    args: tuple
+    attributes: dict[str, Any]
+    members: dict[str, Any]
+    grouped: tuple[Raised, ...]
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException, outermost: TracebackType | None, can_pack: Callable[[Any], bool]) -> Raised:
+        """``error`` in parts that can be packed; its traceback is shown from ``outermost`` on."""
+        kind = next(each for each in type(error).__mro__ if can_pack(each))
+        args = tuple(each if can_pack(each) else repr(each) for each in error.args)
+        attributes = {name: each if can_pack(each) else repr(each) for name, each in vars(error).items()}
+        names = MEMBERS if isinstance(error, (OSError, ImportError)) else ()
+        members = {name: value for name in names if (value := getattr(error, name, None)) is not None and can_pack(value)}
+        grouped = tuple(cls.of(each, None, can_pack) for each in error.exceptions) if isinstance(error, GROUP) else ()
+        text = "".join(traceback.format_exception(type(error), error, outermost)).rstrip()
+        return cls(kind, args, attributes, members, grouped, text)
+
+    def error(self, who: str) -> BaseException:
+        """The exception, raised by ``who``."""
+        error = self._error()
+        BaseException.__setattr__(error, "__cause__", RemoteTraceback(f"{who} failed:\n{self.text}"))  # past that of a frozen class
+        return error
+
+    def _error(self) -> BaseException:
+        for kind in self.kind.__mro__:
+            with suppress(Exception):
+                return self._rebuilt(kind)
+        return BaseException()
+
+    def _rebuilt(self, kind: type[BaseException]) -> BaseException:
+        args = (self.args[0], [each._error() for each in self.grouped]) if issubclass(kind, GROUP) else self.args
+        try:
+            error = kind(*args)
+        except Exception:
+            error = kind.__new__(kind, *args)
+        BaseException.__setattr__(error, "args", args)
+        vars(error).update(self.attributes)
+        for name, value in self.members.items() if issubclass(kind, (OSError, ImportError)) else ():
+            setattr(error, name, value)
+        return error

@@ -1,0 +1,120 @@
+"""What launched ranks write, shown by the process that has launched them: in a notebook, in a test, wherever its output goes.
+
+Where that is its own stdout and stderr the ranks have these too, and write to them by themselves.
+"""
+
+from __future__ import annotations
+
+import builtins
+import codecs
+import io
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import wait
+from typing import Any, NoReturn, TextIO
+
+__all__ = ["Heard", "refuse_questions", "show_in_notebook", "speak_through"]
+
+CHUNK = 1 << 16
+
+
+class Heard:
+    """What one rank writes, until :meth:`close`.
+
+    Attributes:
+        outputs: descriptors for the rank to write to, by the numbers of its stdout and stderr; to be closed when it has them.
+        sources: descriptors to wait for.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, int] = {}
+        self._streams: dict[int, tuple[Any, codecs.IncrementalDecoder]] = {}
+        for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+            if not _is_own(stream, number):
+                ours, self.outputs[number] = os.pipe()
+                self._streams[ours] = stream, codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    @property
+    def sources(self) -> list[int]:
+        return list(self._streams)
+
+    def started(self) -> None:
+        """The rank has what it writes to."""
+        while self.outputs:
+            os.close(self.outputs.popitem()[1])
+
+    def show(self) -> None:
+        """Write on what has come."""
+        while ready := wait(self.sources, 0):
+            for source in ready:
+                stream, decoder = self._streams[source]  # type: ignore[index]
+                data = os.read(source, CHUNK)  # type: ignore[arg-type]
+                if not data:
+                    self._forget(source)  # type: ignore[arg-type]
+                stream.write(decoder.decode(data, final=not data))
+                stream.flush()
+
+    def close(self) -> None:
+        self.started()
+        for source in self.sources:
+            self._forget(source)
+
+    def _forget(self, source: int) -> None:
+        del self._streams[source]
+        os.close(source)
+
+
+def speak_through(outputs: Mapping[int, int]) -> None:
+    """In a rank: have all that it writes go to ``outputs``, and line by line, since it may be killed at any time."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if number in outputs:
+            os.dup2(outputs[number], number)
+            stream = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            _have_loggers_write(stream, (getattr(sys, name), getattr(sys, f"__{name}__")))
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        else:
+            with suppress(AttributeError, ValueError):
+                getattr(sys, name).reconfigure(line_buffering=True)
+
+
+def refuse_questions() -> None:
+    """In a rank: have ``input()`` say why nobody answers, also in a notebook, where it would wait."""
+
+    def ask(prompt: object = "") -> NoReturn:
+        raise EOFError(f"input({str(prompt)!r}) was called on a launched rank, which has no stdin: ask before, and pass the answer.")
+
+    builtins.input = ask
+
+
+def show_in_notebook(rank: int) -> None:
+    """In a rank that was forked in a notebook's kernel: have plots and what else is no text shown if it is rank 0, else dropped."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    session = getattr(getattr(shell, "display_pub", None), "session", None)
+    if session is None:
+        return
+    if rank == 0:
+        session.check_pid = False  # forks are dealt with by what it sends through
+    else:
+        session.send = lambda *args, **options: None
+
+
+def _have_loggers_write(stream: TextIO, before: tuple[TextIO, ...]) -> None:
+    """Have handlers that write to one of ``before``, which shows nothing of a rank, write to ``stream``."""
+    for known in list(logging._handlerList):  # type: ignore[attr-defined]
+        handler = known()
+        if isinstance(handler, logging.StreamHandler) and any(handler.stream is each for each in before):
+            with suppress(AttributeError):  # of those that look for it each time
+                handler.stream = stream  # setStream would write out what the caller has not
+
+
+def _is_own(stream: Any, number: int) -> bool:
+    """Whether ``stream`` is that of the process, or there is none."""
+    if stream is None:
+        return True
+    with suppress(AttributeError, OSError, ValueError):
+        return isinstance(stream, io.TextIOWrapper) and stream.fileno() == number
+    return False

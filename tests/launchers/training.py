@@ -1,0 +1,37 @@
+"""A plain training loop for scripts that launchers start, and what it comes to in one process: in this one, where torch is loaded."""
+
+from pathlib import Path
+
+import torch
+
+__all__ = ["TRAINING", "assert_trained_as_one_process"]
+
+TRAINING = """
+import torch
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(24, 3), torch.randn(24, 1))
+model = torch.nn.Linear(3, 1)
+for epoch in range(2):
+    for x, y in torch.utils.data.DataLoader(data, batch_size=8):
+        (model(x) - y).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+torch.save(model.state_dict(), "weights.pt")
+"""
+"""To be run with ``--batch global``. Without an optimizer, for the import of which a process takes seconds."""
+
+
+def assert_trained_as_one_process(directory: Path, monkeypatch) -> None:
+    """The weights that ``TRAINING`` has saved in ``directory`` are those that it comes to without a launcher."""
+    trained = torch.load(directory / "weights.pt")
+    (directory / "alone").mkdir()
+    monkeypatch.chdir(directory / "alone")
+    with torch.random.fork_rng():
+        exec(TRAINING, {})
+    alone = torch.load("weights.pt")
+
+    assert alone.keys() == trained.keys()
+    for name in alone:
+        torch.testing.assert_close(trained[name], alone[name])

@@ -1,0 +1,156 @@
+"""Workers and servers that die or fail, and what they refuse."""
+
+import pytest
+import torch
+from torch import nn
+
+import parwrap
+from parwrap.errors import RankMismatchError, UsageError
+from served import Own, X, train
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("survive", [False, True])
+def test_a_worker_that_dies_is_reported_at_once_and_survived_if_asked(survive):
+    def dies():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            model.train()
+            if step == 2 and parwrap.rank() == 1:
+                raise KeyError("enough")
+            optimizer.zero_grad()
+            model(X[:4]).mean().backward()
+            optimizer.step()
+            model.eval()
+        return parwrap.rank()
+
+    try:
+        ended = parwrap.distributed(strategy="parameter_server", staleness=0, survive=survive)(dies)()
+    except (KeyError, RankMismatchError) as error:
+        ended = str(error)
+
+    told = parwrap.gather(ended)
+    assert "'enough'" == told[1]
+    if survive:
+        assert [0, 0] == [told[0], told[2]]
+    else:
+        assert {"rank 1, a worker of the parameter server, has failed with KeyError: 'enough'."} == {told[0], told[2]}
+
+
+@pytest.mark.ranks(2)
+def test_a_server_that_fails_is_reported_by_name():
+    def fails():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if parwrap.rank() == 1:
+            raise KeyError("no data")
+        model(X).mean().backward()
+        optimizer.step()
+
+    with pytest.raises((KeyError, RankMismatchError)) as raised:
+        parwrap.distributed(strategy="parameter_server")(fails)()
+
+    assert ["rank 1, a parameter server, has failed with KeyError: 'no data'.", "'no data'"] == parwrap.gather(str(raised.value))
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_fails_on_the_server_is_reported():
+    def fails():
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = Own([weight], lr=0.1, sign="no number")
+        weight.sum().backward()
+        optimizer.step()
+
+    with pytest.raises((TypeError, RankMismatchError)) as raised:
+        parwrap.distributed(strategy="parameter_server")(fails)()
+
+    assert [True, False] == parwrap.gather("rank 1, a parameter server, has failed with TypeError" in str(raised.value))
+
+
+def closes(weight):
+    torch.optim.LBFGS([weight]).step(lambda: weight.square().sum())
+
+
+def without_an_optimizer(weight):
+    weight.sum().backward()
+
+
+def casts(weight):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    model.half()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("train_wrongly", "text"),
+    [
+        (closes, r"step\(closure\) at .* cannot be taken by a parameter server: the closure computes gradients inside"),
+        (without_an_optimizer, "comes before any optimizer was built, and a parameter server takes the steps of optimizers"),
+        (casts, "casts parameters that a parameter server holds, which would keep their dtype there"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused(train_wrongly, text):
+    with pytest.raises((UsageError, RankMismatchError), match=text):
+        parwrap.distributed(strategy="parameter_server")(train_wrongly)(nn.Parameter(torch.ones(1)))
+
+
+@pytest.mark.ranks(2)
+def test_more_servers_than_ranks_leave_no_worker():
+    with pytest.raises(UsageError, match="servers=2 leaves no worker on 2 ranks: the last of them are the servers"):
+        parwrap.distributed(strategy="parameter_server", servers=2)(train)()
+
+
+def scaled_by_hand(train):
+    def train_scaled(enabled=True):
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return weight.item()
+
+    return train_scaled
+
+
+@pytest.mark.ranks(2)
+def test_a_scaler_that_is_off_is_none():
+    assert 0.5 == parwrap.distributed(strategy="parameter_server", staleness=0)(scaled_by_hand(train))(enabled=False)
+
+
+@pytest.mark.ranks(3)
+def test_features_without_a_meaning_are_refused_on_the_workers():
+    def refused(feature, text, **options):
+        try:
+            parwrap.distributed(strategy="parameter_server", **options)(feature(train))()
+        except (UsageError, RankMismatchError) as error:
+            return text in str(error)
+
+    assert refused(parwrap.sync_bn, "sync_bn has no batch to share, since workers of a parameter server step each by itself")
+    assert refused(parwrap.amp(dtype="fp16"), "parwrap.amp in fp16 leaves out steps where gradients overflow", staleness=0)
+    assert refused(scaled_by_hand, "test_parameter_server_errors.py:", staleness=0)
+    assert refused(parwrap.accumulate(2), "do not go together with batch='global' or uneven='join'", staleness=0, batch="global")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"servers": 0}, "servers=0 is not a number of parameter servers: give a whole number from 1"),
+        ({"staleness": -1}, "staleness=-1 is not a number of steps: give a whole number from 0"),
+        ({"staleness": 1.5}, "staleness=1.5 is not a number of steps"),
+        (
+            {"batch": "global"},
+            "batch='global' is about a batch that all ranks take a step with, and workers of a parameter server step",
+        ),
+        ({"lr": "linear", "staleness": 2}, "lr='linear' is about a batch .* give staleness=0"),
+        ({"uneven": "join"}, "uneven='join' is about a batch"),
+        ({"strategy": "ddp", "servers": 2}, "servers=2 has nothing to act on with strategy='ddp': .* 'parameter_server'"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options, text):
+    with pytest.raises(UsageError, match=text):
+        parwrap.distributed(**{"strategy": "parameter_server", **options})
