@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import parwrap
 from parwrap.errors import RankMismatchError
 from parwrap.files.versions import Announced, Awaited, Record
 from parwrap.group import current
+from parwrap.world import World
 
 
 def by(rank):
@@ -128,6 +130,33 @@ def test_what_rank_zero_makes_ahead_is_not_seen_before_its_time(tmp_path):
             current().store.set("made", b"")
 
     assert [False, False, []] == seen
+
+
+class Slow:
+    """A store that others reach before what was set last: TCPStore answers a question, and lets what is set go its way."""
+
+    def __init__(self):
+        self.reached = torch.distributed.HashStore()
+        self._on_their_way = []
+
+    def set(self, key, value):
+        self._on_their_way.append((key, value))
+
+    def check(self, keys):
+        while self._on_their_way:
+            self.reached.set(*self._on_their_way.pop(0))
+        return self.reached.check(keys)
+
+
+def test_what_rank_zero_makes_is_announced_before_it_is_there(tmp_path):
+    path, store = str(tmp_path / "a.txt"), Slow()
+    rank_0, rank_1 = (
+        SimpleNamespace(store=seen, clock=0, world=World(rank, 2, rank, 2)) for rank, seen in enumerate((store, store.reached))
+    )
+    Announced(rank_0, "files").begin(path, replaces=True)
+    Path(path).touch()
+
+    assert Awaited(rank_1, "files").present(path) is None
 
 
 @pytest.mark.ranks(2, timeout=30)
