@@ -72,13 +72,13 @@ def launch(plan: LaunchPlan) -> int:
     try:
         failures = Path(directory, "failures")
         failures.mkdir()
-        return _tell(plan, _run(plan, Path(directory), failures), read_failures(failures))
+        return _tell(plan, *_run(plan, Path(directory), failures), read_failures(failures))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _run(plan: LaunchPlan, directory: Path, failures: Path) -> int:
-    """Run the ranks; returns the exit code as far as it is known without their ``failures``."""
+def _run(plan: LaunchPlan, directory: Path, failures: Path) -> tuple[int, bool]:
+    """Run the ranks; returns the exit code as far as it is known without their ``failures``, and whether these have been explained."""
     config = _config(plan, directory)
     ranks = elastic_launch(config, run_rank)
     variables = dict(plan.variables)
@@ -96,16 +96,16 @@ def _run(plan: LaunchPlan, directory: Path, failures: Path) -> int:
         try:
             ranks(plan.script, variables, plan.threads, str(failures), pipes)
         except ChildFailedError:
-            return 1
+            return 1, nodes.lost
         except SignalException as signalled:
             nodes.leave(signalled.sigval)
-            return 128 + signalled.sigval
+            return 128 + signalled.sigval, False
         except (RendezvousError, DistError) as error:
             raise LaunchError(_not_met(plan, error)) from error
-    return 0
+    return 0, False
 
 
-def _tell(plan: LaunchPlan, status: int, failed: list[Failure]) -> int:
+def _tell(plan: LaunchPlan, status: int, explained: bool, failed: list[Failure]) -> int:
     """Tell of the failures; returns the exit code for them."""
     if not failed:
         if status == 128 + signal.SIGINT:  # ranks that take no notice of it, or were not there yet
@@ -113,7 +113,7 @@ def _tell(plan: LaunchPlan, status: int, failed: list[Failure]) -> int:
         return status
     may_die = _may_die(plan)
     survived = [str(failure) for failure in failed if may_die(failure.rank, failure.size)]
-    if text := report(failed) if status else "\n".join(survived):  # who failed before a restart is no news
+    if text := report(failed, explained) if status else "\n".join(survived):  # who failed before a restart is no news
         print(text, file=sys.stderr)
     return failed[0].status if status == 1 else status
 

@@ -51,6 +51,9 @@ class Nodes:
         variables: the environment variables for this node's ranks; the network interface is added if only the other nodes tell.
         timeout: seconds after which a node that is not heard of is given up, if that is sooner than by itself.
         waiting: a context for the time in which torch's rendezvous, which it is given, waits for other nodes.
+
+    Attributes:
+        lost: whether the ranks have failed because a node was lost, which has been told.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Nodes:
         self._ranks_meet: TCPStore | None = None
         self._through = self._all_through = self._failed = False
         self._answered = 0.0
+        self.lost = False
 
     def rendezvous(self, wrapped: Callable, agent: Any, args: tuple, kwargs: dict) -> None:
         """A wrapper for the meeting of torch's agents: the ranks get a store that no others have used, and nodes agree on restarts."""
@@ -146,10 +150,13 @@ class Nodes:
                 if self._store.check([f"failures/{node}"]):
                     for failure in json.loads(self._store.get(f"failures/{node}")):
                         Failure(**failure).write(self._failures)
-            if lost := self._store.get("failed"):
-                print(f"parwrap: {lost.decode()}", file=sys.stderr)
+            lost = self._store.get("failed").decode()
+            self.lost = bool(lost)
+            if lost:
+                print(f"parwrap: {lost}", file=sys.stderr)
             self._wait_until_read(until)
         except DistError:
+            self.lost = True
             print("parwrap: the node where the job has met is not heard of any more", file=sys.stderr)
 
     def _listen(self) -> None:

@@ -194,16 +194,22 @@ def unexplained(environ: dict[str, str], code: int, since: float) -> Failure:
     )
 
 
-def report(failures: Iterable[Failure]) -> str:
+def report(failures: Iterable[Failure], explained: bool = False) -> str:
     """What to tell the user: a line for each rank that failed otherwise than the first one, which has the last word.
 
-    A script that ends by ``sys.exit`` says no more than it would without ranks. Ctrl-C ends them all, and one shows where it was.
+    If they are ``explained`` by what has been told already, such as the loss of another node, each has its line.
+
+    A script that ends by ``sys.exit`` says no more than it would without ranks, unless it does so on ranks above 0 alone, which are not
+    heard otherwise. Ctrl-C ends them all, and one shows where it was.
     """
     first, *others = failures
+    if explained:
+        return "\n".join(each.line for each in [first, *others])
     if first.interrupted:
         return str(min((each for each in [first, *others] if each.interrupted), key=lambda failure: failure.rank))
     lines = [other.line for other in others if other.cause != first.cause]
-    last_word = first.text if first.ending == "exited" and not lines else str(first)
+    alike = first.ending == "exited" and not lines and 0 in (first.rank, *(other.rank for other in others))
+    last_word = first.text if alike else str(first)
     return "\n".join([*lines, last_word])
 
 

@@ -252,20 +252,32 @@ def test_a_port_that_is_taken_is_told_of(tmp_path, port):
     )
 
 
-def test_the_others_are_told_that_the_first_node_was_stopped(tmp_path):
-    """It keeps the store by which they hear of it."""
-    (tmp_path / "train.py").write_text(WAITING)
+MEETING = """
+import parwrap
+print("up", flush=True)
+while True:
+    parwrap.barrier()
+"""
+
+
+@pytest.mark.parametrize(("script", "number"), [(WAITING, signal.SIGTERM), (MEETING, signal.SIGTERM), (MEETING, signal.SIGINT)])
+def test_the_others_are_told_that_the_first_node_was_stopped(tmp_path, script, number):
+    """It keeps the store by which they hear of it. What their ranks miss then is a line each, and no traceback."""
+    (tmp_path / "train.py").write_text(script)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--all-ranks")
     with ended_with_the_test() as start:
         nodes = [start(*COMMAND, "1", *options, "--node-rank", str(rank), "train.py", cwd=tmp_path, env=ENVIRON) for rank in (0, 1)]
         assert ["[rank 0] up\n", "[rank 1] up\n"] == [node.stdout.readline() for node in nodes]
-        nodes[0].send_signal(signal.SIGTERM)
-        first, second = ended(*nodes)
+        nodes[0].send_signal(number)
+        first, (status, _, told) = ended(*nodes)
+        lost, *later = told.splitlines()
 
-    assert (128 + signal.SIGTERM, "", "") == first
-    assert (1, "", f"parwrap: node 0 ({socket.gethostname()}) was stopped by SIGTERM\n") == second
+    assert (128 + number, 1) == (first[0], status)
+    assert f"parwrap: node 0 ({socket.gethostname()}) was stopped by {number.name}" == lost
+    assert all(line.startswith(f"rank 1 of 2 on node 1 ({socket.gethostname()}) failed later: ") for line in later), told
+    assert len(later) <= (0 if script == WAITING else 1)  # if it is not stopped first
 
 
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "parwrap.run: interrupted\n"), (signal.SIGTERM, "")])
