@@ -23,6 +23,7 @@ setup(
     extras_require={
         "test": [
             "pytest>=8.1",
+            "pytest-xdist",
             "hypothesis",
             "psutil",
             "tqdm",

@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -115,6 +116,7 @@ def run(task: Task, connection: Connection) -> None:
     config = _minimal_pytest(task.pytest_options)
     os.environ.clear()
     os.environ.update(task.environ)
+    tempfile.tempdir = None  # it may be in there, and the fork server has looked elsewhere
     held = ExitStack()
     try:
         test, arguments, filters = _load(task, config)

@@ -20,6 +20,15 @@ def _ctrl_c_is_heard():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _temporary_files_are_of_this_pytest(tmp_path_factory):
+    """Another may run beside it, with ``-n 2`` does, and tests look at what is left there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.getbasetemp()))
+        patch.setattr("tempfile.tempdir", None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _pytest_is_as_brief_as_by_hand():
     """On a CI machine pytest shows longer differences, also the one that a test has started."""

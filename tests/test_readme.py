@@ -57,7 +57,7 @@ def test_the_example_with_texts_wastes_little_on_padding_with_the_option_that_th
 
 
 def test_the_test_command_is_the_one_that_ci_runs():
-    assert re.search(r"^ +python3 -m venv .*-e '\.\[test\]' && \.venv/bin/python -m pytest$", README, re.MULTILINE)
+    assert re.search(r"^ +python3 -m venv .*-e '\.\[test\]' && \.venv/bin/python -m pytest -n 2 --dist loadfile$", README, re.MULTILINE)
 
 
 def test_the_costs_that_the_readme_tells_are_the_benchmarks_own():

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 
@@ -82,6 +83,7 @@ def test_ranks_have_the_environment_less_the_launch_variables():
     assert os.environ["SEEN"] == "by all"
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "PYTEST_DISABLE_PLUGIN_AUTOLOAD"} & set(os.environ)
     assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+    assert tempfile.gettempdir() == os.environ["TMPDIR"]
 
 
 @pytest.mark.ranks(2)

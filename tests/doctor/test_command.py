@@ -150,6 +150,7 @@ def test_a_process_that_hangs_in_a_driver_is_not_waited_for_at_the_end(monkeypat
     left = []
     monkeypatch.setattr(doctor_command, "_leave", left.append)
 
+    monkeypatch.setattr(doctor_command, "active_children", list)
     status = examine(60, None, as_json=False)
     assert [] == left
     monkeypatch.setattr(doctor_command, "active_children", lambda: ["a process"])

@@ -10,7 +10,7 @@ import parwrap
 
 
 def scratch_directories():
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("parwrap-scratch")}
+    return set(Path(tempfile.gettempdir()).glob("parwrap-scratch*"))
 
 
 @pytest.mark.ranks(2)

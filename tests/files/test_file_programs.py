@@ -3,6 +3,7 @@
 import inspect
 import os
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,8 +67,12 @@ def leave_files(folder):
     torch.save(1, folder / "old.pt")
 
 
+def scratch_directories():
+    return set(Path(tempfile.gettempdir()).glob("parwrap-scratch*"))
+
+
 def check(program, folder, size):
-    scratch = set(os.listdir(os.environ.get("TMPDIR", "/tmp")))
+    scratch = scratch_directories()
     for late in range(2):
         together = folder / f"{late}"
         if program.__name__.endswith("an_earlier_run") and parwrap.rank() == 0:
@@ -87,7 +92,7 @@ def check(program, folder, size):
                 path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
             (folder / "reference").rmdir()
         parwrap.barrier()
-    assert not [name for name in set(os.listdir(os.environ.get("TMPDIR", "/tmp"))) - scratch if name.startswith("parwrap-scratch")]
+    assert scratch_directories() <= scratch
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
