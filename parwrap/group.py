@@ -22,6 +22,7 @@ import torch.distributed as dist
 from parwrap import mailbox
 from parwrap.background import in_background
 from parwrap.device import choose_backend, choose_device
+from parwrap.first_failure import first_failure_told
 from parwrap.meeting_place import on_loopback, placed
 from parwrap.meetings import Meetings
 from parwrap.world import World, detect
@@ -165,7 +166,7 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
                 dist.init_process_group(backend, store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
             with mailbox.opened(world, store) as entries:
                 _current = Group(world, backend, device, store, waiting, Meetings(entries, waiting))
-                with _current._ends:
+                with _current._ends, first_failure_told(world, store):
                     yield _current
         finally:
             _current = None

@@ -33,6 +33,7 @@ FLOORS = [
         "whereabouts",
         "meetings",
         "watch",
+        "first_failure",
         "group",
         "collectives",
         "loop",
