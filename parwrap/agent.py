@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed import DistError, TCPStore
@@ -52,6 +52,9 @@ from parwrap.script import run_rank
 from parwrap.waiting import told
 
 __all__ = ["launch"]
+
+FOLLOWING = 0.3
+"""Seconds in which ranks end that leave at the same place as the first."""
 
 
 def launch(plan: LaunchPlan) -> int:
@@ -154,6 +157,8 @@ class _OneNode(RendezvousHandler):
 def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
     changes = {"log_dir": str(directory) if plan.log_dir else plan.torchrun.log_dir or str(directory)}
     signals = plan.torchrun.signals_to_handle.split(",")
+    if unknown := [name for name in signals if name not in signal.Signals.__members__]:
+        raise UsageError(f"--signals-to-handle {plan.torchrun.signals_to_handle}: there is no signal of the name {unknown[0]!r}.")
     changes["signals_to_handle"] = ",".join(
         name for name in signals if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
     )  # by nohup
@@ -198,6 +203,18 @@ def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], node
     """
     looked = time.time()
 
+    def tell(environ: dict[str, str], code: int, since: float) -> None:
+        failure = unexplained(environ, code, since)
+        if failure.write(failures) and environ["TORCHELASTIC_RESTART_COUNT"] != environ["TORCHELASTIC_MAX_RESTARTS"]:
+            print(failure, file=sys.stderr)  # what is reported in the end is of the last attempt
+
+    def codes_told(context: MultiprocessContext, lived: float) -> list[int | None]:
+        codes = [process.exitcode for process in cast(Any, context._pc).processes]
+        for local_rank, code in enumerate(codes):
+            if code:  # what others have raised since it lived may be because of that, unless it is torch that has given up
+                tell(context.envs[local_rank], code, time.time() if code == -signal.SIGABRT else lived)
+        return codes
+
     def poll(wrapped: Callable, context: MultiprocessContext, args: tuple, kwargs: dict) -> RunProcsResult | None:
         nonlocal looked
         lived, looked = looked, time.time()
@@ -205,11 +222,16 @@ def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], node
         passed_over = {each for each, environ in context.envs.items() if may_die(int(environ["RANK"]), int(environ["WORLD_SIZE"]))}
         for local_rank in passed_over:
             processes.sentinels.pop(processes.processes[local_rank].sentinel, None)
-        codes = [process.exitcode for process in processes.processes]
-        for local_rank, code in enumerate(codes):
-            if code:  # what others have raised since it lived may be because of that, unless it is torch that has given up
-                unexplained(context.envs[local_rank], code, looked if code == -signal.SIGABRT else lived).write(failures)
+        codes = codes_told(context, lived)
+        if any(codes[each] for each in {*context.envs} - passed_over) and _all_left(failures):
+            until = time.monotonic() + FOLLOWING
+            for process in processes.processes:
+                process.join(max(0.0, until - time.monotonic()))
+            codes = codes_told(context, looked)
         result = wrapped(*args, **kwargs)
+        for local_rank, failed in (result.failures if result else {}).items():  # right after that look
+            if failed.exitcode:
+                tell(context.envs[local_rank], failed.exitcode, lived)
         if result is None and nodes.failed:
             context.close()
             result = RunProcsResult(failures={0: ProcessFailure(0, processes.processes[0].pid, 1, "")})
@@ -221,6 +243,11 @@ def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], node
         return result
 
     return poll
+
+
+def _all_left(failures: Path) -> bool:
+    """Whether the ranks that have failed have done so by ``sys.exit`` or its like, as others then may be about to."""
+    return all(failure.ending == "exited" for failure in read_failures(failures))
 
 
 def _silence(*names: str) -> None:

@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from traceback import print_exception
 from types import TracebackType
 from typing import Literal
 
 from parwrap.files.threads import passing
+from parwrap.processes import signal_name
 
 __all__ = ["Failure", "Recorder", "exit_status", "name_of_node", "node_name", "read_failures", "report", "unexplained"]
 
@@ -51,13 +53,15 @@ class Failure:
     exception: str = ""
     node: str = ""
 
-    def write(self, directory: Path) -> None:
-        """Keep this failure in ``directory``, unless the rank has told one already."""
+    def write(self, directory: Path) -> bool:
+        """Keep this failure in ``directory``, unless the rank has told one already; returns whether it is news."""
         path = directory / f"{self.attempt}-{self.rank}.json"
-        if not path.exists():
-            part = path.with_suffix(".part")  # a rank may be killed while it writes
-            part.write_text(json.dumps(asdict(self)))
-            part.rename(path)
+        if path.exists():
+            return False
+        part = path.with_suffix(".part")  # a rank may be killed while it writes
+        part.write_text(json.dumps(asdict(self)))
+        part.rename(path)
+        return True
 
     def __str__(self) -> str:
         if self.ending == "raised":
@@ -81,7 +85,7 @@ class Failure:
             return self.exception
         if self.ending == "exited":
             return f"exited with code {self.status}" + (f": {self.text}" if self.text else "")
-        name = signal.Signals(self.status - 128).name
+        name = signal_name(self.status - 128)
         return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
     @property
@@ -119,32 +123,38 @@ class Recorder(AbstractContextManager):
         failed_at = time.time()
         self._has_failed = True
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes twice: from the terminal and from the launcher
-        raised = not isinstance(error, SystemExit)
         failure = Failure(
             rank=self._rank,
             size=self._size,
             attempt=self._attempt,
             time=failed_at,
-            ending="raised" if raised else "exited",
+            ending="exited" if isinstance(error, SystemExit) else "raised",
             status=exit_status(error),
-            text=self._shown(error) if raised else _message(error),
-            exception=f"{type(error).__qualname__}: {error}".splitlines()[0].removesuffix(": "),
+            text=_message(error) if isinstance(error, SystemExit) else self._shown(error),
+            exception=_in_one_line(error),
             node=self._node,
         )
         with passing():  # on every rank
-            failure.write(self._directory)
+            try:
+                failure.write(self._directory)
+                reported = self._is_last or failure.interrupted
+            except OSError:  # the disk is full
+                reported = False
             if self._aside and self._is_last:
                 with open(self._aside, "w") as file:
                     print(failure, file=file)
         # what the launcher reports is neither in this rank's log nor of an attempt before the last, unless Ctrl-C has made it that
-        if self._log.exists() or not (self._is_last or failure.interrupted):
+        if self._log.exists() or not reported:
             print(failure, file=sys.__stderr__)
 
     def _shown(self, error: BaseException) -> str:
         """What the script's own ``sys.excepthook`` makes of ``error``, without the rank that torch puts before each line."""
         traceback = self._traceback(error)
         with io.StringIO() as text, contextlib.redirect_stderr(text):
-            sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+            try:
+                sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+            except Exception:  # the script's own fails
+                print_exception(type(error), error, traceback)
             return text.getvalue().replace(f"[rank{self._rank}]: ", "").rstrip()
 
 
@@ -165,12 +175,12 @@ def name_of_node(environ: Mapping[str, str]) -> str:
 def exit_status(error: BaseException) -> int:
     """The exit code that ``python`` ends with when ``error`` ends a script.
 
-    >>> exit_status(SystemExit(3)), exit_status(SystemExit("no data")), exit_status(ValueError()), exit_status(KeyboardInterrupt())
+    >>> exit_status(SystemExit(3)), exit_status(SystemExit("")), exit_status(ValueError()), exit_status(KeyboardInterrupt())
     (3, 1, 1, 130)
     """
     if not isinstance(error, SystemExit):
         return 130 if isinstance(error, KeyboardInterrupt) else 1
-    code = error.code or 0
+    code = 0 if error.code is None else error.code
     return code & 0xFF if isinstance(code, int) else 1
 
 
@@ -213,6 +223,12 @@ def report(failures: Iterable[Failure], explained: bool = False) -> str:
     return "\n".join([*lines, last_word])
 
 
-def _message(error: BaseException) -> str:
-    code = error.args[0] if error.args else None
-    return "" if code is None or isinstance(code, int) else str(code)
+def _in_one_line(error: BaseException) -> str:
+    try:
+        return f"{type(error).__qualname__}: {error}".splitlines()[0].removesuffix(": ")
+    except Exception:  # in its own __str__
+        return type(error).__qualname__
+
+
+def _message(error: SystemExit) -> str:
+    return "" if error.code is None or isinstance(error.code, int) else str(error.code)

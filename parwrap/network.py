@@ -27,6 +27,8 @@ from parwrap.plan import LaunchPlan
 __all__ = ["Way", "endpoint", "met", "patience", "towards", "unreachable", "way_to", "with_way"]
 
 PORTS = {"static": 29500, "c10d": 29400}
+"""Where nodes meet if the command line names no port, by the backend of the rendezvous."""
+
 PATIENCE = 900.0
 """Seconds that a node waits for the others where neither ``--timeout`` nor ``--rdzv-conf`` says otherwise; torch's for a static meeting."""
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-__all__ = ["die_with_parent"]
+__all__ = ["die_with_parent", "signal_name"]
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -21,3 +21,15 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def signal_name(number: int) -> str:
+    """What a signal is called.
+
+    >>> signal_name(9), signal_name(35)
+    ('SIGKILL', 'signal 35')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

@@ -26,6 +26,9 @@ __all__ = ["Lines", "Pipes", "RankOutput", "prefixed"]
 STREAMS = {"out": 1, "err": 2, "aside": None}
 """What a rank writes into: its stdout and stderr, and what of it is for its file alone; with the launcher's descriptor for each."""
 
+CAPACITY = 1 << 16
+"""Bytes that a pipe holds."""
+
 PROGRESS = 10.0
 """Seconds after which a line that overwrites itself, as a progress bar, is shown again."""
 
@@ -99,10 +102,11 @@ class RankOutput:
             return
         for local_rank, rank in ranks.items():
             try:
-                file = open(os.path.join(self._log_dir, f"rank_{rank}.log"), "ab", buffering=0)  # noqa: SIM115
+                file = open(os.path.join(self._log_dir, f"rank_{rank}.log"), "a+b", buffering=0)  # noqa: SIM115
             except OSError as error:
                 raise LaunchError(f"--log-dir {self._log_dir} cannot be written to: {error.strerror}.") from None
             if file.tell():
+                _end_line(file)
                 file.write(time.strftime("--- started again at %Y-%m-%d %H:%M:%S ---\n").encode())
             self._files[local_rank] = file
 
@@ -131,9 +135,14 @@ class RankOutput:
 
     def _passer(self, local_rank: int, shown: int | None) -> Callable[[bytes], None]:
         """What takes what one rank has written into one of its pipes; nothing, at the end."""
-        lines = Lines()
+        lines, ranks = Lines(), self._ranks
 
         def take(said: bytes) -> None:
+            nonlocal ranks
+            if ranks is not self._ranks:  # they have started again
+                if shown is not None and self.pipes.everyone:
+                    _write(shown, prefixed(lines.take(b""), ranks.get(local_rank, local_rank)))
+                ranks = self._ranks
             if file := self._files.get(local_rank):
                 try:
                     file.write(said)
@@ -192,6 +201,13 @@ def prefixed(lines: list[bytes], rank: int) -> bytes:
     return b"".join(b"[rank %d] %s\n" % (rank, line) for line in lines)
 
 
+def _end_line(file: BinaryIO) -> None:
+    """Have ``file``, which is not empty, end with a whole line."""
+    file.seek(-1, os.SEEK_END)
+    if file.read(1) != b"\n":
+        file.write(b"\n")
+
+
 def _write(descriptor: int, text: bytes) -> None:
     while text:
         try:
@@ -207,14 +223,14 @@ def _last(line: bytes) -> bytes:
 
 def _pass_on(selector: selectors.BaseSelector, asleep: int) -> None:
     ended = False
-    while True:
-        ready = [key for key, _ in selector.select(0 if ended else None)]
-        ended = ended or any(key.fd == asleep for key in ready)
-        for key in ready:
-            if key.fd != asleep:
-                key.data(os.read(key.fd, 1 << 16))
-        if ended and all(key.fd == asleep for key in ready):
-            break
+    while not ended:
+        for key, _ in selector.select():
+            if key.fd == asleep:
+                ended = True
+            else:
+                key.data(os.read(key.fd, CAPACITY))
     for key in selector.get_map().values():
         if key.data:
+            with suppress(BlockingIOError):  # it is empty
+                key.data(os.read(key.fd, CAPACITY))  # all that ranks have left: what lives on and goes on writing is not waited for
             key.data(b"")

@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 
 FOR_RANKS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-"""What OpenMP and an interpreter read at their start, for ranks that are forked from this process; their threads are set when they are."""
+"""What OpenMP and an interpreter read at their start, for ranks that are forked from this process; each sets its threads by itself."""
 
 BEGUN_ANEW = "PARWRAP_BEGUN_ANEW"
 """Set by a command that begins anew, to the names of the variables that it has set for that."""
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if early and missing:
         _begin_anew(environ, missing)
     working_directory = [] if _is_safe() else [sys.path.pop(0)]
-    with loading(to_share=early), _torchs_warnings_off(argv):
+    with loading(to_share=early), _torchs_warnings_off(argv), _ended_by_ctrl_c():
         import torch.distributed.run  # not something of this name that lies about where the command runs
     for name in (BEGUN_ANEW, *ours):
         os.environ.pop(name, None)
@@ -139,8 +139,8 @@ def _is_rank(environ: Mapping[str, str]) -> bool:
 
 def _modules_needed(argv: Sequence[str]) -> list[str]:
     """What ranks will import in any case, so that it is imported once: also for a second with the first optimizer."""
-    script = next((argument for argument in argv if argument.endswith(".py") and os.path.isfile(argument)), os.devnull)
-    with open(script, errors="replace") as source:
+    scripts = (argument for argument in argv if argument.endswith(".py") and os.access(argument, os.R_OK))
+    with open(next(scripts, os.devnull), errors="replace") as source:
         optimizes = "optim" in source.read()
     modules = ["numpy.random", "parwrap.features.distributed", *(["torch._dynamo"] if optimizes else [])]
     return modules + (["parwrap.strategies.fsdp"] if {"fsdp", "--strategy=fsdp"} & {*argv} else [])
@@ -154,9 +154,20 @@ def _start_fork_server(argv: Sequence[str]) -> None:
 
 def _begin_anew(environ: Mapping[str, str], ours: Mapping[str, str]) -> None:
     """Run the command from its beginning in this same process, with ``environ`` and ``ours``, unless that runs more than this command."""
-    if __name__ == "__main__" and sys.orig_argv[1:3] == ["-m", "parwrap.run"]:
+    begin = len(sys.orig_argv) - len(sys.argv[1:])
+    if __name__ == "__main__" and sys.orig_argv[begin - 2 : begin] == ["-m", "parwrap.run"]:
         atexit._run_exitfuncs()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environ, **ours, BEGUN_ANEW: " ".join(ours)})
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Nothing is to be put away yet, and an exception in the midst of an import may be lost there."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGINT, handler)
 
 
 @contextmanager

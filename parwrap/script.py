@@ -78,9 +78,11 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
         failures: the directory where a failure is written down.
         pipes: where to write instead of stdout and stderr.
     """
+    die_with_parent()
+    if not cast(Any, multiprocessing.parent_process()).is_alive():  # it has ended before that
+        os._exit(1)
     import torch
 
-    die_with_parent()
     aside = pipes.open(int(os.environ["LOCAL_RANK"])) if pipes else None
     os.environ.update(variables)
     if threads is not None:
@@ -108,6 +110,8 @@ def script_traceback(error: BaseException) -> TracebackType | None:
 
 def _run(script: Script, recorder: AbstractContextManager) -> None:
     if script.kind == "program":
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)  # Python ignores them, and a program would too
         os.execvp(script.target, [script.target, *script.args])
     local_rank = _local_rank_option(script) if script.hand_local_rank else []
     sys.argv[:] = [script.target, *local_rank, *script.args]

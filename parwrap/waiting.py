@@ -36,6 +36,8 @@ LOOKING = 0.05
 """Seconds between two looks at who has come."""
 
 MEETING = ("nnodes", "node-rank", "master-addr", "master-port", "local-addr", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
+"""The options by which nodes find each other, which are to be in the command for another node."""
+
 MOST = 4
 """How many missing nodes are listed."""
 

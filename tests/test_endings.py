@@ -57,8 +57,16 @@ dist.barrier()
         ("import sys; sys.exit('no data')", (1, "", "no data\n")),
         ("import os; os._exit(3)", (3, "", "")),
         ("import os\nif os.environ['RANK'] == '1': os._exit(0)\nprint('done')", (0, "done\n", "")),
+        (
+            "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(99)",
+            (7, "", "rank 1 of 2 exited with code 7\n"),
+        ),
+        (
+            "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 35)\ntime.sleep(99)",
+            (128 + 35, "", "rank 1 of 2 was killed by signal 35\n"),
+        ),
     ],
-    ids=["a message", "without a word", "early and well"],
+    ids=["a message", "without a word", "early and well", "one of them", "a signal without a name"],
 )
 def test_a_script_may_end_itself(parwrap_run, script, source, outcome):
     assert parwrap_run("--nproc-per-node", "2", "--plain", script(source)) == outcome
@@ -87,6 +95,21 @@ def test_a_script_that_has_trained_ends_as_under_plain_python(parwrap_run, scrip
     assert status == ended
     assert stderr.endswith(said)
     assert bool(said) == ("Traceback" in stderr)
+
+
+def test_who_was_killed_before_a_restart_is_told(parwrap_run, script):
+    path = script("""
+import os
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+    while True:
+        pass
+print("trained")
+""")
+    options = ("--nproc-per-node", "2", "--plain", "--max-restarts", "1")
+
+    assert (0, "trained\ntrained\n", "rank 1 of 2 was killed by SIGKILL (out of memory?)\n") == parwrap_run(*options, path)
 
 
 def test_ranks_are_started_again_after_a_failure_and_have_logs(tmp_path, parwrap_run, script):

@@ -105,6 +105,30 @@ def test_what_ends_a_rank_is_written_down_once(recorder, tmp_path, error, told):
     assert (written.ending, written.status, written.text, written.exception) == told
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise KeyError
+
+
+def test_an_error_is_told_though_it_cannot_be_told_of(recorder, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", lambda *error: 1 / 0)
+    with pytest.raises(Unspeakable), recorder:
+        raise Unspeakable
+
+    (written,) = read_failures(tmp_path)
+    assert "Unspeakable" == written.exception
+    assert written.text.endswith("Unspeakable: <exception str() failed>")
+
+
+def test_a_failure_that_cannot_be_written_down_is_told_by_the_rank(recorder, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    monkeypatch.setattr(recorder, "_directory", tmp_path / "full")
+    with pytest.raises(ValueError, match="unhappy"), recorder:
+        raise ValueError("unhappy")
+
+    assert capfd.readouterr().err == "rank 1 of 2 failed:\nValueError: unhappy\n"
+
+
 @pytest.mark.parametrize("error", [SystemExit(), SystemExit(0), SystemExit(256)])
 def test_a_good_end_is_no_failure(recorder, tmp_path, error):
     with pytest.raises(SystemExit), recorder:

@@ -72,6 +72,30 @@ assert (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) != ("0", "
     assert re.fullmatch(r"attempt 0\nAssertionError: not yet\n--- started again at .* ---\nattempt 1\n", log)
 
 
+def test_a_line_that_was_not_whole_before_a_restart_is_one_by_itself(tmp_path, parwrap_run, script):
+    path = script("""
+import os
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    print("at 40%", end="", flush=True)
+    os._exit(3)
+print("trained")
+""")
+    options = ("--plain", "--nproc-per-node", "1", "--start-method", "spawn", "--max-restarts", "1", "--all-ranks", "--log-dir", "logs")
+    status, said, _ = parwrap_run(*options, path)
+
+    assert (0, "[rank 0] at 40%\n[rank 0] trained\n") == (status, said)
+    assert re.fullmatch(r"at 40%\n--- started again at .* ---\ntrained\n", (tmp_path / "logs" / "rank_0.log").read_text())
+
+
+def test_what_goes_on_writing_when_its_rank_has_ended_is_not_waited_for(started, script):
+    """It is in a session of its own, and ends when nobody reads any more."""
+    path = script("import subprocess\nsubprocess.Popen(['yes'], start_new_session=True)")
+    run = started("-m", "parwrap.run", "--plain", "--nproc-per-node", "2", "--all-ranks", path)
+    run.communicate(timeout=60)
+
+    assert 0 == run.returncode
+
+
 def test_files_that_cannot_be_made_are_told_of(parwrap_run, script):
     path = script("")
 

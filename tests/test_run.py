@@ -112,6 +112,17 @@ def test_one_rank_needs_no_other_process(parwrap_run, script):
     assert parwrap_run(path) == (0, "True [] False\n", "")
 
 
+def test_options_of_python_itself_go_along_when_the_command_begins_anew(started, script):
+    """It does so for ``PYTHONHASHSEED``, which is to be the same on all nodes."""
+    path = script("import sys\nprint(hash('parwrap'), sys.flags.dev_mode)")
+    ranks = started("-X", "dev", "-W", "ignore", "-m", "parwrap.run", "--plain", "--nproc-per-node", "2", path)
+    alone = subprocess.run(
+        [sys.executable, "-c", "print(hash('parwrap'), True)"], env={"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True
+    )
+
+    assert [alone.stdout] * 2 == ranks.communicate(timeout=60)[0].splitlines(keepends=True)
+
+
 def test_a_rank_that_turns_out_to_be_the_only_one_is_started_as_plain_python_is(started, parwrap_run, script):
     path = script("import os, sys\nfor name in sorted(os.environ): print(name, os.environ[name])\nprint(sys.flags)")
     cores = os.sched_getaffinity(0)
