@@ -152,12 +152,15 @@ class Nodes:
                         Failure(**failure).write(self._failures)
             lost = self._store.get("failed").decode()
             self.lost = bool(lost)
+            silent = [self._names[node] for node in others if not self._store.check([f"failures/{node}"])]
             if lost:
                 print(f"parwrap: {lost}", file=sys.stderr)
+            elif silent:
+                print(f"parwrap: no answer from {', '.join(silent)}; if it is gone, that is why ranks here miss others", file=sys.stderr)
             self._wait_until_read(until)
         except DistError:
             self.lost = True
-            print("parwrap: the node where the job has met is not heard of any more", file=sys.stderr)
+            print(f"parwrap: {self._names[0]}, where the job has met, is not heard of any more", file=sys.stderr)
 
     def _listen(self) -> None:
         """Be heard by the other nodes, and hear them, for as long as this process lives. Each node watches the one before it."""

@@ -109,7 +109,7 @@ def run(job: Job) -> None:
         torch.set_num_threads(job.threads)
     os.environ.update(job.environ)
     speak_through(job.outputs)
-    refuse_questions()
+    refuse_questions("ask before, and pass the answer")
     show_in_notebook(job.world.rank)
     if job.streams is not None:
         set_state(job.streams)

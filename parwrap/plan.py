@@ -32,6 +32,8 @@ ONE_NODE = "parwrap"
 """The rendezvous backend of a node that need not wait for others; see ``agent.py``."""
 DOCTOR = "parwrap.doctor"
 """The module that opens the process group itself, to tell what is wrong with it: it is only launched."""
+OF_OTHERS = ("-n", "-np", "--np", "--ntasks", "--num-processes", "--num_processes", "--gpus")
+"""What other launchers call ``--nproc-per-node``."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,8 @@ def unknown_option(option: str, parser: argparse.ArgumentParser) -> str:
     known = [option for option in parser._option_string_actions if "_" not in option]
     begin = [option for option in known if option.startswith(name[:7])]  # so that --nprocs is not taken for --nnodes
     close = difflib.get_close_matches(name, begin, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1)
+    if name in OF_OTHERS:
+        close = ["--nproc-per-node"]
     hint = f"did you mean {close[0]}?" if close else "`python -m parwrap.run --help` lists the options; those of the script come after it."
     return f"there is no option {name}; {hint}"
 
@@ -296,6 +300,8 @@ def _look_for(target: str, arguments: argparse.Namespace, features: dict[str, di
         if features.get("amp") == {"dtype": "auto"} and not target.endswith(".py"):
             hint += f" If it is meant for --amp: that takes {', '.join(AMP_VALUES)}."
         raise LaunchError(f"there is no script {target}: its path is taken from the directory that the command runs in.{hint}")
+    if not arguments.no_python and not arguments.module and os.path.isdir(target) and not os.path.exists(f"{target}/__main__.py"):
+        raise LaunchError(f"{target} is a directory without a __main__.py, so there is nothing to run: name the script in it.")
     if arguments.module and importlib.util.find_spec(target.partition(".")[0]) is None:
         raise LaunchError(
             f"there is no module {target}: it is looked for in the directory that the command runs in and among what is installed."

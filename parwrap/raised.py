@@ -34,6 +34,7 @@ class Raised(NamedTuple):
     """
 
     kind: type[BaseException]
+    name: str
     args: tuple
     attributes: dict[str, Any]
     members: dict[str, Any]
@@ -44,13 +45,14 @@ class Raised(NamedTuple):
     def of(cls, error: BaseException, outermost: TracebackType | None, can_pack: Callable[[Any], bool]) -> Raised:
         """``error`` in parts that can be packed; its traceback is shown from ``outermost`` on."""
         kind = next(each for each in type(error).__mro__ if can_pack(each))
+        name = type(error).__qualname__
         args = tuple(each if can_pack(each) else repr(each) for each in error.args)
         attributes = {name: each if can_pack(each) else repr(each) for name, each in vars(error).items()}
         names = MEMBERS if isinstance(error, (OSError, ImportError)) else ()
         members = {name: value for name in names if (value := getattr(error, name, None)) is not None and can_pack(value)}
         grouped = tuple(cls.of(each, None, can_pack) for each in error.exceptions) if isinstance(error, GROUP) else ()
         text = "".join(traceback.format_exception(type(error), error, outermost)).rstrip()
-        return cls(kind, args, attributes, members, grouped, text)
+        return cls(kind, name, args, attributes, members, grouped, text)
 
     def error(self, who: str) -> BaseException:
         """The exception, raised by ``who``."""
@@ -59,7 +61,8 @@ class Raised(NamedTuple):
         return error
 
     def _error(self) -> BaseException:
-        for kind in self.kind.__mro__:
+        here = [kind for kind in self.kind.__subclasses__() if kind.__qualname__ == self.name]  # of pytest.skip(), by no name
+        for kind in (*here, *self.kind.__mro__):
             with suppress(Exception):
                 return self._rebuilt(kind)
         return BaseException()

@@ -31,6 +31,7 @@ from parwrap.failures import Recorder, exit_status
 from parwrap.fork_server import BLOCKED
 from parwrap.processes import die_with_parent
 from parwrap.rank_output import Pipes
+from parwrap.speaking import refuse_questions
 
 __all__ = ["Script", "run_alone", "run_rank"]
 
@@ -79,7 +80,7 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
         pipes: where to write instead of stdout and stderr.
     """
     die_with_parent()
-    if not cast(Any, multiprocessing.parent_process()).is_alive():  # it has ended before that
+    if (launcher := multiprocessing.parent_process()) and not launcher.is_alive():  # it has ended before that
         os._exit(1)
     import torch
 
@@ -88,6 +89,7 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
     if threads is not None:
         torch.set_num_threads(threads)  # OpenMP has read the variable in the fork server
     _forget_the_fork()
+    refuse_questions("make the answer an argument of the script")
     status = 0
     recorder = Recorder(Path(failures), os.environ, script_traceback, aside)
     try:

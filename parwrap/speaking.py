@@ -81,11 +81,11 @@ def speak_through(outputs: Mapping[int, int]) -> None:
                 getattr(sys, name).reconfigure(line_buffering=True)
 
 
-def refuse_questions() -> None:
-    """In a rank: have ``input()`` say why nobody answers, also in a notebook, where it would wait."""
+def refuse_questions(remedy: str) -> None:
+    """In a rank: have ``input()`` say why nobody answers, also in a notebook, where it would wait, and what to do."""
 
     def ask(prompt: object = "") -> NoReturn:
-        raise EOFError(f"input({str(prompt)!r}) was called on a launched rank, which has no stdin: ask before, and pass the answer.")
+        raise EOFError(f"input({str(prompt)!r}) was called on a launched rank, which has no stdin: {remedy}.")
 
     builtins.input = ask
 

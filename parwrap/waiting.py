@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from parwrap.background import in_background
+from parwrap.errors import LaunchError
 from parwrap.failures import node_name
 from parwrap.network import PORTS, endpoint, patience, way_to
 from parwrap.plan import LaunchPlan
@@ -104,14 +106,38 @@ def _all_numbers_come(plan: LaunchPlan) -> TCPStore:
     """Wait until they have, as torch would by itself, deaf to signals; returns the store where they meet."""
     host, port = endpoint(plan.torchrun)
     number = plan.torchrun.node_rank
-    store = TCPStore(host if number else "localhost", port, is_master=number == 0, wait_for_workers=False, multi_tenant=True)
-    store.set(_has_come(number), "")
     until = time.monotonic() + patience(plan)
+    if number == 0:
+        store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    else:
+        store = _connected(host, port, until)
+    store.set(_has_come(number), "")
     while not store.check([_has_come(each) for each in range(plan.nodes[0])]):
         if time.monotonic() > until:
             raise RendezvousTimeoutError
         time.sleep(LOOKING)
     return store
+
+
+def _connected(host: str, port: int, until: float) -> TCPStore:
+    """The store that is kept there. If a server of another kind is, torch waits for its answer for ever."""
+    outcome: Future[TCPStore] = Future()
+
+    def connect() -> None:
+        try:
+            outcome.set_result(TCPStore(host, port, wait_for_workers=False, multi_tenant=True))
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=connect, name="parwrap connecting", daemon=True).start()
+    while not outcome.done():
+        if time.monotonic() > until:
+            raise LaunchError(
+                f"something listens at {host} port {port}, and it does not answer as the first node of a job does: check that "
+                "--master-addr and --master-port are those of --node-rank 0, and that no other server has this port."
+            )
+        time.sleep(LOOKING)
+    return outcome.result()
 
 
 def _missing_by_number(plan: LaunchPlan, handler: Any) -> str:

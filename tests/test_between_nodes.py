@@ -253,11 +253,38 @@ def test_a_port_that_is_taken_is_told_of(tmp_path, port):
 
 
 MEETING = """
-import parwrap
+import torch
 print("up", flush=True)
 while True:
-    parwrap.barrier()
+    torch.distributed.all_reduce(torch.ones(1))
 """
+
+
+def test_a_server_of_another_kind_at_the_port_is_told_of(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address, port = silent.getsockname()
+        place = ("--master-addr", address, "--master-port", str(port), "--node-rank", "1")
+
+        assert alone(tmp_path, *place) == (
+            2,
+            f"parwrap.run: something listens at {address} port {port}, and it does not answer as the first node of a job does: check that "
+            "--master-addr and --master-port are those of --node-rank 0, and that no other server has this port.\n",
+        )
+
+
+def test_a_node_that_is_killed_is_named_where_its_ranks_are_missed(tmp_path):
+    (tmp_path / "train.py").write_text(MEETING)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--all-ranks")
+    with ended_with_the_test() as start:
+        nodes = [start(*COMMAND, "1", *options, "--node-rank", str(rank), "train.py", cwd=tmp_path, env=ENVIRON) for rank in (0, 1)]
+        assert ["[rank 0] up\n", "[rank 1] up\n"] == [node.stdout.readline() for node in nodes]
+        nodes[1].kill()
+        status, _, told = ended(nodes[0])[0]
+
+    assert 1 == status
+    assert told.startswith(f"parwrap: no answer from node 1 ({socket.gethostname()}); if it is gone, that is why ranks here miss others\n")
 
 
 @pytest.mark.parametrize(("script", "number"), [(WAITING, signal.SIGTERM), (MEETING, signal.SIGTERM), (MEETING, signal.SIGINT)])

@@ -97,6 +97,15 @@ def test_a_script_that_has_trained_ends_as_under_plain_python(parwrap_run, scrip
     assert bool(said) == ("Traceback" in stderr)
 
 
+def test_a_question_that_nobody_can_answer(parwrap_run, script):
+    status, said, stderr = parwrap_run("--nproc-per-node", "2", script("input('name? ')"))
+
+    assert (1, "") == (status, said)
+    assert stderr.endswith(
+        "EOFError: input('name? ') was called on a launched rank, which has no stdin: make the answer an argument of the script.\n"
+    )
+
+
 def test_who_was_killed_before_a_restart_is_told(parwrap_run, script):
     path = script("""
 import os

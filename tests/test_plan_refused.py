@@ -53,6 +53,7 @@ pytestmark = pytest.mark.usefixtures("scripts")
         ),
         (["--node-rank", "1", "train.py"], "--node-rank 1 is not below --nnodes 1: nodes are counted from 0."),
         (["--nprocs", "2", "train.py"], "there is no option --nprocs; did you mean --nproc-per-node?"),
+        (["-np", "2", "train.py"], "there is no option -np; did you mean --nproc-per-node?"),
         (["--nnodes", "3:2", "train.py"], "--nnodes 3:2 is not a number of nodes: give one above 0, or MIN:MAX for a job that can grow."),
         (
             ["--nnodes", "1:2", "--master-addr", "there", "train.py"],
@@ -109,6 +110,7 @@ def test_a_command_line_that_makes_no_sense_is_refused(argv, text):
     ("argv", "gpus", "text"),
     [
         (["no/such.py"], 0, "there is no script no/such.py: its path is taken from the directory that the command runs in."),
+        (["."], 0, ". is a directory without a __main__.py, so there is nothing to run: name the script in it."),
         (
             ["recipes.digits"],
             0,

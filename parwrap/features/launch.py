@@ -58,6 +58,7 @@ def launch(
     >>> launch(train, 3, nprocs=2)
     (6, 2)
     """
+    __tracebackhide__ = True
     if not callable(function):
         raise UsageError(
             f"parwrap.launch takes a function to call on the ranks, not {function!r}: write parwrap.launch(train, 3, nprocs=2), where a "

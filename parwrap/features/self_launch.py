@@ -99,6 +99,7 @@ def on_ranks(launch: Launch, options: Options, call: Callable[[], Any], joins: b
         call: opens it and runs the function.
         joins: whether one is open already.
     """
+    __tracebackhide__ = True
     if _asked is not None:  # by parwrap.launch, of this very function
         return call()
     if joins or there_are_ranks():

@@ -5,7 +5,6 @@ Which session that is, and the process group around it, is ``distributed.py``'s.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -18,7 +17,7 @@ from parwrap.data.sharing import Sharing, TrainingData
 from parwrap.errors import UsageError
 from parwrap.features.environment import without_variables
 from parwrap.features.learning_rate import learning_rates_times
-from parwrap.features.start_line import stand_aside, start_line
+from parwrap.features.start_line import say, stand_aside, start_line
 from parwrap.files.clone import CloneFiles
 from parwrap.files.rank_zero import RankZeroFiles
 from parwrap.group import Group
@@ -210,4 +209,4 @@ class Session:
         if group is None or self.strategy is None or group.world.rank > 0:
             return
         told = start_line(group, self.strategy, self._options, data, self._lr_factor())
-        print(f"parwrap: {told}, seed {self._streams.seed()}", file=sys.stderr)
+        say(f"parwrap: {told}, seed {self._streams.seed()}")

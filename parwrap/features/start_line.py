@@ -13,7 +13,7 @@ from parwrap.options import Options
 from parwrap.strategies.small_batches import warn_of_small_batches
 from parwrap.strategies.strategy import Strategy
 
-__all__ = ["stand_aside", "start_line"]
+__all__ = ["say", "stand_aside", "start_line"]
 
 
 def start_line(group: Group, strategy: Strategy, options: Options, data: TrainingData | None, lr_factor: float) -> str:
@@ -51,3 +51,12 @@ def stand_aside(what: str) -> None:
             f"Remove the script's own distributed code to have parwrap do it.",
             file=sys.stderr,
         )
+
+
+def say(line: str) -> None:
+    """Write ``line`` to stderr, where a progress bar may be."""
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bars is not None and getattr(bars, "_instances", None):
+        bars.write(line, file=sys.stderr)
+    else:
+        print(line, file=sys.stderr)

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ def write_beside(path: str, write: Callable[[Any], None]) -> None:
         write(path)  # a device or a pipe cannot be renamed over
         return
     folder, name = os.path.split(path)
-    try:
+    beside = None
+    with suppress(OSError):
         beside = tempfile.mkdtemp(prefix=PART, dir=folder)
-    except OSError:
+    if beside is None:
         write(path)  # a folder in which nothing can be made may have a file that can be written, and else torch says what is wrong
         return
     try:

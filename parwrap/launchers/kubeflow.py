@@ -18,6 +18,7 @@ __all__ = ["SHARES_FILES", "add_options", "launch", "manifest"]
 
 SHARES_FILES = False
 KINDS = {"pytorchjob": "v1, of the Training Operator from 1.7", "trainjob": "v2, of Kubeflow Trainer"}
+RUNTIME = "torch-distributed"
 LONGEST_NAME = 46
 """A label holds 63 characters, and pods are called after the job, with a suffix such as ``-worker-99`` or ``-node-0-999-abcde``."""
 LIKE_A_NUMBER = re.compile(r"[-+.]*[0-9]|[yYnN]$")
@@ -33,9 +34,7 @@ def add_options(group: argparse._ActionsContainer) -> None:
     group.add_argument("--kind", choices=KINDS, default="pytorchjob", help=f"What to write. {kinds}. By default pytorchjob.")
     group.add_argument("--name", help="Name of the job; by default the script's.")
     group.add_argument("--namespace", help="Its namespace; by default that of `kubectl`.")
-    group.add_argument(
-        "--runtime", default="torch-distributed", help="With --kind trainjob: the ClusterTrainingRuntime; by default torch-distributed."
-    )
+    group.add_argument("--runtime", help=f"With --kind trainjob: the ClusterTrainingRuntime; by default {RUNTIME}.")
 
 
 def launch(job: Job) -> int:
@@ -45,6 +44,8 @@ def launch(job: Job) -> int:
         UsageError: an option is missing, or its value is none that Kubernetes takes.
         LaunchError: PyYAML is not installed.
     """
+    if job.options.runtime and job.options.kind != "trainjob":
+        raise UsageError(f"--runtime {job.options.runtime} is of --kind trainjob: add that, or leave --runtime out.")
     if not (job.options.print or job.dry_run):
         raise UsageError(
             "--launcher kubeflow writes a manifest and submits nothing: add --print, and hand what it prints to `kubectl apply -f -`."
@@ -138,7 +139,7 @@ def _trainjob(job: Job) -> dict[str, Any]:
         raise UsageError(f"--nproc-per-node {job.ranks_per_node} is no number, as --kind trainjob needs it.")
     resources = {"resourcesPerNode": resources["resources"]} if (resources := _resources(job)) else {}
     return {
-        "runtimeRef": {"name": job.options.runtime},
+        "runtimeRef": {"name": job.options.runtime or RUNTIME},
         "trainer": {
             "image": job.options.image,
             **_command(job),

@@ -251,6 +251,12 @@ def test_a_question_that_nobody_can_answer():
         parwrap.launch(lambda: input("name? "), nprocs=2)
 
 
+def test_a_test_may_be_skipped_from_a_rank():
+    """Its exception says of itself that it is one of Python's own, and cannot be found by that name."""
+    with pytest.raises(pytest.skip.Exception, match=r"^no gpu$"):
+        parwrap.launch(lambda: pytest.skip("no gpu"), nprocs=2)
+
+
 def test_a_rank_that_is_killed_is_named():
     def dies():
         if parwrap.rank() == 1:

@@ -95,6 +95,18 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.ranks(2)
+def test_a_folder_that_is_not_there_is_told_of_as_by_torch(tmp_path):
+    with pytest.raises(RuntimeError, match=r"directory .* does not exist") as plain:
+        torch.save({}, tmp_path / "not there" / "model.pt")
+    with parwrap.distributed():
+        if parwrap.rank() == 0:
+            with pytest.raises(RuntimeError) as raised:
+                torch.save({}, tmp_path / "not there" / "model.pt")
+
+            assert (str(plain.value), None) == (str(raised.value), raised.value.__context__)
+
+
 def test_a_buffer_is_written_on_every_rank():
     with parwrap.distributed():
         buffer = io.BytesIO()

@@ -64,9 +64,9 @@ def slurm() -> Iterator[dict[str, str]]:
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         raise NotHere("unshare -m is not allowed, so its nodes cannot be given names")
     with ExitStack() as undo:
-        directory = Path(tempfile.mkdtemp(prefix="slurm-"))
+        directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         undo.callback(shutil.rmtree, directory, ignore_errors=True)
-        directory.chmod(0o755)  # munge asks for it
+        directory.chmod(0o755)  # munge asks for it, and of the folders above it
         (directory / "state").mkdir()
         (directory / "munge.key").write_bytes(os.urandom(128))
         (directory / "munge.key").chmod(0o600)

@@ -234,6 +234,10 @@ def test_the_name_is_the_scripts(script, name):
             "no name for a job on Kubernetes can be made of the script's, \u8bad\u7ec3.py: add --name.",
         ),
         (
+            ["--print", "--image", "i", "--runtime", "mine", "train.py"],
+            "--runtime mine is of --kind trainjob: add that, or leave --runtime out.",
+        ),
+        (
             ["--print", "--image", "i", "--kind", "trainjob", "--max-restarts", "1", "train.py"],
             "--max-restarts has nothing to act on with --kind trainjob, whose nodes cannot start again together: leave it out, or choose "
             "--kind pytorchjob.",
