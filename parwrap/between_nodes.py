@@ -14,8 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from parwrap.network import towards
 
 __all__ = ["Nodes"]
 
-NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 LINGERING = 3.0
 """Seconds that a node waits, when one has failed, for what the others have to tell about it."""
 
@@ -74,11 +73,8 @@ class Nodes:
         self._store = None
         while True:
             try:
-                # with a store that it shares with ranks, torch lets a node that joins later wait for word of it in vain
-                os.environ[NO_SHARED_STORE] = "1"
-                with self._waiting(agent._worker_group.spec.rdzv_handler):
+                with _ranks_store_apart(), self._waiting(agent._worker_group.spec.rdzv_handler):
                     wrapped(*args, **kwargs)
-                del os.environ[NO_SHARED_STORE]
                 store = self._agree(agent)
                 break
             except RendezvousGracefulExitError:
@@ -215,3 +211,17 @@ class Nodes:
     def _wait_for(self, keys: list[str], until: float) -> None:
         while not self._store.check(keys) and time.monotonic() < until:
             time.sleep(LOOKING)
+
+
+@contextmanager
+def _ranks_store_apart() -> Iterator[None]:
+    """With a store that it shares with ranks, torch lets a node that joins later wait for word of it in vain."""
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before

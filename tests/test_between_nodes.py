@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -272,14 +274,21 @@ def test_a_server_of_another_kind_at_the_port_is_told_of(tmp_path):
         )
 
 
-def test_a_node_that_is_killed_is_named_where_its_ranks_are_missed(tmp_path):
-    (tmp_path / "train.py").write_text(MEETING)
+@contextmanager
+def two_nodes_up(directory: Path, script: str) -> Iterator[list[subprocess.Popen]]:
+    """Two nodes of a rank each, on this machine, that have come as far as the line in which ``script`` says that it is up."""
+    (directory / "train.py").write_text(script)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--all-ranks")
     with ended_with_the_test() as start:
-        nodes = [start(*COMMAND, "1", *options, "--node-rank", str(rank), "train.py", cwd=tmp_path, env=ENVIRON) for rank in (0, 1)]
+        nodes = [start(*COMMAND, "1", *options, "--node-rank", str(rank), "train.py", cwd=directory, env=ENVIRON) for rank in (0, 1)]
         assert ["[rank 0] up\n", "[rank 1] up\n"] == [node.stdout.readline() for node in nodes]
+        yield nodes
+
+
+def test_a_node_that_is_killed_is_named_where_its_ranks_are_missed(tmp_path):
+    with two_nodes_up(tmp_path, MEETING) as nodes:
         nodes[1].kill()
         status, _, told = ended(nodes[0])[0]
 
@@ -290,13 +299,7 @@ def test_a_node_that_is_killed_is_named_where_its_ranks_are_missed(tmp_path):
 @pytest.mark.parametrize(("script", "number"), [(WAITING, signal.SIGTERM), (MEETING, signal.SIGTERM), (MEETING, signal.SIGINT)])
 def test_the_others_are_told_that_the_first_node_was_stopped(tmp_path, script, number):
     """It keeps the store by which they hear of it. What their ranks miss then is a line each, and no traceback."""
-    (tmp_path / "train.py").write_text(script)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--all-ranks")
-    with ended_with_the_test() as start:
-        nodes = [start(*COMMAND, "1", *options, "--node-rank", str(rank), "train.py", cwd=tmp_path, env=ENVIRON) for rank in (0, 1)]
-        assert ["[rank 0] up\n", "[rank 1] up\n"] == [node.stdout.readline() for node in nodes]
+    with two_nodes_up(tmp_path, script) as nodes:
         nodes[0].send_signal(number)
         first, (status, _, told) = ended(*nodes)
         lost, *later = told.splitlines()
