@@ -22,6 +22,7 @@ import pytest
 
 from parwrap import _rank_process
 from parwrap._rank_process import Report, Task
+from parwrap.processes import how_ended
 from parwrap.world import launch_variables
 
 __all__ = ["GRACE", "Rank", "collect", "dump_stacks", "launched", "rank_environ", "start_fork_server"]
@@ -171,9 +172,7 @@ def _dead(rank: Rank, when: float) -> Report:
     rank.process.join(GRACE)
     rank.process.kill()  # does something only if it has closed its connection and lives on
     rank.process.join()
-    code = rank.process.exitcode
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return Report(rank.task.rank, "died", when, f"{how} before the test was over", rank.stacks())
+    return Report(rank.task.rank, "died", when, f"{how_ended(rank.process.exitcode)} before the test was over", rank.stacks())
 
 
 def dump_stacks(ranks: list[Rank]) -> None:

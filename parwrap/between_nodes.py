@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -26,6 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from parwrap.errors import LaunchError
 from parwrap.failures import Failure, node_name, read_failures
 from parwrap.network import towards
+from parwrap.processes import signal_name
 
 __all__ = ["Nodes"]
 
@@ -128,7 +128,7 @@ class Nodes:
         """This node's launcher is ended by a signal: the others need not wait to miss it."""
         if not self._alone and self._store and not self._deaf:
             with suppress(DistError):
-                self._tell([], f"{self._names[self._mine]} was stopped by {signal.Signals(signalled).name}")
+                self._tell([], f"{self._names[self._mine]} was stopped by {signal_name(signalled)}")
                 self._wait_until_read(time.monotonic() + LINGERING)
 
     def exchange(self) -> None:
@@ -142,17 +142,17 @@ class Nodes:
             self._tell(read_failures(self._failures))
             until = time.monotonic() + LINGERING
             self._wait_for([f"failures/{node}" for node in others], until)
-            for node in others:
-                if self._store.check([f"failures/{node}"]):
-                    for failure in json.loads(self._store.get(f"failures/{node}")):
-                        Failure(**failure).write(self._failures)
+            silent = [node for node in others if not self._store.check([f"failures/{node}"])]
+            for node in {*others} - {*silent}:
+                for failure in json.loads(self._store.get(f"failures/{node}")):
+                    Failure(**failure).write(self._failures)
             lost = self._store.get("failed").decode()
             self.lost = bool(lost)
-            silent = [self._names[node] for node in others if not self._store.check([f"failures/{node}"])]
             if lost:
                 print(f"parwrap: {lost}", file=sys.stderr)
             elif silent:
-                print(f"parwrap: no answer from {', '.join(silent)}; if it is gone, that is why ranks here miss others", file=sys.stderr)
+                names = ", ".join(self._names[node] for node in silent)
+                print(f"parwrap: no answer from {names}; if it is gone, that is why ranks here miss others", file=sys.stderr)
             self._wait_until_read(until)
         except DistError:
             self.lost = True

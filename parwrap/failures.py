@@ -23,6 +23,7 @@ from typing import Literal
 
 from parwrap.files.threads import passing
 from parwrap.processes import signal_name
+from parwrap.raised import in_one_line
 
 __all__ = ["Failure", "Recorder", "exit_status", "name_of_node", "node_name", "read_failures", "report", "unexplained"]
 
@@ -131,7 +132,7 @@ class Recorder(AbstractContextManager):
             ending="exited" if isinstance(error, SystemExit) else "raised",
             status=exit_status(error),
             text=_message(error) if isinstance(error, SystemExit) else self._shown(error),
-            exception=_in_one_line(error),
+            exception=in_one_line(error),
             node=self._node,
         )
         with passing():  # on every rank
@@ -221,13 +222,6 @@ def report(failures: Iterable[Failure], explained: bool = False) -> str:
     alike = first.ending == "exited" and not lines and 0 in (first.rank, *(other.rank for other in others))
     last_word = first.text if alike else str(first)
     return "\n".join([*lines, last_word])
-
-
-def _in_one_line(error: BaseException) -> str:
-    try:
-        return f"{type(error).__qualname__}: {error}".splitlines()[0].removesuffix(": ")
-    except Exception:  # in its own __str__
-        return type(error).__qualname__
 
 
 def _message(error: SystemExit) -> str:

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 
 from torch.distributed import Store
 
+from parwrap.raised import in_one_line
 from parwrap.world import World
 
 __all__ = ["first_failure_told"]
@@ -25,7 +26,7 @@ def first_failure_told(world: World, store: Store) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
-        cause = f"{type(error).__qualname__}: {error}".partition("\n")[0]
+        cause = in_one_line(error)
         first = f"{world.rank} {cause}"
         with suppress(RuntimeError):  # the store is gone, with the rank that kept it
             first = store.compare_set("first failure", "", first).decode()

@@ -23,7 +23,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.forking import Forks, starting
 from parwrap.launched_rank import WORD, Job
 from parwrap.memory import private_file
-from parwrap.processes import signal_name
+from parwrap.processes import how_ended
 from parwrap.returned import CallersObjects
 from parwrap.spawning import Spawns
 from parwrap.speaking import Heard
@@ -179,7 +179,7 @@ def _told_by(code: int | None) -> str:
     """How a process has ended."""
     if code is None:
         return "ended, with an exit code that something else in this process has taken, such as a handler of SIGCHLD that waits for all,"
-    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    return how_ended(code)
 
 
 @contextmanager

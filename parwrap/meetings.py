@@ -20,6 +20,7 @@ from datetime import timedelta
 from parwrap.errors import RankMismatchError
 from parwrap.lane import Lane, answered_beside
 from parwrap.mailbox import PART, Entry, Mailbox, Meeting, State
+from parwrap.raised import in_one_line
 from parwrap.sites import location
 from parwrap.whereabouts import Whereabouts
 
@@ -230,7 +231,7 @@ class Meetings:
 
     def fail(self, error: BaseException) -> None:
         """This rank leaves with ``error``: tell those who would wait for it."""
-        self._mailbox.write(self._number, Meeting(f"{type(error).__name__}: {error}".partition("\n")[0]), State.FAILED)
+        self._mailbox.write(self._number, Meeting(in_one_line(error)), State.FAILED)
 
     def miss(self) -> None:
         """The others have taken a step that this rank has not."""

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-__all__ = ["die_with_parent", "signal_name"]
+__all__ = ["die_with_parent", "how_ended", "signal_name"]
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -33,3 +33,12 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
+
+
+def how_ended(code: int) -> str:
+    """What became of a process, by its exit code as :mod:`multiprocessing` has it.
+
+    >>> how_ended(3), how_ended(-9)
+    ('ended with exit code 3', 'was killed by SIGKILL')
+    """
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

@@ -1,4 +1,4 @@
-"""An exception that a rank has raised, in parts that can be sent to the process that has launched it, and be raised there as itself."""
+"""An exception that a rank has raised: in parts that can be sent to the process that has launched it and raised there, or in a line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
-__all__ = ["Raised", "RemoteTraceback"]
+__all__ = ["Raised", "RemoteTraceback", "in_one_line"]
 
 MEMBERS = ("errno", "strerror", "filename", "filename2", "name", "path")
 GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
@@ -78,3 +78,15 @@ class Raised(NamedTuple):
         for name, value in self.members.items() if issubclass(kind, (OSError, ImportError)) else ():
             setattr(error, name, value)
         return error
+
+
+def in_one_line(error: BaseException) -> str:
+    """What ``error`` is, and the first line of what it says.
+
+    >>> in_one_line(ValueError("no data\\nin train.csv")), in_one_line(KeyboardInterrupt())
+    ('ValueError: no data', 'KeyboardInterrupt')
+    """
+    try:
+        return f"{type(error).__qualname__}: {error}".splitlines()[0].removesuffix(": ")
+    except Exception:  # in its own __str__
+        return type(error).__qualname__

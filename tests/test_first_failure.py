@@ -37,6 +37,11 @@ def last_words(directory, environ, fails):
     [
         ("raise ValueError('unhappy')", ["ValueError: unhappy"], "ValueError: unhappy"),
         ("sys.exit(3)", [], "SystemExit: 3"),
+        (
+            "raise type('Unspeakable', (Exception,), {'__str__': lambda error: 1 / 0})",
+            ["Unspeakable: <exception str() failed>"],
+            "Unspeakable",
+        ),
     ],
 )
 def test_a_rank_that_fails_because_of_another_says_so_last(tmp_path, environ, fails, first, told):

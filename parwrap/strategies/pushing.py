@@ -19,6 +19,7 @@ from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.loop import Loop, parameters_of
 from parwrap.meetings import FIRST_BACKWARD
+from parwrap.raised import in_one_line
 from parwrap.sites import location
 from parwrap.strategies.agreement import checksum
 from parwrap.strategies.ending import ending, take_over
@@ -192,7 +193,7 @@ class Pushing:
 
     def failed(self, error: BaseException) -> None:
         """This worker leaves with ``error``."""
-        text = f"has failed with {type(error).__name__}: {error}".partition("\n")[0]
+        text = f"has failed with {in_one_line(error)}"
         for server in self._split.servers if not self._ended else ():
             with suppress(RuntimeError):
                 self._wire.send(server, Message(Kind.FAILED, content=pickle.dumps(text)), waits=False)

@@ -23,6 +23,7 @@ from parwrap.decorator import Left
 from parwrap.errors import RankMismatchError
 from parwrap.files.aside import FilesAside
 from parwrap.loop import Loop, parameters_of
+from parwrap.raised import in_one_line
 from parwrap.strategies.ending import take_over
 from parwrap.strategies.held import Held, Pushed
 from parwrap.strategies.pace import Pace
@@ -134,7 +135,7 @@ class Server:
 
     def failed(self, error: BaseException) -> None:
         """This server has failed: whoever asks it for something is told."""
-        text = f"rank {self._rank}, a parameter server, has failed with {_line(error)}."
+        text = f"rank {self._rank}, a parameter server, has failed with {in_one_line(error)}."
         if isinstance(error, RankMismatchError):
             text = str(error)
         for worker in sorted(self._there):
@@ -265,7 +266,3 @@ class Server:
         self._tell_lost(self._lost)
         if self._place == 0:
             print(f"parwrap: {text} The others train on without it.", file=self._said, flush=True)
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
