@@ -10,10 +10,10 @@ import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, ClassVar, Protocol, TypeVar, overload
 
 from parwrap.errors import UsageError
 
@@ -45,17 +45,26 @@ class ScopeDecorator:
     layer: int = 0
     """Scopes on one function open in ascending order."""
 
+    not_here: ClassVar[Mapping[str, str]] = {}
+    """What to do instead of giving an option that this decorator does not have, by the option's name."""
+
     def __new__(cls, function: Any = None, /, **options: Any) -> Any:
         for name in options:
-            if name not in (known := cls.option_names()):
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known) or 'none'}."
-                raise UsageError(f"parwrap.{cls.__name__} has no option {name!r}; {hint}")
+            if name not in cls.option_names():
+                raise UsageError(f"parwrap.{cls.__name__} has no option {name!r}; {cls._hint(name)}")
         decorator = super().__new__(cls)
         if function is None:
             return decorator
         decorator.__init__(**options)  # type: ignore[misc]
         return decorator(function)
+
+    @classmethod
+    def _hint(cls, name: str) -> str:
+        """What to do about an option that does not exist."""
+        if name in cls.not_here:
+            return f"{cls.not_here[name]}."
+        close = difflib.get_close_matches(name, cls.option_names(), n=1)
+        return f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(cls.option_names()) or 'none'}."
 
     def __init__(self) -> None:
         self._entered: list[AbstractContextManager] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from parwrap.errors import LaunchError, UsageError
 
-__all__ = ["AMP_VALUES", "add_feature_options", "features_of", "number", "refuse_missing_gpus", "whole", "with_amp_value"]
+__all__ = ["AMP_VALUES", "add_feature_options", "features_of", "number", "refuse_missing_gpus", "whole"]
 
 AMP_VALUES = ("auto", "bf16", "fp16", "bfloat16", "float16", "O0", "O1", "O2", "O3")
 
@@ -62,18 +62,6 @@ def add_feature_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-tokens", "--max_tokens", default=absent, type=whole, help="With --uniform-length: tokens of a batch, instead of samples."
     )
-
-
-def with_amp_value(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """``argv`` with the value that a bare ``--amp`` leaves out, for which argparse would take the script's name."""
-    completed = list(argv)
-    for place, (argument, following) in enumerate(zip(argv, [*argv[1:], ""], strict=False)):
-        if argument == "--amp" and following not in AMP_VALUES:
-            before, _ = parser.parse_known_args([*argv[:place], "script"])
-            if not before.training_script_args:  # else this one is the script's own
-                completed[place] = "--amp=auto"
-            break
-    return completed
 
 
 def features_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:

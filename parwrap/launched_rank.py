@@ -25,7 +25,7 @@ from parwrap.processes import die_with_parent
 from parwrap.raised import Raised
 from parwrap.returned import CallersObjects
 from parwrap.sites import is_ours
-from parwrap.speaking import refuse_questions, show_in_notebook, speak_through
+from parwrap.speaking import refuse_stdin, show_in_notebook, speak_through
 from parwrap.streams import set_state
 from parwrap.world import World
 
@@ -109,7 +109,7 @@ def run(job: Job) -> None:
         torch.set_num_threads(job.threads)
     os.environ.update(job.environ)
     speak_through(job.outputs)
-    refuse_questions("ask before, and pass the answer")
+    refuse_stdin("ask before, and pass the answer")
     show_in_notebook(job.world.rank)
     if job.streams is not None:
         set_state(job.streams)

@@ -5,6 +5,7 @@ Only this file knows about classes; what holds while a method runs is the decora
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import weakref
@@ -76,7 +77,10 @@ class _Mixin:
 
 
 def _unknown_options(where: str, unknown: Iterable[str], known: Iterable[str]) -> UsageError:
-    return UsageError(f"{where} {', '.join(unknown)}, which none of its mixins takes; they take {', '.join(sorted(known))}.")
+    hints = [difflib.get_close_matches(name, known, n=1) for name in unknown]
+    close = [repr(name) for found in hints for name in found]
+    hint = f"did you mean {', '.join(close)}?" if all(hints) else f"they take {', '.join(sorted(known))}."
+    return UsageError(f"{where} {', '.join(unknown)}, which none of its mixins takes; {hint}")
 
 
 class _OfEach:

@@ -14,11 +14,14 @@ import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
+import parwrap
+from parwrap.command_line import UnknownOptionError, parse_options, split_at_script
 from parwrap.errors import LaunchError, UsageError
 from parwrap.families import LOOPBACK
-from parwrap.feature_options import AMP_VALUES, add_feature_options, features_of, number, refuse_missing_gpus, whole, with_amp_value
+from parwrap.feature_options import AMP_VALUES, add_feature_options, features_of, number, refuse_missing_gpus, whole
 from parwrap.node_options import meets_alone, node_counts
 from parwrap.outer import NOT_GIVEN, fill_in
 from parwrap.script import Script
@@ -34,6 +37,8 @@ DOCTOR = "parwrap.doctor"
 """The module that opens the process group itself, to tell what is wrong with it: it is only launched."""
 OF_OTHERS = ("-n", "-np", "--np", "--ntasks", "--num-processes", "--num_processes", "--gpus")
 """What other launchers call ``--nproc-per-node``."""
+FOR_SEVERAL_RANKS = ("--nproc-per-node", "--nnodes")
+"""The options without which one rank runs."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class LaunchPlan:
     """What a command line asks for.
 
     Attributes:
-        argv: the command line itself.
+        argv: the command line, with options in full.
         script: what every rank runs.
         ranks: how many of them on this node.
         nodes: the least and the largest number of nodes.
@@ -53,6 +58,7 @@ class LaunchPlan:
         in_this_process: one rank that needs no other process.
         outer: which, if another launcher has started this process as a rank.
         dry_run: only show the plan.
+        notice: what to say before anything runs; empty for nothing.
     """
 
     argv: tuple[str, ...]
@@ -67,6 +73,7 @@ class LaunchPlan:
     in_this_process: bool
     outer: World | None
     dry_run: bool
+    notice: str
 
 
 def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, cores: int, here: bool = True) -> LaunchPlan:
@@ -87,9 +94,11 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     parser.set_defaults(
         **NOT_GIVEN, start_method=environ.get("PET_START_METHOD", "forkserver"), rdzv_backend=environ.get("PET_RDZV_BACKEND")
     )
-    arguments, unknown = parser.parse_known_args(with_amp_value(parser, argv))
-    if unknown:
-        raise UsageError(unknown_option(unknown[0], parser))
+    try:
+        given, command = split_at_script(parser, argv)
+    except UnknownOptionError as unknown:
+        raise UsageError(unknown_option(str(unknown), parser)) from None
+    arguments = parse_options(parser, given, command)
     if arguments.launcher:
         raise UsageError("--launcher is to be written in full.")  # else it was noticed before
     arguments.rdzv_backend = arguments.rdzv_backend or ("c10d" if arguments.rdzv_endpoint else "static")
@@ -97,6 +106,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     outer = fill_in(arguments, environ, gpus)
     nodes = node_counts(arguments)
     one_process = hasattr(arguments, "data_parallel")
+    alone_by_default = not (arguments.nproc_per_node or one_process or outer)
     asked = arguments.nproc_per_node or str(1 if one_process or outer else gpus or 1)
     ranks = _ranks(asked, gpus, cores)
     if one_process and (ranks, nodes[-1]) != (1, 1):
@@ -124,7 +134,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         )
     threads = max(1, cores // ranks)
     return LaunchPlan(
-        argv=tuple(argv),
+        argv=(*given, *command),
         script=script,
         ranks=ranks,
         nodes=nodes,
@@ -136,6 +146,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         in_this_process=in_this_process,
         outer=outer,
         dry_run=arguments.dry_run,
+        notice=_option_after_script(script) if alone_by_default and in_this_process else "",
     )
 
 
@@ -188,6 +199,7 @@ def command_parser() -> argparse.ArgumentParser:
         parents=[get_args_parser()],
         add_help=False,
     )
+    parser.add_argument("--version", action="version", version=f"parwrap {parwrap.__version__}", help="Print the version.")
     parser.add_argument(
         "--use-env",
         "--use_env",
@@ -278,10 +290,11 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], features: di
     if here:
         _look_for(target, arguments, features)
     if options or features:
-        import parwrap
-
         for name, chosen in {"distributed": options, **features}.items():
-            getattr(parwrap, name)(**chosen)  # raises UsageError for values that it will not take
+            try:
+                getattr(parwrap, name)(**chosen)
+            except UsageError as error:
+                raise UsageError(f"{error} Your script's own options go after its name.") from None
     return Script(
         target=target,
         args=tuple(arguments.training_script_args),
@@ -289,6 +302,17 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], features: di
         scope=None if arguments.plain or doctor else options,
         features=features,
         hand_local_rank=arguments.plain and not arguments.no_python and not arguments.use_env,
+    )
+
+
+def _option_after_script(script: Script) -> str:
+    """What to say of an option for several ranks that stands after the script, which has got it instead."""
+    given = [argument for argument in script.args if argument.partition("=")[0].replace("_", "-") in FOR_SEVERAL_RANKS]
+    if not given or (script.kind == "file" and "nproc" in Path(script.target).read_text(errors="replace")):
+        return ""  # a script with such an option is a launcher itself
+    return (
+        f"1 rank runs: {given[0]} stands after {script.target}, so it is an option of the script. "
+        f"To start several ranks, put it before {'-m' if script.kind == 'module' else script.target}."
     )
 
 

@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if plan.dry_run:
             print(describe(with_way(plan, environ)))
             return 0
+        if plan.notice:
+            print(f"parwrap.run: {plan.notice}", file=sys.stderr)
         if not plan.in_this_process:
             from parwrap.agent import launch
 

@@ -14,9 +14,11 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import wait
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, cast
 
-__all__ = ["Heard", "refuse_questions", "show_in_notebook", "speak_through"]
+from parwrap.errors import UsageError
+
+__all__ = ["Heard", "refuse_stdin", "show_in_notebook", "speak_through"]
 
 CHUNK = 1 << 16
 
@@ -81,13 +83,42 @@ def speak_through(outputs: Mapping[int, int]) -> None:
                 getattr(sys, name).reconfigure(line_buffering=True)
 
 
-def refuse_questions(remedy: str) -> None:
-    """In a rank: have ``input()`` say why nobody answers, also in a notebook, where it would wait, and what to do."""
+def refuse_stdin(remedy: str) -> None:
+    """In a rank, which has no stdin: have everything that reads from it raise an error that says so, instead of finding nothing there.
+
+    Args:
+        remedy: what to do instead of reading, as in ``"pass the answer as an argument"``.
+    """
 
     def ask(prompt: object = "") -> NoReturn:
         raise EOFError(f"input({str(prompt)!r}) was called on a launched rank, which has no stdin: {remedy}.")
 
     builtins.input = ask
+    sys.stdin = cast(TextIO, _NoStdin(sys.stdin, remedy))
+    if os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace"):  # another debugger may need no terminal
+        sys.breakpointhook = _refuse_breakpoint
+
+
+class _NoStdin:
+    """The stdin of a rank: reading from it is an error, and everything else is as before."""
+
+    def __init__(self, stdin: TextIO | None, remedy: str) -> None:
+        self._stdin, self._remedy = stdin, remedy
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("buffer", "read", "readline", "readlines"):
+            self._refuse()
+        return getattr(self._stdin, name)
+
+    def __iter__(self) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise EOFError(f"sys.stdin was read on a launched rank, which has no stdin: {self._remedy}.")
+
+
+def _refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UsageError("breakpoint() was called on a launched rank, which has no terminal: debug on one rank, with --nproc-per-node 1.")
 
 
 def show_in_notebook(rank: int) -> None:

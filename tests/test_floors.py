@@ -45,6 +45,8 @@ FLOORS = [
     {"features"},
     {"mixins"},
     {
+        "__main__",
+        "command_line",
         "plan",
         "node_options",
         "outer",

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("scripts")
         ),
         ([], "there is no script to run: name it after the options, then its own arguments."),
         (["--seed", "one", "train.py"], "argument --seed: 'one' is not a whole number."),
-        (["--seed", "-1", "train.py"], "seed=-1 is not a whole number from 0 to 2**64 - 1."),
+        (["--seed", "-1", "train.py"], "seed=-1 is not a whole number from 0 to 2**64 - 1. Your script's own options go after its name."),
         (["--timeout", "soon", "train.py"], "argument --timeout: 'soon' is not a number."),
         (["--max-restarts", "x", "train.py"], "argument --max-restarts/--max_restarts: invalid int value: 'x'"),
         (
@@ -89,9 +89,22 @@ pytestmark = pytest.mark.usefixtures("scripts")
         ),
         (
             ["--data-parallel", "gpu", "train.py"],
-            "device_ids names 'gpu', which is no device: give numbers of GPUs, 'cuda:0' or 'cpu'.",
+            "device_ids names 'gpu', which is no device: give numbers of GPUs, 'cuda:0' or 'cpu'. Your script's own options go after its "
+            "name.",
         ),
-        (["--uniform-length", "--max-tokens", "0", "train.py"], "max_tokens=0 is not a whole number above 0."),
+        (
+            ["--uniform-length", "--max-tokens", "0", "train.py"],
+            "max_tokens=0 is not a whole number above 0. Your script's own options go after its name.",
+        ),
+        (
+            ["--lr", "0.1", "train.py"],
+            "lr='0.1' is not one of its values. 'keep': learning rates stay as they are; 'linear': they are multiplied by the number of "
+            "ranks, as the global batch is; 'sqrt': they are multiplied by its square root. Your script's own options go after its name.",
+        ),
+        (
+            ["--no", "train.py"],
+            "--no could be --no-gather, --no-python or --node-rank: write more of it. Your script's own options go after its name.",
+        ),
         (["--no-python", "-m", "ls"], "--no-python runs a program and --module a Python module: leave one of them out."),
         (
             ["--no-python", "ls"],
@@ -163,7 +176,7 @@ def test_options_of_other_decorators_are_checked_by_them(value, text):
         (
             "0",
             "accumulate(steps=0): steps is the number of batches of one optimizer step, a whole number from 1, or 'auto' for a loop that "
-            "accumulates by hand.",
+            "accumulates by hand. Your script's own options go after its name.",
         ),
         ("some", "argument --accumulate: 'some' is not a whole number."),
     ],

@@ -32,6 +32,25 @@ __all__ = ["distributed"]
 
 LAUNCH_OPTIONS = tuple(field.name for field in fields(Launch))
 
+NOT_HERE = {
+    **dict.fromkeys(("amp", "mixed_precision", "precision", "fp16", "bf16"), "use @parwrap.amp beside it"),
+    **dict.fromkeys(("sync_bn", "sync_batchnorm", "sync_batch_norm"), "use @parwrap.sync_bn beside it"),
+    **dict.fromkeys(
+        ("accumulate", "accumulation_steps", "gradient_accumulation_steps", "accumulate_grad_batches"),
+        "use @parwrap.accumulate(steps) beside it",
+    ),
+    **dict.fromkeys(
+        ("devices", "gpus", "nproc_per_node", "nproc", "num_processes", "world_size"),
+        "give the number of ranks to parwrap.run as --nproc-per-node, or as nprocs= to start them from Python",
+    ),
+    **dict.fromkeys(("find_unused_parameters", "static_graph"), "leave it out: unused parameters are found without it"),
+    "uniform_length": "use @parwrap.uniform_length beside it",
+    "evaluate": "use @parwrap.evaluate on the function that evaluates",
+    "data_parallel": "use @parwrap.data_parallel instead of it",
+    "epochs": "it is an argument of your function",
+}
+"""What users of other tools look for among the options of ``distributed``."""
+
 
 class distributed(ScopeDecorator):
     """Run a plain single-GPU training function on every rank of the launch, unchanged.
@@ -72,6 +91,8 @@ class distributed(ScopeDecorator):
     >>> train(3)
     6
     """
+
+    not_here = NOT_HERE
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

@@ -90,5 +90,5 @@ def _refuse_options(function: Callable, given: Mapping[str, Any]) -> None:
             advice = f"Did you mean {meant[0]}={value!r}?"
         else:
             called = f"parwrap.distributed({meant[0]}={value!r})({getattr(function, '__name__', 'function')})"
-            advice = f"{meant[0]!r} is an option of parwrap.distributed: decorate the function, or launch {called}."
+            advice = f"{meant[0]!r} is an option of parwrap.distributed: decorate the function, or call parwrap.launch({called})."
         raise UsageError(f"{describe(function)} takes no argument {name!r}, which parwrap.launch would pass on. {advice}")

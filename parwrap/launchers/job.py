@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from parwrap.command_line import UnknownOptionError, parse_options, split_at_script
 from parwrap.errors import UsageError
-from parwrap.feature_options import with_amp_value
 from parwrap.launchers.named import HOMES, launcher_named, launchers_with
 from parwrap.plan import LaunchPlan, command_parser, plan_launch, unknown_option
 
@@ -65,31 +65,32 @@ def job_asked(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Jo
     """
     name = _first_name(argv)
     parser = command_parser()
-    parser.allow_abbrev = False  # else it could not be told below whose an option is
     if name not in HOMES:
         parser.conflict_handler = "resolve"
     for each in [name] if name in HOMES else HOMES:  # all of them tell options' values from the script, which the name may belong to
         group = parser.add_argument_group(f"--launcher {each}")
         launcher_named(each).add_options(group)
     parser.set_defaults(nproc_per_node=None, **dict.fromkeys(MEETING))
-    argv = with_amp_value(parser, argv)
-    arguments, unknown = parser.parse_known_args(argv)
+    try:
+        ours, script = split_at_script(parser, argv)
+    except UnknownOptionError as unknown:
+        if name not in HOMES:
+            return None  # the name may be the script's, and the option is refused where there is no job
+        raise UsageError(_not_its_option(name, str(unknown), parser)) from None
+    arguments = parse_options(parser, ours, script)
     if arguments.launcher is None:
         return None
     launcher = launcher_named(name)
-    if unknown:
-        raise UsageError(_not_its_option(name, unknown[0], parser))
     for given in [option for option in MEETING if getattr(arguments, option) is not None]:
         number = next(action.option_strings[0] for action in parser._actions if action.dest == "nodes")
         instead = f"{number} N says how many there are" if given == "nnodes" else "leave it out"
         raise UsageError(f"--{given.replace('_', '-')} is for --launcher {name} to set, which tells the nodes of each other: {instead}.")
-    of_script = len(arguments.training_script_args) + 1
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     launcher.add_options(own)
     own.add_argument("--launcher")
     own.add_argument("--dry-run", "--dry_run", action="store_true")
-    options, command = own.parse_known_args(argv[:-of_script])
-    command += argv[-of_script:]
+    options, command = own.parse_known_args(ours)
+    command += script
     ranks = arguments.nproc_per_node
     if ranks is None and options.gpus_per_node:
         ranks = str(options.gpus_per_node)

@@ -135,6 +135,17 @@ def test_another_backend_inside_is_refused():
     ("options", "text"),
     [
         ({"bach": "global"}, "parwrap.distributed has no option 'bach'; did you mean 'batch'?"),
+        ({"amp": True}, "parwrap.distributed has no option 'amp'; use @parwrap.amp beside it."),
+        ({"sync_bn": True}, "parwrap.distributed has no option 'sync_bn'; use @parwrap.sync_bn beside it."),
+        ({"accumulate": 4}, "parwrap.distributed has no option 'accumulate'; use @parwrap.accumulate.steps. beside it."),
+        *(
+            (
+                {name: 2},
+                f"parwrap.distributed has no option {name!r}; give the number of ranks to parwrap.run as --nproc-per-node, or as nprocs= "
+                "to start them from Python.",
+            )
+            for name in ("devices", "nproc_per_node", "num_processes")
+        ),
         ({"zzz": 1}, "has no option 'zzz'; it takes backend, seed, batch, uneven, lr, loss, strategy, bucket_cap_mb, timeout"),
         ({"batch": "split"}, "batch='split' is not one of its values. 'per_rank': each rank takes batches of"),
         ({"uneven": "fill"}, "uneven='fill' is not one of its values. 'pad': samples are taken again .*; 'drop': .*; 'join': every sample"),

@@ -47,7 +47,7 @@ def test_a_call_in_the_place_of_a_function_is_told_of():
         (
             {"strategy": "fsdp"},
             r"train \(.*\.py:\d+\) takes no argument 'strategy', which .*\. 'strategy' is an option of parwrap\.distributed: decorate the "
-            r"function, or launch parwrap\.distributed\(strategy='fsdp'\)\(train\)\.$",
+            r"function, or call parwrap\.launch\(parwrap\.distributed\(strategy='fsdp'\)\(train\)\)\.$",
         ),
     ],
 )

@@ -70,7 +70,6 @@ def test_a_launcher_of_the_script_is_left_to_it(name):
             "--image=i is an option of --launcher kubeflow, not of slurm: leave it out, or choose that launcher.",
         ),
         (["--launcher", "slurm", "--partitoin", "p", "train.py"], "there is no option --partitoin; did you mean --partition?"),
-        (["--launcher", "slurm", "--part", "p", "train.py"], "there is no option --part; did you mean --partition?"),
         (["--launcher", "slurm", "--nodes", "0", "train.py"], "argument --nodes: '0' is not a whole number above 0."),
         (
             ["--launcher", "slurm", "--nnodes", "2", "train.py"],
