@@ -97,9 +97,10 @@ class _LearningRates:
             Whether the optimizer has set a rate that does not come from the larger one.
         """
         changed, self._changed = self._changed, []
-        return any([self._is_own(each) for each in changed])  # noqa: C419: each group is put back
+        own = [self._put_back(each) for each in changed]
+        return any(own)
 
-    def _is_own(self, changed: _Changed) -> bool:
+    def _put_back(self, changed: _Changed) -> bool:
         group, before, during, version = changed
         now = group.get("lr")
         if now is during:
@@ -115,9 +116,9 @@ class _LearningRates:
     def _warn(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
         warnings.warn(
-            f"parwrap: {name} sets lr in its step(), to a number that is not computed from the lr in its param_groups. It stays as it is set, "
-            f"so lr='linear' or 'sqrt' may have no effect on {name}: multiply the rate there yourself by {self._times:.4g}, and give lr='keep'. "
-            "This is said once.",
+            f"parwrap: {name} sets lr in its step(), to a number that is not computed from the lr in its param_groups. It stays as it is "
+            f"set, so lr='linear' or 'sqrt' may have no effect on {name}: multiply the rate there yourself by {self._times:.4g}, and give "
+            "lr='keep'. This is said once.",
             stacklevel=2,
         )
 

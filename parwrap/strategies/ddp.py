@@ -26,7 +26,7 @@ from parwrap.strategies.agreement import View, described, refuse_different_param
 from parwrap.strategies.averager import Averager
 from parwrap.strategies.averagers import Averagers
 from parwrap.strategies.bypasses import Bypasses
-from parwrap.strategies.graph import reached, reenters, sparsely_used
+from parwrap.strategies.graph import leading_sizes, reached, reenters, sparsely_used
 from parwrap.strategies.in_step import InStep
 from parwrap.strategies.reducer import reducer_options
 from parwrap.strategies.share import Share
@@ -146,8 +146,8 @@ class DDP(Strategy):
         site.visits += 1
         averager, meeting, weight = site.averager, site.meeting, call.weight
         if weight is None:
-            weight = self._loop.weight
-            scale = weight * self._loop.loss_factor
+            weight, loss_factor, *_ = self._loop.weights.find(lambda: leading_sizes(call.tensors))
+            scale = weight * loss_factor
             call = call.scaled(scale) if scale != 1.0 else call
         if averager is None or meeting is None:
             call.run()

@@ -30,6 +30,7 @@ from parwrap.mailbox import Meeting
 from parwrap.options import Options
 from parwrap.sites import location
 from parwrap.strategies.agreement import checksum
+from parwrap.strategies.graph import leading_sizes
 from parwrap.strategies.in_step import InStep
 from parwrap.strategies.replicated import Replicated
 from parwrap.strategies.sharded_model import ShardedModel
@@ -233,11 +234,12 @@ class FSDP(Strategy):
         """``call`` with its loss multiplied, for torch takes the mean over ranks as if all counted the same."""
         if not call.averaged:  # an actor adds up several, each a mean, and gives the weight with the last
             return call
-        weight = self._loop.weight if call.weight is None else call.weight
+        batch = self._loop.weights.find(lambda: leading_sizes(call.tensors)) if call.weight is None else self._loop.weights.current
+        weight = batch.weight if call.weight is None else call.weight
         weights = self._sum_of(weight)
         factor = self._group.world.size / weights if weights else 0.0
         if call.weight is None:
-            factor *= weight * self._loop.loss_factor
+            factor *= weight * batch.loss_factor
         else:
             for p in call.holding if factor != 1.0 else ():
                 p.grad = None if p.grad is None else p.grad * factor

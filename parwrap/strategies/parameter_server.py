@@ -21,6 +21,7 @@ from parwrap.loop import Loop
 from parwrap.options import Options
 from parwrap.sites import location
 from parwrap.strategies.at_evaluation import AtEvaluation
+from parwrap.strategies.graph import leading_sizes
 from parwrap.strategies.pushing import Pushing
 from parwrap.strategies.server import Server
 from parwrap.strategies.split import joined, the_split
@@ -97,10 +98,11 @@ class ParameterServer(Strategy):
 
     def backward(self, call: Backward) -> None:
         """Run ``call``; what it leaves in gradients is this worker's."""
+        tensors = call.tensors
         if call.averaged and call.weight is None and not is_alone():
-            weight = self._loop.weight
+            weight, loss_factor, *_ = self._loop.weights.find(lambda: leading_sizes(tensors))
             self._weights.append(weight)
-            scale = weight * self._loop.loss_factor
+            scale = weight * loss_factor
             call = call.scaled(scale) if scale != 1.0 and self.steps_together else call
         if not is_alone():
             self._pushing.begin()

@@ -101,7 +101,10 @@ def test_a_rate_computed_from_the_groups_own_is_the_loops_times_the_factor(optim
 @pytest.mark.ranks(2)
 def test_a_rate_that_a_step_sets_for_the_next_is_kept_and_said():
     expected, rates = stepped(DecayingAfterwards, 2.0)
-    with parwrap.distributed(lr="linear"), pytest.warns(UserWarning, match="DecayingAfterwards sets lr in its step.*yourself by 2") as warned:
+    with (
+        parwrap.distributed(lr="linear"),
+        pytest.warns(UserWarning, match="DecayingAfterwards sets lr in its step.*yourself by 2") as warned,
+    ):
         weight, seen = stepped(DecayingAfterwards)
 
     assert expected == pytest.approx(weight, rel=1e-6)
