@@ -92,10 +92,11 @@ class BatchWeights:
 
     Attributes:
         current: what counts now: the batch of the last backward, or the one that was drawn since.
+        last: what was drawn last.
     """
 
     def __init__(self) -> None:
-        self.current = OUTSIDE
+        self.current = self.last = OUTSIDE
         self._readings: list[Reading] = []
         self._warned = False
 
@@ -104,7 +105,7 @@ class BatchWeights:
         self._readings = [each for each in self._readings if each.open and each is not reading] + [reading]
         reading.drawn += 1
         reading.batches.append(batch)
-        self.current = batch
+        self.current = self.last = batch
 
     def close(self, reading: Reading) -> None:
         """A pass is over; one around it goes on with its batch."""

@@ -16,6 +16,7 @@ from parwrap.data.loaders import Loaders
 from parwrap.data.sharing import Sharing, TrainingData
 from parwrap.errors import UsageError
 from parwrap.features.environment import without_variables
+from parwrap.features.fixed_sizes import note_fixed_size
 from parwrap.features.learning_rate import learning_rates_times
 from parwrap.features.start_line import say, stand_aside, start_line
 from parwrap.files.clone import CloneFiles
@@ -94,6 +95,7 @@ class Session:
         try:
             yield
         except BaseException as error:
+            note_fixed_size(error, self._loop.weights.last, group.world.size)
             failed(error)  # one inside would have been caught
             if isinstance(error, SystemExit) and not error.code:
                 self._leave(group)
