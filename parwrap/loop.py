@@ -34,6 +34,7 @@ class Loop:
         weights: how much this rank's parts of batches count in an average over ranks.
         generation: how many times an optimizer has got new parameters, or a module was moved or cast.
         looking: called with no arguments when a pass begins that only looks at data.
+        drew: called with no arguments when a pass has yielded a batch.
         changed: called with no arguments when training begins, or a pass or another optimizer does.
     """
 
@@ -50,6 +51,7 @@ class Loop:
         self.generation = 0
         self.looking: Callable[[], None] = lambda: None
         self.changed: Callable[[], None] = lambda: None
+        self.drew: Callable[[], None] = lambda: None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._parameters: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
         self._sizes: dict[int, int] = {}
@@ -144,6 +146,7 @@ class Loop:
         """A pass has yielded a batch, which is ``whole`` if all ranks have the same."""
         self.batches += 1
         self._whole = whole
+        self.drew()
 
     @property
     def weight(self) -> float:

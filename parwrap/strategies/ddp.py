@@ -141,6 +141,7 @@ class DDP(Strategy):
         key = call_site()
         site = self._sites.get(key) or self._new_site(key)
         self._loop.look_for_parameters()
+        self._averagers.following.look()
         if site.visits < SETTLING or site.generation != self._loop.generation or any(p.requires_grad for p in site.frozen):
             self._settle(site, call)
         site.visits += 1

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
@@ -33,6 +32,7 @@ from parwrap.strategies.agreement import checksum
 from parwrap.strategies.graph import leading_sizes
 from parwrap.strategies.in_step import InStep
 from parwrap.strategies.replicated import Replicated
+from parwrap.strategies.same_values import BUILT_APART, take_values
 from parwrap.strategies.sharded_model import ShardedModel
 from parwrap.strategies.sharded_norm import clip_by_norm
 from parwrap.strategies.sharded_state import adopt, holds_sharded, release, shard_state, whole_state
@@ -303,15 +303,12 @@ class FSDP(Strategy):
         different = [p for (_, p), each in zip(named, sums, strict=True) if len(each) > 1]
         if not different:
             return
-        warnings.warn(
-            f"parwrap: {len(different)} of {len(named)} parameters have different values on different ranks; rank 0's are taken. Seed "
-            "before the model is built, or build it inside the decorated function.",
-            stacklevel=2,
-        )
-        for p in different:
-            values = p.detach().contiguous()
-            dist.broadcast(values, 0)
-            p.data.copy_(values)
+        if take_values(different, 0, self._group):
+            warnings.warn(
+                f"parwrap: {len(different)} of {len(named)} parameters have different values on different ranks; rank 0's are taken. "
+                f"{BUILT_APART}",
+                stacklevel=2,
+            )
 
     def _enter_unit(self, what: str, unit: str, number: int) -> None:
         self._enter(what, f"{unit}, {location()}", zlib.crc32(f"{unit}/{number}".encode()) & 0x7FFFFFFF)
