@@ -134,6 +134,7 @@ class DDP(Strategy):
         for handle in self._watched:
             handle.remove()
         self._sites.clear()
+        self._loop.drew = lambda: None
         self._averagers.keep(())
         self._watched.clear()
 

@@ -6,6 +6,7 @@ about and find each other ``split.py``'s.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from statistics import fmean
@@ -27,6 +28,7 @@ from parwrap.strategies.server import Server
 from parwrap.strategies.split import joined, the_split
 from parwrap.strategies.strategy import Strategy
 from parwrap.verbs.backward import Backward
+from parwrap.verbs.clipping import Clip
 
 __all__ = ["ParameterServer"]
 
@@ -50,6 +52,7 @@ class ParameterServer(Strategy):
         self._weights: list[float] = []
         self._weight = 1.0
         self._result: Any = None
+        self._warned = False
         self.steps_together = options().staleness == 0
 
     @classmethod
@@ -122,6 +125,18 @@ class ParameterServer(Strategy):
             f"optimizer.step(closure) at {location()} cannot be taken by a parameter server: the closure computes gradients inside of the "
             "step, and the step is the server's. Call backward() and then step() without a closure, or choose another strategy."
         )
+
+    def clip(self, clip: Clip) -> Any:
+        """Clip this worker's own gradients, which with ``staleness=0`` is not what one process does: say so once."""
+        if self.steps_together and not (self._warned or is_alone()):
+            self._warned = True
+            warnings.warn(
+                f"parwrap: the clipping at {location()} is of each worker's own gradients, which the server then averages, so the numbers "
+                "are not those of DDP or of one process, which clip the average. For those, choose strategy='ddp' or 'zero1'. This is said "
+                "once.",
+                stacklevel=2,
+            )
+        return clip.run()
 
     def _refuse_scaling(self, what: str) -> None:
         if self.steps_together:
