@@ -60,10 +60,11 @@ class Following:
         self._follows = True
         self._loop.drew = self._follow
         warnings.warn(
-            f"parwrap: weights have come to differ between ranks before the backward at {location()}, though gradients are averaged: "
-            "something is added to weights or gradients that is not the same on all ranks, such as noise (SGLD). From now on all ranks "
-            "take rank 0's weights before each batch. That costs time: draw the noise from a generator that is seeded alike on all ranks, "
-            "torch.randn(p.shape, generator=torch.Generator().manual_seed(0)), made once before the loop. This is said once.",
+            f"parwrap: weights have come to differ between ranks before the backward at {location()}, though gradients are averaged: noise "
+            "is added to weights or gradients that each rank draws itself (SGLD), or one rank alone takes a step, such as by "
+            "random.random(). From now on all ranks take rank 0's weights before each batch, which costs time. Draw noise from a generator "
+            "that is seeded alike on all ranks, g = torch.Generator().manual_seed(0) before the loop and torch.randn(p.shape, generator=g) "
+            "in it, and have parwrap.broadcast(decision) decide for all. This is said once.",
             stacklevel=2,
         )
 
