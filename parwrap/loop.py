@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parwrap.batch_weights import BatchWeights
 from parwrap.group import is_alone
 
 __all__ = ["Loop", "parameters_of"]
@@ -30,10 +31,10 @@ class Loop:
         evaluations: how many passes are open that only look at data, which all ranks do alike.
         parts: whether what is looked at is shared out already, each rank having a part of its own.
         looped: whether there has been a training pass at all.
-        weight: how much this rank's part of the current batch counts in an average over ranks.
-        loss_factor: what its loss is multiplied by beside that weight.
+        weights: how much this rank's parts of batches count in an average over ranks.
         generation: how many times an optimizer has got new parameters, or a module was moved or cast.
         looking: called with no arguments when a pass begins that only looks at data.
+        drew: called with no arguments when a pass has yielded a batch.
         changed: called with no arguments when training begins, or a pass or another optimizer does.
     """
 
@@ -46,10 +47,11 @@ class Loop:
         self.parts = False
         self._whole = False
         self.looped = False
-        self.weigh(1.0)
+        self.weights = BatchWeights()
         self.generation = 0
         self.looking: Callable[[], None] = lambda: None
         self.changed: Callable[[], None] = lambda: None
+        self.drew: Callable[[], None] = lambda: None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._parameters: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
         self._sizes: dict[int, int] = {}
@@ -144,10 +146,17 @@ class Loop:
         """A pass has yielded a batch, which is ``whole`` if all ranks have the same."""
         self.batches += 1
         self._whole = whole
+        self.drew()
 
-    def weigh(self, weight: float, loss_factor: float = 1.0) -> None:
-        """From now on this rank's part counts by ``weight``, with its loss multiplied by ``loss_factor`` too."""
-        self.weight, self.loss_factor = weight, loss_factor
+    @property
+    def weight(self) -> float:
+        """How much this rank's part of the current batch counts in an average over ranks."""
+        return self.weights.current.weight
+
+    @property
+    def loss_factor(self) -> float:
+        """What its loss is multiplied by beside that weight."""
+        return self.weights.current.loss_factor
 
     def opened_evaluation(self) -> None:
         self.looking()

@@ -22,6 +22,7 @@ from parwrap.accumulation.over_ranks import OverRanks
 from parwrap.accumulation.position import Position
 from parwrap.accumulation.sums import Asked, Sums, put_back
 from parwrap.accumulation.window import Applied, clips_of, mean_of
+from parwrap.batch_weights import Weighed
 from parwrap.data.passes import Pass
 from parwrap.data.sharding import last_part
 from parwrap.errors import UsageError
@@ -95,7 +96,7 @@ class Accumulation(AtWork):
 
         ahead = batches if isinstance(batches, Pass) else Pass(batches, lambda exhausted: None)
 
-        def drew() -> None:
+        def drew(batch: Any) -> None:
             self._drew()
             reading.drew = True
 
@@ -120,7 +121,7 @@ class Accumulation(AtWork):
             self._leave(call)
         with self._at_work():
             if not position.backwards:
-                self._begin_batch()
+                self._begin_batch(call)
             if position.factor != 1.0:
                 call = call.scaled(position.factor)
             try:
@@ -136,10 +137,10 @@ class Accumulation(AtWork):
         position.ran_backward(site)
         self._changes.remember()
 
-    def _begin_batch(self) -> None:
+    def _begin_batch(self, call: Backward) -> None:
         over_ranks, feeding = self._over_ranks(), [reading for reading in self._readings if reading.drew]
         parts = [part for reading in feeding if (part := reading.last_part) is not None]
-        weight, loss_factor = (over_ranks.weight, over_ranks.loss_factor) if over_ranks else (1.0, 1.0)
+        weight, loss_factor, *_ = over_ranks.batch(call) if over_ranks else Weighed()
         self.position.begin(self.position.full or bool(parts), weight, min(parts, default=1.0), loss_factor)
         for reading in feeding:
             reading.trains = True

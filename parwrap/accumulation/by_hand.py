@@ -74,7 +74,7 @@ class ByHand(AtWork):
             return batches
         reading = _Reading(_length(loader))
 
-        def drew() -> None:
+        def drew(batch: Any) -> None:
             if reading.left is not None:
                 reading.left -= 1
 
@@ -100,8 +100,9 @@ class ByHand(AtWork):
             if not (goes_on or place in self._local):
                 call.run()
                 return
-            local, weight = self._local[place], over_ranks.weight
-            scale = weight * over_ranks.loss_factor
+            batch = over_ranks.batch(call)
+            local, weight = self._local[place], batch.weight
+            scale = weight * batch.loss_factor
             local.weights.append(weight)
             call = call.scaled(scale) if scale != 1.0 else call
             if goes_on:

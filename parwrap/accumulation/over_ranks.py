@@ -15,10 +15,13 @@ from torch.nn import utils
 
 from parwrap.accumulation.sums import Asked, merged
 from parwrap.accumulation.window import Applied, clips_of, mean_of
+from parwrap.batch_weights import Weighed
 from parwrap.group import Group
 from parwrap.loop import Loop
+from parwrap.strategies.graph import leading_sizes
 from parwrap.strategies.share import Share
 from parwrap.strategies.strategy import Strategy
+from parwrap.verbs.backward import Backward
 from parwrap.verbs.clipping import Clip
 
 __all__ = ["OverRanks"]
@@ -63,15 +66,9 @@ class OverRanks:
         """Whether gradients are averaged over the ranks now."""
         return self._strategy.averages_gradients
 
-    @property
-    def weight(self) -> float:
-        """How much this rank's part of the running batch counts in an average."""
-        return self._loop.weight
-
-    @property
-    def loss_factor(self) -> float:
-        """What its loss is multiplied by beside that weight."""
-        return self._loop.loss_factor
+    def batch(self, call: Backward) -> Weighed:
+        """The batch that ``call`` is of, with how much this rank's part of it counts in an average."""
+        return self._loop.weights.find(lambda: leading_sizes(call.tensors))
 
     @property
     def meetings(self) -> int:

@@ -10,14 +10,16 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from parwrap.batch_weights import Reading, Weighed
 from parwrap.data.iterables import world_size_asked
 from parwrap.data.passes import Pass
 from parwrap.data.position import MARK, Position
-from parwrap.data.sharding import shuffles, users_own
+from parwrap.data.sharding import samples_in, shuffles, users_own
 from parwrap.data.shares import Shares
 from parwrap.data.sharing import Sharing, TrainingData
 from parwrap.errors import UsageError
@@ -98,16 +100,17 @@ class Loaders:
         position = self._begin(loader)
         batches, weights = self._shares.batches(loader, original, position)
         self._loop.opened_pass()
-        sharing = self._sharing()
+        sharing, reading = self._sharing(), Reading()
 
-        def drawn() -> None:
+        def drawn(batch: Any) -> None:
             self._loop.drew_batch()
             position.drew()
             if weights is not None:
                 weight = weights.popleft()
-                self._loop.weigh(weight, sharing.loss_factor(weight, self._size))
+                factor, split = sharing.loss_factor(weight, self._size), sharing.batch == "global"
+                self._loop.weights.draw(reading, Weighed(weight, factor, samples_in(batch), split))
 
-        return Pass(batches, self._watch_training(history, position), drawn)
+        return Pass(batches, self._watch_training(history, position, reading), drawn)
 
     def position(self, loader: DataLoader) -> Position:
         """Where training passes over ``loader`` are, also before the first."""
@@ -150,7 +153,7 @@ class Loaders:
         position = self.position(loader)
         position.looked_at += 1
 
-        def drawn() -> None:
+        def drawn(batch: Any) -> None:
             self._loop.drew_batch(whole)
             watch()
 
@@ -205,13 +208,13 @@ class Loaders:
                 stacklevel=2,
             )
 
-    def _watch_training(self, history: _History, position: Position) -> Callable[[bool], None]:
-        before, around = self._loop.backwards, (self._loop.weight, self._loop.loss_factor)
+    def _watch_training(self, history: _History, position: Position, reading: Reading) -> Callable[[bool], None]:
+        before = self._loop.backwards
 
         def closed(exhausted: bool) -> None:
             position.end()
             self._loop.closed_pass()
-            self._loop.weigh(*(around if self._loop.passes else (1.0,)))  # a pass around this one goes on with its batch
+            self._loop.weights.close(reading)
             history.has_trained |= self._loop.backwards > before
             if exhausted and not history.has_trained and not self._shares.keeps():
                 history.trains, history.corrected = False, True

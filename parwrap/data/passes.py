@@ -57,10 +57,10 @@ class Pass:
     Args:
         batches: what the pass yields.
         closed: called with whether the pass has come to its end.
-        drawn: called after each batch.
+        drawn: called with each batch.
     """
 
-    def __init__(self, batches: Iterator, closed: Callable[[bool], None], drawn: Callable[[], None] | None = None) -> None:
+    def __init__(self, batches: Iterator, closed: Callable[[bool], None], drawn: Callable[[Any], None] | None = None) -> None:
         self._batches, self._closed, self._drawn = batches, closed, drawn
         self._begun = False
         self._ahead: list[Callable[[], Any]] = []
@@ -76,7 +76,7 @@ class Pass:
             raise
         self._begun = True
         if self._drawn:
-            self._drawn()
+            self._drawn(batch)
         return batch
 
     def last(self) -> bool:

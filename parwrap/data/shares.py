@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ from parwrap.data.sharding import (
 from parwrap.data.sharing import OwnPart, Sharing, TrainingData, replicated
 from parwrap.data.summaries import length_of
 from parwrap.group import Group
+from parwrap.sites import location
 from parwrap.streams import Streams
 
 __all__ = ["Shares"]
@@ -94,6 +96,7 @@ class Shares:
         self._own = OwnSamplers(self._agreement, self._rank, self._size)
         self._loaders: weakref.WeakKeyDictionary[DataLoader, _Shared] = weakref.WeakKeyDictionary()
         self._sharded = 0
+        self._warned = False
 
     def batches(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], position: Position) -> tuple[Iterator, Any]:
         """This rank's batches of a training pass, and the weights of them if each is a part of a larger batch.
@@ -239,7 +242,8 @@ class Shares:
         return self._own.shares_out(loader)
 
     def _splits(self, loader: DataLoader) -> bool:
-        return self._sharing().batch == "global" and loader.batch_sampler is not None and not isinstance(loader.dataset, IterDataPipe)
+        batches = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
+        return self._sharing().batch == "global" and batches and not isinstance(loader.dataset, IterDataPipe)
 
     def keeps(self) -> bool:
         """Whether there is nothing to share out: a single rank has the loader's own batches."""
@@ -337,8 +341,20 @@ class Shares:
             return draws
         return SameDraws(draws, self._group, shared.draws, type(loader.sampler).__name__)
 
+    def _warn_of_items(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f'parwrap: batch="global" cannot split what a DataLoader with batch_size=None yields ({location()}): each rank takes whole '
+                f"items in turn, so a step is over {self._size} of them. Have the loader make the batches, by batch_size or "
+                'sampler=BatchSampler(...), or give batch="per_rank". This is said once.',
+                stacklevel=2,
+            )
+
     def _announce(self, loader: DataLoader, samples: int | None) -> None:
         size = loader.batch_size
+        if loader.batch_sampler is None and self._sharing().batch == "global" and self._group and not self._splits(loader):
+            self._warn_of_items()
         if size is None:
             self._began(TrainingData(samples, None, None))
         elif self._splits(loader) and not self.shares_out_itself(loader):

@@ -41,16 +41,16 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
     number = float(count)
     if not (number >= 0 and math.isfinite(number)):
         raise UsageError(f"mean_over_ranks takes the number of tokens or samples that the sum is over, from 0, not {count!r}.")
-    factor, total = _factor(number)
+    factor, total = _factor(number, loss_sum)
     count_batch(total)
     return loss_sum * factor
 
 
-def _factor(count: float) -> tuple[float, float]:
+def _factor(count: float, loss_sum: torch.Tensor) -> tuple[float, float]:
     if is_alone() or distributed.steps_apart():
         return (1 / count if count else 0.0), count
     parts = distributed.parts()
     if parts is not None:
-        return parts.counts.mean_factor(count)
+        return parts.counts.mean_factor(count, loss_sum)
     total = reduce_sum(count)
     return (world_size() / total if total else 0.0), total

@@ -16,6 +16,7 @@ from parwrap.data.loaders import Loaders
 from parwrap.data.sharing import Sharing, TrainingData
 from parwrap.errors import UsageError
 from parwrap.features.environment import without_variables
+from parwrap.features.fixed_sizes import note_fixed_size
 from parwrap.features.learning_rate import learning_rates_times
 from parwrap.features.start_line import say, stand_aside, start_line
 from parwrap.files.clone import CloneFiles
@@ -30,6 +31,7 @@ from parwrap.strategies.named import strategy_of
 from parwrap.strategies.reducer import Reducer
 from parwrap.strategies.single import Single
 from parwrap.strategies.strategy import Strategy
+from parwrap.strategies.weighted_means import WeightedMeans
 from parwrap.streams import Streams, get_state, seed_all, set_state
 from parwrap.verbs import acting
 from parwrap.voices import Voice, Voices
@@ -93,6 +95,7 @@ class Session:
         try:
             yield
         except BaseException as error:
+            note_fixed_size(error, self._loop.weights.last, group.world.size)
             failed(error)  # one inside would have been caught
             if isinstance(error, SystemExit) and not error.code:
                 self._leave(group)
@@ -130,8 +133,10 @@ class Session:
         self._options = after
         # where learning rates stayed as they are, nobody is on the verb
         adjusts = self._group is not None and before.lr == "keep" != self._options.lr
+        splits = self._group is not None and before.batch == "per_rank" != self._options.batch
+        means = acting([WeightedMeans(self._group, self._loop)]) if splits and self._group else nullcontext()
         try:
-            with learning_rates_times(self._lr_factor) if adjusts else nullcontext():
+            with learning_rates_times(self._lr_factor) if adjusts else nullcontext(), means:
                 yield
         finally:
             self._options = before
@@ -181,7 +186,8 @@ class Session:
         self._undo.callback(files.close)
         if self._options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
-        return [Pipelines(group, self._loop, self._streams, lambda: self._options.batch == "global", self.began), files]
+        means = [WeightedMeans(group, self._loop)] if self._options.batch == "global" and strategy.steps_together else []
+        return [Pipelines(group, self._loop, self._streams, lambda: self._options.batch == "global", self.began), *means, files]
 
     def _sharing(self) -> Sharing:
         return Sharing(self._options.batch, self._options.uneven, self._options.loss)

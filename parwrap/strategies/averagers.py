@@ -12,12 +12,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from parwrap.group import Group
 from parwrap.loop import Loop
 from parwrap.strategies.agreement import Described, View, alike, checksum, differing, is_stand_in
 from parwrap.strategies.averager import Averager
+from parwrap.strategies.following import Following
+from parwrap.strategies.same_values import BUILT_APART, take_values
 from parwrap.strategies.state import take_state
 
 __all__ = ["Averagers"]
@@ -33,6 +34,7 @@ class Averagers:
 
     Attributes:
         while_taking: makes what is held while state is taken over.
+        following: keeps weights the same that a script changes by itself.
     """
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], dict[str, Any]]) -> None:
@@ -41,6 +43,7 @@ class Averagers:
         self._shared: dict[int, Any] = {}
         self._built = 0
         self.while_taking: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.following = Following(group, loop, self.take_state)
         group.meetings.take_state = self.take_state
 
     def get(self, number: int) -> Averager | None:
@@ -110,16 +113,16 @@ class Averagers:
         """Take rank ``source``'s values of parameters that the ranks have built ``different``."""
         if not different:
             return
-        warnings.warn(
-            f"parwrap: {len(different)} of {total} parameters have different values on different ranks; "
-            f"rank {source}'s are taken. Seed before the model is built, or build it inside the decorated function.",
-            stacklevel=2,
-        )
-        for p in different:
-            values = p.detach().contiguous()
-            dist.broadcast(values, source)
-            p.data.copy_(values)  # .data: the graph of the running step has saved these tensors, and must not find them changed
-        if self._loop.backwards:
+        apart = take_values(different, source, self._group)
+        if apart and self._loop.trained:
+            self.following.drifted()
+        elif apart:
+            warnings.warn(
+                f"parwrap: {len(different)} of {total} parameters have different values on different ranks; rank {source}'s are taken. "
+                f"{BUILT_APART}",
+                stacklevel=2,
+            )
+        if apart and self._loop.backwards:
             self.take_state(source)  # they have drifted apart, and so has what the optimizers keep
 
     def build(self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool, which: Any = None) -> Averager:

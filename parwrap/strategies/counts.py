@@ -7,6 +7,7 @@ import torch
 from parwrap.collectives import all_reduced
 from parwrap.group import Group
 from parwrap.loop import Loop
+from parwrap.strategies.graph import leading_sizes
 
 __all__ = ["Counts"]
 
@@ -25,14 +26,15 @@ class Counts:
         self._group, self._loop = group, loop
         group.meetings.answer(COUNT, lambda detail, present: self._summed(0.0, 0.0))
 
-    def mean_factor(self, count: float) -> tuple[float, float]:
+    def mean_factor(self, count: float, loss_sum: torch.Tensor) -> tuple[float, float]:
         """What makes of this rank's loss sum a loss whose average over ranks is the mean; and the total count.
 
         Args:
             count: tokens or samples that the sum is over.
+            loss_sum: that sum.
         """
         self._group.meet(COUNT)
-        weight = self._loop.weight
+        weight = self._loop.weights.upcoming(lambda: leading_sizes([loss_sum])).weight
         total, weights = self._summed(count if weight else 0.0, weight)
         return (weights / (total * weight) if total and weight else 0.0), total
 

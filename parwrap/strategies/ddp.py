@@ -26,7 +26,7 @@ from parwrap.strategies.agreement import View, described, refuse_different_param
 from parwrap.strategies.averager import Averager
 from parwrap.strategies.averagers import Averagers
 from parwrap.strategies.bypasses import Bypasses
-from parwrap.strategies.graph import reached, reenters, sparsely_used
+from parwrap.strategies.graph import leading_sizes, reached, reenters, sparsely_used
 from parwrap.strategies.in_step import InStep
 from parwrap.strategies.reducer import reducer_options
 from parwrap.strategies.share import Share
@@ -134,6 +134,7 @@ class DDP(Strategy):
         for handle in self._watched:
             handle.remove()
         self._sites.clear()
+        self._loop.drew = lambda: None
         self._averagers.keep(())
         self._watched.clear()
 
@@ -141,13 +142,14 @@ class DDP(Strategy):
         key = call_site()
         site = self._sites.get(key) or self._new_site(key)
         self._loop.look_for_parameters()
+        self._averagers.following.look()
         if site.visits < SETTLING or site.generation != self._loop.generation or any(p.requires_grad for p in site.frozen):
             self._settle(site, call)
         site.visits += 1
         averager, meeting, weight = site.averager, site.meeting, call.weight
         if weight is None:
-            weight = self._loop.weight
-            scale = weight * self._loop.loss_factor
+            weight, loss_factor, *_ = self._loop.weights.find(lambda: leading_sizes(call.tensors))
+            scale = weight * loss_factor
             call = call.scaled(scale) if scale != 1.0 else call
         if averager is None or meeting is None:
             call.run()

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
@@ -30,8 +29,10 @@ from parwrap.mailbox import Meeting
 from parwrap.options import Options
 from parwrap.sites import location
 from parwrap.strategies.agreement import checksum
+from parwrap.strategies.graph import leading_sizes
 from parwrap.strategies.in_step import InStep
 from parwrap.strategies.replicated import Replicated
+from parwrap.strategies.same_values import BUILT_APART, take_values
 from parwrap.strategies.sharded_model import ShardedModel
 from parwrap.strategies.sharded_norm import clip_by_norm
 from parwrap.strategies.sharded_state import adopt, holds_sharded, release, shard_state, whole_state
@@ -233,11 +234,12 @@ class FSDP(Strategy):
         """``call`` with its loss multiplied, for torch takes the mean over ranks as if all counted the same."""
         if not call.averaged:  # an actor adds up several, each a mean, and gives the weight with the last
             return call
-        weight = self._loop.weight if call.weight is None else call.weight
+        batch = self._loop.weights.find(lambda: leading_sizes(call.tensors)) if call.weight is None else self._loop.weights.current
+        weight = batch.weight if call.weight is None else call.weight
         weights = self._sum_of(weight)
         factor = self._group.world.size / weights if weights else 0.0
         if call.weight is None:
-            factor *= weight * self._loop.loss_factor
+            factor *= weight * batch.loss_factor
         else:
             for p in call.holding if factor != 1.0 else ():
                 p.grad = None if p.grad is None else p.grad * factor
@@ -301,15 +303,12 @@ class FSDP(Strategy):
         different = [p for (_, p), each in zip(named, sums, strict=True) if len(each) > 1]
         if not different:
             return
-        warnings.warn(
-            f"parwrap: {len(different)} of {len(named)} parameters have different values on different ranks; rank 0's are taken. Seed "
-            "before the model is built, or build it inside the decorated function.",
-            stacklevel=2,
-        )
-        for p in different:
-            values = p.detach().contiguous()
-            dist.broadcast(values, 0)
-            p.data.copy_(values)
+        if take_values(different, 0, self._group):
+            warnings.warn(
+                f"parwrap: {len(different)} of {len(named)} parameters have different values on different ranks; rank 0's are taken. "
+                f"{BUILT_APART}",
+                stacklevel=2,
+            )
 
     def _enter_unit(self, what: str, unit: str, number: int) -> None:
         self._enter(what, f"{unit}, {location()}", zlib.crc32(f"{unit}/{number}".encode()) & 0x7FFFFFFF)

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["reached", "reenters", "sparsely_used"]
+__all__ = ["leading_sizes", "reached", "reenters", "sparsely_used"]
+
+VIEWS = ("TBackward", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze")
 
 
 def reached(tensors: Iterable[torch.Tensor | GradientEdge]) -> list[torch.Tensor]:
@@ -45,6 +47,22 @@ def reenters(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
     False
     """
     return any(node.name().startswith("CheckpointFunction") for node in _nodes(tensors))
+
+
+def leading_sizes(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
+    """The first dimensions of what a backward of ``tensors`` goes through, of which one is how many samples there are.
+
+    >>> x, weight = torch.ones(3, 2), torch.nn.Parameter(torch.ones(5, 2))
+    >>> sorted(leading_sizes([(x @ weight.T).sum()]))
+    [3]
+    """
+    computed = (node for node in _nodes(tensors) if not hasattr(node, "variable") and not _is_view_of_leaf(node))
+    return {int(kind.shape[0]) for node in computed for kind in node._input_metadata if len(kind.shape)}
+
+
+def _is_view_of_leaf(node: Any) -> bool:
+    """Whether ``node`` only shows a parameter in another shape, as a layer does with its weight."""
+    return node.name().startswith(VIEWS) and all(hasattr(following, "variable") for following, _ in node.next_functions)
 
 
 def _nodes(tensors: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:

@@ -25,7 +25,7 @@ from parwrap.sites import location
 from parwrap.strategies.bypasses import Bypasses
 from parwrap.strategies.changed_by_hand import ChangedByHand
 from parwrap.strategies.ddp import DDP
-from parwrap.strategies.graph import reached
+from parwrap.strategies.graph import leading_sizes, reached
 from parwrap.strategies.in_step import InStep
 from parwrap.strategies.local_steps import LocalSteps
 from parwrap.strategies.strategy import Strategy
@@ -183,7 +183,8 @@ class LocalSGD(Strategy):
         if self._stepped:
             self._weights.clear()
             self._stepped = False
-        weight = self._loop.weight if call.weight is None else call.weight
+        batch = self._loop.weights.find(lambda: leading_sizes(call.tensors)) if call.weight is None else self._loop.weights.current
+        weight = batch.weight if call.weight is None else call.weight
         if call.weight is not None:
             self._weights = [weight]  # of all that has been added up for this backward
             call.run()
@@ -192,7 +193,7 @@ class LocalSGD(Strategy):
             return
         self._weights.append(weight)
         # where this rank is shown a sample that counts for nothing, it learns nothing from it
-        factor = self._loop.loss_factor if weight else 0.0
+        factor = batch.loss_factor if weight else 0.0
         (call.scaled(factor) if call.averaged and factor != 1.0 else call).run()
 
     def _number(self, optimizer: torch.optim.Optimizer) -> int:

@@ -6,6 +6,7 @@ about and find each other ``split.py``'s.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from statistics import fmean
@@ -21,11 +22,13 @@ from parwrap.loop import Loop
 from parwrap.options import Options
 from parwrap.sites import location
 from parwrap.strategies.at_evaluation import AtEvaluation
+from parwrap.strategies.graph import leading_sizes
 from parwrap.strategies.pushing import Pushing
 from parwrap.strategies.server import Server
 from parwrap.strategies.split import joined, the_split
 from parwrap.strategies.strategy import Strategy
 from parwrap.verbs.backward import Backward
+from parwrap.verbs.clipping import Clip
 
 __all__ = ["ParameterServer"]
 
@@ -49,6 +52,7 @@ class ParameterServer(Strategy):
         self._weights: list[float] = []
         self._weight = 1.0
         self._result: Any = None
+        self._warned = False
         self.steps_together = options().staleness == 0
 
     @classmethod
@@ -97,10 +101,11 @@ class ParameterServer(Strategy):
 
     def backward(self, call: Backward) -> None:
         """Run ``call``; what it leaves in gradients is this worker's."""
+        tensors = call.tensors
         if call.averaged and call.weight is None and not is_alone():
-            weight = self._loop.weight
+            weight, loss_factor, *_ = self._loop.weights.find(lambda: leading_sizes(tensors))
             self._weights.append(weight)
-            scale = weight * self._loop.loss_factor
+            scale = weight * loss_factor
             call = call.scaled(scale) if scale != 1.0 and self.steps_together else call
         if not is_alone():
             self._pushing.begin()
@@ -120,6 +125,18 @@ class ParameterServer(Strategy):
             f"optimizer.step(closure) at {location()} cannot be taken by a parameter server: the closure computes gradients inside of the "
             "step, and the step is the server's. Call backward() and then step() without a closure, or choose another strategy."
         )
+
+    def clip(self, clip: Clip) -> Any:
+        """Clip this worker's own gradients, which with ``staleness=0`` is not what one process does: say so once."""
+        if self.steps_together and not (self._warned or is_alone()):
+            self._warned = True
+            warnings.warn(
+                f"parwrap: the clipping at {location()} is of each worker's own gradients, which the server then averages, so the numbers "
+                "are not those of DDP or of one process, which clip the average. For those, choose strategy='ddp' or 'zero1'. This is said "
+                "once.",
+                stacklevel=2,
+            )
+        return clip.run()
 
     def _refuse_scaling(self, what: str) -> None:
         if self.steps_together:

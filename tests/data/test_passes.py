@@ -8,7 +8,7 @@ from parwrap.data.passes import Pass
 def told(batches):
     """A pass, and what it has told."""
     heard = []
-    return Pass(iter(batches), lambda exhausted: heard.append(f"exhausted {exhausted}"), lambda: heard.append("drawn")), heard
+    return Pass(iter(batches), lambda exhausted: heard.append(f"exhausted {exhausted}"), lambda batch: heard.append("drawn")), heard
 
 
 def test_looking_ahead_changes_nothing_that_is_seen():

@@ -1,5 +1,7 @@
 """Workers and servers that die or fail, and what they refuse."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -154,3 +156,22 @@ def test_features_without_a_meaning_are_refused_on_the_workers():
 def test_options_without_a_meaning_are_refused(options, text):
     with pytest.raises(UsageError, match=text):
         parwrap.distributed(**{"strategy": "parameter_server", **options})
+
+
+@pytest.mark.ranks(3)
+def test_clipping_in_step_is_said_not_to_be_that_of_the_average():
+    @parwrap.distributed(strategy="parameter_server", staleness=0)
+    def train():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+        return [str(each.message) for each in said]
+
+    said = [each for each in train() if "clipping" in each]
+    assert ["of each worker's own gradients" in each for each in said] == [True]

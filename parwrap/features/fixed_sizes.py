@@ -1,0 +1,32 @@
+"""The note on an error that a batch size written into the code may have caused, where each rank has a part of every batch."""
+
+from __future__ import annotations
+
+import re
+
+from parwrap.batch_weights import Weighed
+
+__all__ = ["note_fixed_size"]
+
+OF_SHAPES = re.compile(r"shape|size|dimension|batch", re.IGNORECASE)
+
+
+def note_fixed_size(error: BaseException, batch: Weighed, size: int) -> None:
+    """Say on ``error`` how many samples this rank had of ``batch``, if it is about shapes and there are ``size`` ranks.
+
+    >>> error = RuntimeError("shape '[32, -1]' is invalid for input of size 16")
+    >>> note_fixed_size(error, Weighed(1.0, samples=16, split=True), size=2)
+    >>> "this rank had 16 of the 32 samples of a batch" in str(getattr(error, "__notes__", error))
+    True
+    """
+    if not (batch.split and size > 1 and isinstance(error, (RuntimeError, ValueError)) and OF_SHAPES.search(str(error))):
+        return
+    part = f"{batch.samples} of the {round(batch.samples * size / batch.weight)} samples of a batch" if batch.weight else "none of a batch"
+    text = (
+        f"parwrap: with batch='global' this rank had {part}. If a batch size is fixed in the code, read it from the tensors "
+        "(x.shape[0]), or try batch='per_rank'."
+    )
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:  # Python 3.10
+        error.args = (f"{error}\n{text}", *error.args[1:])

@@ -1,0 +1,95 @@
+"""Weights that a script changes by itself to other values on each rank, as by noise (SGLD): from then on rank 0's are taken for each batch.
+
+Gradients are averaged, so steps keep weights the same. What is added to weights or to gradients from random streams of each rank does not.
+Weights are compared at the second backward of each place and then ever more rarely. Once they have drifted apart, all ranks have rank 0's
+before the next forward, so that its noise is everybody's and the run is that of one process.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from parwrap.group import Group, is_alone
+from parwrap.loop import Loop
+from parwrap.sites import location
+from parwrap.strategies.agreement import checksum
+from parwrap.strategies.same_values import take_values
+
+__all__ = ["Following"]
+
+COMPARED = "weights that should be the same"
+FOLLOWED = "rank 0's weights"
+
+FIRST_LOOK = 8
+"""The number of the meeting of ranks from which weights are compared; then at each power of two."""
+
+Number = tuple[int, int]
+
+
+class Following:
+    """Keeps weights the same that a script changes by itself.
+
+    Args:
+        group: the ranks.
+        loop: numbers the parameters.
+        take_state: has this rank take over all of another's state.
+    """
+
+    def __init__(self, group: Group, loop: Loop, take_state: Callable[[int], None]) -> None:
+        self._group, self._loop, self._take_state = group, loop, take_state
+        self._next_look, self._follows = FIRST_LOOK, False
+        group.meetings.answer(COMPARED, lambda detail, present: self._compare(present))
+        group.meetings.answer(FOLLOWED, lambda detail, present: self._take(present))
+
+    def look(self) -> None:
+        """A backward is about to run: compare weights, if it is time, at a meeting that has the same number on all ranks."""
+        if self._number() >= self._next_look and not self._follows:
+            self._compare(self._group.meet(COMPARED))
+        if self._follows and not self._loop.passes:
+            self._follow()
+
+    def drifted(self) -> None:
+        """Weights were found to differ that had been the same."""
+        if self._follows:
+            return
+        self._follows = True
+        self._loop.drew = self._follow
+        warnings.warn(
+            f"parwrap: weights have come to differ between ranks before the backward at {location()}, though gradients are averaged: noise "
+            "is added to weights or gradients that each rank draws itself (SGLD), or one rank alone takes a step, such as by "
+            "random.random(). From now on all ranks take rank 0's weights before each batch, which costs time. Draw noise from a generator "
+            "that is seeded alike on all ranks, g = torch.Generator().manual_seed(0) before the loop and torch.randn(p.shape, generator=g) "
+            "in it, and have parwrap.broadcast(decision) decide for all. This is said once.",
+            stacklevel=2,
+        )
+
+    def _follow(self) -> None:
+        if not is_alone() and threading.current_thread() is threading.main_thread() and not self._loop.evaluations:
+            self._take(self._group.meet(FOLLOWED))
+
+    def _number(self) -> int:
+        """The number of the next meeting in this run."""
+        return self._group.meetings.number & 0xFFFFFFFF
+
+    def _compare(self, present: list[int]) -> None:
+        self._next_look = 1 << self._number().bit_length()
+        mine = {number: checksum(p) for number, p in self._loop.once_owned().items()}
+        told = self._group.share(COMPARED, mine, present).values()
+        owned = self._loop.once_owned()
+        different = [n for n in sorted(set.intersection(*map(set, told))) if len({each[n] for each in told}) > 1 and n in owned]
+        if different and take_values([owned[number] for number in different], min(present), self._group):
+            self.drifted()
+            self._take_state(min(present))
+
+    @torch.no_grad()
+    def _take(self, present: list[int]) -> None:
+        """Take the weights of the lowest rank that is there; all ranks know the same ones."""
+        for _, p in sorted(self._loop.once_owned().items()):
+            values = p.detach().contiguous()
+            dist.broadcast(values, min(present))
+            p.data.copy_(values)

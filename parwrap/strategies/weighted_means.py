@@ -1,0 +1,83 @@
+"""Classification losses with ``batch="global"`` that are divided by another number than the samples: weights of classes, ignored targets.
+
+The mean over a rank's part counts by its own divisor. Its gradient is multiplied by what makes the average over ranks that of the whole
+batch; its value stays this rank's. That takes the sum of the divisors, one number, at each such loss. A loss over one target for each
+sample, without weights, needs nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from parwrap.collectives import all_reduced
+from parwrap.group import Group, is_alone
+from parwrap.loop import Loop
+from parwrap.sites import call_site, location
+from parwrap.strategies.graph import leading_sizes
+from parwrap.verbs.criterion import Criterion
+
+__all__ = ["WeightedMeans"]
+
+DIVISOR = "a cross entropy that is weighted or ignores targets"
+
+DEFAULT = -100
+"""torch's own ``ignore_index``, which most losses have and few targets."""
+
+LEAST = 1e-30
+"""Where no rank counts a target, there is no gradient."""
+
+
+class WeightedMeans:
+    """Has those losses count by their divisors.
+
+    Args:
+        group: the ranks.
+        loop: knows which batch it is.
+    """
+
+    def __init__(self, group: Group, loop: Loop) -> None:
+        self._group, self._loop = group, loop
+        self._known: set[tuple] = set()
+        self._warned = False
+        group.meetings.answer(DIVISOR, lambda detail, present: self._total(torch.zeros(())))
+
+    def criterion(self, call: Criterion) -> torch.Tensor:
+        """The loss of ``call``, with a gradient that counts by its divisor."""
+        batch = self._loop.weights.upcoming(lambda: leading_sizes([call.loss]))
+        if is_alone() or self._loop.evaluations or not batch.split:
+            return call.loss
+        if not self._needs_divisor(call, batch.samples):
+            return call.loss
+        self._group.meet(DIVISOR)
+        divisor = call.divisor().to(torch.float32) * bool(batch.weight)
+        factor = divisor * self._group.world.size / self._total(divisor).to(divisor).clamp(min=LEAST)
+
+        def count(grad: torch.Tensor) -> torch.Tensor:
+            weight = self._loop.weight  # by which the strategy multiplies the whole loss
+            return grad * (factor / weight).to(grad) if weight else grad
+
+        call.loss.register_hook(count)
+        return call.loss
+
+    def _needs_divisor(self, call: Criterion, samples: int) -> bool:
+        """Whether the divisor may be another number than the samples, which all ranks judge alike."""
+        site = call_site()
+        if call.weight is not None or call.ignore_index != DEFAULT or site in self._known:
+            return True
+        if call.target.numel() != samples:
+            self._known.add(site)  # tokens or pixels: a part may have as many by chance
+            return True
+        if not self._warned and call.target.device.type == "cpu" and bool((call.target == call.ignore_index).any()):
+            self._warned = True
+            warnings.warn(
+                f"parwrap: some targets are ignored at {location()}, so this rank's part counts by another number than its samples, which "
+                "other ranks do not know. Say so by ignore_index=-1, or any other class than the default, or divide by what all ranks "
+                "count: parwrap.mean_over_ranks(loss_sum, count). This is said once.",
+                stacklevel=2,
+            )
+        return False
+
+    def _total(self, divisor: torch.Tensor) -> torch.Tensor:
+        return all_reduced([divisor.to(torch.float32)], self._group)[0]

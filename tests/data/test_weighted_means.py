@@ -1,0 +1,155 @@
+"""Classification losses that divide by weights of classes or by targets that count, against one process with whole batches."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import parwrap
+
+CLASSES = 3
+WEIGHT = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
+
+
+def samples(count=27, tokens=0, ignored=None):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(CLASSES, (count, tokens) if tokens else (count,), generator=generator)
+    if ignored is not None:
+        y[torch.rand(y.shape, generator=generator) < 0.4] = ignored
+    return TensorDataset(x, y)
+
+
+def trained(criterion, dataset, tokens=0, wrap=lambda model: model):
+    """The weights after two epochs."""
+    torch.manual_seed(0)
+    model = wrap(nn.Linear(4, CLASSES * max(tokens, 1)).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        for x, y in DataLoader(dataset, batch_size=8):
+            optimizer.zero_grad()
+            logits = model(x)
+            criterion(logits.view(len(x), CLASSES, tokens) if tokens else logits, y).backward()
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def composite(logits, target):
+    """Two classification losses of different weights, and one that is a mean over samples."""
+    first, second = functional.cross_entropy(logits, target, weight=WEIGHT), functional.cross_entropy(logits, target, WEIGHT.flip(0))
+    return first + 0.3 * second + 0.1 * logits.square().mean()
+
+
+def by_log(logits, target):
+    return nn.NLLLoss(weight=WEIGHT)(functional.log_softmax(logits, 1), target)
+
+
+CRITERIA = {
+    "weighted": nn.CrossEntropyLoss(weight=WEIGHT),
+    "log": by_log,
+    "smoothed": nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1),
+    "composite": composite,
+    "ignored": nn.CrossEntropyLoss(ignore_index=2),
+    "weighted and ignored": nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=1),
+    "plain": nn.CrossEntropyLoss(),
+}
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_parts_count_by_what_they_are_divided_by(size):
+    for name, criterion in CRITERIA.items():
+        expected = trained(criterion, samples())
+        with parwrap.distributed(batch="global"):
+            assert expected == pytest.approx(trained(criterion, samples()), abs=1e-6), name
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_tokens_that_are_padding_do_not_count(size):
+    for tokens in (1, 3):
+        for weight in (None, WEIGHT) if tokens > 1 else (WEIGHT,):
+            criterion, dataset = nn.CrossEntropyLoss(weight), samples(tokens=tokens, ignored=-100)
+            expected = trained(criterion, dataset, tokens)
+            with parwrap.distributed(batch="global"):
+                assert expected == pytest.approx(trained(criterion, dataset, tokens), abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_samples_that_are_ignored_by_the_default_are_said():
+    dataset = samples(ignored=-100)
+    with parwrap.distributed(batch="global"), pytest.warns(UserWarning, match=r"test_weighted_means.py:\d+, so this .*mean_over_ranks"):
+        trained(nn.CrossEntropyLoss(), dataset)
+
+
+@pytest.mark.ranks(2)
+def test_windows_of_batches_count_alike():
+    criterion = CRITERIA["composite"]
+    expected = parwrap.accumulate(2)(trained)(criterion, samples(32))
+    with parwrap.distributed(batch="global"):
+        assert expected == pytest.approx(parwrap.accumulate(2)(trained)(criterion, samples(32)), abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_other_strategies_do_so_too(strategy):
+    expected = trained(CRITERIA["weighted"], samples())
+    with parwrap.distributed(batch="global", strategy=strategy):
+        assert expected == pytest.approx(trained(CRITERIA["weighted"], samples()), abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_a_function_inside_that_splits_its_batches_does_so_too():
+    expected = trained(CRITERIA["weighted"], samples())
+    with parwrap.distributed():
+        assert expected == pytest.approx(parwrap.distributed(batch="global")(trained)(CRITERIA["weighted"], samples()), abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_batches_of_each_ranks_own_are_averaged_as_by_ddp():
+    def alone(dataset):
+        return trained(CRITERIA["weighted"], dataset)
+
+    with parwrap.distributed():
+        model = alone(samples())
+        assert 1 == len({tuple(each) for each in parwrap.gather(model)})
+        assert functional.cross_entropy.__module__ == "torch.nn.functional"
+
+
+@pytest.mark.ranks(2)
+def test_a_compiled_model_counts_alike():
+    expected = trained(CRITERIA["weighted"], samples())
+    with parwrap.distributed(batch="global"):
+        model = trained(CRITERIA["weighted"], samples(), wrap=lambda model: torch.compile(model, backend="eager"))
+
+    assert expected == pytest.approx(model, abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_a_compiled_loss_counts_alike():
+    def criterion(logits, target):
+        return functional.cross_entropy(logits, target, weight=WEIGHT)
+
+    expected = trained(criterion, samples())
+    with parwrap.distributed(batch="global"):
+        model = trained(torch.compile(criterion, backend="eager"), samples())
+
+    assert expected == pytest.approx(model, abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_part_ways_end():
+    """One rank leaves its loop early."""
+    criterion = CRITERIA["weighted"]
+    with parwrap.distributed(batch="global"):
+        model = nn.Linear(4, CLASSES).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for index, (x, y) in enumerate(DataLoader(samples(64), batch_size=8)):
+            if parwrap.rank() == 1 and index == 3:
+                break
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        parwrap.barrier()
+        assert 1 == len({tuple(each) for each in parwrap.gather(model.weight.flatten().tolist())})

@@ -1,0 +1,111 @@
+"""Noise on weights or gradients, drawn on each rank: all ranks have one process's noise; and models that differ by rounding."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import parwrap
+
+
+def loader():
+    x = torch.linspace(-1, 1, 64).view(-1, 1)
+    return DataLoader(TensorDataset(torch.cat([x, x**2], dim=1), x**3), batch_size=8)
+
+
+def on_weights(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.05)
+
+
+def on_data(model):
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p.data), alpha=0.05)
+
+
+def on_gradients(model):
+    for p in model.parameters():
+        p.grad.add_(torch.randn_like(p), alpha=0.05)
+
+
+def trained(noise, noisy_from=0, seen=None, steps=24):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step = 0
+    while step < steps:
+        for x, y in loader():
+            if seen is not None:
+                seen.append(parwrap.gather(model.weight.flatten().tolist()))
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            if step >= noisy_from and noise is on_gradients:
+                noise(model)
+            optimizer.step()
+            if step >= noisy_from and noise is not on_gradients:
+                noise(model)
+            step += 1
+    return model.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.parametrize("noise", [on_weights, on_data, on_gradients])
+def test_every_batch_is_computed_with_the_same_weights(size, noise):
+    seen = []
+    with parwrap.distributed(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        weights = trained(noise, seen=seen)
+        parwrap.barrier()
+        last = parwrap.gather(weights)
+
+    # Adam's first step goes by signs, which noise on gradients seldom changes
+    assert all(len({tuple(each) for each in weights}) == 1 for weights in seen[8:])
+    assert size == len(last)
+    if parwrap.rank() == 0:
+        assert "(SGLD)" in " ".join(str(each.message) for each in said)
+        assert "test_noise_on_weights.py" in " ".join(str(each.message) for each in said)
+
+
+@pytest.mark.ranks(2)
+def test_noise_that_begins_late_is_found_by_the_end():
+    seen = []
+    with parwrap.distributed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trained(on_data, noisy_from=70, seen=seen, steps=160)
+
+    assert all(len({tuple(each) for each in weights}) == 1 for weights in seen[-8:])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_models_that_differ_by_rounding_are_made_the_same_without_a_word():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.mul_(1 + parwrap.rank() * 1e-6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with parwrap.distributed():
+        for x, y in loader():
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+        assert 1 == len({tuple(each) for each in parwrap.gather(model.weight.flatten().tolist())})
+
+
+@pytest.mark.ranks(2)
+def test_models_that_do_differ_are_said_without_blaming_the_seed():
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.fill_(parwrap.rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        nn.functional.mse_loss(model(torch.ones(4, 2)), torch.ones(4, 1)).backward()
+        optimizer.step()
+
+    with parwrap.distributed(), pytest.warns(UserWarning, match="1 of 2 parameters have different values .* If you do, look for"):
+        step()
