@@ -37,6 +37,7 @@ FLOORS = [
         "group",
         "collectives",
         "loop",
+        "step_draws",
         "streams",
     }
     | {"inherited", "raised", "reach", "returned", "speaking", "launched_rank", "forking", "spawning", "launching"},

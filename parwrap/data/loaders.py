@@ -107,7 +107,7 @@ class Loaders:
                 weight = weights.popleft()
                 self._loop.weigh(weight, sharing.loss_factor(weight, self._size))
 
-        return Pass(batches, self._watch_training(history, position), drawn)
+        return Pass(batches, self._watch_training(history, position), drawn, self._loop.reads_in_for)
 
     def position(self, loader: DataLoader) -> Position:
         """Where training passes over ``loader`` are, also before the first."""
