@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Namespaces"]
+__all__ = ["Namespaces", "in_library"]
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
@@ -66,6 +66,11 @@ def _is_users(name: str, package: str) -> bool:
         return False
     installed = any(folder in file for folder in _INSTALLED)
     return top == package if installed else not file.startswith(_STANDARD)
+
+
+def in_library(file: str) -> bool:
+    """Whether ``file`` is of the standard library or of an installed package."""
+    return file.startswith(_STANDARD) or any(folder in file for folder in _INSTALLED)
 
 
 def _namespaces(names: Iterable[str]) -> list[dict[str, Any]]:

@@ -28,6 +28,8 @@ class Loop:
         trained: whether one has run since the last optimizer was built.
         batches: how many batches passes over loaders have yielded.
         passes: how many training passes over loaders are open.
+        passes_in_for: how many of those a ``for`` statement reads; others may stay open when the loop around them is over.
+        by_hand: whether the last backward was in no ``for`` statement over a loader.
         evaluations: how many passes are open that only look at data, which all ranks do alike.
         parts: whether what is looked at is shared out already, each rank having a part of its own.
         looped: whether there has been a training pass at all.
@@ -36,6 +38,7 @@ class Loop:
         looking: called with no arguments when a pass begins that only looks at data.
         drew: called with no arguments when a pass has yielded a batch.
         changed: called with no arguments when training begins, or a pass or another optimizer does.
+        ran_by_hand: called with no arguments after each backward that is :attr:`by_hand`.
     """
 
     def __init__(self) -> None:
@@ -43,6 +46,8 @@ class Loop:
         self.trained = False
         self.batches = 0
         self.passes = 0
+        self.passes_in_for = 0
+        self.by_hand = False
         self.evaluations = 0
         self.parts = False
         self._whole = False
@@ -52,6 +57,7 @@ class Loop:
         self.looking: Callable[[], None] = lambda: None
         self.changed: Callable[[], None] = lambda: None
         self.drew: Callable[[], None] = lambda: None
+        self.ran_by_hand: Callable[[], None] = lambda: None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._parameters: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
         self._sizes: dict[int, int] = {}
@@ -129,9 +135,12 @@ class Loop:
 
     def ran_backward(self) -> None:
         self.backwards += 1
+        self.by_hand = not (self.passes_in_for or self.evaluations)
         if not self.trained:
             self.trained = True
             self.changed()
+        if self.by_hand:
+            self.ran_by_hand()
 
     def opened_pass(self) -> None:
         self.passes += 1
@@ -140,6 +149,11 @@ class Loop:
 
     def closed_pass(self) -> None:
         self.passes -= 1
+        self.changed()
+
+    def reads_in_for(self, begins: bool) -> None:
+        """A ``for`` statement begins to read a training pass, or has ceased to."""
+        self.passes_in_for += 1 if begins else -1
         self.changed()
 
     def drew_batch(self, whole: bool = False) -> None:
@@ -191,8 +205,11 @@ class Loop:
         return self._whole and self.evaluations > 0
 
     def drawing(self) -> bool:
-        """Whether random numbers are drawn for data and dropout now, rather than for what ranks build and arrange alike."""
-        return self.trained and not self.evaluations and (self.passes > 0 or not self.looped)
+        """Whether all random numbers are drawn for data and dropout now, rather than for what ranks build and arrange alike.
+
+        In a loop without a ``for`` statement over a loader it depends on the draw: see ``step_draws.py``.
+        """
+        return self.trained and not self.evaluations and self.passes_in_for > 0
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

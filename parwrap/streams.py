@@ -7,8 +7,9 @@ is decided by the caller.
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,19 +33,14 @@ def seed_all(seed: int) -> None:
 
 def get_state() -> dict[str, Any]:
     """The states of all streams that are running, to hand to :func:`set_state`."""
-    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    return {"numpy": np.random.get_state(), "python": random.getstate(), **_torch_state()}
 
 
 def set_state(state: dict[str, Any]) -> None:
     """Go on where ``state`` was taken; a GPU that started later keeps its stream."""
-    torch.set_rng_state(state["torch"])
+    _set_torch_state(state)
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 class Streams:
@@ -62,15 +58,18 @@ class Streams:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._own = False
+        self._kept_shared = 0
         self._waiting: dict[str, Any] | None = None
         self._seeded_from: int | None = None
+        self._renewed: tuple[int, int] | None = None
+        self._generators: dict[str, np.random.RandomState | random.Random] = {}
 
     def use(self, own: bool) -> None:
         """Let the rank's own streams run, or the shared ones."""
         if own == self._own:
             return
         running = get_state()
-        seed = torch.initial_seed()
+        seed = self._script_seed()
         if own and seed != self._seeded_from:
             self._seeded_from = seed
             seed_all((seed + self._rank) % 2**63)
@@ -79,9 +78,9 @@ class Streams:
         self._waiting, self._own = running, own
 
     def seed(self) -> int:
-        """What the shared streams were last seeded with."""
+        """What the script last seeded the shared streams with."""
         with self.shared():
-            return torch.initial_seed()
+            return self._script_seed()
 
     @contextmanager
     def own(self) -> Iterator[None]:
@@ -91,7 +90,68 @@ class Streams:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """The shared streams for the length of the block."""
-        yield from self._during(False)
+        self._kept_shared += 1
+        try:
+            yield from self._during(False)
+        finally:
+            self._kept_shared -= 1
+
+    @property
+    def may_draw_own(self) -> bool:
+        """Whether a single draw may come from the rank's own: the shared streams run, and not by a block of :meth:`shared`."""
+        return not (self._own or self._kept_shared)
+
+    @contextmanager
+    def own_torch(self) -> Iterator[Callable[[], bool]]:
+        """torch's of the rank's own streams for the length of the block, which is cheaper than all of them.
+
+        Yields:
+            A function that says, after the block, whether it has drawn.
+        """
+        own = self._seeded()
+        before = dict(own)
+        shared = _torch_state()
+        _set_torch_state(own)
+        if "cuda" in shared and "cuda" not in own:  # the GPU started after the rank's streams
+            torch.cuda.manual_seed(((self._seeded_from or 0) + self._rank) % 2**63)
+        try:
+            yield lambda: any(not torch.equal(before[name], own[name]) for name in before if name in ("torch", "cuda"))
+        finally:
+            own.update(_torch_state())
+            _set_torch_state(shared)
+
+    def own_generator(self, library: str) -> np.random.RandomState | random.Random:
+        """A generator of this rank's own, with the methods of those of ``"numpy.random"`` or ``"random"``."""
+        self._seeded()
+        return self._generators[library]
+
+    def renew(self, number: int) -> None:
+        """Seed the shared streams anew, by the script's seed and ``number``: ranks that have drawn different numbers are in step again."""
+        script_seed = self._script_seed()
+        seed = _mixed(script_seed, number)
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        self._renewed = seed, script_seed
+
+    def _script_seed(self) -> int:
+        """The seed of the streams that run, without what :meth:`renew` has set."""
+        seed = torch.initial_seed()
+        return self._renewed[1] if self._renewed and seed == self._renewed[0] else seed
+
+    def _seeded(self) -> dict[str, Any]:
+        """The waiting state of the rank's own streams, seeded if the script has seeded since."""
+        seed = self._script_seed()
+        if self._waiting is None or seed != self._seeded_from:
+            self.use(own=True)
+            self.use(own=False)
+            self._generators.clear()
+        if not self._generators:
+            own_seed = _mixed(seed, self._rank)
+            self._generators = {"numpy.random": np.random.RandomState(own_seed % 2**32), "random": random.Random(own_seed)}
+        return self._waiting  # type: ignore[return-value]
 
     def _during(self, own: bool) -> Iterator[None]:
         before = self._own
@@ -100,3 +160,21 @@ class Streams:
             yield
         finally:
             self.use(before)
+
+
+def _torch_state() -> dict[str, torch.Tensor]:
+    state = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_torch_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _mixed(seed: int, number: int) -> int:
+    """A seed that ``seed`` and ``number`` determine, and that has nothing in common with that of other numbers."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "big") >> 1

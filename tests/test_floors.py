@@ -38,6 +38,7 @@ FLOORS = [
         "collectives",
         "batch_weights",
         "loop",
+        "step_draws",
         "streams",
     }
     | {"inherited", "raised", "reach", "returned", "speaking", "launched_rank", "forking", "spawning", "launching"},

@@ -52,23 +52,32 @@ def test_the_last_root_counts():
     assert not loop.evaluating()
 
 
-def test_random_numbers_are_the_ranks_own_inside_a_pass_that_trains():
+def test_random_numbers_are_the_ranks_own_while_a_for_statement_reads_a_pass_that_trains():
     loop = loop_with(nn.Linear(1, 1))
     loop.opened_pass()
+    loop.reads_in_for(True)
     assert not loop.drawing()
     loop.ran_backward()
     assert loop.drawing()
+    loop.reads_in_for(False)
+    assert not loop.drawing()
     loop.closed_pass()
     assert not loop.drawing()
 
 
-def test_without_a_loader_they_are_so_from_the_first_backward_to_the_next_optimizer():
+def test_backwards_outside_of_such_a_statement_are_by_hand():
     loop = loop_with(nn.Linear(1, 1))
-    assert not loop.drawing()
+    ran = []
+    loop.ran_by_hand = lambda: ran.append(loop.backwards)
     loop.ran_backward()
-    assert loop.drawing()
-    loop.own_parameters(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
-    assert not loop.drawing()
+    loop.opened_pass()
+    loop.ran_backward()
+    assert [1, 2] == ran
+    assert loop.by_hand
+    loop.reads_in_for(True)
+    loop.ran_backward()
+    assert [1, 2] == ran
+    assert not loop.by_hand
 
 
 def test_optimizers_built_before_anybody_watched_are_found_and_dead_ones_forgotten():

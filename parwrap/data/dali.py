@@ -139,7 +139,7 @@ class Pipelines:
             (loop.closed_pass if trains else loop.closed_evaluation)()
             closed(exhausted, loop.backwards > before)
 
-        return Pass(batches, all_closed, lambda batch: loop.drew_batch(whole))
+        return Pass(batches, all_closed, lambda batch: loop.drew_batch(whole), loop.reads_in_for if trains else None)
 
     def _read_part(self, iterator: Any, original: Callable, history: _History) -> Iterator:
         """A pass over what each rank reads another part of."""

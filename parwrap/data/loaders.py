@@ -110,7 +110,7 @@ class Loaders:
                 factor, split = sharing.loss_factor(weight, self._size), sharing.batch == "global"
                 self._loop.weights.draw(reading, Weighed(weight, factor, samples_in(batch), split))
 
-        return Pass(batches, self._watch_training(history, position, reading), drawn)
+        return Pass(batches, self._watch_training(history, position, reading), drawn, self._loop.reads_in_for)
 
     def position(self, loader: DataLoader) -> Position:
         """Where training passes over ``loader`` are, also before the first."""

@@ -5,10 +5,15 @@ What a pass is for, and which batches it has, is decided by ``loaders.py`` and `
 
 from __future__ import annotations
 
+import dis
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any
 
+from parwrap.imported import in_library
 from parwrap.streams import Streams
 
 __all__ = ["Pass", "SharedDraws"]
@@ -58,10 +63,22 @@ class Pass:
         batches: what the pass yields.
         closed: called with whether the pass has come to its end.
         drawn: called with each batch.
+        in_for: called with whether a ``for`` statement that alone holds the pass reads it, when that changes. A pass that something
+            else has read may stay open when the loop around it is over.
     """
 
-    def __init__(self, batches: Iterator, closed: Callable[[bool], None], drawn: Callable[[Any], None] | None = None) -> None:
-        self._batches, self._closed, self._drawn = batches, closed, drawn
+    def __init__(
+        self,
+        batches: Iterator,
+        closed: Callable[[bool], None],
+        drawn: Callable[[Any], None] | None = None,
+        in_for: Callable[[bool], None] | None = None,
+    ) -> None:
+        self._in_for: Callable[[bool], None] | None = None
+        if isinstance(batches, Pass):
+            in_for, batches._in_for = in_for or batches._in_for, None
+        self._batches, self._closed, self._drawn, self._in_for = batches, closed, drawn, in_for
+        self._is_in_for = False
         self._begun = False
         self._ahead: list[Callable[[], Any]] = []
 
@@ -69,6 +86,9 @@ class Pass:
         return self
 
     def __next__(self) -> Any:
+        if self._in_for:
+            held = sys.getrefcount(self)
+            self._reads_in_for(held <= _Probe.held and _in_for_statement(sys._getframe(1)))
         try:
             batch = self._ahead.pop()() if self._ahead else next(self._batches)
         except BaseException as ended:
@@ -96,9 +116,45 @@ class Pass:
     def __del__(self) -> None:
         self._close(False)
 
+    def _reads_in_for(self, now: bool) -> None:
+        if self._in_for and now != self._is_in_for:
+            self._is_in_for = now
+            self._in_for(now)
+        if not now:
+            self._in_for = None
+
     def _close(self, exhausted: bool) -> None:
+        self._reads_in_for(False)
         closed, self._closed = self._closed, _ignore
         closed(exhausted)
+
+
+def _in_for_statement(frame: FrameType | None) -> bool:
+    """Whether ``frame`` asks for the next item of a ``for`` statement; iterators in C and generators of libraries pass that on."""
+    while frame is not None and frame.f_code.co_code[frame.f_lasti] == dis.opmap["FOR_ITER"]:
+        if not frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return True
+        if not in_library(frame.f_code.co_filename):
+            return False  # a generator of the script's may be held in a variable
+        frame = frame.f_back
+    return False
+
+
+class _Probe:
+    """How many hold an iterator while the loop that has made it reads it: that differs between versions of Python."""
+
+    held = 0
+
+    def __iter__(self) -> _Probe:
+        return self
+
+    def __next__(self) -> None:
+        _Probe.held = sys.getrefcount(self)
+        raise StopIteration
+
+
+for _ in _Probe():
+    pass
 
 
 def _drawn_ahead(batches: Iterator) -> Callable[[], Any]:

@@ -325,7 +325,7 @@ class Shares:
         """The seed of one more loader."""
         generator = getattr(loader.sampler, "generator", None) or loader.generator
         with self._streams.shared():
-            seed = torch.initial_seed() + ANOTHER_LOADER * self._sharded if generator is None else generator.initial_seed()
+            seed = self._streams.seed() + ANOTHER_LOADER * self._sharded if generator is None else generator.initial_seed()
         self._sharded += 1
         return seed % 2**62
 

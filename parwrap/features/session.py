@@ -26,6 +26,7 @@ from parwrap.launched_rank import failed
 from parwrap.loop import Loop
 from parwrap.meetings import END
 from parwrap.options import Options
+from parwrap.step_draws import StepDraws
 from parwrap.strategies.counts import Counts
 from parwrap.strategies.named import strategy_of
 from parwrap.strategies.reducer import Reducer
@@ -70,6 +71,7 @@ class Session:
         self._beside = beside(self._loop) if beside else None
         self.strategy: Strategy | None = None
         self._streams = Streams(group.world.rank if group else 0)
+        self._module: str | None = None
         self._data: TrainingData | None = None
         self._announced = self._aside = False
         self.parts: Parts | None = None
@@ -80,6 +82,7 @@ class Session:
     def patched(self, module: str | None, hidden: Iterable[str]) -> Iterator[None]:
         """Everything installed, for a function of ``module``; the variables ``hidden`` are not to be seen."""
         with self._undo:
+            self._module = module
             self._undo.enter_context(without_variables(hidden))
             self._undo.enter_context(acting(self._start(), module))
             yield
@@ -165,6 +168,7 @@ class Session:
         loop.find_optimizers()
         if group is not None or self._options.batch == "global":
             loop.changed = self._changed
+            loop.ran_by_hand = self._ran_by_hand if group is not None else loop.ran_by_hand
             self._undo.callback(self._stop)
         together = self.strategy.together if self.strategy else None
         self.loaders = Loaders(together, loop, self._streams, self._sharing, self.began)
@@ -197,13 +201,19 @@ class Session:
 
     def _stop(self) -> None:
         """Passes that outlive the session must not switch streams any more."""
-        self._loop.changed = lambda: None
+        self._loop.changed = self._loop.ran_by_hand = lambda: None
         self._streams.use(own=False)
 
     def _changed(self) -> None:
         self._streams.use(self._loop.drawing())
         if self._loop.backwards and not self._announced:
             self._announce()
+
+    def _ran_by_hand(self) -> None:
+        """A backward was the first in no ``for`` statement over a loader: from now on each draw is looked at."""
+        draws = StepDraws(self._loop, self._streams)
+        self._loop.ran_by_hand = draws.ran_backward
+        self._undo.enter_context(acting([draws], self._module))
 
     def began(self, data: TrainingData) -> None:
         self._data = self._data or data

@@ -6,11 +6,13 @@ import contextlib
 import io
 import logging
 import os
+import random
 import shutil
 import sys
 import tarfile
 import tempfile
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,6 +58,8 @@ OWNERS = (
     nn.utils,
     nn.utils.clip_grad,
     DTensor,
+    np.random,
+    random,
     sys.modules[__name__],
 )
 
