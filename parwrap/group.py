@@ -80,9 +80,9 @@ class Group:
             self._made[key] = self._ends.enter_context(make())
         return self._made[key]
 
-    def meet(self, kind: str) -> list[int]:
+    def meet(self, kind: str, detail: int = 0) -> list[int]:
         """Wait for the other ranks, as in :meth:`Meetings.wait`; returns those that came for ``kind``."""
-        return self.meetings.wait(kind) if self.meetings else list(range(self.world.size))
+        return self.meetings.wait(kind, detail=detail) if self.meetings else list(range(self.world.size))
 
     def key(self, topic: str) -> str:
         """A key in the store for ``topic``, the same on all ranks and new after each meeting."""

@@ -36,6 +36,7 @@ FLOORS = [
         "first_failure",
         "group",
         "collectives",
+        "structures",
         "loop",
         "streams",
     }
