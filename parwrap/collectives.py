@@ -20,6 +20,7 @@ from parwrap.structures import Structure, described, difference, digest, mapped,
 from parwrap.world import detect
 
 __all__ = [
+    "AloneError",
     "all_ranks",
     "all_reduced",
     "any_rank",
@@ -41,6 +42,10 @@ ALIKE = (
     "Which belongs to which is not guessed: pass the same keys, lengths, shapes and dtypes on every rank, with zeros where a rank has "
     "nothing; or use parwrap.gather, which takes any."
 )
+
+
+class AloneError(UsageError):
+    """A collective where only this rank is."""
 
 
 def barrier() -> None:
@@ -164,7 +169,7 @@ def callers(name: str) -> Group | None:
             )
         return None
     if is_alone():
-        raise UsageError(
+        raise AloneError(
             f"parwrap.{name}() would wait for ever: only this rank runs what @parwrap.rank_zero_only guards. "
             "Call it outside of that function."
         )
@@ -221,7 +226,7 @@ def _pickled(x: Any) -> bytes | str:
 def _unpickled(name: str, pickled: list[Any], ranks: Iterable[int]) -> list[Any]:
     for rank, each in zip(ranks, pickled, strict=True):
         if isinstance(each, str):
-            raise UsageError(f"parwrap.{name}() takes what can be pickled, and what rank {rank} passes cannot: {each}")
+            raise UsageError(f"parwrap.{name} sends to the other ranks what can be pickled, and what rank {rank} has cannot: {each}")
     return [pickle.loads(each) for each in pickled]
 
 

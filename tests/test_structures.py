@@ -109,9 +109,13 @@ def test_dataclasses_and_arrays_are_entered():
 def test_what_one_rank_cannot_send_is_an_error_on_every_rank(scope):
     mine = (lambda: 1) if parwrap.rank() else 1
     with scope():
-        with pytest.raises(UsageError, match=r"parwrap.gather\(\) takes what can be pickled, and what rank 1 passes cannot: .*lambda"):
+        with pytest.raises(
+            UsageError, match=r"parwrap.gather sends to the other ranks what can be pickled, and what rank 1 has cannot: .*lambda"
+        ):
             parwrap.gather(mine)
-        with pytest.raises(UsageError, match=r"parwrap.broadcast\(\) takes what can be pickled, and what rank 1 passes cannot: "):
+        with pytest.raises(
+            UsageError, match=r"parwrap.broadcast sends to the other ranks what can be pickled, and what rank 1 has cannot: "
+        ):
             parwrap.broadcast(mine, src=1)
         with pytest.raises(RankMismatchError, match=r"broadcast\(\) got something else on other ranks: src is 0 on rank 0 and 1 on rank 1"):
             parwrap.broadcast(1, src=parwrap.rank())
