@@ -14,7 +14,7 @@ __all__ = ["Compared", "compared"]
 
 NOISE = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """How far sums in another order may be apart, as a part of the largest number; a Python float may be a sum in ``float32``."""
-LEAST_NOISE = 1e-5
+LEAST_NOISE = 2e-6
 
 SURE = 1e-3
 """A number that is no mean is off by about the square of what the parts differ by; this part of it shows that it is one."""

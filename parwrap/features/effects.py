@@ -13,7 +13,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ __all__ = ["Onlooker", "Silent", "State", "modes_set_together", "reached"]
 
 MOST = 20_000
 """Objects that are looked at."""
-LARGEST = 1 << 20
-"""Bytes of an array whose content is compared."""
+LARGEST = 1 << 24
+"""Bytes of a tensor or an array whose content is compared; of a larger tensor it is found out whether it was written to."""
 
 PASSED_OVER = (
     ModuleType,
@@ -54,7 +54,7 @@ class Onlooker:
     Attributes:
         loaders: that it has read, with what their samplers held before.
         written: the first file that it has written.
-        printed: what it has printed.
+        printed: what it has printed and logged.
     """
 
     def __init__(self) -> None:
@@ -82,6 +82,10 @@ class Onlooker:
     def speak(self, say: Any, file: Any, force: bool) -> None:
         self.printed.append(" ".join(map(str, say.args)))
         say(force=force) if force else say()
+
+    def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
+        self.printed.append(record.getMessage())
+        handle()
 
     def rewind(self) -> None:
         """Have the samplers of what was read go back to where they were, to draw the same again."""
@@ -133,7 +137,7 @@ class Silent:
         self.printed.append(" ".join(map(str, say.args)))
 
     def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
-        pass
+        self.printed.append(record.getMessage())
 
 
 def reached(function: Callable, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,18 +211,42 @@ def _is_cache(place: str, before: Any, of_module: bool) -> bool:
     return (of_module and (before is _ABSENT or before is None)) or (before is _ABSENT and place.rpartition(".")[2].startswith("_"))
 
 
+class _Numbers(NamedTuple):
+    """A tensor or an array as it was.
+
+    Attributes:
+        of: itself.
+        version: that a tensor counts up when it is written to.
+        content: tells one content from another; ``None`` for what is too large.
+    """
+
+    of: Any
+    version: int | None
+    content: str | None
+
+
 def _content(value: Any) -> Any:
     """What is compared of ``value`` itself."""
     if isinstance(value, torch.Tensor):
-        return value, None if value.is_inference() else value._version
+        return _Numbers(value, None if value.is_inference() else value._version, _summed(value))
     if isinstance(value, np.ndarray):
-        return value, value.tobytes() if value.nbytes <= LARGEST and value.dtype != object else None
+        return _Numbers(value, None, str(hash(value.tobytes())) if value.nbytes <= LARGEST and value.dtype != object else "")
     return value
 
 
+@torch.no_grad()
+def _summed(value: torch.Tensor) -> str | None:
+    """What tells whether ``value`` was overwritten by the same, as a buffer is that ranks have agreed on."""
+    if value.layout != torch.strided or value.is_quantized or value.is_meta or value.nbytes > LARGEST:
+        return None
+    real = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
+    return f"{real.sum().item()} {real.square().sum().item()}"
+
+
 def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2:
-        return one[0] is other[0] and (one[1] is other[1] or one[1] == other[1])
+    if isinstance(one, _Numbers) and isinstance(other, _Numbers):
+        unwritten = one.version is not None and one.version == other.version
+        return one.of is other.of and (unwritten or (one.content is not None and one.content == other.content))
     if type(one) is not type(other):
         return False
     return one is other or (isinstance(one, (int, float, complex, str, bytes)) and (one == other or one != one))

@@ -204,7 +204,7 @@ class _Call:
         self.known = distributed.parts()
         self.shared = self.known.loaders.streams.shared if self.known else nullcontext
         self.arguments = _arguments(self.function, self.args, self.kwargs)
-        self.name = describe(self.function)
+        self.name = describe(inspect.unwrap(self.function))  # a decorator such as torch.no_grad has a place of its own
 
     def run(self) -> Any:
         return self.function(*self.args, **self.kwargs)
@@ -342,7 +342,7 @@ def _whole(call: _Call, onlooker: Onlooker) -> tuple[Any, str | None]:
             hindrance = f"it changes {changed}, which would be of a rank's part."
     told = call.together((sent(result) if call.group.world.rank == 0 else None, hindrance, _streams(call)), error)
     _go_on(call, told[0][2])
-    hindrance = next((each[1] for each in told if each[1] is not None), None)
+    hindrance = told[0][1]  # the buffers of other ranks become rank 0's when they evaluate
     result = result if call.group.world.rank == 0 else arrived(told[0][0], call.group.device)
     return merged(call.reduce, [Part(result, [])]), hindrance
 

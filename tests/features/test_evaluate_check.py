@@ -69,12 +69,17 @@ def largest(loader):
     return seen(loader)[0].max()
 
 
+@torch.no_grad()
+def deviation(loader):
+    return torch.from_numpy(seen(loader)[0]).std().item()
+
+
 def confusion_as_fractions(loader):
     scores, labels = seen(loader)
     return metrics.confusion_matrix(labels, scores > 0.5, normalize="true")
 
 
-NO_MEANS = [auc, accuracy_of_each_class, rmse, r2, perplexity, macro_f1, median, largest, confusion_as_fractions]
+NO_MEANS = [auc, accuracy_of_each_class, rmse, r2, perplexity, macro_f1, median, largest, deviation, confusion_as_fractions]
 
 
 @pytest.mark.ranks(2)
@@ -328,7 +333,7 @@ def test_a_function_that_fails_on_parts_only_is_computed_of_the_whole():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("options", [{}, {"strategy": "local_sgd", "sync_every": 3}], ids=["ddp", "local_sgd"])
+@pytest.mark.parametrize("options", [{}, {"strategy": "local_sgd", "every": 3}], ids=["ddp", "local_sgd"])
 @pytest.mark.usefixtures("nothing_is_warned_of")
 def test_the_whole_is_evaluated_with_the_weights_and_buffers_that_eval_gives_all_ranks(options):
     def mean(net, loader):
