@@ -5,20 +5,22 @@ All of them work, and mean the obvious thing, on one rank without a launcher. Wh
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable
-from numbers import Number
+import pickle
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from parwrap.errors import UsageError
+from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group import Group, is_alone, is_beside, open_group, world_size
+from parwrap.structures import Structure, described, difference, digest, mapped, mixed_dtypes, number_dtype
 from parwrap.world import detect
 
 __all__ = [
+    "AloneError",
     "all_ranks",
     "all_reduced",
     "any_rank",
@@ -27,8 +29,8 @@ __all__ = [
     "broadcast",
     "callers",
     "gather",
+    "gathered_objects",
     "group_for",
-    "mapped",
     "reduce_mean",
     "reduce_sum",
     "sent",
@@ -36,8 +38,14 @@ __all__ = [
 
 CPU = torch.device("cpu")
 
-MOST_DESCRIBED = 8
-"""Tensors of a collective that are compared between ranks before it is begun: shapes that differ would end the process."""
+ALIKE = (
+    "Which belongs to which is not guessed: pass the same keys, lengths, shapes and dtypes on every rank, with zeros where a rank has "
+    "nothing; or use parwrap.gather, which takes any."
+)
+
+
+class AloneError(UsageError):
+    """A collective where only this rank is."""
 
 
 def barrier() -> None:
@@ -50,11 +58,17 @@ def reduce_sum(x: Any) -> Any:
     """The sum of ``x`` over all ranks, on every rank.
 
     Args:
-        x: a tensor (any shape, the same on every rank), a number, or a nested dict, list or tuple of these.
+        x: a tensor or array (any shape), a number, or a nested dict, list, tuple or dataclass of these. Keys, lengths, shapes and dtypes
+            are the same on every rank. Only numbers and tensors without a dimension may be of different kinds: an ``int`` and a
+            ``float`` make a ``float``.
 
     Returns:
-        The same structure with new tensors (detached, on the device and of the dtype they came in; bool counts as
-        int64) and plain numbers.
+        The same structure with new tensors and arrays (detached, on the device and of the dtype they came in; integers and bool
+        as int64) and plain numbers.
+
+    Raises:
+        RankMismatchError: the ranks' structures differ; on every rank, with what differs.
+        UsageError: there is something else in ``x``.
 
     >>> reduce_sum({"correct": 31, "loss": torch.tensor([1.5])})
     {'correct': 31, 'loss': tensor([1.5000])}
@@ -79,15 +93,16 @@ def gather(x: Any) -> list[Any]:
     Args:
         x: anything that pickles; tensors may differ in shape between ranks and arrive detached, on this rank's device.
 
+    Raises:
+        UsageError: what a rank passes does not pickle; on every rank.
+
     >>> gather("here")
     ['here']
     """
     group = group_for("gather")
     if group is None:
         return [mapped(x, _detached)]
-    gathered: list[Any] = [None] * group.world.size
-    dist.all_gather_object(gathered, _moved(x, CPU))
-    return [_moved(each, group.device) for each in gathered]
+    return [_moved(each, group.device) for each in gathered_objects("gather", _moved(x, CPU), group)]
 
 
 def broadcast(x: Any, src: int = 0) -> Any:
@@ -95,20 +110,26 @@ def broadcast(x: Any, src: int = 0) -> Any:
 
     Args:
         x: anything that pickles; tensors arrive detached, on this rank's device.
-        src: the rank whose ``x`` is taken.
+        src: the rank whose ``x`` is taken, the same on every rank.
+
+    Raises:
+        RankMismatchError: ``src`` is another on another rank; on every rank.
+        UsageError: there is no such rank, or its ``x`` does not pickle; on every rank.
 
     >>> broadcast({"lr": 0.1})
     {'lr': 0.1}
     """
+    group = callers("broadcast")
+    if group is not None:
+        _compared("broadcast", {"src": f"{src}"}, group, "Pass the same src on every rank.")
     size = world_size()
     if not 0 <= src < size:
         raise UsageError(f"broadcast(src={src}) asks for a rank that is not there: ranks are 0 to {size - 1}.")
-    group = group_for("broadcast")
     if group is None:
         return mapped(x, _detached)
-    box = [_moved(x, CPU) if group.world.rank == src else None]
+    box = [_pickled(_moved(x, CPU)) if group.world.rank == src else None]
     dist.broadcast_object_list(box, src)
-    return _moved(box[0], group.device)
+    return _moved(_unpickled("broadcast", box, [src])[0], group.device)
 
 
 def any_rank(flag: Any) -> bool:
@@ -129,16 +150,11 @@ def all_ranks(flag: Any) -> bool:
     return reduce_sum(int(bool(flag))) == world_size()
 
 
-def group_for(name: str, of: str = "") -> Group | None:
-    """The group on which the collective ``name`` runs, once all ranks are there; ``None`` where this rank is the only one.
-
-    Args:
-        name: of the function, for error texts.
-        of: what it is given, which must be the same on all ranks.
-    """
+def group_for(name: str) -> Group | None:
+    """The group on which the collective ``name`` runs, once all ranks are there; ``None`` where this rank is the only one."""
     group = callers(name)
     if group is not None:
-        group.meet(f"parwrap.{name} of {of}" if of else f"parwrap.{name}")
+        group.meet(f"parwrap.{name}")
     return group
 
 
@@ -153,25 +169,11 @@ def callers(name: str) -> Group | None:
             )
         return None
     if is_alone():
-        raise UsageError(
+        raise AloneError(
             f"parwrap.{name}() would wait for ever: only this rank runs what @parwrap.rank_zero_only guards. "
             "Call it outside of that function."
         )
     return group
-
-
-def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
-    """``x`` with ``leaf`` applied to whatever is not a dict, list or tuple."""
-    if isinstance(x, dict):
-        copied = copy.copy(x)
-        for key in sorted(x, key=repr):  # ranks may have filled theirs in another order
-            copied[key] = mapped(x[key], leaf)
-        return copied
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return type(x)(*(mapped(value, leaf) for value in x))
-    if isinstance(x, (list, tuple)):
-        return type(x)([mapped(value, leaf) for value in x])
-    return leaf(x)
 
 
 class _Away:
@@ -202,8 +204,30 @@ def _moved(x: Any, device: torch.device) -> Any:
     return mapped(x, lambda leaf: leaf.detach().to(device) if isinstance(leaf, torch.Tensor) else leaf)
 
 
-def _described(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" if tensor.dim() else str(tensor.dtype).removeprefix("torch.")
+def gathered_objects(name: str, x: Any, group: Group) -> list[Any]:
+    """Every rank's ``x`` in the order of ranks, where all ranks have met for the collective ``name``.
+
+    Raises:
+        UsageError: that of a rank does not pickle.
+    """
+    gathered: list[Any] = [None] * group.world.size
+    dist.all_gather_object(gathered, _pickled(x))
+    return _unpickled(name, gathered, range(group.world.size))
+
+
+def _pickled(x: Any) -> bytes | str:
+    """``x`` pickled, or why it cannot be: a rank that raises alone has the others wait for it in a collective."""
+    try:
+        return pickle.dumps(x)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _unpickled(name: str, pickled: list[Any], ranks: Iterable[int]) -> list[Any]:
+    for rank, each in zip(ranks, pickled, strict=True):
+        if isinstance(each, str):
+            raise UsageError(f"parwrap.{name} sends to the other ranks what can be pickled, and what rank {rank} has cannot: {each}")
+    return [pickle.loads(each) for each in pickled]
 
 
 def _detached(leaf: Any) -> Any:
@@ -211,17 +235,22 @@ def _detached(leaf: Any) -> Any:
 
 
 def _reduce(name: str, x: Any, finish: Callable[[Any, int], Any]) -> Any:
+    group = callers(name)
+    dtypes = [] if group is None else _compared(name, described(x), group)
     leaves: list[torch.Tensor] = []
     mapped(x, lambda leaf: leaves.append(_as_tensor(name, leaf)))
-    group = group_for(name, of=", ".join(_described(leaf) for leaf in leaves[:MOST_DESCRIBED]))
     size = 1
     if group is not None:
         size = group.world.size
+        leaves = [leaf.to(dtype or leaf.dtype) for leaf, dtype in zip(leaves, dtypes or [None] * len(leaves), strict=True)]
         leaves = all_reduced(leaves, group)
     totals = iter(leaves)
 
     def result(leaf: Any) -> Any:
         total = next(totals)
+        if isinstance(leaf, np.ndarray):
+            finished = finish(total, size).numpy()
+            return finished.astype(leaf.dtype) if leaf.dtype.kind in "fc" else finished
         if not isinstance(leaf, torch.Tensor):
             return finish(total.item(), size)
         finished = finish(total.to(leaf.device), size)
@@ -230,20 +259,53 @@ def _reduce(name: str, x: Any, finish: Callable[[Any, int], Any]) -> Any:
     return mapped(x, result)
 
 
+def _compared(name: str, structure: Structure, group: Group, remedy: str = ALIKE) -> list[torch.dtype | None]:
+    """Compare the ``structure`` of what is given to the collective ``name`` with that of the other ranks.
+
+    Args:
+        remedy: what to do where they differ.
+
+    Returns:
+        Where numbers of other kinds are to be mixed, the dtype to send each leaf in; else an empty list.
+
+    Raises:
+        RankMismatchError: the structures differ.
+    """
+    mine = digest(structure)
+    if group.meetings is not None:
+        ranks = group.meet(f"parwrap.{name}", mine)
+        if group.meetings.alike:
+            return []
+        structures = group.share("structure", structure, ranks)
+    else:
+        digests = torch.empty(group.world.size, dtype=torch.int64, device=_home(group))
+        dist.all_gather_into_tensor(digests, torch.tensor([mine], device=digests.device))
+        if (digests == mine).all():
+            return []
+        structures = dict(enumerate(gathered_objects(name, structure, group)))
+    if told := difference(structures):
+        raise RankMismatchError(f"parwrap.{name}() got something else on other ranks: {told}. {remedy}")
+    return mixed_dtypes(structure, structures.values())
+
+
 def _as_tensor(name: str, leaf: Any) -> torch.Tensor:
     """A new tensor to sum ``leaf`` in: wide enough that a sum over many ranks does not lose what the leaf has."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+        leaf = torch.from_numpy(leaf.astype(np.int64) if leaf.dtype.kind in "biu" else np.ascontiguousarray(leaf).reshape(leaf.shape))
     if isinstance(leaf, torch.Tensor):
         wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}.get(leaf.dtype, leaf.dtype)
         return leaf.detach().to(wide if wide.is_floating_point or wide.is_complex else torch.int64, copy=True)
-    if isinstance(leaf, Number):
-        integral = isinstance(leaf, (bool, int)) or hasattr(leaf, "__index__")
-        return torch.tensor(leaf, dtype=torch.int64 if integral else torch.float64)
-    raise UsageError(f"parwrap.{name}() takes tensors, numbers and dicts, lists and tuples of them, not {type(leaf).__name__} ({leaf!r}).")
+    if dtype := number_dtype(leaf):
+        return torch.tensor(complex(leaf) if dtype.is_complex else float(leaf) if dtype.is_floating_point else int(leaf), dtype=dtype)
+    raise UsageError(
+        f"parwrap.{name}() takes tensors, arrays, numbers and dicts, lists, tuples and dataclasses of them, "
+        f"not {type(leaf).__name__} ({leaf!r})."
+    )
 
 
 def all_reduced(leaves: list[torch.Tensor], group: Group) -> list[torch.Tensor]:
     """The sums of ``leaves`` over the ranks, one collective for each dtype."""
-    home = group.device if group.backend == "nccl" else CPU
+    home = _home(group)
     reduced = list(leaves)
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
         where = [index for index, leaf in enumerate(leaves) if leaf.dtype == dtype]
@@ -252,3 +314,8 @@ def all_reduced(leaves: list[torch.Tensor], group: Group) -> list[torch.Tensor]:
         for index, part in zip(where, flat.split([leaves[index].numel() for index in where]), strict=True):
             reduced[index] = part.view(leaves[index].shape)
     return reduced
+
+
+def _home(group: Group) -> torch.device:
+    """Where the collectives of ``group`` take tensors."""
+    return group.device if group.backend == "nccl" else CPU

@@ -38,6 +38,7 @@ __all__ = [
     "open_group",
     "opened",
     "rank",
+    "together",
     "within",
     "world_size",
 ]
@@ -50,6 +51,9 @@ TELLING = 30.0
 
 POLLING = 0.005
 """Seconds between two looks into the store, which can only wait for all of several keys."""
+
+NO_THREAD = 0
+"""Stands for the thread where each rank runs something by itself, and files stay rank 0's."""
 
 
 @dataclass
@@ -80,9 +84,9 @@ class Group:
             self._made[key] = self._ends.enter_context(make())
         return self._made[key]
 
-    def meet(self, kind: str) -> list[int]:
+    def meet(self, kind: str, detail: int = 0) -> list[int]:
         """Wait for the other ranks, as in :meth:`Meetings.wait`; returns those that came for ``kind``."""
-        return self.meetings.wait(kind) if self.meetings else list(range(self.world.size))
+        return self.meetings.wait(kind, detail=detail) if self.meetings else list(range(self.world.size))
 
     def key(self, topic: str) -> str:
         """A key in the store for ``topic``, the same on all ranks and new after each meeting."""
@@ -232,17 +236,28 @@ def is_beside() -> bool:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """While only this rank runs the block: nothing in it may wait for the others."""
-    _alone.append(threading.get_ident())
+def alone(each: bool = False) -> Iterator[None]:
+    """While only this rank runs the block: nothing in it may wait for the others. With ``each``, every rank does, by itself."""
+    _alone.append(NO_THREAD if each else threading.get_ident())
     try:
         yield
     finally:
         _alone.pop()
 
 
+@contextmanager
+def together() -> Iterator[None]:
+    """Within ``alone(each=True)``: for the length of the block, what all ranks do together after all."""
+    lifted = _alone.count(NO_THREAD)
+    _alone[:] = [thread for thread in _alone if thread != NO_THREAD]
+    try:
+        yield
+    finally:
+        _alone.extend([NO_THREAD] * lifted)
+
+
 def is_alone(here: bool = False) -> bool:
-    """Whether only this rank runs what runs now; with ``here``, whether it does so in this very thread."""
+    """Whether this rank waits for no other now; with ``here``, whether it is the only one to run what this very thread runs."""
     return bool(_alone) and (not here or threading.get_ident() in _alone)
 
 

@@ -60,6 +60,7 @@ class Meetings:
         whereabouts: of every rank.
         stale: whether the others have trained on without this rank, which has not taken over their state yet.
         waits_for: the meeting that this rank waits for, if it does.
+        alike: whether all ranks that came to the last meeting gave the same ``detail``.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
         at_work: called when a rank has waited too long: whether the others get on without it, so that it shall wait on.
         waits, lost: called with whether this rank begins or ends to wait for others, and with the step of another that is held up by
@@ -71,6 +72,7 @@ class Meetings:
         self._rank, self._ranks = mailbox.world.rank, range(mailbox.world.size)
         self.immediate = mailbox.immediate
         self.waits_for: Meeting | None = None
+        self.alike = True
         self.part, self._number, self._fetching, self.stale, self._warned, self._seen = 0, 1, False, False, False, 0
         self._answers, self._lasting = dict[str, Answer](), dict[str, Answer]()
         self._lanes: list[Lane] = []
@@ -156,13 +158,14 @@ class Meetings:
         self.wait(FILE, until_answered=True)
         return True
 
-    def wait(self, kind: str, place: str | None = None, until_answered: bool = False) -> list[int]:
+    def wait(self, kind: str, place: str | None = None, until_answered: bool = False, detail: int = 0) -> list[int]:
         """Meet all other ranks for ``kind``, answering what they do before they come.
 
         Args:
             kind: what for.
             place: where in the user's script; found if left out.
             until_answered: return when one meeting was answered.
+            detail: a number that ranks compare, of 64 bits; they meet also if it differs, and :attr:`alike` is then ``False``.
 
         Returns:
             The ranks that came for it; the others answer it.
@@ -170,7 +173,11 @@ class Meetings:
         Raises:
             RankMismatchError: the ranks have come for different things, one has failed, or one does not come in time.
         """
-        meeting = Meeting(kind, location() if place is None else place, self.phase() if kind in self._answers else 0)
+        place = location() if place is None else place
+        if detail:
+            meeting = Meeting(kind, place, detail, Meeting(kind).identity)
+        else:
+            meeting = Meeting(kind, place, self.phase() if kind in self._answers else 0)
         deadline, polling = time.monotonic() + self.timeout.total_seconds(), POLLING
         self._wait(True, meeting)
         try:
@@ -303,6 +310,7 @@ class Meetings:
                 f"the ranks have come to different points of the script, and each would wait for the others for ever: {_told(came)}. "
                 "Have all ranks take the same way there, or guard what only one shall do with @parwrap.rank_zero_only."
             )
+        self.alike = len({entry.meeting.detail for entry in came if entry.rank in present}) == 1
         mine = next(entry.meeting for entry in came if entry.rank == self._rank)
         self._mailbox.write(self._number, mine, State.MET, self.stale)
         if any(entry.stale for entry in came):

@@ -81,7 +81,8 @@ def test_flags():
 
 def test_what_cannot_be_reduced_is_refused():
     with pytest.raises(
-        UsageError, match=r"parwrap.reduce_mean\(\) takes tensors, numbers and dicts, lists and tuples of them, not str \('loss'\)"
+        UsageError,
+        match=r"parwrap.reduce_mean\(\) takes tensors, arrays, numbers and dicts, lists, tuples and dataclasses of them, not str .'loss'.",
     ):
         parwrap.reduce_mean({"a": ["loss"]})
 

@@ -37,6 +37,7 @@ FLOORS = [
         "group",
         "collectives",
         "batch_weights",
+        "structures",
         "loop",
         "step_draws",
         "streams",

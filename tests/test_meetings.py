@@ -87,13 +87,13 @@ def test_what_cannot_be_answered_is_an_error_on_all_ranks_that_names_both_places
 
 @pytest.mark.ranks(2, timeout=30)
 def test_a_reduction_and_a_barrier_do_not_wait_for_each_other():
-    with pytest.raises(RankMismatchError, match=r"rank 0 is at parwrap.reduce_sum of int64 .*; rank 1 is at parwrap.barrier"):
+    with pytest.raises(RankMismatchError, match=r"rank 0 is at parwrap.reduce_sum \(.*; rank 1 is at parwrap.barrier"):
         parwrap.reduce_sum(1) if parwrap.rank() == 0 else parwrap.barrier()
 
 
 @pytest.mark.ranks(2, timeout=30)
 def test_different_shapes_are_an_error_before_they_end_the_process():
-    with pytest.raises(RankMismatchError, match=r"parwrap.reduce_sum of \[2\] float32 .*parwrap.reduce_sum of \[3\] float32"):
+    with pytest.raises(RankMismatchError, match=r"it is a tensor \[2\] float32 on rank 0 and a tensor \[3\] float32 on rank 1"):
         parwrap.reduce_sum(torch.ones(2 + parwrap.rank()))
 
 

@@ -27,7 +27,7 @@ from parwrap.group import Group, is_alone
 from parwrap.sites import location
 from parwrap.verbs.backward import Backward
 
-__all__ = ["Evaluation", "Reading", "check", "told"]
+__all__ = ["Evaluation", "Reading", "check", "refuse_unreadable", "refused_backward", "told"]
 
 
 BOTH = (
@@ -119,8 +119,6 @@ class Evaluation:
             return [drawn[number] for number in mine]
 
         within = loader.batch_sampler if batched else loader.sampler
-        if is_endless(within):
-            raise _endless()
         with self._whole():  # workers are sent indices at once
             batches = original(with_indices(loader, Blocks(within, self._shared, chosen)))  # type: ignore[arg-type]
         return _Read(batches, reading, None if batched else rows_of, self._whole)
@@ -142,10 +140,7 @@ class Evaluation:
 
     def backward(self, call: Backward) -> None:
         if not self._sleeps():
-            raise UsageError(
-                "a backward was called inside of a function decorated with @parwrap.evaluate, where ranks read different numbers of "
-                "batches: train outside of it, or leave the decorator out. For the gradient of an input, use torch.autograd.grad."
-            )
+            raise refused_backward()
         call.run()
 
     def _sleeps(self) -> bool:
@@ -157,12 +152,7 @@ class Evaluation:
     def _refuse(self, loader: DataLoader) -> None:
         if self.within:
             raise UsageError(BOTH)
-        sampler = loader.sampler
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-            raise UsageError(
-                f"a DataLoader that is evaluated has a DistributedSampler of its own, for {sampler.num_replicas} replicas, which "
-                "repeats or drops samples: leave it out, and @parwrap.evaluate shares out every sample once."
-            )
+        refuse_unreadable(loader)
 
     def _begin(self, loader: DataLoader, batches: int) -> tuple[int, int]:
         """This rank among those that read a pass of at least ``batches``, and their number."""
@@ -277,6 +267,26 @@ def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
                 + ", ".join(f"{reading.batches} on rank {rank}" for rank, reading in enumerate(of_all))
             )
     return [list(readings) for readings in zip(*begun, strict=True)] or [[] for _ in ranks]
+
+
+def refuse_unreadable(loader: DataLoader) -> None:
+    """Raise :class:`UsageError` for a loader that cannot be read once, by all ranks together."""
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise UsageError(
+            f"a DataLoader that is evaluated has a DistributedSampler of its own, for {sampler.num_replicas} replicas, which "
+            "repeats or drops samples: leave it out, and @parwrap.evaluate shares out every sample once."
+        )
+    if not is_stream(loader) and is_endless(sampler if loader.batch_sampler is None else loader.batch_sampler):
+        raise _endless()
+
+
+def refused_backward() -> UsageError:
+    """The error of a function that trains."""
+    return UsageError(
+        "a backward was called inside of a function decorated with @parwrap.evaluate, where ranks read different numbers of "
+        "batches: train outside of it, or leave the decorator out. For the gradient of an input, use torch.autograd.grad."
+    )
 
 
 def told(reading: Reading) -> Reading:
