@@ -113,7 +113,7 @@ def script_traceback(error: BaseException) -> TracebackType | None:
 
 
 class _Ending:
-    """What a script leaves to its end, under the rules of its scope: threads and exit handlers in it, objects with a ``__del__`` after it."""
+    """What a script leaves to its end: threads and exit handlers run in its scope, each ``__del__`` after it under the same rules."""
 
     _rank = 0
 

@@ -32,7 +32,8 @@ def append(name, wait=0):
         file.write("once\\n")
 class Log:
     def __del__(self):
-        append("dropped.txt")
+        with open("dropped.txt", "a") as file:
+            file.write("once\\n")
         print("dropped")
 log = Log()
 logging.basicConfig(filename="log.txt", level="INFO", format="%(message)s")

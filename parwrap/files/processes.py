@@ -88,21 +88,7 @@ READERS = frozenset(
 """Commands that change no file, unless their output is sent to one."""
 
 READING_SUBCOMMANDS = {
-    "git": {
-        "rev-parse",
-        "rev-list",
-        "log",
-        "status",
-        "diff",
-        "describe",
-        "show",
-        "ls-files",
-        "ls-remote",
-        "symbolic-ref",
-        "name-rev",
-        "blame",
-        "grep",
-    },
+    "git": {"rev-parse", "rev-list", "log", "status", "diff", "describe", "show", "ls-files", "ls-remote", "symbolic-ref", "blame"},
     "pip": {"list", "freeze", "show"},
     "conda": {"list", "info"},
 }
@@ -146,8 +132,8 @@ class Processes:
         self._children_said[0] = 1
         line = _line(sys._getframe(1), through_libraries=True)
         print(
-            f"parwrap: {line} writes {path} in a process that the script has started, as one does on each of {self._size} ranks. Start such "
-            "processes in a function under @parwrap.rank_zero_only.",
+            f"parwrap: {line} writes {path} in a process that the script has started, as one does on each of {self._size} ranks. "
+            "Start such processes in a function under @parwrap.rank_zero_only.",
             file=sys.stderr,
         )
 
@@ -185,7 +171,7 @@ def _reads(words: list[str]) -> bool:
 
 
 def _line(frame: FrameType | None, through_libraries: bool) -> str | None:
-    """The innermost line of the script around ``frame``; ``None`` if a library's comes first, unless it may be reached ``through_libraries``."""
+    """The innermost line of the script around ``frame``; ``None`` if a library's comes first, unless ``through_libraries``."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not (is_ours(frame) or is_standard(file) or file.startswith("<frozen")) and not is_installed(file):

@@ -81,7 +81,7 @@ _closing: weakref.WeakKeyDictionary[Any, weakref.finalize] = weakref.WeakKeyDict
 
 
 def patches(actor: Any) -> list[AbstractContextManager]:
-    """``actor.save``, ``read_native``, ``write_native``, ``open_native`` and ``update_native`` with the path, and what to call with another."""
+    """``actor.save``, ``read_native``, ``write_native``, ``open_native`` and ``update_native``, with the path and what to call with one."""
 
     def of_module(calls: list[NativeCall]) -> Callable[[ModuleType], list[Patch]]:
         return lambda module: [patch for call in calls if _is_there(module, call) for patch in _patches_of(module, call, actor)]
