@@ -85,6 +85,7 @@ def _run(plan: LaunchPlan, directory: Path, failures: Path) -> tuple[int, bool]:
     config = _config(plan, directory)
     ranks = elastic_launch(config, run_rank)
     variables = dict(plan.variables)
+    processes: list[Any] = []
     nodes = Nodes(failures, variables, (plan.script.scope or {}).get("timeout", math.inf), partial(told, plan))
     meetings = [] if plan.torchrun.rdzv_backend == ONE_NODE else [nodes.rendezvous]
     pipes = None
@@ -93,7 +94,7 @@ def _run(plan: LaunchPlan, directory: Path, failures: Path) -> tuple[int, bool]:
             output = RankOutput(directory, plan.ranks, plan.everyone, plan.log_dir)
             stack.enter_context(output.passed_on())
             meetings, pipes = [*meetings, output.rendezvous], output.pipes
-        poll = _ends_by_exit_code(failures, _may_die(plan), nodes)
+        poll = _ends_by_exit_code(failures, _may_die(plan), nodes, processes)
         patches = [Patch(SimpleElasticAgent, "_rendezvous", each) for each in meetings]
         stack.enter_context(installed([Patch(MultiprocessContext, "_poll", poll), *patches]))
         try:
@@ -102,7 +103,8 @@ def _run(plan: LaunchPlan, directory: Path, failures: Path) -> tuple[int, bool]:
             return 1, nodes.lost
         except SignalException as signalled:
             nodes.leave(signalled.sigval)
-            return 128 + signalled.sigval, False
+            handled = processes and all(process.exitcode == 0 for process in processes)  # by the script, on every rank
+            return 0 if handled else 128 + signalled.sigval, False
         except (RendezvousError, DistError) as error:
             raise LaunchError(_not_met(plan, error)) from error
     return 0, False
@@ -195,11 +197,11 @@ def _not_met(plan: LaunchPlan, error: Exception) -> str:
     return f"the nodes have lost each other, at {host} port {port}: {said.partition(chr(10))[0]}"
 
 
-def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], nodes: Nodes) -> Callable:
+def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], nodes: Nodes, started: list[Any]) -> Callable:
     """A wrapper for torch's look at the processes, which by itself waits for ever for a value from one that has ended with 0.
 
     It also writes down who ended without a word, before torch ends the others too. At those that ``may_die`` torch does not look. What
-    has failed on one of the ``nodes`` has failed on all, and none is through before the others are.
+    has failed on one of the ``nodes`` has failed on all, and none is through before the others are. The processes are put into ``started``.
     """
     looked = time.time()
 
@@ -219,6 +221,7 @@ def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], node
         nonlocal looked
         lived, looked = looked, time.time()
         processes: Any = context._pc
+        started[:] = processes.processes
         passed_over = {each for each, environ in context.envs.items() if may_die(int(environ["RANK"]), int(environ["WORLD_SIZE"]))}
         for local_rank in passed_over:
             processes.sentinels.pop(processes.processes[local_rank].sentinel, None)

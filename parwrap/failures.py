@@ -119,6 +119,8 @@ class Recorder(AbstractContextManager):
         self._has_failed = False
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, SystemExit):
+            _ignore_handled_signals()
         if error is None or exit_status(error) == 0 or self._has_failed:
             return
         failed_at = time.time()
@@ -157,6 +159,13 @@ class Recorder(AbstractContextManager):
             except Exception:  # the script's own fails
                 print_exception(type(error), error, traceback)
             return text.getvalue().replace(f"[rank{self._rank}]: ", "").rstrip()
+
+
+def _ignore_handled_signals() -> None:
+    """A signal that the script handles may come twice, from its sender and from the launcher: it must not interrupt the end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if callable(handler := signal.getsignal(number)) and handler is not signal.default_int_handler:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def node_name(number: int, host: str) -> str:

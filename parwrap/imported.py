@@ -13,11 +13,21 @@ from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Namespaces", "in_library"]
+__all__ = ["Namespaces", "is_installed", "is_standard"]
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _NEVER = ("torch", "parwrap")
+
+
+def is_installed(file: str) -> bool:
+    """Whether the source ``file`` is of an installed package."""
+    return any(folder in file for folder in _INSTALLED)
+
+
+def is_standard(file: str) -> bool:
+    """Whether the source ``file`` is of the standard library."""
+    return file.startswith(_STANDARD) and not is_installed(file)
 
 
 class Namespaces:
@@ -64,13 +74,7 @@ def _is_users(name: str, package: str) -> bool:
         return True  # it has no file in a notebook
     if top in _NEVER or not isinstance(file, str):
         return False
-    installed = any(folder in file for folder in _INSTALLED)
-    return top == package if installed else not file.startswith(_STANDARD)
-
-
-def in_library(file: str) -> bool:
-    """Whether ``file`` is of the standard library or of an installed package."""
-    return file.startswith(_STANDARD) or any(folder in file for folder in _INSTALLED)
+    return top == package if is_installed(file) else not is_standard(file)
 
 
 def _namespaces(names: Iterable[str]) -> list[dict[str, Any]]:

@@ -92,13 +92,15 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
     refuse_stdin("make the answer an argument of the script")
     status = 0
     recorder = Recorder(Path(failures), os.environ, script_traceback, aside)
+    ending = _Ending()
     try:
         with recorder:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
-            _run(script, recorder)
+            _run(script, recorder, ending)
     except BaseException as error:
         status = exit_status(error)
-    _end_like_an_interpreter()
+    with ending.replica():
+        _end_like_an_interpreter()
     sys.exit(status or None)  # torch's agent has a process wait that says 0
 
 
@@ -110,7 +112,46 @@ def script_traceback(error: BaseException) -> TracebackType | None:
     return traceback
 
 
-def _run(script: Script, recorder: AbstractContextManager) -> None:
+class _Ending:
+    """What a script leaves to its end: threads and exit handlers run in its scope, each ``__del__`` after it under the same rules."""
+
+    _rank = 0
+
+    @contextmanager
+    def reached(self) -> Iterator[None]:
+        """Around the script, in its scope: at a good end, what ends an interpreter runs before the scope closes."""
+        try:
+            yield
+        except BaseException as error:
+            self._note_replica()
+            if exit_status(error) == 0:
+                _run_exit_handlers()
+            raise
+        self._note_replica()
+        _run_exit_handlers()
+
+    def _note_replica(self) -> None:
+        from parwrap.features.distributed import parts
+
+        if shared := parts():
+            self._rank = shared.group.world.rank
+
+    @contextmanager
+    def replica(self) -> Iterator[None]:
+        """After the scope: ranks above 0 write no files and are not heard, unless every rank was a run of its own."""
+        if not self._rank:
+            yield
+            return
+        from parwrap.files.aside import FilesAside
+        from parwrap.verbs import acting
+        from parwrap.voices import Voices
+
+        with Voices(self._rank).silenced(), acting([files := FilesAside(self._rank)]):
+            yield
+        files.close()
+
+
+def _run(script: Script, recorder: AbstractContextManager, ending: _Ending | None = None) -> None:
     if script.kind == "program":
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)  # Python ignores them, and a program would too
@@ -118,7 +159,7 @@ def _run(script: Script, recorder: AbstractContextManager) -> None:
     local_rank = _local_rank_option(script) if script.hand_local_rank else []
     sys.argv[:] = [script.target, *local_rank, *script.args]
     # a failure is written down before the scope closes: leaving the process group may take the other ranks along
-    with _scope(script), recorder:
+    with _scope(script), ending.reached() if ending and script.scope is not None else nullcontext(), recorder:
         if script.kind == "module":
             runpy.run_module(script.target, run_name="__main__", alter_sys=True)
         elif Path(script.target).is_dir() or is_zipfile(script.target):
@@ -184,10 +225,15 @@ def _forget_the_fork() -> None:
         numpy.random.seed()  # else all ranks would go on from the fork server's state
 
 
-def _end_like_an_interpreter() -> None:
-    """Do what a process of multiprocessing leaves out at its end: threads, exit handlers, objects with something to write."""
+def _run_exit_handlers() -> None:
+    """Wait for the script's threads, then run what it has registered with ``atexit``, as an interpreter does when a script is through."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+
+
+def _end_like_an_interpreter() -> None:
+    """Do what a process of multiprocessing leaves out at its end: threads, exit handlers, objects with something to write."""
+    _run_exit_handlers()
     if not any(thread.daemon for thread in threading.enumerate()):  # one that still runs would miss its globals
         vars(sys.modules["__main__"]).clear()
         gc.collect()

@@ -13,7 +13,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from parwrap.imported import in_library
+from parwrap.imported import is_installed, is_standard
 from parwrap.streams import Streams
 
 __all__ = ["Pass", "SharedDraws"]
@@ -134,7 +134,7 @@ def _in_for_statement(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_code[frame.f_lasti] == dis.opmap["FOR_ITER"]:
         if not frame.f_code.co_flags & inspect.CO_GENERATOR:
             return True
-        if not in_library(frame.f_code.co_filename):
+        if not (is_installed(frame.f_code.co_filename) or is_standard(frame.f_code.co_filename)):
             return False  # a generator of the script's may be held in a variable
         frame = frame.f_back
     return False

@@ -48,8 +48,7 @@ class FilesAside(CloneFiles):
 
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
         """``torch.save``: to a path it writes as any other, since nobody else writes what is loaded here."""
-        if not isinstance(file, (str, os.PathLike)):
+        if isinstance(file, (str, os.PathLike)):
+            self.write_native(file, write)
+        else:
             write(file)
-            return
-        with open(file, "wb") as stream:
-            write(stream)

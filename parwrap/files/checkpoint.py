@@ -16,22 +16,21 @@ from parwrap.files.versions import PART
 __all__ = ["on_own_gpu", "write_beside"]
 
 
-def write_beside(path: str, write: Callable[[Any], None]) -> None:
+def write_beside(path: str, write: Callable[[Any], Any]) -> Any:
     """Have ``write`` write a file of the same name, whose stem torch puts into the archive, and rename that to ``path``."""
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isfile(path):
-        write(path)  # a device or a pipe cannot be renamed over
-        return
+        return write(path)  # a device or a pipe cannot be renamed over
     folder, name = os.path.split(path)
     beside = None
     with suppress(OSError):
         beside = tempfile.mkdtemp(prefix=PART, dir=folder)
     if beside is None:
-        write(path)  # a folder in which nothing can be made may have a file that can be written, and else torch says what is wrong
-        return
+        return write(path)  # a folder in which nothing can be made may have a file that can be written, and else torch says what is wrong
     try:
-        write(os.path.join(beside, name))
+        result = write(os.path.join(beside, name))
         os.replace(os.path.join(beside, name), path)
+        return result
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from parwrap.files.checkpoint import on_own_gpu
-from parwrap.files.handles import is_valid, opened, writes
+from parwrap.files.handles import is_too_large, is_valid, opened, writes
 from parwrap.files.listing import Entries, seen, seen_entries
 from parwrap.files.places import Places
 from parwrap.files.threads import passing
 from parwrap.files.versions import Awaited
 from parwrap.files.view import View, missing
 from parwrap.group import Group
+from parwrap.sites import location
 from parwrap.verbs.disk import WRITING, Change
 
 __all__ = ["CloneFiles"]
@@ -44,18 +45,85 @@ class CloneFiles:
         self._view.close()
 
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
-        """``torch.save``: to a path nothing is written, since they are large and the same on all ranks; unless rank 0's is afar."""
+        """``torch.save``: to a path nothing is written, since checkpoints are large, unless rank 0's will not be there for this rank."""
         key = self._written(file) if isinstance(file, (str, os.PathLike)) else None
         if key is None:
             write(file)
             return
+        if missing_folder := self._missing_folder(key):
+            write(missing_folder)
+            return
         with passing():
             key = self._view.followed(key)
-            self._view.changed(key, "file")
-            if self._view.lost_elsewhere(key):
+            if not self._view.saved(key, location()) or self._view.lost_elsewhere(key):
                 scratch = self._view.fresh()
-                write(scratch)
-                self._view.keep(key, scratch)
+                with suppress(OSError):  # the disk for temporary files may be small
+                    write(scratch)
+                    self._view.keep(key, scratch)
+
+    def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
+        """Native code that reads a file: what rank 0 has at the same point."""
+        with self.open_native(path, "r") as (place, _):
+            return read(place)
+
+    def write_native(self, path: Any, write: Callable[[Any], Any]) -> Any:
+        """Native code that writes a whole file: a scratch file."""
+        with self.open_native(path, "w") as (place, closed):
+            result = write(place)
+            if closed:
+                closed()
+            return result
+
+    def update_native(self, path: Any, update: Callable[[Any], Any]) -> Any:
+        """Native code that reads and writes a file for nobody knows how long: a copy, which stays this rank's own."""
+        if is_too_large(path):
+            return update(path)
+        with self.open_native(path, "a") as (place, _):
+            return update(place)
+
+    @contextmanager
+    def open_native(self, path: Any, mode: str) -> Iterator[tuple[Any, Callable[[], None] | None]]:
+        """Native code that opens a file: where, and what to call when it is closed."""
+        if not writes(mode):
+            with self._named(path) as place:
+                yield place, None
+            return
+        key = self._written(path)
+        if key is None:
+            yield path, None
+            return
+        if missing_folder := self._missing_folder(key):
+            yield missing_folder, None
+            return
+        key, scratch = self._begin(key, path, keep="a" in mode or "r" in mode, new="x" in mode or "-" in mode, must_exist="r" in mode)
+        try:
+            with passing():
+                yield scratch, partial(self._finish, key)
+        except BaseException:
+            self._view.finish(key, failed=True)
+            raise
+
+    @contextmanager
+    def _named(self, path: Any) -> Iterator[Any]:
+        """Where native code is to read, which says by itself what is wrong with a file that is not there."""
+        try:
+            place = self._read(path, lambda place: place)
+        except FileNotFoundError:
+            place = self._view.fresh() if os.path.lexists(path) else path  # what is there is of rank 0, which is ahead
+        if not str(place).startswith("/proc/"):
+            yield place
+            return
+        copy = self._view.fresh(place, suffix=os.path.splitext(os.fsdecode(path))[1])  # some libraries want a file that has a name
+        try:
+            yield copy
+        finally:
+            os.unlink(copy)
+
+    def _missing_folder(self, key: str) -> str | None:
+        """A path where writing fails as it does for rank 0, if the folder of ``key`` is not there."""
+        folder, name = os.path.split(self._view.followed(key))
+        with passing():
+            return None if self._view.exists(folder) else os.path.join(self._view.fresh(), name)
 
     def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
         """``torch.load``, which opens its file by ``open``; the weights go to this rank's own device."""

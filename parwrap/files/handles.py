@@ -6,10 +6,15 @@ Built of the same parts as what ``open`` returns; only the innermost of them is 
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-__all__ = ["is_valid", "opened", "writes"]
+__all__ = ["is_too_large", "is_valid", "opened", "writes"]
+
+MOST_UPDATED = 2**28
+"""The bytes of a file, such as a database, that ranks above 0 copy to change it."""
 
 
 class _Watched(io.FileIO):
@@ -37,6 +42,13 @@ def writes(mode: Any) -> bool:
     (False, True, True)
     """
     return isinstance(mode, str) and not {"w", "a", "x", "+"}.isdisjoint(mode)
+
+
+def is_too_large(path: Any) -> bool:
+    """Whether the file at ``path`` is larger than what ranks above 0 copy to change it."""
+    with suppress(OSError):
+        return os.path.getsize(path) > MOST_UPDATED
+    return False
 
 
 def is_valid(mode: str, encoding: Any, errors: Any, newline: Any) -> bool:

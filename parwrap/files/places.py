@@ -77,6 +77,12 @@ class Places:
         """Whether this is the process that made it, not one that was forked since."""
         return os.getpid() == self._process
 
+    def in_child(self, path: Any) -> bool:
+        """Whether a process that this one has forked is about to change ``path``, which is subject to the rule."""
+        if self.in_process() or not self.looks() or here.every_rank or is_alone() or isinstance(path, int) or _called_by_tempfile():
+            return False
+        return not self.exempt(self.key(path))
+
     def writes(self, path: Any, dir_fd: int | None = None) -> str | None:
         """The name of ``path``, which is about to be changed, or ``None`` if that is to happen as it is."""
         if not self.acts() or isinstance(path, int):

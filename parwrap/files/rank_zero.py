@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from parwrap.files.checkpoint import on_own_gpu, write_beside
-from parwrap.files.handles import is_valid, opened, writes
+from parwrap.files.handles import is_too_large, is_valid, opened, writes
 from parwrap.files.listing import Entries
 from parwrap.files.places import Places
-from parwrap.files.threads import passing
+from parwrap.files.processes import Processes
+from parwrap.files.threads import here, passing
 from parwrap.files.versions import Announced
 from parwrap.group import Group
+from parwrap.sites import location
 from parwrap.verbs.disk import WRITING, Change
 
 __all__ = ["RankZeroFiles"]
@@ -30,6 +33,7 @@ class RankZeroFiles:
     def __init__(self, group: Group) -> None:
         self._places = Places(group.world.rank)
         self._announced = Announced(group, group.key("files"))
+        self._processes = Processes(group.world.size)
         self._descriptors: dict[int, str] = {}
 
     def close(self) -> None:
@@ -44,7 +48,41 @@ class RankZeroFiles:
             return
         key = self._written(file)
         with self._version(key), passing():
+            if key is not None:
+                self._announced.saves(location())
             write_beside(os.fspath(file), write)
+
+    def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
+        """Native code that reads a file."""
+        return read(path)
+
+    def write_native(self, path: Any, write: Callable[[Any], Any]) -> Any:
+        """Native code that writes a whole file."""
+        with self._version(self._written(path)), passing():
+            return write_beside(os.fsdecode(path), write)
+
+    def update_native(self, path: Any, update: Callable[[Any], Any]) -> Any:
+        """Native code that changes a file for nobody knows how long: what was there is kept for slower ranks."""
+        key = self._written(path)
+        if key and is_too_large(path):
+            warnings.warn(
+                f"parwrap: {location()} opens {os.fsdecode(path)} on every rank, and it is too large for ranks above 0 to have a copy. To "
+                "read it is fine. If the script writes to it, open it in a function under @parwrap.rank_zero_only.",
+                stacklevel=2,
+            )
+            return update(path)
+        with self._version(key, replaces=False):
+            return update(path)
+
+    @contextmanager
+    def open_native(self, path: Any, mode: str) -> Iterator[tuple[Any, Callable[[], None] | None]]:
+        """Native code that opens a file: where, and what to call when it is closed."""
+        key = self._written(path) if writes(mode) else None
+        if key is None:
+            yield path, None
+            return
+        with self._begun(key, replaces="w" in mode, in_place=True):
+            yield path, partial(self._finish, key)
 
     def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
         """``torch.load``, which opens its file by ``open``."""
@@ -63,10 +101,11 @@ class RankZeroFiles:
         opener: Any = None,
     ) -> Any:
         """``open``: what is written is announced when it is closed."""
-        if not writes(mode):
+        # what an opener opens need not be at this path: tempfile names the folder
+        if not writes(mode) or opener is not None or not is_valid(mode, encoding, errors, newline):
             return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
         key = self._descriptors.pop(file, None) if isinstance(file, int) and closefd else self._written(file)
-        if key is None or opener is not None or not is_valid(mode, encoding, errors, newline):
+        if key is None:
             return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
         if isinstance(file, int):
             return opened(file, file, partial(self._finish, key), mode, buffering, encoding, errors, newline)
@@ -129,7 +168,14 @@ class RankZeroFiles:
     def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
         """The key of the file that is written when ``path`` is opened for it."""
         key = self._places.writes(path, dir_fd)
+        if key is None and self._places.in_child(path):
+            self._processes.written(os.fsdecode(path))
         return key and self._places.followed(key)
+
+    def run_command(self, command: Any) -> None:
+        """``subprocess`` and ``os.system``, on every rank."""
+        if self._places.acts() and not here.every_rank:
+            self._processes.command(command)
 
     @contextmanager
     def _begun(self, key: str, replaces: bool, in_place: bool = False) -> Iterator[None]:

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.files.threads import passing
 from parwrap.group import Group
 
-__all__ = ["PART", "Announced", "Awaited", "Outcome", "Record"]
+__all__ = ["PART", "Announced", "Awaited", "Outcome", "Record", "Saving"]
 
 PART = ".parwrap-"
 """What the names begin with under which rank 0 writes what is renamed when it is ready; nobody is to see them."""
@@ -36,10 +36,13 @@ MOST_COPIED = 2**24
 """The bytes of a file of an earlier run that is copied for slower ranks when it is first written to."""
 
 DELIVERY = 0.5
-"""Seconds that an announcement may take to the store, while everybody sees at once that rank 0 has gone on."""
+"""Seconds in which word of a finished version reaches the store; that rank 0 has gone on is seen at once."""
 
 SLACK = 2.0
 """Seconds by which nodes may differ about when a file was changed."""
+
+SAVING = 1.0
+"""Seconds that a clone waits to learn whether rank 0 saves to the same path, before it keeps a copy of what it saves."""
 
 AHEAD = 8
 """How many meetings the host of a rank with a GPU may be ahead of the others."""
@@ -103,6 +106,7 @@ class Announced:
         self._node = None if group.world.on_one_node else group.world.node_rank
         self._records: dict[str, Record] = {}
         self._kept: deque[_Kept] = deque()
+        self._saves: Counter[str] = Counter()
         self._lock = threading.RLock()
 
     def begin(self, key: str, replaces: bool, in_place: bool = False) -> None:
@@ -151,6 +155,12 @@ class Announced:
                 if not os.path.lexists(key):
                     record.created = None
             self._tell(key)
+
+    def saves(self, place: str) -> None:
+        """Another checkpoint is being saved at ``place`` in the script; its version has begun."""
+        with self._lock:
+            self._saves[place] += 1
+            self._group.store.set(f"{self._topic}/saves/{place}", str(self._saves[place]))
 
     def below(self, folder: str) -> list[str]:
         """The paths below ``folder`` that rank 0 has written."""
@@ -209,6 +219,14 @@ class Outcome(enum.Enum):
     THERE = "rank 0's file is what the clone should see"
     REPLACED = "rank 0 has gone on to a later one"
     NEVER = "rank 0 has passed this point without it"
+
+
+class Saving(enum.Enum):
+    """How rank 0 saves the checkpoint that a clone saves."""
+
+    SAME = "to the same path"
+    OTHERWISE = "to another path, as where the name holds the time or a random number"
+    UNKNOWN = "not at all so far"
 
 
 class Awaited:
@@ -296,15 +314,15 @@ class Awaited:
 
         def settled() -> bool:
             nonlocal record, outcome, passed
-            record = self.record(key) or Record()
+            if passed is None and self._passed():
+                passed = time.monotonic()
+            record = self.record(key) or Record()  # after that look: rank 0 begins a version before it passes
             wanted = self._wanted(record, version, own)
             if self._replaced(record, wanted):
                 outcome = Outcome.REPLACED
             elif record.closed >= wanted:
                 outcome = Outcome.THERE
-            elif passed is None:
-                passed = time.monotonic() if self._passed() else None
-            elif time.monotonic() > passed + DELIVERY:
+            elif passed is not None and (record.begun < wanted or time.monotonic() > passed + DELIVERY):
                 outcome = Outcome.NEVER
             return outcome is not None
 
@@ -314,6 +332,25 @@ class Awaited:
             self._group.wait_until(settled, 0, f"version {version} of {key}")
         assert outcome is not None
         return outcome, record, self._wanted(record, version, own) if outcome is Outcome.REPLACED else record.closed
+
+    def saving(self, key: str, version: int, own: int, place: str, number: int) -> Saving:
+        """How rank 0 saves what this rank saves to the path as ``version``: the ``number``-th time at ``place`` in the script."""
+        outcome, until = Saving.UNKNOWN, time.monotonic() + SAVING
+        name = f"{self._topic}/saves/{place}"
+
+        def known() -> bool:
+            nonlocal outcome
+            over = time.monotonic() > until or self._passed()
+            saves = int(self._store.get(name)) if self._store.check([name]) else 0
+            record = self.record(key) or Record()  # after those looks: rank 0 begins a version before it counts or passes
+            if record.begun >= self._wanted(record, version, own):
+                outcome = Saving.SAME
+            elif saves >= number:
+                outcome = Saving.OTHERWISE
+            return over or outcome is not Saving.UNKNOWN
+
+        self._group.wait_until(known, 0, f"a checkpoint at {key}")
+        return outcome
 
     def _passed(self) -> bool:
         """Whether rank 0 has passed the point of the script where this rank is."""

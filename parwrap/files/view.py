@@ -11,14 +11,14 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 from parwrap.errors import RankMismatchError
 from parwrap.files.places import Places, ancestors
 from parwrap.files.threads import passing
-from parwrap.files.versions import Awaited, Outcome
+from parwrap.files.versions import Awaited, Outcome, Saving
 
 __all__ = ["Entry", "View", "missing"]
 
@@ -38,6 +38,7 @@ class Entry:
         scratch: where this rank's own copy is; a checkpoint has none.
         writers: how many open files write to it.
         whole: it stands for all that was below it too, as a folder that was moved or removed.
+        expected: it is a checkpoint, which rank 0 saves too once it comes to this point of the script.
     """
 
     version: int
@@ -47,6 +48,7 @@ class Entry:
     scratch: str | None = None
     writers: int = 0
     whole: bool = False
+    expected: bool = False
 
     @property
     def changeable(self) -> bool:
@@ -69,6 +71,7 @@ class View:
         self._scratch: str | None = None
         self._scratches = 0
         self._elsewhere: dict[str, bool] = {}
+        self._saves: Counter[str] = Counter()
         self.lock = threading.RLock()
         self.names = {"", ".", ".."}
         """The last parts of all paths that this rank has changed: whatever else is asked for need not be looked up."""
@@ -90,9 +93,19 @@ class View:
             self._count(entry)
             if entry.scratch and entry.scratch != scratch:
                 _drop(entry.scratch)
-            entry.kind, entry.scratch, entry.whole = kind, scratch, whole
+            entry.kind, entry.scratch, entry.whole, entry.expected = kind, scratch, whole, False
             (self.whole.add if whole else self.whole.discard)(key)
             self._places.link(key, target)
+
+    def saved(self, key: str, place: str) -> bool:
+        """A checkpoint is saved at the path, at ``place`` in the script; whether rank 0 is known to save it too."""
+        self.changed(key, "file")
+        with self.lock:
+            self._saves[place] += 1
+            entry, number = self._entries[key], self._saves[place]
+        saving = self._awaited.saving(key, entry.version, self._own(entry), place, number)
+        entry.expected = saving is not Saving.OTHERWISE
+        return saving is Saving.SAME
 
     def lost_elsewhere(self, key: str) -> bool:
         """Whether this rank would not find a file that it has saved as rank 0 has, on another node; found out once for each folder."""
@@ -166,8 +179,7 @@ class View:
         return path == key and self._awaited.replaced(key, entry.version, self._own(entry))
 
     def _awaited_file(self, key: str, entry: Entry) -> str:
-        is_checkpoint = entry.kind == "file" and entry.scratch is None
-        outcome, record, version = self._awaited.wait(key, entry.version, self._own(entry), needs_it=is_checkpoint)
+        outcome, record, version = self._awaited.wait(key, entry.version, self._own(entry), needs_it=entry.expected)
         with self.lock:
             entry.version = version  # rank 0 may decide otherwise, by its own numbers: count on from there
         if outcome is not Outcome.REPLACED:
@@ -223,13 +235,13 @@ class View:
         entry = self._entries.get(key)
         present = entry.scratch if keep and entry and entry.kind == "file" and entry.changeable else None
         if keep and present is None and self.exists(key):
-            present = self.fresh(copy_of=self.readable(key))
+            present = self.fresh(self.readable(key), suffix=os.path.splitext(key)[1])
         with self.lock:
-            present = present or self.fresh()
+            present = present or self.fresh(suffix=os.path.splitext(key)[1])
             entry = self.entry(key)
             if entry.scratch and entry.scratch != present:
                 _drop(entry.scratch)
-            entry.kind, entry.scratch, entry.whole = "file", present, False
+            entry.kind, entry.scratch, entry.whole, entry.expected = "file", present, False, False
             entry.writers += 1
             return present
 
@@ -272,11 +284,12 @@ class View:
             for old, new in pairs:
                 entry = self._entries.get(old)
                 if entry:
-                    kind, scratch, entry.scratch = entry.kind, entry.scratch, None
+                    kind, scratch, expected, entry.scratch = entry.kind, entry.scratch, entry.expected, None
                 else:  # it stays where it was until rank 0 moves it
-                    kind, scratch = "folder" if folder else "file", self.fresh()
+                    kind, scratch, expected = "folder" if folder else "file", self.fresh(), False
                     os.symlink(old, scratch)
                 self.changed(new, kind, scratch, self._places.target(old), whole=folder and old == source)
+                self._entries[new].expected = expected
                 self.changed(old, "gone", whole=folder and old == source)
 
     def copied(self, key: str) -> str | None:
@@ -292,14 +305,14 @@ class View:
         entry = self._entries.get(key)
         return entry.kind == "folder" if entry else os.path.isdir(key)
 
-    def fresh(self, copy_of: str | None = None, folder: bool = False) -> str:
-        """A new place in the scratch directory."""
+    def fresh(self, copy_of: str | None = None, folder: bool = False, suffix: str = "") -> str:
+        """A new place in the scratch directory; some libraries choose the format by the ``suffix``."""
         with self.lock, passing():
             if self._scratch is None:
                 self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="parwrap-scratch-"))
                 self._places.own(self._scratch)
             self._scratches += 1
-            path = os.path.join(self._scratch, str(self._scratches))
+            path = os.path.join(self._scratch, f"{self._scratches}{suffix}")
             if folder:
                 os.mkdir(path)
             elif copy_of is not None:
