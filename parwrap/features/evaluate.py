@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 
 from parwrap.collectives import arrived, callers, sent
 from parwrap.data.evaluation import BOTH, Evaluation, Reading, check, told
@@ -23,6 +24,7 @@ from parwrap.decorator import ScopeDecorator, describe, module_of
 from parwrap.errors import UsageError
 from parwrap.features import distributed
 from parwrap.group import Group, is_alone
+from parwrap.loop import Loop
 from parwrap.streams import get_state, set_state
 from parwrap.verbs import acting
 
@@ -125,6 +127,8 @@ def _evaluated(group: Group, reduce: Any, function: Callable, args: tuple, kwarg
     kind = f"parwrap.evaluate of {getattr(function, '__qualname__', function)}"
     group.meet(kind)  # one that has left an epoch sooner must not evaluate other weights
     known = distributed.parts()
+    if known:
+        _have_same_buffers(known.loop, _arguments(function, args, kwargs))
     ways = list(_ways(reduce))
     told_parts = all(way in ("mean", "gather") for way in ways)
     lengths = Lengths(function, _arguments(function, args, kwargs), told_parts) if told_parts or "mean" in ways else None
@@ -158,6 +162,14 @@ def _evaluated(group: Group, reduce: Any, function: Callable, args: tuple, kwarg
             f"{describe(function)} returns nothing, and what it prints is of rank 0's part: return the numbers and print what comes back."
         )
     return merged(reduce, parts)
+
+
+def _have_same_buffers(loop: Loop, arguments: Mapping[str, Any]) -> None:
+    """Models among the ``arguments`` that no optimizer knows get rank 0's buffers: each rank evaluates its part with them."""
+    for each in arguments.values():
+        if isinstance(each, nn.Module):
+            loop.know(each)
+    loop.looking()
 
 
 @contextmanager
