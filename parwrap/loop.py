@@ -62,6 +62,8 @@ class Loop:
         self._parameters: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
         self._sizes: dict[int, int] = {}
         self._training: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._known = 0
 
     def find_optimizers(self) -> None:
         """Take note of the optimizers that were built before anybody watched, in the order in which they were."""
@@ -114,6 +116,13 @@ class Loop:
         """``module.train(training)`` was called."""
         self._training.pop(module, None)
         self._training[module] = training
+        self.know(module)
+
+    def know(self, module: nn.Module) -> None:
+        """Give ``module`` a number, the same on all ranks, for :meth:`strangers`."""
+        if module not in self._numbers and not is_alone():
+            self._known += 1
+            self._numbers[module] = self._known
 
     def look_for_parameters(self) -> None:
         """Notice parameters that were put into the groups of an optimizer by hand."""
@@ -189,16 +198,42 @@ class Loop:
         """Whether gradients are off, or the root that was last set to train or eval is in eval."""
         if not torch.is_grad_enabled():
             return True
-        return next((not training for module, training in reversed(list(self._training.items())) if self.is_root(module)), False)
+        held: dict[bool, list[nn.Module]] = {True: [], False: []}
+        for module, training in reversed(list(self._training.items())):
+            held[training].append(module)
+            if self.is_root(*held[training]):
+                return not training
+        return False
 
-    def is_root(self, module: nn.Module) -> bool:
-        """Whether ``module`` holds every parameter of some optimizer; without optimizers, any module counts.
+    def is_root(self, *modules: nn.Module) -> bool:
+        """Whether ``modules`` together hold every parameter of some optimizer; without optimizers, any module counts.
 
         The ``eval()`` of a frozen backbone is not that of a root.
         """
-        held = {id(p) for p in module.parameters()}
-        owned = [{id(p) for p in parameters_of(optimizer)} for optimizer in self.optimizers()]
+        held = {id(p) for module in modules for p in module.parameters()}
+        owned = self._owned_by_each()
         return not owned or any(parameters <= held for parameters in owned)
+
+    def evaluated_with(self, module: nn.Module) -> list[nn.Module]:
+        """The root, or the modules that are one together, of which ``module`` was set to eval last; none if others still train."""
+        if self.is_root(module):
+            return [module]
+        in_eval = [(each, {id(p) for p in each.parameters()}) for each, training in self._training.items() if not training]
+        for parameters in self._owned_by_each():
+            parts = [each for each, held in in_eval if held & parameters]
+            if any(each is module for each in parts) and self.is_root(*parts):
+                return parts
+        return []
+
+    def strangers(self) -> dict[int, nn.Module]:
+        """The modules that are evaluated and that no optimizer knows, such as averages of a model, by number."""
+        owned = {id(p) for p in self.once_owned().values()}
+        in_eval = ((number, module) for module, number in self._numbers.items() if not module.training)
+        return {number: module for number, module in in_eval if not any(id(p) in owned for p in module.parameters())}
+
+    def _owned_by_each(self) -> list[set[int]]:
+        """The ids of the parameters of each optimizer."""
+        return [{id(p) for p in parameters_of(optimizer)} for optimizer in self.optimizers()]
 
     def reads_whole(self) -> bool:
         """Whether what the script looks at now are batches that all ranks read whole, in a pass that is open."""

@@ -6,6 +6,7 @@ it. What the wrappers do is left to ``verbs/``.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -22,11 +23,16 @@ __all__ = ["Measured", "Patch", "installed", "is_patched", "when_imported"]
 
 
 class Patch(NamedTuple):
-    """``owner.name`` is to be wrapped by ``wrapper(wrapped, instance, args, kwargs)``."""
+    """``owner.name`` is to be wrapped by ``wrapper(wrapped, instance, args, kwargs)``.
+
+    Attributes:
+        traced: the function that ``torch.compile`` compiles in its place, if not the one that is wrapped; a function of a module.
+    """
 
     owner: Any
     name: str
     wrapper: Callable[[Callable, Any, tuple, dict], Any]
+    traced: Callable | None = None
 
 
 class _Wrapped(wrapt.FunctionWrapper):
@@ -46,6 +52,12 @@ class _Wrapped(wrapt.FunctionWrapper):
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return resolve_name, (self._self_reference,)
+
+
+@functools.cache
+def _wrapping(traced: Callable | None) -> type[_Wrapped]:
+    """The class of wrapped functions in whose place ``traced`` is compiled; torch guards compiled code by the class."""
+    return _Wrapped if traced is None else type("_Traced", (_Wrapped,), {"_torchdynamo_inline": staticmethod(traced)})
 
 
 class Measured(wrapt.ObjectProxy):
@@ -98,7 +110,7 @@ def installed(patches: Iterable[Patch | AbstractContextManager], module: str | N
         for patch in patches:
             if isinstance(patch, Patch):
                 original = getattr(patch.owner, patch.name)
-                wrapped = wrapt.wrap_object(patch.owner, patch.name, _Wrapped, (patch,))
+                wrapped = wrapt.wrap_object(patch.owner, patch.name, _wrapping(patch.traced), (patch,))
                 stack.callback(wrapt.unwrap_object, patch.owner, patch.name, wrapped)
                 if isinstance(patch.owner, ModuleType):
                     places.setdefault((id(patch.owner), patch.name), [original]).append(wrapped)

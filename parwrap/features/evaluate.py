@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, redi
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 from parwrap.collectives import AloneError, arrived, callers, gathered_objects, sent
@@ -29,6 +30,7 @@ from parwrap.errors import ParwrapError, RankMismatchError, UsageError
 from parwrap.features import distributed
 from parwrap.features.effects import Onlooker, Silent, State, modes_set_together, reached
 from parwrap.group import Group, alone, is_alone
+from parwrap.loop import Loop
 from parwrap.patching import installed
 from parwrap.raised import in_one_line
 from parwrap.streams import get_state, set_state
@@ -246,6 +248,8 @@ def _evaluated(call: _Call, trust: _Trust) -> Any:
             raise UsageError(BOTH)
         _running[-1].within = True
     call.group.meet(call.kind)  # one that has left an epoch sooner must not evaluate other weights
+    if call.known:
+        _have_same_buffers(call.known.loop, call.arguments)
     data = call.data()
     if trust.whole:
         return _whole(call, Onlooker())[0]
@@ -405,6 +409,14 @@ def _unseen(silent: Silent | None) -> Iterator[None]:
         return
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         yield
+
+
+def _have_same_buffers(loop: Loop, arguments: Mapping[str, Any]) -> None:
+    """Models among the ``arguments`` that no optimizer knows get rank 0's buffers: each rank evaluates its part with them."""
+    for each in arguments.values():
+        if isinstance(each, nn.Module):
+            loop.know(each)
+    loop.looking()
 
 
 @contextmanager

@@ -5,6 +5,8 @@ No module is converted: its class and the keys of its state stay. What a rank se
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +14,10 @@ import torch.distributed as dist
 from parwrap.errors import UsageError
 from parwrap.features import distributed
 from parwrap.features.acting import ActingDecorator
+from parwrap.group import world_size
+from parwrap.strategies.compiled_norm import scopes
 from parwrap.strategies.sync_bn import SyncBN
+from parwrap.verbs import acting
 
 __all__ = ["sync_bn"]
 
@@ -52,6 +57,12 @@ class sync_bn(ActingDecorator):
     def asked(self) -> tuple | None:
         asked = self._process_group, self._group_size
         return None if asked == (None, None) else asked
+
+    @contextmanager
+    def opened(self, module: str | None) -> Iterator[None]:
+        actor = self.actor()
+        with scopes.opened(actor.exchange, shared=dist.is_initialized() or world_size() > 1), acting([actor], module):
+            yield
 
     def actor(self) -> SyncBN:
         if strategy := distributed.strategy():

@@ -53,6 +53,7 @@ class View:
         generation: of the loop.
         owns: whether there is an optimizer at all.
         visits: how often this site was visited before.
+        buffers: whether buffers of the models around the parameters are known to change in training.
     """
 
     location: str
@@ -65,6 +66,7 @@ class View:
     generation: int
     owns: bool
     visits: int
+    buffers: bool = False
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -46,11 +46,14 @@ class AtEvaluation(InStep):
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """When a root is set to eval after training, its parameters and buffers become those of the lowest rank."""
-        if training or is_alone() or self._synced.get(module, 0) == self._loop.backwards or not self._loop.is_root(module):
+        modules = [] if training or is_alone() else self._loop.evaluated_with(module)
+        if all(self._synced.get(each, 0) == self._loop.backwards for each in modules):
             return
-        self._synced[module] = self._loop.backwards
+        for each in modules:
+            self._synced[each] = self._loop.backwards
         source = min(self._group.meet(EVALUATION))
-        tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.layout == torch.strided]
+        held = (tensor for each in modules for tensor in (*each.parameters(), *each.buffers()))
+        tensors = [tensor for tensor in held if tensor.layout == torch.strided]
         topic = self._group.key(EVALUATION)
         if self._group.world.rank == source:
             self._pushing.pull()

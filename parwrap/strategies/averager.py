@@ -23,13 +23,15 @@ from parwrap.group import Group
 from parwrap.strategies.graph import reached
 from parwrap.strategies.reducer import Reducer
 from parwrap.strategies.share import Share
+from parwrap.strategies.training_buffers import TrainingBuffers
 from parwrap.verbs.backward import Backward
 
 __all__ = ["Averager", "Noticed"]
 
-WEIGHT, STRAYS, MISFIT = -3, -2, -1
+WEIGHT, STRAYS, MISFIT, BUFFERS, ASKS = -5, -4, -3, -2, -1
 """The facts behind the flags that say which parameters this rank's loss reaches: how much this rank counts in the average; whether
-gradients came outside of the set; whether the set does not fit this rank's losses any more."""
+gradients came outside of the set; whether the set does not fit this rank's losses any more; whether buffers have changed, and the ranks
+must tell each other which."""
 
 EXACT = 1e-4
 """Weights whose mean is this close to 1 are all there; in a dtype that rounds more coarsely, as close as it can tell."""
@@ -47,6 +49,8 @@ class Noticed(NamedTuple):
 
     strays: bool = False
     misfit: bool = False
+    buffers: bool = False
+    asked: bool = False
 
 
 class _Touch(torch.autograd.Function):
@@ -77,6 +81,8 @@ class Averager:
         missed: the places of the parameters that this rank's last backward did not reach although it was expected to.
         misfits: whether the last backward has shown that the set does not fit any more: it reaches others, or some are frozen.
         at_once: whether what was noticed must be known at the end of each backward, also on a GPU.
+        buffers: of the models around the parameters.
+        buffers_move: whether some change in training, as the ranks have agreed.
     """
 
     def __init__(
@@ -89,17 +95,17 @@ class Averager:
         **options: Any,
     ) -> None:
         self.missed = self._without = NONE
-        self.misfits = self.at_once = self._to_tell = False
+        self.misfits = self.at_once = self.buffers_move = self._to_tell = False
         self.number, self.parameters = number, tuple(parameters)
         self.ids = frozenset(id(p) for p in self.parameters)
         self._group, self.sparse, self._varies = group, sparse, varies
         # of the first parameter's dtype if that can be: its bucket is the last, and so is the signal
         like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
         dtype, device = (torch.float32, group.device) if like is None else (like.dtype, like.device)
-        self._told_weight = 1.0
+        self._told_weight, self._told_buffers = 1.0, False
         self._copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._tolerance = max(EXACT, group.world.size * torch.finfo(dtype).eps)
-        self._facts = facts = torch.ones(len(self.parameters) + 3, dtype=dtype, device=device)
+        self._facts = facts = torch.ones(len(self.parameters) - WEIGHT, dtype=dtype, device=device)
         facts[STRAYS:] = 0
         self._signal = nn.Parameter(torch.zeros_like(facts))
         self._signal.register_hook(lambda grad: facts.clone())
@@ -107,6 +113,7 @@ class Averager:
         self._root = _in_new_thread(self._signal.sum)
         dense = [p for p in self.parameters if id(p) not in sparse]
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *dense]
+        self.buffers = TrainingBuffers(group, self.parameters)
         self._reducer = Reducer(ordered, sparse, self._signal, **options)
 
     def stand_for(self, leaves: Iterable[torch.Tensor]) -> None:
@@ -157,6 +164,16 @@ class Averager:
         self._facts.data[STRAYS] = 1
         self._group.meetings.tell()
 
+    def note_buffers(self) -> None:
+        """Tell the others in the backward that comes if buffers have changed on this rank."""
+        changed = bool(self.buffers) and self.buffers.changed()
+        if changed or self._told_buffers:
+            self._told_buffers = changed
+            self._facts.data[BUFFERS] = changed
+            self._facts.data[ASKS] = changed and self.buffers.asks()
+        if changed:
+            self._group.meetings.tell()
+
     def others(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters among ``leaves`` that are not in the set."""
         return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in self.ids]
@@ -184,6 +201,8 @@ class Averager:
         """Contribute nothing but ``share``: not even the gradients of before, which DDP would send."""
         given = [id(p) in share.gradients for p in self.parameters]
         self._facts.data[:STRAYS] = self._facts.new_tensor([*given, share.weight])
+        self._facts.data[BUFFERS], self._facts.data[ASKS] = 0, 1  # the others find out whose buffers they take
+        self._told_buffers = True
         self._varies, self._told_weight = True, share.weight  # the flags must be set anew before this rank's next backward
         self._signal.grad, self.misfits = None, False
         self._without = frozenset(place for place, is_given in enumerate(given) if not is_given)
@@ -240,14 +259,14 @@ class Averager:
         """Divide by what was contributed rather than by the number of ranks, and find out what was noticed."""
         if self._facts.is_cuda and not self.at_once:
             return self._noticed_later()
-        weight, strays, misfit = self._told()[WEIGHT:].tolist()
+        weight, strays, misfit, buffers, asked = self._told()[WEIGHT:].tolist()
         if abs(weight - 1) > self._tolerance:
             for p in self.parameters:
                 if p.grad is not None:
                     p.grad.data.mul_(1 / weight)
         if strays or misfit:
             self._forget()
-        return Noticed(strays > 0, misfit > 0)
+        return Noticed(strays > 0, misfit > 0, buffers > 0, asked > 0)
 
     def _noticed_later(self) -> Noticed:
         """The same for a GPU, which the host must not wait for: it divides by itself, and what was noticed is known a step later."""
@@ -259,21 +278,22 @@ class Averager:
         for grad in grads:
             if grad.is_sparse:
                 grad.mul_(factor)
-        before, self._copied = self._copied, (torch.empty(2, dtype=facts.dtype, pin_memory=True), torch.cuda.Event())
+        before, self._copied = self._copied, (torch.empty(-STRAYS, dtype=facts.dtype, pin_memory=True), torch.cuda.Event())
         self._copied[0].copy_(facts[STRAYS:], non_blocking=True)
         self._copied[1].record()
         if before is None:
             return Noticed()
         before[1].synchronize()
-        strays, misfit = before[0].tolist()
+        strays, misfit, buffers, asked = before[0].tolist()
         if strays or misfit:
             self._forget()
+        if strays or misfit or buffers:
             self._copied = None
-        return Noticed(strays > 0, misfit > 0)
+        return Noticed(strays > 0, misfit > 0, buffers > 0, asked > 0)
 
     def _forget(self) -> None:
         """All ranks know what this one had to tell."""
-        self._facts.data[STRAYS:] = 0
+        self._facts.data[STRAYS:BUFFERS] = 0
         self._to_tell = False
 
     def _average(self) -> None:

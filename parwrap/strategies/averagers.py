@@ -94,6 +94,7 @@ class Averagers:
         kinds = tuple((number, told[number].kind) for number in union)
         which = None if others or made_alike or varies else (kinds, tuple(sparsely), next(iter(views.values())).generation)
         averager = self.build([*agreed, *made_alike], sparse, varies, which)
+        averager.buffers_move = any(view.buffers for view in views.values())
         self.keep({averager.number, *used})
         return averager, {id(leaf): leaf for leaf in made_alike}
 

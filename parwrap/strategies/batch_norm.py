@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from parwrap.strategies.kernels import Kernels, Whole, kernels_for
+from parwrap.strategies.kernels import Whole, kernels_for
 
-__all__ = ["BatchNorm", "Exchange"]
+__all__ = ["BatchNorm", "Exchange", "differentiable", "gradients", "normalize"]
 
 
 class Exchange(Protocol):
@@ -48,20 +48,10 @@ class BatchNorm(torch.autograd.Function):
         momentum: float,
         eps: float,
     ) -> torch.Tensor:
-        kernels = kernels_for(input)
-        x = kernels.prepared(input)
-        rows = exchange.gathered(kernels.statistics(x, eps))
-        total = rows[:, -1].sum().item()
-        if total == 1:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()} on one of the ranks")
-        ctx.exchange, ctx.kernels, ctx.total, ctx.eps = exchange, kernels, total, eps
-        if not total:
-            ctx.save_for_backward(input, weight, bias)
-            return input.clone()
-        merged = kernels.merged(x, rows, total, running_mean, running_var, momentum, eps)
+        out, merged, total = normalize(exchange, input, weight, bias, running_mean, running_var, momentum, eps)
+        ctx.exchange, ctx.total, ctx.eps = exchange, total, eps
         ctx.save_for_backward(input, weight, bias, *merged)
-        whole = Whole(merged, total, eps)
-        return kernels.normalized(x, weight, bias, whole).to(input.dtype) if input.numel() else torch.empty_like(input)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -70,9 +60,9 @@ class BatchNorm(torch.autograd.Function):
         if not ctx.total:
             return (None, grad, *(None if p is None else torch.zeros_like(p) for p in (weight, bias)), *[None] * 4)
         if torch.is_grad_enabled():
-            grads = _differentiable(ctx.exchange, grad, (input, weight, bias), needed, ctx.total, ctx.eps)
+            grads = differentiable(ctx.exchange, grad, (input, weight, bias), needed, ctx.total, ctx.eps)
         else:
-            grads = _fast(ctx, grad, (input, weight, bias), needed, Whole(tuple(merged), ctx.total, ctx.eps))
+            grads = gradients(ctx.exchange, grad, (input, weight, bias), needed, Whole(tuple(merged), ctx.total, ctx.eps))
         return (None, *grads, *[None] * 4)
 
 
@@ -80,14 +70,46 @@ Three = tuple[Any, Any, Any]
 """One of each for the input, the weight and the bias."""
 
 
-def _fast(ctx: Any, grad: torch.Tensor, of: Three, needed: Three, whole: Whole) -> Three:
+def normalize(
+    exchange: Exchange,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], float]:
+    """The output for this rank's part of a batch, the statistics of the whole, and how many values each channel has in it.
+
+    Updates the running statistics in place. Where no rank has any value, there are no statistics.
+
+    Raises:
+        ValueError: the whole batch has but one value for each channel.
+    """
+    kernels = kernels_for(input)
+    x = kernels.prepared(input)
+    rows = exchange.gathered(kernels.statistics(x, eps))
+    total = rows[:, -1].sum().item()
+    if total == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()} on one of the ranks")
+    if not total:
+        return input.clone(), (), total
+    merged = kernels.merged(x, rows, total, running_mean, running_var, momentum, eps)
+    whole = Whole(merged, total, eps)
+    out = kernels.normalized(x, weight, bias, whole).to(input.dtype) if input.numel() else torch.empty_like(input)
+    return out, merged, total
+
+
+def gradients(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Three, whole: Whole) -> Three:
+    """The gradients of what a rank normalized, as far as they are ``needed``."""
     input, weight, bias = of
-    kernels: Kernels = ctx.kernels
+    kernels = kernels_for(input)
     x, grad = kernels.prepared(input), kernels.prepared(grad)
     reduced = kernels.reduced(x, grad, weight, whole)
     grad_input = None
     if needed[0]:
-        sums = ctx.exchange.summed(reduced.sums)
+        sums = exchange.summed(reduced.sums)
         grad_input = kernels.grad_input(x, grad, weight, whole, sums, reduced) if input.numel() else grad
         grad_input = grad_input.to(input.dtype)
     grad_weight = reduced.weight.to(weight.dtype) if needed[1] else None
@@ -108,7 +130,7 @@ class _Sum(torch.autograd.Function):
         return None, _Sum.apply(ctx.exchange, grad)
 
 
-def _differentiable(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Three, total: float, eps: float) -> Three:
+def differentiable(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Three, total: float, eps: float) -> Three:
     """What a backward with ``create_graph=True`` gives: gradients that can be differentiated again, by the formula."""
     input, weight, bias = of
     over = [0, *range(2, input.dim())]

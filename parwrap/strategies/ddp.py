@@ -31,6 +31,7 @@ from parwrap.strategies.in_step import InStep
 from parwrap.strategies.reducer import reducer_options
 from parwrap.strategies.share import Share
 from parwrap.strategies.strategy import Strategy
+from parwrap.strategies.training_buffers import TrainingBuffers
 from parwrap.verbs.backward import Backward
 
 __all__ = ["DDP"]
@@ -85,6 +86,7 @@ class DDP(Strategy):
         self._averagers = Averagers(group, loop, lambda: reducer_options(options()))
         self._strays: dict[int, torch.Tensor] = {}
         self._armed: Averager | None = None
+        self._late_buffers: list[TrainingBuffers] = []
         self._watched: list[torch.utils.hooks.RemovableHandle] = []
         self._running = self._nested = False
         self._immediate = self._meetings.immediate and group.device.type == "cpu"
@@ -99,7 +101,9 @@ class DDP(Strategy):
         return f"{options.strategy}, compress {options.compress}" if options.compress else options.strategy
 
     def actors(self) -> list[Any]:
-        return [self, InStep(self._group, self._loop), Bypasses(self._group, self._loop)]
+        in_step = InStep(self._group, self._loop)
+        self._loop.looking = in_step.evaluation_begins
+        return [self, in_step, Bypasses(self._group, self._loop)]
 
     def backward(self, call: Backward) -> None:
         """Run ``call`` and average what it leaves in the gradients."""
@@ -124,6 +128,16 @@ class DDP(Strategy):
         moved = apply()
         self._loop.moved()
         return moved
+
+    def took_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has stepped, so no graph of before is needed any more."""
+        if self._late_buffers:
+            self._settle_buffers()
+
+    def _settle_buffers(self) -> None:
+        for buffers in self._late_buffers:
+            buffers.settle()
+        self._late_buffers.clear()
 
     def leave(self, returns: bool) -> None:
         """All ranks have come to the end together."""
@@ -161,6 +175,7 @@ class DDP(Strategy):
             meeting = Meeting(THEN_AVERAGED, meeting.place, meeting.detail)
         self._meetings.go_ahead(meeting)
         self._armed = averager
+        averager.note_buffers()
         for p in call.holding:
             self._stray(p)
         try:
@@ -169,6 +184,8 @@ class DDP(Strategy):
             (averager.run_then_average if then else averager.run)(call, weight)
             if not (self._meetings.compare(meeting) and self._immediate):
                 self._follow(averager, weight, call)
+            if self._late_buffers and not _keeps_graph(call):
+                self._settle_buffers()
             if self._nested and not site.reenters:
                 averager.note_misfit()
         except BaseException:
@@ -214,6 +231,12 @@ class DDP(Strategy):
         if self._immediate and self._meetings.any_astray():
             leaves = reversed(reached(call.beginnings)) if call else ()
             misfit |= self._look_closer(averager, weight, averager.others(leaves))
+        if noticed.buffers:
+            late = call is not None and _keeps_graph(call)
+            averager.buffers.take(noticed.asked, contributes=call is not None, late=late)
+            if late:
+                self._late_buffers.append(averager.buffers)
+            averager.buffers_move = averager.at_once = True
         if noticed.strays:
             self._average_strays(averager, weight)
         if misfit:
@@ -259,6 +282,7 @@ class DDP(Strategy):
             generation=self._loop.generation,
             owns=bool(owned),
             visits=0 if afresh else site.visits,
+            buffers=afresh or (site.averager is not None and site.averager.buffers.moves()),
         )
         self._group.meet(FIRST_BACKWARD)
         views, used = self._share_views(view, site)
@@ -299,7 +323,7 @@ class DDP(Strategy):
         self._watched = [p.register_post_accumulate_grad_hook(self._stray) for p in owned if id(p) not in in_all]
         for site in self._sites.values():
             if site.averager:
-                site.averager.at_once = bool(self._watched)
+                site.averager.at_once = bool(self._watched) or site.averager.buffers_move
 
     def _stray(self, parameter: torch.Tensor) -> None:
         if self._armed is not None and id(parameter) not in self._armed.ids:
@@ -349,3 +373,8 @@ class DDP(Strategy):
             if site.averager is averager and site.meeting:
                 site.averager, site.meeting = extended, Meeting(BACKWARD, site.meeting.place, extended.number)
         self._watch(trained.values())
+
+
+def _keeps_graph(call: Backward) -> bool:
+    """Whether another backward may follow that needs the same graph."""
+    return bool(call.options.get("retain_graph") or call.options.get("create_graph"))

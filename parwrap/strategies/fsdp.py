@@ -80,6 +80,7 @@ class FSDP(Strategy):
 
     def actors(self) -> list[Any]:
         self._adopt_all()
+        self._loop.looking = self._in_step.evaluation_begins
         return [self, self._in_step]
 
     def described(self) -> str:

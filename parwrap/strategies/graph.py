@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["leading_sizes", "reached", "reenters", "sparsely_used"]
+__all__ = ["leading_sizes", "normalizes_by_torch", "reached", "reenters", "sparsely_used"]
 
 VIEWS = ("TBackward", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze")
 
@@ -63,6 +64,22 @@ def leading_sizes(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
 def _is_view_of_leaf(node: Any) -> bool:
     """Whether ``node`` only shows a parameter in another shape, as a layer does with its weight."""
     return node.name().startswith(VIEWS) and all(hasattr(following, "variable") for following, _ in node.next_functions)
+
+
+def normalizes_by_torch(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
+    """Whether behind ``tensors`` is a batch normalization in training that torch has computed by itself, from one rank's batch.
+
+    >>> normalizes_by_torch([torch.nn.BatchNorm1d(2)(torch.ones(3, 2))])
+    True
+    """
+    return any("BatchNormBackward0" in node.name() and _of_several_samples(node) for node in _nodes(tensors))
+
+
+def _of_several_samples(node: Any) -> bool:
+    """An instance normalization is a batch normalization of one sample that has the channels of all."""
+    with suppress(RuntimeError):  # what it has saved is freed by an earlier backward
+        return getattr(node, "_saved_training", True) and node._saved_input.shape[0] > 1
+    return False
 
 
 def _nodes(tensors: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:

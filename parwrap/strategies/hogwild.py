@@ -142,7 +142,7 @@ class Evaluations:
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """``module.train(training)`` was called."""
-        if is_alone() or not self._loop.is_root(module):
+        if is_alone() or not (self._loop.is_root(module) if training else self._loop.evaluated_with(module)):
             return
         if not training:
             self._looking |= self._loop.backwards > self._trained

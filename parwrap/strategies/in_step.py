@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from parwrap.collectives import all_reduced
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
+from parwrap.strategies.training_buffers import SENT, fingerprint, send
 
 __all__ = ["InStep"]
 
@@ -23,10 +23,8 @@ EVALUATION = "evaluation"
 METRIC = "ReduceLROnPlateau.step"
 CLOSURE = "loss of a closure"
 
-SENT = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
-
-Layout = list[tuple[torch.dtype, int]]
-"""The dtype and the number of elements of each tensor that is sent."""
+Key = tuple[int, int, str]
+"""Of a buffer, the same on all ranks: the place of its module among those that are set to eval, or the module's number, and its path."""
 
 
 class InStep:
@@ -40,6 +38,7 @@ class InStep:
     def __init__(self, group: Group, loop: Loop) -> None:
         self._group, self._loop = group, loop
         self._synced: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._values: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         group.meetings.answer(EVALUATION, lambda detail, present: self._take_buffers([], present))
         for kind in (METRIC, CLOSURE):
             group.meetings.answer(kind, lambda detail, present: self._weighted_sum(0.0, weight=0.0))
@@ -63,15 +62,20 @@ class InStep:
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """When a root is set to eval after training, its buffers become rank 0's, as in DDP (BatchNorm's statistics)."""
-        if training or is_alone() or self._synced.get(module, 0) == self._loop.backwards or not self._loop.is_root(module):
+        if training or is_alone():
             return
-        self._synced[module] = self._loop.backwards
-        alike: dict[Any, list[torch.Tensor]] = {}
-        for buffer in module.buffers():
-            # what a collective cannot carry (sparse, expanded, rare dtypes) is no running statistic
-            if buffer.layout == torch.strided and buffer.is_contiguous() and buffer.dtype in SENT:
-                alike.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-        self._take_buffers(list(alike.values()), self._group.meet(EVALUATION))
+        modules = self._loop.evaluated_with(module)
+        if any(self._synced.get(each, 0) != self._loop.backwards for each in modules):
+            self._take_buffers(modules, self._group.meet(EVALUATION))
+        elif any(module is stranger for stranger in self._loop.strangers().values()):
+            self.evaluation_begins()
+
+    def evaluation_begins(self) -> None:
+        """The script begins to evaluate: models that no optimizer knows, such as moving averages, get rank 0's buffers too."""
+        if is_alone() or not self._loop.backwards or self._loop.parts:
+            return
+        if any(self._values.get(module, 0) != _values(module) for module in self._loop.strangers().values()):
+            self._take_buffers([], self._group.meet(EVALUATION))
 
     def _mean(self, kind: str, weighted: float, weight: float = 1.0) -> float:
         self._group.meet(kind)
@@ -82,17 +86,38 @@ class InStep:
         return all_reduced([torch.tensor([value, weight], dtype=torch.float64)], self._group)[0].tolist()
 
     @torch.no_grad()
-    def _take_buffers(self, alike: list[list[torch.Tensor]], present: list[int]) -> None:
-        """Take the buffers of the lowest rank that is there; a rank that has come for something else lets them pass."""
+    def _take_buffers(self, modules: list[nn.Module], present: list[int]) -> None:
+        """Take the buffers of the lowest rank that is there, of ``modules`` and of those that no optimizer knows.
+
+        A rank that has come for something else lets them pass.
+        """
         source = min(present)
-        flats = [torch.cat([buffer.reshape(-1) for buffer in buffers]) for buffers in alike]
-        if len(present) < self._group.world.size:
-            layout: Layout = [(flat.dtype, flat.numel()) for flat in flats]
-            layout = self._group.share("buffers", layout, present)[source]
-            if self._group.world.rank not in present:
-                flats = [torch.empty(numel, dtype=dtype, device=self._group.device) for dtype, numel in layout]
-        for flat in flats:
-            dist.broadcast(flat, source)
-        for buffers, flat in zip(alike, flats, strict=False):
-            for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(values.view_as(buffer))
+        here = self._group.world.rank in present
+        strangers = self._loop.strangers() if here else {}
+        mine: dict[Key, torch.Tensor] = {}
+        numbered = [*((place, 0, each) for place, each in enumerate(modules)), *((-1, *each) for each in strangers.items())]
+        for place, number, module in numbered:
+            mine |= {(place, number, path): buffer for path, buffer in module.named_buffers() if _is_sendable(buffer)}
+        layout = {key: (tuple(buffer.shape), buffer.dtype, fingerprint(buffer) if key[0] < 0 else 0) for key, buffer in mine.items()}
+        told = self._group.share("buffers", layout, present)
+        # those of the modules are statistics, which differ; of the others most are constants
+        sent = [key for key in told[source] if key[0] >= 0 or any(view.get(key) != told[source][key] for view in told.values())]
+        kinds = [told[source][key][:2] for key in sent]
+        for key, values in zip(sent, send(self._group, [mine.get(key) for key in sent], kinds, source), strict=True):
+            buffer = mine.get(key)
+            if buffer is not None and (buffer.shape, buffer.dtype) == (values.shape, values.dtype) and self._group.world.rank != source:
+                buffer.copy_(values)
+        for module in modules:
+            self._synced[module] = self._loop.backwards
+        for module in strangers.values():
+            self._values[module] = _values(module)
+
+
+def _is_sendable(buffer: torch.Tensor) -> bool:
+    """What a collective cannot carry (sparse, expanded, rare dtypes) is no running statistic."""
+    return buffer.layout == torch.strided and buffer.is_contiguous() and buffer.dtype in SENT
+
+
+def _values(module: nn.Module) -> int:
+    """A number that shows whether buffers of ``module`` have changed."""
+    return hash(tuple(fingerprint(buffer) for buffer in module.buffers() if _is_sendable(buffer)))

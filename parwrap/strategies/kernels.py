@@ -64,6 +64,9 @@ class Kernels(Protocol):
     ) -> tuple[torch.Tensor, ...]:
         """The statistics of the whole batch from the ranks' own; updates the running ones."""
 
+    def restored(self, mean: torch.Tensor, spread: torch.Tensor, total: float) -> tuple[torch.Tensor, ...]:
+        """What :meth:`merged` gives, from the first two of it."""
+
     def normalized(self, x: torch.Tensor, weight: Any, bias: Any, whole: Whole) -> torch.Tensor:
         """The output for ``x``, which is not empty."""
 
@@ -106,6 +109,9 @@ class _OnCPU:
             running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
             running_var.mul_(1 - momentum).add_(var, alpha=momentum * total / (total - 1))
         return mean, var
+
+    def restored(self, mean: torch.Tensor, spread: torch.Tensor, total: float) -> tuple[torch.Tensor, ...]:
+        return mean, spread
 
     def normalized(self, x: torch.Tensor, weight: Any, bias: Any, whole: Whole) -> torch.Tensor:
         mean, var = whole.merged
@@ -164,6 +170,9 @@ class _OnGPU:
             x, means.contiguous(), invstds.contiguous(), running_mean, running_var, momentum, eps, told
         )
         return mean, invstd, counts.to(torch.int32)
+
+    def restored(self, mean: torch.Tensor, spread: torch.Tensor, total: float) -> tuple[torch.Tensor, ...]:
+        return mean, spread, torch.full((1,), int(total), dtype=torch.int32, device=mean.device)  # the kernels only need the sum
 
     def normalized(self, x: torch.Tensor, weight: Any, bias: Any, whole: Whole) -> torch.Tensor:
         mean, invstd, _ = whole.merged

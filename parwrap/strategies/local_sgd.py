@@ -53,7 +53,7 @@ class LocalSGD(Strategy):
         self._warming = options().warmup > 0
         self._running = self._stepped = self._warned = False
         self._weights: list[float] = []
-        loop.looking = self._steps.average
+        loop.looking = self._look
         self._take_models, group.meetings.take_state = group.meetings.take_state, self._take_state
 
     @classmethod
@@ -144,9 +144,13 @@ class LocalSGD(Strategy):
         """The mean over ranks of what ``ReduceLROnPlateau`` looks at."""
         return self._in_step.metric(metric)
 
+    def _look(self) -> None:
+        self._steps.average()
+        self._in_step.evaluation_begins()
+
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """When a root is set to eval, all ranks get the same weights and rank 0's buffers."""
-        if not training and not is_alone() and self._loop.is_root(module):
+        if not training and not is_alone() and self._loop.evaluated_with(module):
             self._steps.average()
         self._in_step.set_mode(module, training)
 

@@ -18,10 +18,14 @@ from torch import nn
 from parwrap import group as groups
 from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
-from parwrap.strategies.batch_norm import BatchNorm
+from parwrap.sites import location, worth_a_look
+from parwrap.strategies.batch_norm import BatchNorm, Exchange
+from parwrap.strategies.compiled_norm import scopes, traced
+from parwrap.strategies.graph import normalizes_by_torch
 from parwrap.strategies.replica_norm import shared_over_replicas
 from parwrap.strategies.replica_threads import Replica, current_replica
 from parwrap.strategies.sharing import Sharing, own_group, shared_among
+from parwrap.verbs.backward import Backward
 from parwrap.verbs.norm import Norm
 
 __all__ = ["SyncBN"]
@@ -42,7 +46,10 @@ class SyncBN:
         self._opened_for: Any = None
         self._sharing: Sharing | None = None
         self._process = os.getpid()
-        self._warned = self._has_replicas = False
+        self._warned = self._said = self._has_replicas = False
+        self._backwards = 0
+
+    traced_norm = staticmethod(traced)
 
     def prepare(self) -> None:
         """Have everything ready if the ranks are together already."""
@@ -58,17 +65,53 @@ class SyncBN:
                 "a batch norm inside of a checkpoint is computed again in the backward, where the replicas of parwrap.data_parallel cannot "
                 "meet to share it: leave @parwrap.sync_bn out, or do not checkpoint that part."
             )
-        if not call.training or call.eps <= 0 or is_alone() or os.getpid() != self._process or self._reads_whole():
+        if not call.training or call.eps <= 0:
             return call.run()
-        together = groups.current() or (dist.group.WORLD if dist.is_initialized() and not groups.is_beside() else None)
-        if together is not self._opened_for:
-            self._open(together)
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # by another tracer than the one that reads traced_norm
+            return traced(*call[1:])
+        if self._has_whole():
+            return call.run()
+        self._look_for_ranks()
         if self._sharing is None:
             return call.run_by_itself()  # also inside of another sync_bn
         if not self._is_plain(call):
             return call.run()
         layer = self._sharing.layer(call)
         return BatchNorm.apply(layer, call.input, call.weight, call.bias, call.running_mean, call.running_var, call.momentum, call.eps)
+
+    def backward(self, call: Backward) -> None:
+        """Warn, ever more rarely looking, of batch norms that no patch of Python's names reaches; then run ``call``."""
+        self._backwards += 1
+        if worth_a_look(self._backwards) and self._sharing is not None and not (self._said or self._has_whole()):
+            self._said = normalizes_by_torch(call.beginnings)
+            if self._said:
+                warnings.warn(
+                    f"parwrap: the backward at {location()} goes through a batch norm that used this rank's part of the batch only. "
+                    "parwrap.sync_bn shares torch.nn.functional.batch_norm and the modules that call it, not those in TorchScript "
+                    "(torch.jit), in exported programs or called as torch.batch_norm: train the plain module. This is said once.",
+                    stacklevel=2,
+                )
+        call.run()
+
+    def foreign(self, what: str, instance: Any) -> None:
+        """The script starts a process group, in which compiled layers share too."""
+        scopes.share()
+
+    def exchange(self, call: Norm) -> Exchange | None:
+        """How the ranks share the layer of ``call``, which is compiled; ``None`` if this rank normalizes by itself."""
+        if self._has_whole():
+            return None
+        self._look_for_ranks()
+        return self._sharing.layer(call) if self._sharing else None
+
+    def _has_whole(self) -> bool:
+        """Whether this rank has all of the batch."""
+        return is_alone() or os.getpid() != self._process or self._reads_whole()
+
+    def _look_for_ranks(self) -> None:
+        together = groups.current() or (dist.group.WORLD if dist.is_initialized() and not groups.is_beside() else None)
+        if together is not self._opened_for:
+            self._open(together)
 
     def _over_replicas(self, call: Norm, replica: Replica) -> torch.Tensor:
         if self._process_group is not None or self._group_size is not None:
@@ -111,8 +154,6 @@ class SyncBN:
 
     def _is_plain(self, call: Norm) -> bool:
         """Whether ``call`` can be shared: it is no trace or transform of torch's, and of tensors that collectives can carry."""
-        if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling():
-            return False
         x = call.input
         plain = (
             type(x) in (torch.Tensor, nn.Parameter)
@@ -121,12 +162,14 @@ class SyncBN:
             and x.dim() > 1
             and (call.running_mean is None) == (call.running_var is None)
             and torch._C._functorch.peek_interpreter_stack() is None
+            and torch._C._get_tracing_state() is None
         )
         if not plain and not self._warned:
             self._warned = True
             warnings.warn(
-                f"parwrap: a batch norm of {type(x).__name__} {list(x.shape)} on {x.device} uses this rank's part of the batch only: "
-                "parwrap.sync_bn shares those of plain floating point tensors outside of torch.func. This is said once.",
+                f"parwrap: a batch norm of {type(x).__name__} {[int(size) for size in x.shape]} on {x.device} uses this rank's part of the "
+                "batch only: "
+                "parwrap.sync_bn shares those of plain floating point tensors outside of torch.func and torch.jit. This is said once.",
                 stacklevel=2,
             )
         return plain

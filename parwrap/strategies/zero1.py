@@ -84,6 +84,7 @@ class Zero1(DDP):
 
     def took_step(self, optimizer: Optimizer) -> None:
         """Send what was stepped here, and get what was stepped elsewhere."""
+        super().took_step(optimizer)
         if self._stepping is not None:
             self._show()
             self._stepping.send()

@@ -1,4 +1,4 @@
-"""Batch normalization: hand each ``torch.nn.functional.batch_norm`` to ``actor.norm``.
+"""Batch normalization: hand each ``torch.nn.functional.batch_norm`` to ``actor.norm``; ``torch.compile`` reads ``actor.traced_norm`` there.
 
 Every BatchNorm module ends there, lazy ones and subclasses too, and so do functional calls; InstanceNorm does not.
 """
@@ -43,4 +43,4 @@ def patches(actor: Any) -> list[Patch]:
     def batch_norm(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return actor.norm(Norm(wrapped, *args, **kwargs))
 
-    return [Patch(functional, "batch_norm", batch_norm)]
+    return [Patch(functional, "batch_norm", batch_norm, getattr(actor, "traced_norm", None))]

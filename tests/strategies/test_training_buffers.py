@@ -1,0 +1,286 @@
+"""Buffers that training changes, against hand-written ``DistributedDataParallel(broadcast_buffers=True)``."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+import buffered
+import parwrap
+from parwrap.strategies.training_buffers import TrainingBuffers
+
+
+def equal_to_ddps(state, kind, **options):
+    """Whether weights are those of this rank under DDP, and buffers those of its rank 0."""
+    expected = parwrap.broadcast(buffered.by_hand(kind, **options))
+    return [name for name, value in expected.items() if not torch.equal(value, state[name])]
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("kind", buffered.MODELS)
+def test_a_model_trains_bit_for_bit_as_under_ddp(kind):
+    state = buffered.plain(kind)
+
+    with parwrap.distributed():
+        assert [] == [name for name in equal_to_ddps(state, kind) if not name.startswith("norm.")]
+
+
+@pytest.mark.ranks(3, timeout=120)
+def test_three_ranks_too():
+    state = buffered.plain("VQ-VAE")
+
+    with parwrap.distributed():
+        assert [] == equal_to_ddps(state, "VQ-VAE")
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("kind", ["VQ-VAE", "normalizer"])
+def test_a_compiled_model_too(kind):
+    def compiled(model):
+        return torch.compile(model, backend="aot_eager")
+
+    state = buffered.plain(kind, wrap=compiled)
+    torch._dynamo.reset()
+
+    with parwrap.distributed():
+        expected = parwrap.broadcast(buffered.by_hand(kind))
+        assert max((expected[name] - value).abs().max().item() for name, value in state.items()) < 1e-5
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_sharded_optimizer_states_change_nothing():
+    state = buffered.plain("VQ-VAE", strategy="zero1")
+
+    with parwrap.distributed():
+        assert [] == equal_to_ddps(state, "VQ-VAE")
+
+
+def taken(model, steps=9, train=lambda loss: loss.backward(), samples=lambda step: 4):
+    """How often the ranks have sent buffers in so many steps of ``model``."""
+    counted = []
+    take = TrainingBuffers.take
+    with pytest.MonkeyPatch.context() as patched, parwrap.distributed():
+        patched.setattr(TrainingBuffers, "take", lambda self, *args, **kwargs: counted.append(1) or take(self, *args, **kwargs))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(steps):
+            optimizer.zero_grad()
+            train(model(torch.randn(samples(step), 4)))
+            optimizer.step()
+        return len(counted)
+
+
+class Summed(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().sum()
+
+
+@pytest.mark.ranks(2)
+def test_nothing_is_sent_for_batch_norm_alone():
+    assert 0 == taken(Summed(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+
+
+@pytest.mark.ranks(2)
+def test_constants_are_looked_at_once():
+    torch.manual_seed(0)
+    model = Summed(nn.Linear(4, 3))
+    model.register_buffer("positions", torch.arange(5))
+
+    assert 1 == taken(model)
+
+
+@pytest.mark.ranks(2)
+def test_a_buffer_that_begins_to_change_later_is_followed_from_then_on():
+    torch.manual_seed(0)
+    model = buffered.Normalized()
+    model.normalizer.eval()
+    with parwrap.distributed():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(12):
+            if step == 7:
+                model.normalizer.train()
+            optimizer.zero_grad()
+            model(torch.randn(4, 4) + parwrap.rank()).backward()
+            optimizer.step()
+
+            assert 1 == len({tuple(each) for each in parwrap.gather(model.normalizer.mean.tolist())})
+
+
+@pytest.mark.ranks(2)
+def test_a_buffer_that_grows_is_rank_zeros():
+    class Grows(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 1)
+            self.register_buffer("kept", torch.zeros(0))
+
+        def forward(self, x):
+            self.kept = torch.cat([self.kept, x[:1, 0].detach()])
+            return super().forward(x).sum() + self.kept.sum()
+
+    torch.manual_seed(0)
+    with parwrap.distributed():
+        model = Grows()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            model(torch.randn(3, 4) + parwrap.rank()).backward()
+            optimizer.step()
+
+            assert 1 == len({tuple(each) for each in parwrap.gather(model.kept.tolist())})
+
+
+@pytest.mark.ranks(2)
+def test_two_backwards_of_one_forward_see_the_same_buffers():
+    """A change in between would be an error of autograd's, or a wrong gradient."""
+
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.scale.lerp_(x.abs().mean(0), 0.5)
+            return super().forward(x) * self.scale
+
+    torch.manual_seed(0)
+    with parwrap.distributed():
+        model = Scaled()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            out = model(torch.randn(3, 4) + parwrap.rank())
+            scales = parwrap.gather(model.scale)
+            out.sum().backward(retain_graph=True)
+            once = model.bias.grad.clone()
+            out.sum().backward()
+
+            assert torch.allclose(3 * sum(scales) / 2, once)
+            assert torch.allclose(2 * once, model.bias.grad)
+            optimizer.step()
+            assert 1 == len({tuple(each) for each in parwrap.gather(model.scale.tolist())})
+
+
+@pytest.mark.ranks(3, timeout=60)
+def test_ranks_that_have_left_take_part():
+    """Rank 0 stops first: the buffers are those of the lowest that goes on."""
+    torch.manual_seed(0)
+    with parwrap.distributed():
+        model = buffered.Normalized()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2 + 2 * parwrap.rank()):
+            optimizer.zero_grad()
+            model(torch.randn(4, 4) + parwrap.rank()).backward()
+            optimizer.step()
+    with parwrap.distributed():
+        assert 1 == len({tuple(each) for each in parwrap.gather(model.normalizer.mean.tolist())})
+
+
+def train_parts(steps=2):
+    """An encoder and a head of one optimizer, in training."""
+    torch.manual_seed(0)
+    encoder, head = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *head.parameters()], lr=0.1)
+    for _ in range(steps):
+        head(encoder(torch.randn(4, 2) + parwrap.rank())).sum().backward()
+        optimizer.step()
+    return encoder, head, optimizer
+
+
+def same_on_all(buffer):
+    return 1 == len({tuple(each) for each in parwrap.gather(buffer.flatten().tolist())})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("first", ["encoder", "head"])
+def test_two_modules_of_one_optimizer_are_evaluated_with_the_same_buffers(first):
+    with parwrap.distributed():
+        encoder, head, optimizer = train_parts()
+        assert not same_on_all(encoder[1].running_mean)
+        for module in (encoder, head) if first == "encoder" else (head, encoder):
+            module.eval()
+
+        assert same_on_all(encoder[1].running_mean)
+        assert optimizer
+
+
+@pytest.mark.ranks(2)
+def test_two_modules_in_eval_mode_read_a_loader_whole():
+    samples = TensorDataset(torch.arange(8.0))
+    with parwrap.distributed():
+        encoder, head, optimizer = train_parts()
+        encoder.eval()
+        assert 4 == sum(len(x) for (x,) in DataLoader(samples, shuffle=True))
+        head.eval()
+        assert 8 == sum(len(x) for (x,) in DataLoader(samples, shuffle=True))
+        assert optimizer
+
+
+@pytest.mark.ranks(2)
+def test_one_of_two_modules_in_eval_mode_waits_for_nobody():
+    with parwrap.distributed():
+        encoder, _, optimizer = train_parts()
+        if parwrap.rank() == 0:
+            encoder.eval()
+        assert optimizer
+
+
+def copied(model):
+    return copy.deepcopy(model)
+
+
+def averaged(model):
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+
+
+AVERAGES = {"deepcopy": copied, "averaged": averaged}
+
+
+def train_with_average(kind, in_eval):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    average = AVERAGES[kind](model)
+    if in_eval:
+        average.eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.randn(4, 2) + parwrap.rank()).sum().backward()
+        optimizer.step()
+        if kind == "averaged":
+            average.update_parameters(model)
+        else:
+            with torch.no_grad():
+                for mine, other in zip(average.buffers(), model.buffers(), strict=True):
+                    mine.copy_(other)
+    return model, average, optimizer
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize("how", ["eval", "pass", "evaluate", "root"])
+def test_an_average_of_a_model_is_evaluated_with_rank_zeros_buffers(kind, how):
+    loader = DataLoader(TensorDataset(torch.randn(6, 2, generator=torch.Generator().manual_seed(0))), batch_size=2)
+
+    @parwrap.evaluate
+    def mean(model, loader):
+        return torch.cat([model(x) for (x,) in loader]).mean().item()
+
+    with parwrap.distributed(), torch.random.fork_rng():
+        model, average, optimizer = train_with_average(kind, in_eval=how != "eval")
+        expected = parwrap.broadcast([buffer.clone() for buffer in average.buffers()])
+        if how == "eval":
+            average.eval()
+        elif how == "root":
+            model.eval()
+        elif how == "evaluate":
+            with torch.no_grad():
+                assert 1 == len(set(parwrap.gather(mean(average, loader))))
+        else:
+            with torch.no_grad():
+                for _ in loader:
+                    pass
+
+        assert all(same_on_all(buffer) for buffer in average.buffers())
+        assert all(torch.equal(*pair) for pair in zip(expected, average.buffers(), strict=True))
+        assert optimizer
