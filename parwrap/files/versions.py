@@ -271,6 +271,7 @@ class Awaited:
         Raises:
             RankMismatchError: what is there is not what rank 0 has written on its own node.
         """
+        there = os.path.lexists(key)  # before the look at the record: rank 0 announces a path before it makes it
         record = self.record(key)
         if record and os.path.lexists(key) and not record.is_at(key):
             raise RankMismatchError(
@@ -278,7 +279,7 @@ class Awaited:
                 "Put it on a disk that the nodes share, or have every rank write it: `with parwrap.every_rank_writes():`."
             )
         if record is None or record.clock < self.clock:
-            return key if os.path.lexists(key) else None
+            return key if there else None
         if record.created is not None and record.created >= self.clock:
             return None
         return record.kept.get(str(record.before)) or (key if os.path.lexists(key) else None)
