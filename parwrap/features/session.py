@@ -14,6 +14,7 @@ from parwrap import group as groups
 from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders
 from parwrap.data.sharing import Sharing, TrainingData
+from parwrap.device import explain
 from parwrap.errors import UsageError
 from parwrap.features.environment import without_variables
 from parwrap.features.learning_rate import learning_rates_times
@@ -93,6 +94,7 @@ class Session:
         try:
             yield
         except BaseException as error:
+            explain(error)
             failed(error)  # one inside would have been caught
             if isinstance(error, SystemExit) and not error.code:
                 self._leave(group)
