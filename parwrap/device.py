@@ -7,7 +7,6 @@ the choice is made through ``CUDA_VISIBLE_DEVICES``, before CUDA starts. Where i
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from parwrap.errors import LaunchError
 from parwrap.world import World
 
-__all__ = ["choose_backend", "choose_device", "cores", "explain", "torch_backend", "uses_nccl", "visible_gpu"]
+__all__ = ["choose_backend", "choose_device", "cores", "torch_backend", "uses_nccl", "visible_gpu"]
 
 
 def visible_gpu(local_rank: int, visible: list[str]) -> str:
@@ -91,15 +90,6 @@ def torch_backend(backend: str) -> str:
 def uses_nccl(process_group: dist.ProcessGroup | None = None) -> bool:
     """Whether nccl carries what is on GPUs in ``process_group``, by default in that of all ranks."""
     return "cuda:nccl" in dist.get_backend_config(process_group)
-
-
-def explain(error: BaseException) -> None:
-    """Add to an error of CUDA's, raised on a rank, what it does not tell."""
-    if "invalid device ordinal" in str(error) and sys.version_info >= (3, 11):
-        error.add_note(
-            "parwrap: each rank sees one GPU of its own, which is 'cuda:0' there, so another number names none. Write 'cuda' or 'cuda:0'; "
-            "parwrap.local_rank() tells the ranks of a node apart."
-        )
 
 
 def cores() -> int:

@@ -14,8 +14,7 @@ from parwrap import group as groups
 from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders
 from parwrap.data.sharing import Sharing, TrainingData
-from parwrap.device import explain
-from parwrap.errors import UsageError
+from parwrap.errors import UsageError, explain
 from parwrap.features.environment import without_variables
 from parwrap.features.learning_rate import learning_rates_times
 from parwrap.features.start_line import say, stand_aside, start_line

@@ -77,3 +77,13 @@ def test_a_gpu_of_another_number_is_explained():
         "parwrap: each rank sees one GPU of its own, which is 'cuda:0' there, so another number names none. Write 'cuda' or 'cuda:0'; "
         "parwrap.local_rank() tells the ranks of a node apart."
     ] == raised.value.__notes__
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11")
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_so_it_is_in_a_plain_script_on_several_ranks(ranks, script, parwrap_run):
+    raised = "import torch\nraise RuntimeError('CUDA error: invalid device ordinal')\n"
+
+    code, _, said = parwrap_run("--nproc-per-node", ranks, script(raised))
+
+    assert (1, int(ranks) - 1) == (code, said.count("parwrap: each rank sees one GPU of its own"))
