@@ -1,7 +1,7 @@
 """The device and the backend of this rank: one visible GPU each and nccl, or the CPU and gloo.
 
 A process that sees a single GPU can run ``.cuda()``, ``"cuda:0"`` and ``if torch.cuda.device_count() > 1`` unchanged, so
-the choice is made through ``CUDA_VISIBLE_DEVICES``, before CUDA starts.
+the choice is made through ``CUDA_VISIBLE_DEVICES``, before CUDA starts. Where it has started, it is made by torch's current device.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import os
 import warnings
 
 import torch
+import torch.distributed as dist
 
 from parwrap.errors import LaunchError
 from parwrap.world import World
 
-__all__ = ["choose_backend", "choose_device", "cores", "visible_gpu"]
+__all__ = ["choose_backend", "choose_device", "cores", "torch_backend", "uses_nccl", "visible_gpu"]
 
 
 def visible_gpu(local_rank: int, visible: list[str]) -> str:
@@ -37,28 +38,35 @@ def visible_gpu(local_rank: int, visible: list[str]) -> str:
 def choose_device(world: World, backend: str | None) -> torch.device:
     """The device that this rank trains on; leaves it one visible GPU where there are any.
 
-    A backend asked for as ``"gloo"`` may share GPUs, so nothing is hidden then.
+    Ranks share GPUs where there are fewer, if the backend asked for is ``"gloo"``: nccl cannot do that.
     """
     gpus = torch.cuda.device_count()  # not is_available(), which starts the driver: it would not look at the variable again
     if gpus == 0:
         return torch.device("cpu")
-    if backend == "gloo":
-        return torch.device("cuda", world.local_rank % gpus)
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or [str(index) for index in range(gpus)]
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = ([name for name in variable.split(",") if name] or [str(index) for index in range(gpus)])[:gpus]
     # torchrun's ranks see all GPUs of the node; other launchers may have given each its own (srun --gpus-per-task), of which it takes one
-    mine = world.local_rank if world.launcher == "torchrun" else world.local_rank % len(visible)
+    mine = world.local_rank if world.launcher == "torchrun" and backend != "gloo" else world.local_rank % len(visible)
     gpu = visible_gpu(mine, visible)
     if not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-        return torch.device("cuda", 0)
+        if len(visible) == 1 or _seen_by_the_driver() == 1:
+            return torch.device("cuda", 0)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     if len(visible) > 1:
         torch.cuda.set_device(mine)
         warnings.warn(
             "parwrap: CUDA had started before the ranks were told apart, so 'cuda:0' written in the script means the same GPU "
-            "on every rank. Start CUDA inside the decorated function, or run with `python -m parwrap.run`.",
+            "on every rank. Start CUDA inside the decorated function (torch.cuda.is_available() starts it too), or run with "
+            "`python -m parwrap.run`.",
             stacklevel=2,
         )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _seen_by_the_driver() -> int:
+    """How many GPUs this process can use: the driver reads ``CUDA_VISIBLE_DEVICES`` once, when it is first asked, and torch asks NVML."""
+    return torch._C._cuda_getDeviceCount()
 
 
 def choose_backend(backend: str | None, device: torch.device) -> str:
@@ -68,6 +76,20 @@ def choose_backend(backend: str | None, device: torch.device) -> str:
     'gloo'
     """
     return backend or ("nccl" if device.type == "cuda" else "gloo")
+
+
+def torch_backend(backend: str) -> str:
+    """What ``backend`` is for torch: nccl carries nothing that is on the CPU, such as a model that was left there, so gloo does.
+
+    >>> torch_backend("nccl")
+    'cpu:gloo,cuda:nccl'
+    """
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+
+
+def uses_nccl(process_group: dist.ProcessGroup | None = None) -> bool:
+    """Whether nccl carries what is on GPUs in ``process_group``, by default in that of all ranks."""
+    return "cuda:nccl" in dist.get_backend_config(process_group)
 
 
 def cores() -> int:

@@ -9,7 +9,9 @@
     └── RankZeroError       rank 0 failed at what the other ranks were waiting for
 """
 
-__all__ = ["LaunchError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"]
+import sys
+
+__all__ = ["LaunchError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError", "explain"]
 
 
 class ParwrapError(Exception):
@@ -30,3 +32,12 @@ class RankMismatchError(ParwrapError):
 
 class RankZeroError(ParwrapError):
     """Rank 0 failed at what the other ranks were waiting for."""
+
+
+def explain(error: BaseException) -> None:
+    """Add to an error of CUDA's, raised on one of several ranks, what it does not tell; from Python 3.11 on."""
+    if "invalid device ordinal" in str(error) and sys.version_info >= (3, 11) and not getattr(error, "__notes__", None):
+        error.add_note(
+            "parwrap: each rank sees one GPU of its own, which is 'cuda:0' there, so another number names none. Write 'cuda' or 'cuda:0'; "
+            "parwrap.local_rank() tells the ranks of a node apart."
+        )

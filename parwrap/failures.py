@@ -21,6 +21,7 @@ from traceback import print_exception
 from types import TracebackType
 from typing import Literal
 
+from parwrap.errors import explain
 from parwrap.files.threads import passing
 from parwrap.processes import signal_name
 from parwrap.raised import in_one_line
@@ -153,6 +154,8 @@ class Recorder(AbstractContextManager):
     def _shown(self, error: BaseException) -> str:
         """What the script's own ``sys.excepthook`` makes of ``error``, without the rank that torch puts before each line."""
         traceback = self._traceback(error)
+        if self._size > 1:
+            explain(error)
         with io.StringIO() as text, contextlib.redirect_stderr(text):
             try:
                 sys.excepthook(type(error), error.with_traceback(traceback), traceback)

@@ -76,7 +76,7 @@ def refuse_unforkable(who: str, gpus: bool = False) -> None:
         problem = f"this is rank {groups.rank()} of {groups.world_size()} already: call it in a process that was not launched as a rank"
     elif multiprocessing.current_process().daemon:
         problem = "this is a daemonic process of multiprocessing, which may start none: call it in the main process"
-    elif gc.get_freeze_count():
+    elif not any(each is sys.modules for each in gc.get_objects()):  # Python 3.12 counts objects of its own as frozen from the start
         problem = "gc.freeze() hides objects that are to come back: call gc.unfreeze() before"
     elif _cuda_has_started() if gpus else torch.cuda.is_initialized():
         problem = "CUDA has started here, which does not survive that: call it before anything is on a GPU"

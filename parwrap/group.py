@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from parwrap import mailbox
 from parwrap.background import in_background
-from parwrap.device import choose_backend, choose_device
+from parwrap.device import choose_backend, choose_device, torch_backend, uses_nccl
 from parwrap.first_failure import first_failure_told
 from parwrap.meeting_place import on_loopback, placed
 from parwrap.meetings import Meetings
@@ -167,7 +167,7 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
     with closing(meeting), on_loopback(world), _excepthook_kept():
         try:
             with _told_of_a_long_wait(world):
-                dist.init_process_group(backend, store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
+                dist.init_process_group(torch_backend(backend), store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
             with mailbox.opened(world, store) as entries:
                 _current = Group(world, backend, device, store, waiting, Meetings(entries, waiting))
                 with _current._ends, first_failure_told(world, store):
@@ -309,4 +309,5 @@ def open_group() -> Group | None:
     if not dist.is_initialized():
         return None
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return Group(World(dist.get_rank(), dist.get_world_size()), dist.get_backend(), device, store=None, timeout=PATIENCE, meetings=None)
+    backend = "nccl" if uses_nccl() else dist.get_backend()
+    return Group(World(dist.get_rank(), dist.get_world_size()), backend, device, store=None, timeout=PATIENCE, meetings=None)

@@ -40,6 +40,7 @@ def gpus(monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible.split(",")))
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+        monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")), raising=False)
 
     return make
 

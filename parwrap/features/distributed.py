@@ -74,7 +74,7 @@ class distributed(ScopeDecorator):
             ``"fsdp"``, ``"local_sgd"``, ``"parameter_server"``, ``"hogwild"`` and ``"none"``, and of the options that only they have.
         compress: ``"bf16"`` or ``"fp16"`` has DDP send gradients in half the bytes, ``"powersgd"`` in a small part of them.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
-        timeout: seconds (or a ``timedelta``) that a rank waits for another; by default torch's, 30 minutes for gloo.
+        timeout: seconds (or a ``timedelta``) that a rank waits for another; by default 30 minutes.
         hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
         wrap: with ``"fsdp"``, which modules are gathered and sharded one by one: a class, its name, a tuple of these, or a number of
             parameters that makes a module one; by default the repeated blocks of 100,000 parameters or more in a ``ModuleList`` or

@@ -14,7 +14,7 @@ from parwrap import group as groups
 from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders
 from parwrap.data.sharing import Sharing, TrainingData
-from parwrap.errors import UsageError
+from parwrap.errors import UsageError, explain
 from parwrap.features.environment import without_variables
 from parwrap.features.fixed_sizes import note_fixed_size
 from parwrap.features.learning_rate import learning_rates_times
@@ -99,6 +99,7 @@ class Session:
             yield
         except BaseException as error:
             note_fixed_size(error, self._loop.weights.last, group.world.size)
+            explain(error)
             failed(error)  # one inside would have been caught
             if isinstance(error, SystemExit) and not error.code:
                 self._leave(group)

@@ -16,19 +16,22 @@ MARK = "_parwrap_stand_in"
 
 
 class Described(NamedTuple):
-    """What is told of a tensor: its shape and dtype, and a checksum of its values."""
+    """What is told of a tensor: its shape and dtype, a checksum of its values, and the type of its device."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     checksum: int
+    device: str
 
     @property
     def kind(self) -> tuple[tuple[int, ...], torch.dtype]:
         return self.shape, self.dtype
 
     def stand_in(self, device: torch.device) -> torch.Tensor:
-        """A tensor for a rank that does not have this one, and takes part in what others do with it."""
-        tensor = torch.zeros(self.shape, dtype=self.dtype, device=device, requires_grad=True)
+        """A tensor for a rank that trains on ``device``, does not have this one, and takes part in what others do with it."""
+        # where the others have theirs: that decides which backend carries its gradient
+        place = device if device.type == self.device else torch.device(self.device)
+        tensor = torch.zeros(self.shape, dtype=self.dtype, device=place, requires_grad=True)
         setattr(tensor, MARK, True)
         return tensor
 
@@ -83,9 +86,9 @@ def described(tensor: torch.Tensor) -> Described:
     """What is told of ``tensor``.
 
     >>> described(torch.zeros(2, 3))
-    Described(shape=(2, 3), dtype=torch.float32, checksum=0)
+    Described(shape=(2, 3), dtype=torch.float32, checksum=0, device='cpu')
     """
-    return Described(tuple(tensor.shape), tensor.dtype, checksum(tensor))
+    return Described(tuple(tensor.shape), tensor.dtype, checksum(tensor), tensor.device.type)
 
 
 def differing(views: Collection[View], owned: Sequence[tuple[int, int]]) -> list[int]:

@@ -26,7 +26,7 @@ from parwrap.strategies.share import Share
 from parwrap.strategies.training_buffers import TrainingBuffers
 from parwrap.verbs.backward import Backward
 
-__all__ = ["Averager", "Noticed"]
+__all__ = ["Averager", "Noticed", "divide"]
 
 WEIGHT, STRAYS, MISFIT, BUFFERS, ASKS = -5, -4, -3, -2, -1
 """The facts behind the flags that say which parameters this rank's loss reaches: how much this rank counts in the average; whether
@@ -34,7 +34,7 @@ gradients came outside of the set; whether the set does not fit this rank's loss
 must tell each other which."""
 
 EXACT = 1e-4
-"""Weights whose mean is this close to 1 are all there; in a dtype that rounds more coarsely, as close as it can tell."""
+"""Weights whose mean is this close to 1 are all there: less than what one of thousands of ranks is, and more than what float32 rounds."""
 
 NONE: frozenset[int] = frozenset()
 
@@ -99,12 +99,12 @@ class Averager:
         self.number, self.parameters = number, tuple(parameters)
         self.ids = frozenset(id(p) for p in self.parameters)
         self._group, self.sparse, self._varies = group, sparse, varies
-        # of the first parameter's dtype if that can be: its bucket is the last, and so is the signal
+        # of the first parameter's dtype if that can be: its bucket is the last, and so is the signal; in half precision a rank that
+        # is missing among 16 could not be told from rounding, so there the signal has a bucket of its own
         like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
-        dtype, device = (torch.float32, group.device) if like is None else (like.dtype, like.device)
+        dtype, device = (torch.float32, group.device) if like is None else (torch.promote_types(like.dtype, torch.float32), like.device)
         self._told_weight, self._told_buffers = 1.0, False
         self._copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
-        self._tolerance = max(EXACT, group.world.size * torch.finfo(dtype).eps)
         self._facts = facts = torch.ones(len(self.parameters) - WEIGHT, dtype=dtype, device=device)
         facts[STRAYS:] = 0
         self._signal = nn.Parameter(torch.zeros_like(facts))
@@ -260,7 +260,7 @@ class Averager:
         if self._facts.is_cuda and not self.at_once:
             return self._noticed_later()
         weight, strays, misfit, buffers, asked = self._told()[WEIGHT:].tolist()
-        if abs(weight - 1) > self._tolerance:
+        if abs(weight - 1) > EXACT:
             for p in self.parameters:
                 if p.grad is not None:
                     p.grad.data.mul_(1 / weight)
@@ -271,13 +271,7 @@ class Averager:
     def _noticed_later(self) -> Noticed:
         """The same for a GPU, which the host must not wait for: it divides by itself, and what was noticed is known a step later."""
         facts = self._told()
-        factor = torch.where((facts[WEIGHT] - 1).abs() > self._tolerance, 1 / facts[WEIGHT], torch.ones_like(facts[WEIGHT]))
-        grads = [p.grad.data for p in self.parameters if p.grad is not None]
-        if dense := [grad for grad in grads if not grad.is_sparse]:
-            torch._foreach_mul_(dense, factor)
-        for grad in grads:
-            if grad.is_sparse:
-                grad.mul_(factor)
+        divide([p.grad.data for p in self.parameters if p.grad is not None], facts[WEIGHT])
         before, self._copied = self._copied, (torch.empty(-STRAYS, dtype=facts.dtype, pin_memory=True), torch.cuda.Event())
         self._copied[0].copy_(facts[STRAYS:], non_blocking=True)
         self._copied[1].record()
@@ -316,6 +310,19 @@ class Averager:
                 p.grad = average
             else:
                 p.grad.data.copy_(average)
+
+
+def divide(grads: Iterable[torch.Tensor], weight: torch.Tensor) -> None:
+    """Divide ``grads`` by ``weight``, which stays on its device; if it is 1, they stay bit for bit what they are."""
+    factor = torch.where((weight - 1).abs() > EXACT, 1 / weight, torch.ones_like(weight))
+    dense: dict[torch.dtype, list[torch.Tensor]] = {}
+    for grad in grads:
+        if grad.is_sparse:
+            grad.mul_(factor)
+        else:
+            dense.setdefault(grad.dtype, []).append(grad)
+    for dtype, same in dense.items():  # of another dtype than theirs, a factor would take a kernel for each
+        torch._foreach_mul_(same, factor.to(dtype))
 
 
 def _in_new_thread(build: Callable[[], T]) -> T:

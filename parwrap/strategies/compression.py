@@ -16,7 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 
+from parwrap.device import uses_nccl
 from parwrap.options import Options
+from parwrap.strategies.sparse_gradients import average_sparse
 
 __all__ = ["Compressed", "compressed"]
 
@@ -48,14 +50,14 @@ class Compressed:
 
     def __init__(self, compress: Any, facts: torch.Tensor, rank: int) -> None:
         self._facts = facts
-        self._in_order = compress == "powersgd" and dist.get_backend() != "nccl"
+        self._in_order = compress == "powersgd" and not uses_nccl()
         half: dict[str, Any] = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
         self._hook: Callable[[dist.GradBucket], Future] = partial(half[compress], None) if compress in half else _PowerSGD(rank)
 
     def send(self, state, bucket):  # DDP compares annotations with classes, and here they would be strings
         """The hook: starts to send ``bucket``, and gives what will be its average over the ranks."""
         if bucket.buffer().layout != torch.strided:
-            return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+            return average_sparse(bucket)
         views = zip(bucket.parameters(), bucket.gradients(), strict=True)
         facts = next((view for parameter, view in views if parameter is self._facts), None)
         if facts is None:

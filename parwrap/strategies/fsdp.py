@@ -284,7 +284,10 @@ class FSDP(Strategy):
                     refuse_hook(f"on {type(root).__name__}.{name}")
             inside = units(root, self._options().wrap)
             left = unsharded(root, inside, self._group.device)
-            self._mesh = self._mesh or init_device_mesh(self._group.device.type, (self._group.world.size,))
+            if self._mesh is None:
+                if self._group.device.type == "cuda":  # else the mesh takes the GPU of the number LOCAL_RANK, and this rank sees one
+                    torch.cuda.set_device(self._group.device)
+                self._mesh = init_device_mesh(self._group.device.type, (self._group.world.size,))
             model = ShardedModel(root, inside, left, self._mesh, self._enter_unit, self._meetings.past)
             self._models.append(weakref.ref(model))
             self._replicated.add(left)

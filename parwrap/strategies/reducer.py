@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from parwrap.device import uses_nccl
 from parwrap.options import Options
 
 __all__ = ["Reducer", "reducer_options"]
@@ -45,6 +46,8 @@ class Reducer(DistributedDataParallel):
         super().__init__(_Holder(parameters, sparse), init_sync=False, **options)
         if compressed is not None:
             self.register_comm_hook(None, compressed(signal).send)
+        elif sparse and uses_nccl():
+            self.register_comm_hook(None, resolve_name("parwrap.strategies.sparse_gradients:send"))
 
     def arm(self) -> None:
         """Have the reducer expect every parameter in the next backward."""

@@ -22,6 +22,7 @@ from torch import nn
 from parwrap import mailbox
 from parwrap.blackboard import CAPACITY, Blackboard
 from parwrap.collectives import CPU
+from parwrap.device import uses_nccl
 from parwrap.errors import UsageError
 from parwrap.group import Group
 from parwrap.lane import Lane
@@ -52,7 +53,7 @@ class Sharing:
 
     def __init__(self, process_group: Any = None, group: Group | None = None, first_uses: _FirstUses | None = None) -> None:
         self._process_group, self._group, self._first_uses = process_group, group, first_uses
-        self._on_gpu = process_group is not None and dist.get_backend(process_group) == "nccl"
+        self._on_gpu = process_group is not None and uses_nccl(process_group)
         self._nameless = _Layer(self, "a batch norm")
         self._layers: dict[int, tuple[weakref.ref[torch.Tensor], _Layer]] = {}
         self._search, self._part = first_uses is not None, -1

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parwrap import mailbox
+from parwrap.device import torch_backend
 from parwrap.errors import UsageError
 from parwrap.group import Group, within
 from parwrap.meetings import Meetings
@@ -125,7 +126,7 @@ def _split(group: Group, workers: int) -> Iterator[Split]:
     group.meet("parameter servers")
     world, ranks = group.world, list(range(workers))
     connections = dist.new_group(backend="gloo", timeout=group.timeout)
-    process_group = dist.new_group(ranks, backend=group.backend, timeout=group.timeout)
+    process_group = dist.new_group(ranks, backend=torch_backend(group.backend), timeout=group.timeout)
     if world.rank >= workers:
         yield Split(group, workers, None, process_group, connections)
         return

@@ -223,7 +223,8 @@ def _version(tensor: torch.Tensor) -> int:
 
 def fingerprint(tensor: torch.Tensor) -> int:
     """A number that is the same for the same values, and almost surely another for others."""
-    return zlib.crc32(memoryview(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()))
+    values: Any = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+    return zlib.crc32(values)
 
 
 def _kind(tensor: torch.Tensor | None) -> Kind | None:

@@ -57,6 +57,12 @@ def test_what_is_changed_through_data_comes_back():
     assert [[-5.0, -5.0]] == average.weight.tolist()
 
 
+def test_what_python_itself_has_frozen_is_no_object_of_the_callers(monkeypatch):
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)  # as Python 3.12 does from the start
+
+    assert torch.equal(torch.zeros(1, 2), parwrap.hogwild(workers=2)(zeros)().weight)
+
+
 def test_where_objects_are_frozen_none_would_come_back():
     gc.freeze()
     try:

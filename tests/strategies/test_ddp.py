@@ -1,7 +1,6 @@
 """The DDP strategy against torch's own DDP by hand, and against a single process where theory gives the numbers."""
 
 import gc
-import os
 import random
 import weakref
 
@@ -259,12 +258,9 @@ def test_each_set_of_parameters_has_one_ddp_however_many_call_sites():
     assert 1 == len({id(site.averager) for site in strategy._sites.values()})
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="torch sees no GPU here")
 @pytest.mark.ranks(2)
 def test_parameters_on_gpus_are_bit_for_bit_those_of_ddp_by_hand():
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    torch.cuda.set_device(parwrap.rank())
-
     def on_gpu(wrap):
         model = build().cuda()
         forward = wrap(model)
