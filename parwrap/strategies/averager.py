@@ -27,14 +27,17 @@ from parwrap.verbs.backward import Backward
 
 __all__ = ["Averager", "Noticed"]
 
-WEIGHT, STRAYS, MISFIT = -3, -2, -1
+WEIGHT, STRAYS, MISFIT, FAILED = -4, -3, -2, -1
 """The facts behind the flags that say which parameters this rank's loss reaches: how much this rank counts in the average; whether
-gradients came outside of the set; whether the set does not fit this rank's losses any more."""
+gradients came outside of the set; whether the set does not fit this rank's losses any more; whether its backward has raised."""
 
 EXACT = 1e-4
 """Weights whose mean is this close to 1 are all there; in a dtype that rounds more coarsely, as close as it can tell."""
 
 NONE: frozenset[int] = frozenset()
+
+TWICE = "Expected to mark a variable ready only once"
+"""What torch says of a parameter that has taken part in a backward already."""
 
 BACKWARD = torch.autograd.backward
 """torch's own, which is none of the user's calls."""
@@ -47,6 +50,7 @@ class Noticed(NamedTuple):
 
     strays: bool = False
     misfit: bool = False
+    failed: bool = False
 
 
 class _Touch(torch.autograd.Function):
@@ -77,6 +81,7 @@ class Averager:
         missed: the places of the parameters that this rank's last backward did not reach although it was expected to.
         misfits: whether the last backward has shown that the set does not fit any more: it reaches others, or some are frozen.
         at_once: whether what was noticed must be known at the end of each backward, also on a GPU.
+        error: what the last backward has raised on this rank.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class Averager:
     ) -> None:
         self.missed = self._without = NONE
         self.misfits = self.at_once = self._to_tell = False
+        self.error: Exception | None = None
         self.number, self.parameters = number, tuple(parameters)
         self.ids = frozenset(id(p) for p in self.parameters)
         self._group, self.sparse, self._varies = group, sparse, varies
@@ -99,7 +105,7 @@ class Averager:
         self._told_weight = 1.0
         self._copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._tolerance = max(EXACT, group.world.size * torch.finfo(dtype).eps)
-        self._facts = facts = torch.ones(len(self.parameters) + 3, dtype=dtype, device=device)
+        self._facts = facts = torch.ones(len(self.parameters) + 4, dtype=dtype, device=device)
         facts[STRAYS:] = 0
         self._signal = nn.Parameter(torch.zeros_like(facts))
         self._signal.register_hook(lambda grad: facts.clone())
@@ -128,14 +134,23 @@ class Averager:
         """
         self._tell(call, weight)
         self._reducer.arm()
-        call.with_root(self._root, self._signal).run()
+        try:
+            call.with_root(self._root, self._signal).run()
+        except Exception as error:
+            self._tell_of(error)
+            self._complete(error)
+            return
         if not self._reducer.finished():
             self._touch_the_rest(call)
 
     def run_then_average(self, call: Backward, weight: float) -> None:
         """The same where gradients cannot go through a bucket: they get a graph of their own, or come several times."""
         self._tell(call, weight)
-        call.with_root(self._root, self._signal).run()
+        try:
+            call.with_root(self._root, self._signal).run()
+        except Exception as error:
+            self._tell_of(error)
+            self._signal.grad = self._facts.clone()
         self._average()
 
     def answer(self, share: Share) -> None:
@@ -178,17 +193,47 @@ class Averager:
             self._group.meetings.tell()
         self._signal.grad = None
         self.missed = self._without = NONE
-        self.misfits = False
+        self.misfits, self.error = False, None
 
     def _give(self, share: Share) -> None:
         """Contribute nothing but ``share``: not even the gradients of before, which DDP would send."""
         given = [id(p) in share.gradients for p in self.parameters]
         self._facts.data[:STRAYS] = self._facts.new_tensor([*given, share.weight])
         self._varies, self._told_weight = True, share.weight  # the flags must be set anew before this rank's next backward
-        self._signal.grad, self.misfits = None, False
+        self._signal.grad, self.misfits, self.error = None, False, None
         self._without = frozenset(place for place, is_given in enumerate(given) if not is_given)
         for p in self.parameters:
             p.grad = share.gradients.get(id(p))
+
+    def _tell_of(self, error: Exception) -> None:
+        """This rank's backward has raised ``error``, which the others are told in the same backward."""
+        self.error = error
+        self._facts.data[FAILED] = 1
+        self._group.meetings.tell()
+
+    def _complete(self, error: Exception) -> None:
+        """This rank's backward has raised ``error``: send what it has not sent, so that nobody waits for it."""
+        for touched in ((p,) for p in self.parameters):
+            self._touch_once(touched)
+        if not self._touch_once((), self._root):
+            self.error = None
+            raise error  # in what is sent, or after it
+
+    def _touch_once(self, parameters: Sequence[torch.Tensor], *roots: torch.Tensor) -> bool:
+        """As :meth:`_touch`, unless they have taken part already, and past hooks, which may raise again; returns whether they had not."""
+        hooks = [(each, dict(each)) for p in parameters if (each := p._backward_hooks)]
+        for each, _ in hooks:
+            each.clear()
+        try:
+            self._touch(parameters, *roots)
+        except RuntimeError as error:
+            if TWICE not in str(error):
+                raise
+            return False
+        finally:
+            for each, kept in hooks:
+                each.update(kept)
+        return True
 
     def _touch_the_rest(self, call: Backward) -> None:
         """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
@@ -240,14 +285,14 @@ class Averager:
         """Divide by what was contributed rather than by the number of ranks, and find out what was noticed."""
         if self._facts.is_cuda and not self.at_once:
             return self._noticed_later()
-        weight, strays, misfit = self._told()[WEIGHT:].tolist()
-        if abs(weight - 1) > self._tolerance:
+        weight, strays, misfit, failed = self._told()[WEIGHT:].tolist()
+        if abs(weight - 1) > self._tolerance and not failed:
             for p in self.parameters:
                 if p.grad is not None:
                     p.grad.data.mul_(1 / weight)
-        if strays or misfit:
+        if strays or misfit or failed:
             self._forget()
-        return Noticed(strays > 0, misfit > 0)
+        return Noticed(strays > 0, misfit > 0, failed > 0)
 
     def _noticed_later(self) -> Noticed:
         """The same for a GPU, which the host must not wait for: it divides by itself, and what was noticed is known a step later."""
@@ -259,17 +304,17 @@ class Averager:
         for grad in grads:
             if grad.is_sparse:
                 grad.mul_(factor)
-        before, self._copied = self._copied, (torch.empty(2, dtype=facts.dtype, pin_memory=True), torch.cuda.Event())
+        before, self._copied = self._copied, (torch.empty(3, dtype=facts.dtype, pin_memory=True), torch.cuda.Event())
         self._copied[0].copy_(facts[STRAYS:], non_blocking=True)
         self._copied[1].record()
         if before is None:
             return Noticed()
         before[1].synchronize()
-        strays, misfit = before[0].tolist()
-        if strays or misfit:
+        strays, misfit, failed = before[0].tolist()
+        if strays or misfit or failed:
             self._forget()
             self._copied = None
-        return Noticed(strays > 0, misfit > 0)
+        return Noticed(strays > 0, misfit + failed > 0)  # who has failed has missed a step, which cannot be undone
 
     def _forget(self) -> None:
         """All ranks know what this one had to tell."""
