@@ -158,7 +158,9 @@ class Meetings:
         self.wait(FILE, until_answered=True)
         return True
 
-    def wait(self, kind: str, place: str | None = None, until_answered: bool = False, detail: int = 0) -> list[int]:
+    def wait(
+        self, kind: str, place: str | None = None, until_answered: bool = False, detail: int = 0, answers_backwards: bool = True
+    ) -> list[int]:
         """Meet all other ranks for ``kind``, answering what they do before they come.
 
         Args:
@@ -166,6 +168,7 @@ class Meetings:
             place: where in the user's script; found if left out.
             until_answered: return when one meeting was answered.
             detail: a number that ranks compare, of 64 bits; they meet also if it differs, and :attr:`alike` is then ``False``.
+            answers_backwards: whether ranks may part ways here; else it is an error if another begins a backward.
 
         Returns:
             The ranks that came for it; the others answer it.
@@ -185,7 +188,7 @@ class Meetings:
                 if self._mailbox.written != (self._number, meeting):
                     self._mailbox.write(self._number, meeting, State.WAITING, self.stale)
                 entries = self._mailbox.read_all(self._number, without=self.lost())
-                if self._answer_begun(entries):
+                if self._answer_begun(entries, answers_backwards):
                     if until_answered:
                         return []
                     deadline = time.monotonic() + self.timeout.total_seconds()
@@ -281,11 +284,17 @@ class Meetings:
             self._mailbox.write(self._number, meeting, State.WAITING, stale=True)
         return any(lane.answer_begun(self._number) for lane in begun)
 
-    def _answer_begun(self, entries: list[Entry | None]) -> bool:
+    def _answer_begun(self, entries: list[Entry | None], answers: bool) -> bool:
         """Answer the meeting to which another rank has gone ahead, if there is one."""
         begun = next((entry for entry in entries if entry and entry.state is State.CONTRIBUTING), None)
         if begun is None:
             return False
+        if not answers:
+            raise RankMismatchError(
+                f"the ranks are at different points of the script, and their gradients cannot be averaged with each other: "
+                f"{_told([entry for entry in entries if entry])}. Have all ranks make their gradients in the same way in each step, and "
+                "step together."
+            )
         self._mailbox.write(self._number, begun.meeting, State.ANSWERING)
         kept_up = self._answers[begun.meeting.kind](begun.meeting.detail, [])
         self.through()

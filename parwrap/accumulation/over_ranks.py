@@ -122,6 +122,7 @@ class OverRanks:
             [(parameters[number], gradient) for number, gradient in gradients.items() if number in parameters],
             clips,
             [optimizers[number] for number in steps if number in optimizers],
+            self._strategy.averaged,
         )
 
     def in_step(self, several: list[Asked], weight: float, scaler: torch.amp.GradScaler | None) -> Callable[[], Share]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +23,13 @@ class Applied:
         gradients: parameters and their mean gradients.
         clips: what is done to these before the steps.
         optimizers: which step, in order.
+        held: makes what is held meanwhile.
     """
 
     gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]
     clips: Sequence[Clip]
     optimizers: Sequence[torch.optim.Optimizer]
+    held: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def run(self, scaler: torch.amp.GradScaler | None = None) -> None:
         """Step with these gradients and no others; what was in ``.grad`` is there again afterwards.
@@ -43,14 +46,15 @@ class Applied:
                 p.grad = gradient
             set_here = {id(p) for p, _ in self.gradients}
             scaled = [optimizer for optimizer in self.optimizers if scaler and any(p.grad is not None for p in parameters_of(optimizer))]
-            for optimizer in scaled:
-                scaler.unscale_(optimizer)  # type: ignore[union-attr]
-            for clip in self.clips:
-                clip.replayed([p for p in clip.parameters if id(p) in set_here])
-            for optimizer in self.optimizers:
-                scaler.step(optimizer) if optimizer in scaled else optimizer.step()  # type: ignore[union-attr]
-            if scaled:
-                scaler.update()  # type: ignore[union-attr]
+            with self.held():
+                for optimizer in scaled:
+                    scaler.unscale_(optimizer)  # type: ignore[union-attr]
+                for clip in self.clips:
+                    clip.replayed([p for p in clip.parameters if id(p) in set_here])
+                for optimizer in self.optimizers:
+                    scaler.step(optimizer) if optimizer in scaled else optimizer.step()  # type: ignore[union-attr]
+                if scaled:
+                    scaler.update()  # type: ignore[union-attr]
         finally:
             for p, grad in before:
                 p.grad = grad

@@ -28,15 +28,18 @@ from parwrap.verbs.backward import Backward
 
 __all__ = ["Averager", "Noticed", "divide"]
 
-WEIGHT, STRAYS, MISFIT, BUFFERS, ASKS = -5, -4, -3, -2, -1
+WEIGHT, STRAYS, MISFIT, FAILED, BUFFERS, ASKS = -6, -5, -4, -3, -2, -1
 """The facts behind the flags that say which parameters this rank's loss reaches: how much this rank counts in the average; whether
-gradients came outside of the set; whether the set does not fit this rank's losses any more; whether buffers have changed, and the ranks
-must tell each other which."""
+gradients came outside of the set; whether the set does not fit this rank's losses any more; whether its backward has raised; whether
+buffers have changed, and the ranks must tell each other which."""
 
 EXACT = 1e-4
 """Weights whose mean is this close to 1 are all there: less than what one of thousands of ranks is, and more than what float32 rounds."""
 
 NONE: frozenset[int] = frozenset()
+
+TWICE = "Expected to mark a variable ready only once"
+"""What torch says of a parameter that has taken part in a backward already."""
 
 BACKWARD = torch.autograd.backward
 """torch's own, which is none of the user's calls."""
@@ -49,6 +52,7 @@ class Noticed(NamedTuple):
 
     strays: bool = False
     misfit: bool = False
+    failed: bool = False
     buffers: bool = False
     asked: bool = False
 
@@ -83,6 +87,7 @@ class Averager:
         at_once: whether what was noticed must be known at the end of each backward, also on a GPU.
         buffers: of the models around the parameters.
         buffers_move: whether some change in training, as the ranks have agreed.
+        error: what the last backward has raised on this rank.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class Averager:
     ) -> None:
         self.missed = self._without = NONE
         self.misfits = self.at_once = self.buffers_move = self._to_tell = False
+        self.error: Exception | None = None
         self.number, self.parameters = number, tuple(parameters)
         self.ids = frozenset(id(p) for p in self.parameters)
         self._group, self.sparse, self._varies = group, sparse, varies
@@ -135,14 +141,23 @@ class Averager:
         """
         self._tell(call, weight)
         self._reducer.arm()
-        call.with_root(self._root, self._signal).run()
+        try:
+            call.with_root(self._root, self._signal).run()
+        except Exception as error:
+            self._tell_of(error)
+            self._complete(error)
+            return
         if not self._reducer.finished():
             self._touch_the_rest(call)
 
     def run_then_average(self, call: Backward, weight: float) -> None:
         """The same where gradients cannot go through a bucket: they get a graph of their own, or come several times."""
         self._tell(call, weight)
-        call.with_root(self._root, self._signal).run()
+        try:
+            call.with_root(self._root, self._signal).run()
+        except Exception as error:
+            self._tell_of(error)
+            self._signal.grad = self._facts.clone()
         self._average()
 
     def answer(self, share: Share) -> None:
@@ -195,7 +210,7 @@ class Averager:
             self._group.meetings.tell()
         self._signal.grad = None
         self.missed = self._without = NONE
-        self.misfits = False
+        self.misfits, self.error = False, None
 
     def _give(self, share: Share) -> None:
         """Contribute nothing but ``share``: not even the gradients of before, which DDP would send."""
@@ -204,10 +219,40 @@ class Averager:
         self._facts.data[BUFFERS], self._facts.data[ASKS] = 0, 1  # the others find out whose buffers they take
         self._told_buffers = True
         self._varies, self._told_weight = True, share.weight  # the flags must be set anew before this rank's next backward
-        self._signal.grad, self.misfits = None, False
+        self._signal.grad, self.misfits, self.error = None, False, None
         self._without = frozenset(place for place, is_given in enumerate(given) if not is_given)
         for p in self.parameters:
             p.grad = share.gradients.get(id(p))
+
+    def _tell_of(self, error: Exception) -> None:
+        """This rank's backward has raised ``error``, which the others are told in the same backward."""
+        self.error = error
+        self._facts.data[FAILED] = 1
+        self._group.meetings.tell()
+
+    def _complete(self, error: Exception) -> None:
+        """This rank's backward has raised ``error``: send what it has not sent, so that nobody waits for it."""
+        for touched in ((p,) for p in self.parameters):
+            self._touch_once(touched)
+        if not self._touch_once((), self._root):
+            self.error = None
+            raise error  # in what is sent, or after it
+
+    def _touch_once(self, parameters: Sequence[torch.Tensor], *roots: torch.Tensor) -> bool:
+        """As :meth:`_touch`, unless they have taken part already, and past hooks, which may raise again; returns whether they had not."""
+        hooks = [(each, dict(each)) for p in parameters if (each := p._backward_hooks)]
+        for each, _ in hooks:
+            each.clear()
+        try:
+            self._touch(parameters, *roots)
+        except RuntimeError as error:
+            if TWICE not in str(error):
+                raise
+            return False
+        finally:
+            for each, kept in hooks:
+                each.update(kept)
+        return True
 
     def _touch_the_rest(self, call: Backward) -> None:
         """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
@@ -259,14 +304,14 @@ class Averager:
         """Divide by what was contributed rather than by the number of ranks, and find out what was noticed."""
         if self._facts.is_cuda and not self.at_once:
             return self._noticed_later()
-        weight, strays, misfit, buffers, asked = self._told()[WEIGHT:].tolist()
-        if abs(weight - 1) > EXACT:
+        weight, strays, misfit, failed, buffers, asked = self._told()[WEIGHT:].tolist()
+        if abs(weight - 1) > EXACT and not failed:
             for p in self.parameters:
                 if p.grad is not None:
                     p.grad.data.mul_(1 / weight)
-        if strays or misfit:
+        if strays or misfit or failed:
             self._forget()
-        return Noticed(strays > 0, misfit > 0, buffers > 0, asked > 0)
+        return Noticed(strays > 0, misfit > 0, failed > 0, buffers > 0, asked > 0)
 
     def _noticed_later(self) -> Noticed:
         """The same for a GPU, which the host must not wait for: it divides by itself, and what was noticed is known a step later."""
@@ -278,12 +323,13 @@ class Averager:
         if before is None:
             return Noticed()
         before[1].synchronize()
-        strays, misfit, buffers, asked = before[0].tolist()
-        if strays or misfit:
+        strays, misfit, failed, buffers, asked = before[0].tolist()
+        if strays or misfit or failed:
             self._forget()
-        if strays or misfit or buffers:
+        if strays or misfit or failed or buffers:
             self._copied = None
-        return Noticed(strays > 0, misfit > 0, buffers > 0, asked > 0)
+        # who has failed has missed a step, which cannot be undone
+        return Noticed(strays > 0, misfit + failed > 0, buffers=buffers > 0, asked=asked > 0)
 
     def _forget(self) -> None:
         """All ranks know what this one had to tell."""

@@ -139,8 +139,6 @@ class Averagers:
 
     def compare_at_end(self) -> None:
         """All ranks leave: have rank 0's weights everywhere if a rank has taken steps of its own."""
-        if not self._loop.backwards:
-            return
         mine = {number: checksum(p) for number, p in self._loop.once_owned().items()}
         told = self._group.share("weights at the end", mine, range(self._group.world.size)).values()
         different = [number for number, value in mine.items() if any(each.get(number, value) != value for each in told)]
@@ -149,7 +147,11 @@ class Averagers:
             warnings.warn(
                 f"parwrap: {len(different)} parameters have different values on different ranks in the end, though their gradients were "
                 "averaged: an optimizer has stepped, or weights were changed, by a decision of one rank alone, such as random.random(). "
-                "Rank 0's are taken. Have parwrap.broadcast(decision) decide for all.",
+                "Rank 0's are taken. Have parwrap.broadcast(decision) decide for all."
+                if self._loop.backwards
+                else f"parwrap: {len(different)} parameters have different values on different ranks in the end, and no gradient was "
+                "averaged: they were built differently, or changed by each rank alone. Rank 0's are taken. Seed before they are built, and "
+                "average what changes them: parwrap.reduce_mean(change).",
                 stacklevel=2,
             )
             self.take_state(0)

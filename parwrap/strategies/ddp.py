@@ -7,7 +7,10 @@ reaches is in no set of that site, so its ``grad`` stays ``None`` as in a single
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +24,7 @@ from parwrap.loop import Loop
 from parwrap.mailbox import Meeting
 from parwrap.meetings import BACKWARD, FIRST_BACKWARD, THEN_AVERAGED
 from parwrap.options import Options
+from parwrap.raised import Raised, in_one_line
 from parwrap.sites import call_site, location, trail, worth_a_look
 from parwrap.strategies.agreement import View, described, refuse_different_parameters
 from parwrap.strategies.averager import Averager
@@ -28,10 +32,12 @@ from parwrap.strategies.averagers import Averagers
 from parwrap.strategies.bypasses import Bypasses
 from parwrap.strategies.graph import leading_sizes, reached, reenters, sparsely_used
 from parwrap.strategies.in_step import InStep
+from parwrap.strategies.one_thread import OneThread
 from parwrap.strategies.reducer import reducer_options
 from parwrap.strategies.share import Share
 from parwrap.strategies.strategy import Strategy
 from parwrap.strategies.training_buffers import TrainingBuffers
+from parwrap.strategies.unaveraged import Unaveraged
 from parwrap.verbs.backward import Backward
 
 __all__ = ["DDP"]
@@ -45,6 +51,7 @@ MOST_SITES = 64
 MOVING = "a cast or move of the model"
 ASTRAY = "what was missed or not expected"
 STRAYS = "gradients outside of the known set"
+FAILED = "an exception in a backward"
 
 
 @dataclass
@@ -84,11 +91,13 @@ class DDP(Strategy):
         self._meetings = group.meetings
         self._sites: dict[tuple, _Site] = {}
         self._averagers = Averagers(group, loop, lambda: reducer_options(options()))
+        self.unaveraged = Unaveraged(group, loop)
+        self._threads = OneThread()
         self._strays: dict[int, torch.Tensor] = {}
         self._armed: Averager | None = None
         self._late_buffers: list[TrainingBuffers] = []
         self._watched: list[torch.utils.hooks.RemovableHandle] = []
-        self._running = self._nested = False
+        self._running = self._nested = self._said_failed = False
         self._immediate = self._meetings.immediate and group.device.type == "cpu"
         self._meetings.phase = lambda: loop.generation
         self._meetings.answer(MOVING, lambda detail, present: None)
@@ -103,10 +112,13 @@ class DDP(Strategy):
     def actors(self) -> list[Any]:
         in_step = InStep(self._group, self._loop)
         self._loop.looking = in_step.evaluation_begins
-        return [self, in_step, Bypasses(self._group, self._loop)]
+        # in a step gradients are averaged first: after that Zero1 hides some
+        return [self.unaveraged, self, in_step, Bypasses(self._group, self._loop)]
 
     def backward(self, call: Backward) -> None:
         """Run ``call`` and average what it leaves in the gradients."""
+        if not is_alone():
+            self._threads.enter(self._running)
         if self._running or is_alone():
             self._nested = True
             call.run()
@@ -120,6 +132,9 @@ class DDP(Strategy):
         finally:
             self._running, self._armed = False, None
         self._loop.ran_backward()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self.unaveraged.paused()
 
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
         """Give the parameters of ``module`` another device or dtype, once no rank trains them as they are any more."""
@@ -141,6 +156,7 @@ class DDP(Strategy):
 
     def leave(self, returns: bool) -> None:
         """All ranks have come to the end together."""
+        self._threads.check()
         self._averagers.compare_at_end()
 
     def close(self) -> None:
@@ -151,6 +167,7 @@ class DDP(Strategy):
         self._loop.drew = lambda: None
         self._averagers.keep(())
         self._watched.clear()
+        self.unaveraged.forget()
 
     def _average(self, call: Backward) -> None:
         key = call_site()
@@ -184,10 +201,15 @@ class DDP(Strategy):
             (averager.run_then_average if then else averager.run)(call, weight)
             if not (self._meetings.compare(meeting) and self._immediate):
                 self._follow(averager, weight, call)
+            if averager.error is not None:  # with a GPU the others know a step later, and have taken this one
+                self._meetings.miss()
+                raise averager.error
             if self._late_buffers and not _keeps_graph(call):
                 self._settle_buffers()
             if self._nested and not site.reenters:
                 averager.note_misfit()
+            if not site.remakes:
+                self.unaveraged.note(averager.parameters)
         except BaseException:
             site.averager, site.visits = None, 0  # it failed half way: start afresh
             self._strays.clear()
@@ -227,6 +249,9 @@ class DDP(Strategy):
             call: this rank's own backward, if it has contributed.
         """
         noticed = averager.noticed()
+        if noticed.failed:
+            self._fail_alike(averager, call)
+            return
         misfit = noticed.misfit
         if self._immediate and self._meetings.any_astray():
             leaves = reversed(reached(call.beginnings)) if call else ()
@@ -245,6 +270,33 @@ class DDP(Strategy):
                     site.averager, site.visits = None, 0
         if misfit or noticed.strays:
             self._averagers.drop(averager.number)  # no site of any rank has it any more
+
+    def _fail_alike(self, averager: Averager, call: Backward | None) -> None:
+        """A backward has raised on a rank: raise the same on all, so that a script that goes on skips the same step everywhere.
+
+        Args:
+            averager: of the backward.
+            call: this rank's own backward, if it has contributed.
+        """
+        error, averager.error = averager.error, None
+        mine = None if error is None else Raised.of(error, error.__traceback__, _can_pickle)
+        told = self._group.share(FAILED, mine, range(self._group.world.size))
+        for site in self._sites.values():
+            if site.averager is averager:
+                site.averager, site.visits = None, 0
+        self._averagers.drop(averager.number)
+        failed = {rank: each for rank, each in told.items() if each is not None}
+        first, raised = next(iter(failed.items()))
+        again = raised.error(f"rank {first}")
+        if len(failed) < len(told) and not self._said_failed:
+            self._said_failed = True
+            warnings.warn(
+                f"parwrap: the backward at {location()} has raised {in_one_line(again)} on rank {first}. All ranks raise the same, so that "
+                "all skip the step if the script goes on. This is said once.",
+                stacklevel=2,
+            )
+        if error is not None or call is not None:
+            raise error or again
 
     def _new_site(self, key: tuple) -> _Site:
         if len(self._sites) >= MOST_SITES:
@@ -378,3 +430,11 @@ class DDP(Strategy):
 def _keeps_graph(call: Backward) -> bool:
     """Whether another backward may follow that needs the same graph."""
     return bool(call.options.get("retain_graph") or call.options.get("create_graph"))
+
+
+def _can_pickle(thing: Any) -> bool:
+    try:
+        pickle.dumps(thing)
+    except Exception:
+        return False
+    return True

@@ -118,7 +118,9 @@ class LocalSGD(Strategy):
                 "ranks average after steps, and weights must not change under a backward. Call step() after loss.backward()."
             )
         number = self._number(optimizer)
-        if not self._warming and not _is_part(optimizer):
+        if self._warming:
+            self._ddp.unaveraged.takes_step(optimizer)
+        elif not _is_part(optimizer):
             self._steps.begin(number, optimizer)
 
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -138,7 +140,7 @@ class LocalSGD(Strategy):
 
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure's loss is this rank's own, as the steps are that it decides about."""
-        return self._in_step.closure(closure) if self._warming else closure
+        return self._in_step.closure(self._ddp.unaveraged.closure(closure)) if self._warming else closure
 
     def metric(self, metric: Any) -> Any:
         """The mean over ranks of what ``ReduceLROnPlateau`` looks at."""
@@ -167,7 +169,7 @@ class LocalSGD(Strategy):
 
     def leave(self, returns: bool) -> None:
         """All ranks have come to the end together: the last average."""
-        if not any(self._group.share(TRAINED, self._loop.backwards, range(self._group.world.size)).values()):
+        if not any(self._group.share(TRAINED, self._loop.backwards or len(self._taken), range(self._group.world.size)).values()):
             return
         self._steps.average_at_end()
         if not self._loop.backwards:

@@ -99,6 +99,10 @@ class Strategy:
         """While this is held, ranks call models as often as each likes, as where an evaluation is shared out."""
         return nullcontext()
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """While this is held, gradients are averages over the ranks already, whoever has made them."""
+        return nullcontext()
+
     def summed(self, sums: list[torch.Tensor], weight: float) -> tuple[list[torch.Tensor], float]:
         """The sums over the ranks of what backwards have left that were not to be averaged, and of the ranks' ``weight``."""
         *totals, weights = all_reduced([*sums, torch.tensor(weight, dtype=torch.float64)], self._group)

@@ -38,11 +38,6 @@ def by_new_data(p, grad):
     p.data = p.data - 0.1 * grad
 
 
-def by_grad_and_optimizer(p, grad):
-    p.grad = grad
-    torch.optim.SGD([p], lr=0.1).step()
-
-
 def descend(update, accumulated):
     """Train on gradients of this rank, updating after every so many."""
     model = nn.Linear(3, 1)
@@ -54,7 +49,7 @@ def descend(update, accumulated):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("update", [in_place, through_data, by_new_data, by_grad_and_optimizer])
+@pytest.mark.parametrize("update", [in_place, through_data, by_new_data])
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_updates_by_hand_with_gradients_of_one_rank_are_refused(update, accumulated):
     with parwrap.distributed(seed=0), pytest.raises(UsageError, match=UPDATED):
