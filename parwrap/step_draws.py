@@ -71,7 +71,7 @@ class StepDraws:
 
     def draw(self, library: str, name: str, original: Callable, args: tuple, kwargs: dict) -> Any:
         """A call of the function ``name`` of ``library``."""
-        if not self._may_differ():
+        if not self._may_differ() or (not self._in_forward and _in_checkpoint()):
             return original(*args, **kwargs)
         if not self._in_forward:
             line = self._line()
@@ -106,12 +106,12 @@ class StepDraws:
         self._backwards_before_step = self._loop.backwards
 
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has taken a step: several, if it has called a closure several times."""
+        """``optimizer`` has taken a step; one that calls a closure may train a whole fold, so it counts as several."""
         key = id(optimizer)
         for line in self._since_step:
             line.optimizer, line.steps = key, self._steps[key]
         self._since_step.clear()
-        self._steps[key] += max(1, self._loop.backwards - self._backwards_before_step)
+        self._steps[key] += 1 if self._loop.backwards == self._backwards_before_step else 2
 
     def ran_backward(self) -> None:
         """Ranks that may have drawn different numbers from the shared streams are put in step again."""
@@ -128,7 +128,7 @@ class StepDraws:
         )
 
     def _line(self) -> _Line | None:
-        """The line that draws now; ``None`` inside of a checkpoint, and if there are too many."""
+        """The line that draws now; ``None`` if there are too many."""
         codes: list[CodeType] = []
         places: list[int] = []
         frame = sys._getframe(2)
@@ -139,8 +139,6 @@ class StepDraws:
             codes.append(walked.f_code)
             places += (id(walked.f_code), walked.f_lasti)
             walked = walked.f_back
-        if checkpoint.__file__ in {code.co_filename for code in codes}:
-            return None
         key = tuple(places)
         if key not in self._lines and len(self._lines) < MOST_LINES:
             self._lines[key] = _Line(codes)
