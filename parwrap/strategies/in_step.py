@@ -99,7 +99,7 @@ class InStep:
         for place, number, module in numbered:
             mine |= {(place, number, path): buffer for path, buffer in module.named_buffers() if _is_sendable(buffer)}
         layout = {key: (tuple(buffer.shape), buffer.dtype, fingerprint(buffer) if key[0] < 0 else 0) for key, buffer in mine.items()}
-        told = self._group.share("buffers", layout, present)
+        told = self._group.share("buffers at evaluation", layout, present)
         # those of the modules are statistics, which differ; of the others most are constants
         sent = [key for key in told[source] if key[0] >= 0 or any(view.get(key) != told[source][key] for view in told.values())]
         kinds = [told[source][key][:2] for key in sent]

@@ -159,7 +159,7 @@ class TrainingBuffers:
         self._taken += 1
         mine = {name: (_kind(tensor), fingerprint(tensor)) for name, each in self._buffers.items() if (tensor := each.now()) is not None}
         moved = set() if first else {name for name in mine if self._buffers[name].changed()}
-        told = self._group.share("buffers", (contributes, mine, moved), range(self._group.world.size))
+        told = self._group.share("buffers that training changes", (contributes, mine, moved), range(self._group.world.size))
         source = min(rank for rank, (took_part, _, _) in told.items() if took_part)
         all_moved = set().union(*(each for _, _, each in told.values()))
         names = {}
