@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from parwrap.data.looking import ShareThenRest
 from parwrap.streams import Streams
 
 __all__ = ["Pass", "SharedDraws"]
@@ -58,10 +59,17 @@ class Pass:
         batches: what the pass yields.
         closed: called with whether the pass has come to its end.
         drawn: called after each batch.
+        instead: called before the first batch; gives the pass that is read in the place of this one, if it is another.
     """
 
-    def __init__(self, batches: Iterator, closed: Callable[[bool], None], drawn: Callable[[], None] | None = None) -> None:
-        self._batches, self._closed, self._drawn = batches, closed, drawn
+    def __init__(
+        self,
+        batches: Iterator,
+        closed: Callable[[bool], None],
+        drawn: Callable[[], None] | None = None,
+        instead: Callable[[], Pass | None] | None = None,
+    ) -> None:
+        self._batches, self._closed, self._drawn, self._instead = batches, closed, drawn, instead
         self._begun = False
         self._ahead: list[Callable[[], Any]] = []
 
@@ -69,6 +77,8 @@ class Pass:
         return self
 
     def __next__(self) -> Any:
+        if self._instead:
+            self._exchange()
         try:
             batch = self._ahead.pop()() if self._ahead else next(self._batches)
         except BaseException as ended:
@@ -79,10 +89,19 @@ class Pass:
             self._drawn()
         return batch
 
+    def _exchange(self) -> None:
+        asked, self._instead = self._instead, None
+        other = asked() if asked else None
+        if other is not None:
+            self._close(False)
+            self._batches, self._drawn = other, None
+
     def last(self) -> bool:
-        """Whether no other batch comes after the one that was drawn last; looks one ahead."""
+        """Whether no other batch comes after the one that was drawn last, which is trained on; looks one ahead."""
         if isinstance(self._batches, Pass):
             return self._batches.last()
+        if isinstance(self._batches, ShareThenRest):
+            self._batches.show_training()
         if self._begun and not self._ahead:
             self._ahead.append(_drawn_ahead(self._batches))
         return self._begun and self._ahead[0] is _nothing
