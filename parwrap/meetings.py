@@ -156,13 +156,14 @@ class Meetings:
         self.wait(FILE, until_answered=True)
         return True
 
-    def wait(self, kind: str, place: str | None = None, until_answered: bool = False) -> list[int]:
+    def wait(self, kind: str, place: str | None = None, until_answered: bool = False, unless_begun: bool = False) -> list[int]:
         """Meet all other ranks for ``kind``, answering what they do before they come.
 
         Args:
             kind: what for.
             place: where in the user's script; found if left out.
             until_answered: return when one meeting was answered.
+            unless_begun: return, with no ranks, when another has gone ahead to a meeting, which is not answered.
 
         Returns:
             The ranks that came for it; the others answer it.
@@ -178,6 +179,9 @@ class Meetings:
                 if self._mailbox.written != (self._number, meeting):
                     self._mailbox.write(self._number, meeting, State.WAITING, self.stale)
                 entries = self._mailbox.read_all(self._number, without=self.lost())
+                if unless_begun and any(entry and entry.state is State.CONTRIBUTING for entry in entries):
+                    self._mailbox.take_back(self._number)
+                    return []
                 if self._answer_begun(entries):
                     if until_answered:
                         return []
@@ -186,7 +190,7 @@ class Meetings:
                 came = self._all_came(entries)
                 if came:
                     present = self._meet(came)
-                    if self._rank in present or until_answered:
+                    if self._rank in present or until_answered or unless_begun:
                         return present
                     deadline = time.monotonic() + self.timeout.total_seconds()
                     continue

@@ -264,9 +264,9 @@ class Loaders:
         if history.looked or not self._loop.can_train():
             return False
         shuffled = _shuffled(loader)
-        if self._loop.in_eval_mode():
-            return shuffled and not self._another_trains(loader)
-        return bool(shuffled or self._loop.passes) or not self._another_trains(loader)
+        if shuffled or self._loop.in_eval_mode():
+            return shuffled
+        return self._loop.passes > 0 or not self._another_trains(loader)
 
     def _will_train(self, loader: DataLoader) -> bool:
         """The best guess for a loader that was not iterated yet: scripts ask for its length before the first pass."""
@@ -276,7 +276,7 @@ class Loaders:
         if history.trains is not None and history.phase == self._loop.phase:
             return history.trains
         if self._loop.in_eval_mode():
-            return torch.is_grad_enabled() and self._loop.can_train() and self._trains(loader, history)
+            return torch.is_grad_enabled() and self._trains(loader, history) and not self._another_trains(loader)
         if any(other.trains and other.phase == self._loop.phase for other in self._histories.values()):
             return False
         return not self._shuffled_seen or shuffles(loader)

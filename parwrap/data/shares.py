@@ -151,10 +151,7 @@ class Shares:
             position.went_on(loader, rest)
         elif loader.persistent_workers:
             shared.lasting, shared.draws_of_lasting = shard, position.draws
-        begun = self._begun(shard, loader, original, position)
-        if rest:
-            position.unread = None
-        return begun
+        return self._begun(shard, loader, original, position, inside=bool(rest))
 
     def rest(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], indices: list) -> Iterator:
         """The batches of ``indices``, which this rank has not seen in a pass that only looks."""
@@ -166,7 +163,7 @@ class Shares:
         """Meet the others at the end of a share in which this rank has not trained: whether no rank ``trains`` in this pass."""
         if self._group is None or threading.current_thread() is not threading.main_thread():
             return False  # a thread draws ahead
-        present = self._group.meetings.wait(END_OF_SHARE, until_answered=True)
+        present = self._group.meetings.wait(END_OF_SHARE, unless_begun=True)
         return self._rank in present and not any(self._group.share(END_OF_SHARE, trains, present).values())
 
     def take_back(self, loader: DataLoader) -> None:
@@ -177,8 +174,10 @@ class Shares:
             shared.seeds.clear()
             shared.position.seed = None
 
-    def _begun(self, shard: DataLoader, loader: DataLoader, original: Callable, position: Position) -> tuple[Iterator, Any]:
-        if self._group and not (self._whole(loader) or self.shares_out_itself(loader)):
+    def _begun(
+        self, shard: DataLoader, loader: DataLoader, original: Callable, position: Position, inside: bool = False
+    ) -> tuple[Iterator, Any]:
+        if self._group and not (inside or self._whole(loader) or self.shares_out_itself(loader)):
             position.unread = unread_of(shard)
         if isinstance(shard.sampler, DistributedSampler) and not isinstance(loader.sampler, DistributedSampler):
             shard.sampler.set_epoch(position.epoch)
