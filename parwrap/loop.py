@@ -190,9 +190,22 @@ class Loop:
         self.evaluations -= 1
         self.changed()
 
+    @property
+    def phase(self) -> int:
+        """How many optimizers have been built: what loaders were for may be over when there is another."""
+        return len(self._optimizers)
+
+    def versions(self) -> int:
+        """A number that is another one once a parameter of an optimizer was changed, as by a step without a backward."""
+        return sum(p._version for optimizer in self.optimizers() for p in parameters_of(optimizer))
+
+    def can_train(self) -> bool:
+        """Whether there is anything to train yet."""
+        return bool(self.backwards) or any(self.optimizers())
+
     def evaluating(self) -> bool:
         """Whether a pass that begins now reads data to look at it: in eval mode, or while there is nothing yet to train."""
-        return self.in_eval_mode() or not (self.backwards or any(self.optimizers()))
+        return self.in_eval_mode() or not self.can_train()
 
     def in_eval_mode(self) -> bool:
         """Whether gradients are off, or the root that was last set to train or eval is in eval."""

@@ -159,7 +159,13 @@ class Meetings:
         return True
 
     def wait(
-        self, kind: str, place: str | None = None, until_answered: bool = False, detail: int = 0, answers_backwards: bool = True
+        self,
+        kind: str,
+        place: str | None = None,
+        until_answered: bool = False,
+        detail: int = 0,
+        answers_backwards: bool = True,
+        unless_begun: bool = False,
     ) -> list[int]:
         """Meet all other ranks for ``kind``, answering what they do before they come.
 
@@ -169,6 +175,7 @@ class Meetings:
             until_answered: return when one meeting was answered.
             detail: a number that ranks compare, of 64 bits; they meet also if it differs, and :attr:`alike` is then ``False``.
             answers_backwards: whether ranks may part ways here; else it is an error if another begins a backward.
+            unless_begun: return, with no ranks, when another has gone ahead to a meeting, which is not answered.
 
         Returns:
             The ranks that came for it; the others answer it.
@@ -188,6 +195,9 @@ class Meetings:
                 if self._mailbox.written != (self._number, meeting):
                     self._mailbox.write(self._number, meeting, State.WAITING, self.stale)
                 entries = self._mailbox.read_all(self._number, without=self.lost())
+                if unless_begun and any(entry and entry.state is State.CONTRIBUTING for entry in entries):
+                    self._mailbox.take_back(self._number)
+                    return []
                 if self._answer_begun(entries, answers_backwards):
                     if until_answered:
                         return []
@@ -196,7 +206,7 @@ class Meetings:
                 came = self._all_came(entries)
                 if came:
                     present = self._meet(came)
-                    if self._rank in present or until_answered:
+                    if self._rank in present or until_answered or unless_begun:
                         return present
                     deadline = time.monotonic() + self.timeout.total_seconds()
                     continue

@@ -25,12 +25,20 @@ from parwrap.patching import Measured, Patch, installed
 from parwrap.sites import is_ours, location
 from parwrap.verbs.source import NAMES
 
-__all__ = ["Lengths", "Share", "asked_for_a_bar", "asked_inside"]
+__all__ = ["Lengths", "Share", "asked_for_a_bar", "asked_inside", "asker", "can_patch"]
 
 BARS = ("tqdm", "rich", "alive_progress", "progressbar")
 """Packages that ask for the length to show how far a loop is."""
 
-PASSING_ON = (__name__, "parwrap.data.evaluation", "parwrap.verbs.loader", "parwrap.verbs.source", "parwrap.patching", "wrapt.wrappers")
+PASSING_ON = (
+    __name__,
+    "parwrap.data.evaluation",
+    "parwrap.data.running_numbers",
+    "parwrap.verbs.loader",
+    "parwrap.verbs.source",
+    "parwrap.patching",
+    "wrapt.wrappers",
+)
 """The modules through which a patched call goes. What they ask for themselves, they ask for in another."""
 
 HEAP_TYPE = 1 << 9
@@ -100,7 +108,7 @@ class Lengths:
                 self._refuse_length_of(thing)
             self._known[id(thing)] = thing, loader, name
             kind = type(thing)
-            if _can_patch(kind) and kind not in self._patched and hasattr(kind, "__len__"):
+            if can_patch(kind) and kind not in self._patched and hasattr(kind, "__len__"):
                 self._patched.add(kind)
                 self._patches.enter_context(installed([Patch(kind, "__len__", self._length)]))
 
@@ -116,7 +124,7 @@ class Lengths:
     def of_part(self, loader: DataLoader, name: str, source: Any) -> Any:
         """``source``, of which the user's code may ask the length, which is to be that of this rank's part of ``loader``."""
         self.note(loader)
-        if self._whole or _can_patch(type(source)) or not hasattr(source, "__len__"):
+        if self._whole or can_patch(type(source)) or not hasattr(source, "__len__"):
             return source
         return Measured(source, lambda: self._of(loader, name, len(source)) if asked_inside() else len(source))
 
@@ -168,7 +176,7 @@ class Lengths:
         """Fail if the function asks by name for the length of ``dataset``, or of the data in it, where that cannot be the part's."""
         bound = self._bound | _locals(self._function)
         for thing in (dataset, *_data_in(dataset)):
-            if (thing is not dataset or not _can_patch(type(thing))) and _asks_for_length(self._function, bound, thing):
+            if (thing is not dataset or not can_patch(type(thing))) and _asks_for_length(self._function, bound, thing):
                 raise UsageError(
                     f"a function decorated with @parwrap.evaluate asks for the length of a dataset that is a {type(thing).__name__}, which "
                     "is that of all samples, while each rank reads a part: write len(loader.dataset), divide by what was counted, or use "
@@ -191,15 +199,15 @@ class Lengths:
 
 def asked_inside() -> bool:
     """Whether the running call comes from the user's code, or from another library, rather than from torch or parwrap."""
-    return not is_ours(_asker())
+    return not is_ours(asker())
 
 
 def asked_for_a_bar() -> bool:
     """Whether it comes from a package that shows progress."""
-    return _package(_asker()) in BARS
+    return _package(asker()) in BARS
 
 
-def _asker() -> FrameType:
+def asker() -> FrameType:
     """The frame that has called what parwrap has patched."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "") in PASSING_ON:
@@ -211,7 +219,8 @@ def _package(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
-def _can_patch(kind: type) -> bool:
+def can_patch(kind: type) -> bool:
+    """Whether methods of ``kind`` can be exchanged."""
     return bool(kind.__flags__ & HEAP_TYPE) and not issubclass(kind, torch.Tensor)
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from parwrap.data.looking import ShareThenRest
 from parwrap.imported import is_installed, is_standard
 from parwrap.streams import Streams
 
@@ -65,6 +66,7 @@ class Pass:
         drawn: called with each batch.
         in_for: called with whether a ``for`` statement that alone holds the pass reads it, when that changes. A pass that something
             else has read may stay open when the loop around it is over.
+        instead: called before the first batch; gives the pass that is read in the place of this one, if it is another.
     """
 
     def __init__(
@@ -73,11 +75,12 @@ class Pass:
         closed: Callable[[bool], None],
         drawn: Callable[[Any], None] | None = None,
         in_for: Callable[[bool], None] | None = None,
+        instead: Callable[[], Pass | None] | None = None,
     ) -> None:
         self._in_for: Callable[[bool], None] | None = None
         if isinstance(batches, Pass):
             in_for, batches._in_for = in_for or batches._in_for, None
-        self._batches, self._closed, self._drawn, self._in_for = batches, closed, drawn, in_for
+        self._batches, self._closed, self._drawn, self._in_for, self._instead = batches, closed, drawn, in_for, instead
         self._is_in_for = False
         self._begun = False
         self._ahead: list[Callable[[], Any]] = []
@@ -86,6 +89,8 @@ class Pass:
         return self
 
     def __next__(self) -> Any:
+        if self._instead:
+            self._exchange()
         if self._in_for:
             held = sys.getrefcount(self)
             self._reads_in_for(held <= _Probe.held and _in_for_statement(sys._getframe(1)))
@@ -99,10 +104,20 @@ class Pass:
             self._drawn(batch)
         return batch
 
+    def _exchange(self) -> None:
+        asked, self._instead = self._instead, None
+        other = asked() if asked else None
+        if other is not None:
+            self._close(False)
+            self._batches, self._drawn = other, None
+            self._in_for, other._in_for = other._in_for, None
+
     def last(self) -> bool:
-        """Whether no other batch comes after the one that was drawn last; looks one ahead."""
+        """Whether no other batch comes after the one that was drawn last, which is trained on; looks one ahead."""
         if isinstance(self._batches, Pass):
             return self._batches.last()
+        if isinstance(self._batches, ShareThenRest):
+            self._batches.show_training()
         if self._begun and not self._ahead:
             self._ahead.append(_drawn_ahead(self._batches))
         return self._begun and self._ahead[0] is _nothing

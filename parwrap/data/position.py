@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from parwrap.data.sources import get_sources, set_sources
+from parwrap.data.unread import Unread
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group import Group
 from parwrap.streams import Streams
@@ -74,6 +75,7 @@ class Position:
         seed: what the loader is shared out by, and how many loaders had got one then.
         given: the same of a state that was loaded, until it is used.
         draws: what counts the draws of the sampler in the pass that began last.
+        unread: what that pass does not see of the whole; ``None`` where that cannot be read, or is not to be.
         looked_at: how many passes are open that do not train.
     """
 
@@ -84,6 +86,7 @@ class Position:
         self.seed: tuple[int, int] | None = None
         self.given: tuple[int, int] | None = None
         self.draws: Any = None
+        self.unread: Unread | None = None
         self.looked_at = 0
         self._plan: Plan | None = None
         self._held: DataLoader | None = None
@@ -182,6 +185,7 @@ class Position:
         self._plan = self._plan_of(loader, state["kind"]) if state and inside else self._plan_of(loader)
         self._done = state["done"] if state else 0
         self._open, self.epoch, self.draws, self._held = self._open + 1, self.epoch + 1, None, loader
+        self.unread = None
         self._several = self._open > 1
         with self._streams.shared():
             self._began = get_sources(loader)
@@ -200,6 +204,12 @@ class Position:
     def drew(self) -> None:
         """The loop has got a batch."""
         self._done += self._per_step
+
+    def take_back(self, epoch: int) -> None:
+        """The pass of this ``epoch`` was none that trains."""
+        self.end()
+        if self.epoch == epoch:
+            self.epoch -= 1
 
     def end(self) -> None:
         """A pass is over."""

@@ -44,6 +44,7 @@ from parwrap.data.sharding import (
 )
 from parwrap.data.sharing import OwnPart, Sharing, TrainingData, replicated
 from parwrap.data.summaries import length_of
+from parwrap.data.unread import unread_of
 from parwrap.group import Group
 from parwrap.sites import location
 from parwrap.streams import Streams
@@ -51,6 +52,7 @@ from parwrap.streams import Streams
 __all__ = ["Shares"]
 
 END_OF_STREAM = "the end of a pass over an IterableDataset"
+END_OF_SHARE = "the end of a pass over a DataLoader without a backward"
 
 ANOTHER_LOADER = 1_000_003
 """Apart by this, the seeds of two loaders never meet in a later epoch; zipped loaders must not pair a sample with itself."""
@@ -92,7 +94,8 @@ class Shares:
         self._rank, self._size = (group.world.rank, group.world.size) if group else (0, 1)
         self._agreement = Agreement(group) if group else None
         if group:
-            group.meetings.answer(END_OF_STREAM, lambda detail, present: None)
+            for kind in (END_OF_STREAM, END_OF_SHARE):
+                group.meetings.answer(kind, lambda detail, present: None)
         self._own = OwnSamplers(self._agreement, self._rank, self._size)
         self._loaders: weakref.WeakKeyDictionary[DataLoader, _Shared] = weakref.WeakKeyDictionary()
         self._sharded = 0
@@ -151,9 +154,34 @@ class Shares:
             position.went_on(loader, rest)
         elif loader.persistent_workers:
             shared.lasting, shared.draws_of_lasting = shard, position.draws
-        return self._begun(shard, loader, original, position)
+        return self._begun(shard, loader, original, position, inside=bool(rest))
 
-    def _begun(self, shard: DataLoader, loader: DataLoader, original: Callable, position: Position) -> tuple[Iterator, Any]:
+    def rest(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], indices: list) -> Iterator:
+        """The batches of ``indices``, which this rank has not seen in a pass that only looks."""
+        # no stream moves on by it: in hand-written code there is no such pass
+        own = torch.Generator().manual_seed(ANOTHER_LOADER * (self._rank + 1))
+        return original(with_indices(loader, indices, generator=own, persistent_workers=False))
+
+    def all_look(self, trains: bool) -> bool:
+        """Meet the others at the end of a share in which this rank has not trained: whether no rank ``trains`` in this pass."""
+        if self._group is None or threading.current_thread() is not threading.main_thread():
+            return False  # a thread draws ahead
+        present = self._group.meetings.wait(END_OF_SHARE, unless_begun=True)
+        return self._rank in present and not any(self._group.share(END_OF_SHARE, trains, present).values())
+
+    def take_back(self, loader: DataLoader) -> None:
+        """``loader`` has not been trained on yet: the next that is gets its seed."""
+        shared = self._loaders[loader]
+        if shared.position.seed and shared.position.seed[1] == self._sharded and len(shared.seeds) == 1 and shared.lasting is None:
+            self._sharded -= 1
+            shared.seeds.clear()
+            shared.position.seed = None
+
+    def _begun(
+        self, shard: DataLoader, loader: DataLoader, original: Callable, position: Position, inside: bool = False
+    ) -> tuple[Iterator, Any]:
+        if self._group and not (inside or self._whole(loader) or self.shares_out_itself(loader)):
+            position.unread = unread_of(shard)
         if isinstance(shard.sampler, DistributedSampler) and not isinstance(loader.sampler, DistributedSampler):
             shard.sampler.set_epoch(position.epoch)
         with self._streams.shared() if self._whole(loader) else nullcontext():
@@ -248,6 +276,10 @@ class Shares:
     def keeps(self) -> bool:
         """Whether there is nothing to share out: a single rank has the loader's own batches."""
         return self._group is None and self._sharing().batch != "global"
+
+    def reads_all(self, loader: DataLoader) -> bool:
+        """Whether this rank's share is all that the loader has, or all that is its own."""
+        return self._size == 1 or self._whole(loader)
 
     def _whole(self, loader: DataLoader) -> bool:
         """Whether every rank has all batches."""

@@ -112,6 +112,8 @@ class Session:
             self._leave(group)
 
     def _leave(self, group: Group) -> None:
+        if self.loaders is not None:
+            self.loaders.left()
         if groups.current() is group and not self._aside:
             group.meetings.wait(END, place="")
             self.strategy.leave(self._returns)  # type: ignore[union-attr]
@@ -173,6 +175,7 @@ class Session:
             self._undo.callback(self._stop)
         together = self.strategy.together if self.strategy else None
         self.loaders = Loaders(together, loop, self._streams, self._sharing, self.began)
+        self._undo.callback(self.loaders.numbers.close)
         if self._beside is not None:
             return [loop, self.loaders, *self._undo.enter_context(self._beside.quiet())]
         if group is None or self.strategy is None:

@@ -22,8 +22,11 @@ def test_lengths_are_those_of_what_a_rank_gets_to_see():
 
         assert (3, 4) == (len(train), len(test))
         assert 10 == len(train.dataset)
-        list(train)
+        with pytest.warns(UserWarning, match="without a backward"):
+            list(train)
 
+        assert 5 == len(train)  # by which a mean over the batches is divided
+        setup.train(train)
         assert 3 == len(train)
         with torch.no_grad():
             assert 5 == len(train)

@@ -1,0 +1,133 @@
+"""A pass that may train or only look at the data: this rank's share, and then, where nothing was trained, the rest of the whole.
+
+A training pass has trained by the end of the share, so that its batches are never touched. What remains to be told apart is a loss that is
+summed up over the whole pass and waits for its backward.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from parwrap.data.unread import Unread
+
+__all__ = ["ShareThenRest"]
+
+
+class ShareThenRest:
+    """The batches of a pass: first those of the ``share``.
+
+    Args:
+        share: this rank's batches.
+        unread: what it does not see of the whole; ``None`` if that cannot be read.
+        trained: gives a number that is another one when something was trained.
+        looks: called with the number of batches read, and with whether a loss waits for a backward, when the share ends and nothing was
+            trained: gives the rest; ``None`` if the pass trains after all.
+        shown: called once, when something was trained, with the number of batches read until then and whether the share had ended.
+
+    Attributes:
+        read: how many batches of the share the loop has got.
+        trains: whether the pass is known to train.
+        looked: whether it is known to have looked only.
+    """
+
+    def __init__(
+        self,
+        share: Iterator,
+        unread: Unread | None,
+        trained: Callable[[], int],
+        looks: Callable[[int, bool], Iterator | None],
+        shown: Callable[[int, bool], None],
+    ) -> None:
+        self._share, self._unread = share, unread
+        self._trained, self._looks, self._shown = trained, looks, shown
+        self.read = self._before = 0
+        self._first: tuple[int, int] | None = None
+        self._rest: Iterator | None = None
+        self.trains = self.looked = False
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self.trains and not self.looked:
+            return next(self._share)
+        if not self.read:
+            self._before = self._trained()
+        if self._trained() != self._before:
+            self._show()
+            return self.__next__()
+        if self._rest is not None:
+            return next(self._rest)
+        self._note_graph()
+        try:
+            batch = next(self._share)
+        except StopIteration:
+            if not self.read or not self._ask():
+                raise
+            return next(self._rest)  # type: ignore[call-overload]
+        if self._unread is not None and self._unread.uneven_after(self.read + 1) and self._ask():
+            return next(self._rest)  # type: ignore[call-overload]
+        self.read += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._share)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._share, name)
+
+    def show_training(self) -> None:
+        """The loop is about to train on what it has read last."""
+        if not self.trains:
+            self._show()
+
+    def first_waits(self) -> bool:
+        """Whether what was computed from the first batch still waits for a backward; of the only batch, names of the loop hold it."""
+        return self._first is not None and self.read > 1 and _alive(*self._first) and gc.collect() >= 0 and _alive(*self._first)
+
+    def undecided(self) -> bool:
+        """Whether batches were read and nothing was trained since, nor was it asked what the pass is for."""
+        return self.read > 0 and not (self.trains or self.looked) and self._trained() == self._before
+
+    def _show(self) -> None:
+        self.trains = True
+        self._shown(self.read, self.looked)
+        if self.looked:
+            self._share, self.looked = iter(()), False
+        elif self._unread is not None:
+            self._unread.forget()
+
+    def _ask(self) -> bool:
+        """Whether the pass looks, so that the rest comes next."""
+        self._rest = self._looks(self.read, self.first_waits())
+        self.looked, self.trains = self._rest is not None, self._rest is None
+        return self.looked
+
+    def _note_graph(self) -> None:
+        """Remember which nodes of graphs were built from the first batch, by their numbers in the order in which they are built."""
+        if self.read == 0:
+            self._first = (torch.autograd._get_sequence_nr(), -1)
+        elif self.read == 1 and self._first is not None:
+            self._first = (self._first[0], torch.autograd._get_sequence_nr())
+
+
+def _alive(begin: int, end: int) -> bool:
+    """Whether a tensor leads back to a node of a graph that was built as one of these numbers."""
+    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    waiting: list[Any] = [node for tensor in tensors if (node := tensor.grad_fn) is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or not hasattr(node, "_sequence_nr"):
+            continue
+        seen.add(node)
+        number = node._sequence_nr()
+        if begin <= number < end:
+            return True
+        if number > begin:  # what was built before leads to nothing newer
+            waiting += [each for each, _ in node.next_functions if each is not None]
+    return False

@@ -1,0 +1,144 @@
+"""Numbers that a loop sums up over its batches and divides by the length of the whole dataset: each rank has those of its own share.
+
+The sum cannot be seen. What can be seen is that the script divides by the length of a dataset that is shared out, in the first training
+pass or after it, or by a variable that has this value.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import pairwise
+from types import CodeType, FrameType
+from typing import Any
+
+from parwrap.data.lengths import asker, can_patch
+from parwrap.patching import Patch, installed
+from parwrap.sites import is_ours
+
+__all__ = ["RunningNumbers"]
+
+DIVISIONS = ("/", "/=")
+REDUCTIONS = {"reduce_sum", "reduce_mean", "gather"}
+
+
+class RunningNumbers:
+    """Says once how to have such numbers of all ranks.
+
+    Args:
+        size: how many ranks share a dataset.
+        say: called with the line.
+    """
+
+    def __init__(self, size: int, say: Callable[[str], None]) -> None:
+        self._size, self._say = size, say
+        self._dataset: Any = None
+        self._passes = 0
+        self._reads_share = self._over = False
+        self._known: dict[tuple[CodeType, int], bool] = {}
+        self._divided = ""
+        self._patches = ExitStack()
+
+    def close(self) -> None:
+        """The class of the dataset is as it was."""
+        self._patches.close()
+        self._dataset, self._over = None, True
+
+    def trains(self, dataset: Any) -> None:
+        """A training pass over this rank's share of ``dataset`` begins: the first one is watched, and what comes before the second."""
+        if self._over:
+            return
+        if self._dataset is None and hasattr(dataset, "__len__"):
+            self._dataset = dataset
+            if can_patch(type(dataset)):
+                self._patches.enter_context(installed([Patch(type(dataset), "__len__", self._length)]))
+        elif self._dataset is dataset and self._passes:
+            self.close()
+        self._reads_share |= self._dataset is dataset
+
+    def looks(self, dataset: Any) -> None:
+        """A pass over all of ``dataset`` begins: what is summed up in it is whole."""
+        if self._dataset is dataset:
+            self._reads_share = False
+
+    def ended(self, dataset: Any) -> None:
+        """A training pass over ``dataset`` has come to its end."""
+        if self._over or self._dataset is not dataset:
+            return
+        self._passes += 1
+        divided = self._divided or _divides_by_variable(sys._getframe(1), len(dataset))
+        if divided:
+            self._tell(divided)
+
+    def _length(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> int:
+        whole = wrapped(*args, **kwargs)
+        if instance is self._dataset and self._reads_share and not self._divided:
+            frame = asker()
+            if not is_ours(frame) and self._divides(frame):
+                self._divided = _place(frame)
+                if self._passes:
+                    self._tell(self._divided)
+        return whole
+
+    def _divides(self, frame: FrameType) -> bool:
+        key = frame.f_code, frame.f_lasti
+        if key not in self._known:
+            self._known[key] = _divides_at_once(*key)
+        return self._known[key]
+
+    def _tell(self, place: str) -> None:
+        self._say(
+            f"parwrap: {place} divides by the length of a dataset that {self._size} ranks share: what a rank sums up over its batches is "
+            "that of its own share. parwrap.reduce_sum(x) is the sum over all ranks."
+        )
+        self.close()
+
+
+def _divides_at_once(code: CodeType, call: int) -> bool:
+    """Whether what the ``call`` at this offset of ``code`` returns is divided by, there or under the name that it gets."""
+    if REDUCTIONS & set(code.co_names):
+        return False
+    following = next((each for each in dis.get_instructions(code) if each.offset > call), None)
+    if following is None:
+        return False
+    return _is_division(following) or (following.opname.startswith("STORE_") and _divides_by(code, following.argval) > 0)
+
+
+def _divides_by_variable(frame: FrameType | None, value: int) -> str:
+    """The first place in the script's frames around ``frame`` that has a variable of this ``value`` and divides by it."""
+    while frame is not None:
+        code = frame.f_code
+        if not is_ours(frame) and not REDUCTIONS & set(code.co_names):
+            variables = {**{name: frame.f_globals.get(name) for name in code.co_names}, **frame.f_locals}
+            for name, held in variables.items():
+                if type(held) is int and held == value and (line := _divides_by(code, name)):
+                    return f"{code.co_filename}:{line}"
+        frame = frame.f_back
+    return ""
+
+
+def _divides_by(code: CodeType, name: str) -> int:
+    """The line where ``code`` divides by the variable ``name``; 0 if there is none.
+
+    >>> _divides_by(compile("mean = total / count", "", "exec"), "count"), _divides_by(compile("count / total", "", "exec"), "count")
+    (1, 0)
+    """
+    lines = dict(dis.findlinestarts(code))
+    line = code.co_firstlineno
+    for one, other in pairwise(dis.get_instructions(code)):
+        line = lines.get(one.offset) or line
+        if one.opname.startswith("LOAD_") and one.argval == name and _is_division(other):
+            return line
+    return 0
+
+
+def _is_division(instruction: dis.Instruction) -> bool:
+    if instruction.opname == "BINARY_OP":
+        return instruction.argrepr in DIVISIONS
+    return instruction.opname in ("BINARY_TRUE_DIVIDE", "INPLACE_TRUE_DIVIDE")
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
