@@ -101,11 +101,11 @@ class StepDraws:
         self._ranks_differ = self._ranks_differ or drew()
         return result
 
-    def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` is about to take a step."""
         self._backwards_before_step = self._loop.backwards
 
-    def took_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has taken a step; one that calls a closure may train a whole fold, so it counts as several."""
         key = id(optimizer)
         for line in self._since_step:
@@ -115,7 +115,7 @@ class StepDraws:
 
     def ran_backward(self) -> None:
         """Ranks that may have drawn different numbers from the shared streams are put in step again."""
-        if (self._ranks_differ or self._loop.looped) and self._streams.may_draw_own:
+        if self._ranks_differ and self._streams.may_draw_own:
             self._streams.renew(self._loop.backwards)
 
     def _may_differ(self) -> bool:

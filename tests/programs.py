@@ -13,6 +13,7 @@ import tempfile
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -222,22 +223,31 @@ class Result:
         parameters: the names in ``state`` that are parameters.
         error: the class of the exception, its base classes and its text, if there was one.
         stacks: where the rank was when it ran out of time.
+        numbers: what else the program has found out.
     """
 
     state: dict = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
     error: tuple[tuple[str, ...], str] | None = None
     stacks: str = ""
+    numbers: Any = None
 
 
-def run(program, size, batch="per_rank"):
-    """The :class:`Result` of ``program`` on each of ``size`` ranks; on 0 of them it is run plain, without parwrap."""
+def run(program, size, batch="per_rank", function=train):
+    """The :class:`Result` of ``program`` on each of ``size`` ranks; on 0 of them it is run plain, without parwrap.
+
+    Args:
+        program: what is handed to ``function``.
+        size: the number of ranks.
+        batch: as for ``parwrap.distributed``; ``None`` leaves parwrap out, with a process group for a program that is parallel by hand.
+        function: runs the program; returns the model, or the model and numbers.
+    """
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory(prefix="program-") as folder, ExitStack() as undo:
         ranks = []
         for rank in range(max(size, 1)):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(program, rank, size, batch, folder, theirs))
+            process = context.Process(target=_rank, args=(function, program, rank, size, batch, folder, theirs))
             with _default_start_method_kept():
                 process.start()
             theirs.close()
@@ -257,7 +267,7 @@ def run(program, size, batch="per_rank"):
         return results
 
 
-def _rank(program, rank, size, batch, folder, connection):
+def _rank(function, program, rank, size, batch, folder, connection):
     stacks = Path(folder, f"stacks-{rank}").open("w")  # noqa: SIM115
     faulthandler.register(signal.SIGQUIT, stacks)
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
@@ -272,9 +282,12 @@ def _rank(program, rank, size, batch, folder, connection):
     torch.set_num_threads(1)
     try:
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
-            model = parwrap.distributed(batch=batch)(train)(program) if size else train(program)
+            if size and batch is None:
+                torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=size)
+            returned = parwrap.distributed(batch=batch)(function)(program) if size and batch else function(program)
+        model, numbers = returned if isinstance(returned, tuple) else (returned, None)
         state = {name: value.tolist() for name, value in model.state_dict().items()}
-        connection.send(Result(state, tuple(name for name, _ in model.named_parameters())))
+        connection.send(Result(state, tuple(name for name, _ in model.named_parameters()), numbers=numbers))
     except Exception as error:
         connection.send(Result(error=(tuple(each.__name__ for each in type(error).__mro__), str(error))))
     connection.poll(None)  # nobody is to be cut off by a process that ends

@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from parwrap import group as groups
 from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders
@@ -72,6 +74,7 @@ class Session:
         self.strategy: Strategy | None = None
         self._streams = Streams(group.world.rank if group else 0)
         self._module: str | None = None
+        self._step_draws: StepDraws | None = None
         self._data: TrainingData | None = None
         self._announced = self._aside = False
         self.parts: Parts | None = None
@@ -215,9 +218,19 @@ class Session:
 
     def _ran_by_hand(self) -> None:
         """A backward was the first in no ``for`` statement over a loader: from now on each draw is looked at."""
-        draws = StepDraws(self._loop, self._streams)
+        self._step_draws = draws = StepDraws(self._loop, self._streams)
         self._loop.ran_by_hand = draws.ran_backward
         self._undo.enter_context(acting([draws], self._module))
+
+    def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` is about to take a step: the draws that are looked at are not patched in there, since hooks of it run."""
+        if self._step_draws:
+            self._step_draws.begin_step(optimizer)
+
+    def took_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has taken a step."""
+        if self._step_draws:
+            self._step_draws.end_step(optimizer)
 
     def began(self, data: TrainingData) -> None:
         self._data = self._data or data

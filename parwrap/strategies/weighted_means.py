@@ -45,6 +45,9 @@ class WeightedMeans:
 
     def criterion(self, call: Criterion) -> torch.Tensor:
         """The loss of ``call``, with a gradient that counts by its divisor."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(call.loss):
+            self._warn_of_transform(call)
+            return call.loss
         batch = self._loop.weights.upcoming(lambda: leading_sizes([call.loss]))
         if is_alone() or self._loop.evaluations or not batch.split:
             return call.loss
@@ -60,6 +63,17 @@ class WeightedMeans:
 
         call.loss.register_hook(count)
         return call.loss
+
+    def _warn_of_transform(self, call: Criterion) -> None:
+        """In ``torch.func.grad`` and ``vmap`` there is no tensor that ranks could send, and no hook on the loss."""
+        if not self._warned and call.weight is not None:
+            self._warned = True
+            warnings.warn(
+                f"parwrap: the loss at {location()} is divided by the weights of its targets inside torch.func, where ranks cannot compare "
+                "them: with batch='global' this rank's part counts by its samples. Divide by what all ranks count outside of it: "
+                "parwrap.mean_over_ranks(loss_sum, count), or use loss.backward(). This is said once.",
+                stacklevel=2,
+            )
 
     def _needs_divisor(self, call: Criterion, samples: int) -> bool:
         """Whether the divisor may be another number than the samples, which all ranks judge alike."""
