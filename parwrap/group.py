@@ -156,7 +156,7 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
     device = choose_device(world, backend)
     backend = choose_backend(backend, device)
     waiting = timeout or PATIENCE
-    # without a timeout of its own the process group keeps torch's, which differs by backend
+    # without a timeout of its own the process group keeps torch's, which is 30 minutes for all backends but NCCL alone
     meeting = dist.rendezvous(world.meeting, world.rank, world.size, timeout=waiting)
     with _told_of_a_long_wait(world):
         store, _, _ = next(meeting)

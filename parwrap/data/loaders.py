@@ -107,6 +107,7 @@ class Loaders:
         self._shares = Shares(group, streams, sharing, began)
         self._positions: weakref.WeakKeyDictionary[DataLoader, Position] = weakref.WeakKeyDictionary()
         self._trained = 0
+        self._closed = False
         self._histories: weakref.WeakKeyDictionary[DataLoader, _History] = weakref.WeakKeyDictionary()
         self._shuffled_seen = False
         self.numbers = RunningNumbers(self._size, _say if group and group.world.rank == 0 else lambda line: None)
@@ -139,6 +140,8 @@ class Loaders:
 
     def _instead(self, loader: DataLoader, original: Callable, history: _History, guess: bool) -> Pass | None:
         """The pass that is read in the place of one that begins, if its loader turns out to be for something else than was ``guess``-ed."""
+        if self._closed:
+            return None
         trains = self._trains(loader, history)
         self._check_told(loader, history, trains)
         if trains == guess or _is_private() or self._loop.parts:
@@ -244,6 +247,11 @@ class Loaders:
     def world_size_asked(self) -> None:
         """A dataset that asks for the number of ranks shards itself."""
         world_size_asked()
+
+    def close(self) -> None:
+        """The session is over: passes that outlive it go on as they were begun."""
+        self._closed = True
+        self._shares.close()
 
     def left(self) -> None:
         """The function or script is over."""

@@ -99,7 +99,11 @@ class Shares:
         self._own = OwnSamplers(self._agreement, self._rank, self._size)
         self._loaders: weakref.WeakKeyDictionary[DataLoader, _Shared] = weakref.WeakKeyDictionary()
         self._sharded = 0
-        self._warned = False
+        self._warned = self._closed = False
+
+    def close(self) -> None:
+        """Passes that outlive the session meet no rank any more."""
+        self._closed = True
 
     def batches(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], position: Position) -> tuple[Iterator, Any]:
         """This rank's batches of a training pass, and the weights of them if each is a part of a larger batch.
@@ -164,7 +168,7 @@ class Shares:
 
     def all_look(self, trains: bool) -> bool:
         """Meet the others at the end of a share in which this rank has not trained: whether no rank ``trains`` in this pass."""
-        if self._group is None or threading.current_thread() is not threading.main_thread():
+        if self._group is None or self._closed or threading.current_thread() is not threading.main_thread():
             return False  # a thread draws ahead
         present = self._group.meetings.wait(END_OF_SHARE, unless_begun=True)
         return self._rank in present and not any(self._group.share(END_OF_SHARE, trains, present).values())

@@ -11,6 +11,7 @@ import inspect
 import io
 import pickle
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -247,13 +248,20 @@ def _evaluated(call: _Call, trust: _Trust) -> Any:
         if _running[-1].readings:
             raise UsageError(BOTH)
         _running[-1].within = True
-    call.group.meet(call.kind)  # one that has left an epoch sooner must not evaluate other weights
+    data = call.data()
+    asks = not trust.whole and trust.asks(data)
+    # one that has left an epoch sooner must not evaluate other weights
+    call.group.meet(call.kind, detail=zlib.crc32(repr((trust.whole, asks, data)).encode()))
+    if call.group.meetings and not call.group.meetings.alike:
+        raise RankMismatchError(
+            f"{call.name} evaluates datasets of different lengths on the ranks: {data} on rank {call.group.world.rank}. All ranks have to "
+            "evaluate the same data, of which each reads a part."
+        )
     if call.known:
         _have_same_buffers(call.known.loop, call.arguments)
-    data = call.data()
     if trust.whole:
         return _whole(call, Onlooker())[0]
-    if not trust.asks(data):
+    if not asks:
         return _shared(call, warns=not trust.checks)[0]
     with call.shared():
         before = get_state()

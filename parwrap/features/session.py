@@ -143,7 +143,8 @@ class Session:
         # where learning rates stayed as they are, nobody is on the verb
         adjusts = self._group is not None and before.lr == "keep" != self._options.lr
         splits = self._group is not None and before.batch == "per_rank" != self._options.batch
-        means = acting([WeightedMeans(self._group, self._loop)]) if splits and self._group else nullcontext()
+        steps_together = self._group is not None and self.strategy is not None and self.strategy.steps_together
+        means = acting([WeightedMeans(self._group, self._loop)]) if splits and steps_together and self._group else nullcontext()
         try:
             with learning_rates_times(self._lr_factor) if adjusts else nullcontext(), means:
                 yield
@@ -177,8 +178,9 @@ class Session:
             loop.ran_by_hand = self._ran_by_hand if group is not None else loop.ran_by_hand
             self._undo.callback(self._stop)
         together = self.strategy.together if self.strategy else None
-        self.loaders = Loaders(together, loop, self._streams, self._sharing, self.began)
+        self.loaders = loaders = Loaders(together, loop, self._streams, self._sharing, self.began)
         self._undo.callback(self.loaders.numbers.close)
+        self._undo.callback(loaders.close)
         if self._beside is not None:
             return [loop, self.loaders, *self._undo.enter_context(self._beside.quiet())]
         if group is None or self.strategy is None:

@@ -32,7 +32,6 @@ READERS = frozenset(
         "dirname",
         "du",
         "echo",
-        "env",
         "expr",
         "false",
         "file",

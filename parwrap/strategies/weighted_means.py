@@ -22,6 +22,8 @@ __all__ = ["WeightedMeans"]
 
 DIVISOR = "a cross entropy that is weighted or ignores targets"
 
+JUDGED = "the first cross entropy of its line"
+
 DEFAULT = -100
 """torch's own ``ignore_index``, which most losses have and few targets."""
 
@@ -39,9 +41,10 @@ class WeightedMeans:
 
     def __init__(self, group: Group, loop: Loop) -> None:
         self._group, self._loop = group, loop
-        self._known: set[tuple] = set()
+        self._known: dict[tuple, bool] = {}
         self._warned = False
         group.meetings.answer(DIVISOR, lambda detail, present: self._total(torch.zeros(())))
+        group.meetings.answer(JUDGED, lambda detail, present: None)
 
     def criterion(self, call: Criterion) -> torch.Tensor:
         """The loss of ``call``, with a gradient that counts by its divisor."""
@@ -76,19 +79,22 @@ class WeightedMeans:
             )
 
     def _needs_divisor(self, call: Criterion, samples: int) -> bool:
-        """Whether the divisor may be another number than the samples, which all ranks judge alike."""
-        site = call_site()
-        if call.weight is not None or call.ignore_index != DEFAULT or site in self._known:
+        """Whether the divisor may be another number than the samples, which all ranks judge alike: they agree on it for each line."""
+        if call.weight is not None or call.ignore_index != DEFAULT:
             return True
-        if call.target.numel() != samples:
-            self._known.add(site)  # tokens or pixels: a part may have as many by chance
+        site, differs = call_site(), call.target.numel() != samples  # tokens or pixels: a part may have as many by chance
+        if site not in self._known:
+            self._known[site] = any(self._group.exchange(JUDGED, differs).values())
+        if self._known[site]:
             return True
-        if not self._warned and call.target.device.type == "cpu" and bool((call.target == call.ignore_index).any()):
+        if self._warned or call.target.device.type != "cpu":
+            return False
+        if differs or bool((call.target == call.ignore_index).any()):
             self._warned = True
             warnings.warn(
-                f"parwrap: some targets are ignored at {location()}, so this rank's part counts by another number than its samples, which "
-                "other ranks do not know. Say so by ignore_index=-1, or any other class than the default, or divide by what all ranks "
-                "count: parwrap.mean_over_ranks(loss_sum, count). This is said once.",
+                f"parwrap: some targets are ignored or more than one for a sample at {location()}, so this rank's part counts by another "
+                "number than its samples, which other ranks do not know. Say so by ignore_index=-1, or any other class than the default, "
+                "or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once.",
                 stacklevel=2,
             )
         return False

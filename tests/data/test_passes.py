@@ -1,7 +1,10 @@
 """A pass that is asked whether another batch comes."""
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+import parwrap
 from parwrap.data.passes import Pass
 
 
@@ -43,3 +46,18 @@ def test_an_error_is_raised_where_its_batch_is_drawn():
     with pytest.raises(KeyError, match="broken"):
         next(reading)
     assert ["drawn", "exhausted False"] == heard
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_a_pass_that_outlives_the_function_goes_on_with_its_share():
+    @parwrap.distributed
+    def begin():
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = iter(DataLoader(torch.arange(8.0), batch_size=1))
+        return [next(batches).item()], batches, optimizer
+
+    seen, batches, _ = begin()
+    seen += [batch.item() for batch in batches]
+
+    assert [0.0, 2.0, 4.0, 6.0] == sorted(seen) or [1.0, 3.0, 5.0, 7.0] == sorted(seen)

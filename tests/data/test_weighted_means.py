@@ -153,3 +153,28 @@ def test_ranks_that_part_ways_end():
             optimizer.step()
         parwrap.barrier()
         assert 1 == len({tuple(each) for each in parwrap.gather(model.weight.flatten().tolist())})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_ranks_agree_whether_a_loss_counts_by_its_targets_where_one_has_as_many_as_samples():
+    """Four samples with one target for each, then four with three: in the first batch rank 0 sees nothing of that."""
+    generator = torch.Generator().manual_seed(0)
+    counts = [1, 1, 1, 1, 3, 3, 3, 3]
+    data = [
+        (torch.randn(count, 4, generator=generator, dtype=torch.float64), torch.randint(CLASSES, (count,), generator=generator))
+        for count in counts
+    ]
+
+    def ragged():
+        torch.manual_seed(0)
+        model = nn.Linear(4, CLASSES).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for xs, ys in DataLoader(data, batch_size=8, collate_fn=lambda samples: tuple(zip(*samples, strict=True))):
+            functional.cross_entropy(model(torch.cat(xs)), torch.cat(ys)).backward()
+            optimizer.step()
+        return model.weight.flatten().tolist()
+
+    expected = ragged()
+    with parwrap.distributed(batch="global"):
+        assert expected == pytest.approx(ragged(), abs=1e-6)

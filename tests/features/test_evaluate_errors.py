@@ -119,3 +119,14 @@ def test_a_failure_of_one_rank_ends_the_others_too():
 def test_options_that_cannot_be(use, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         use()
+
+
+@pytest.mark.ranks(2)
+def test_data_of_other_lengths_on_the_ranks_is_an_error_on_all():
+    @parwrap.evaluate
+    def mean(loader):
+        return sum(x.sum().item() for x in loader) / len(loader.dataset)
+
+    text = r"mean \(.*\) evaluates datasets of different lengths on the ranks: \(1[01],\) on rank [01]"
+    with parwrap.distributed(), pytest.raises(RankMismatchError, match=text):
+        mean(DataLoader(range(10 + parwrap.rank()), batch_size=2))
