@@ -66,6 +66,12 @@ class Unaveraged:
             if (grad := p.grad) is not None:
                 noted[id(p)] = ref(grad), grad._version
 
+    def begin(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The same, where a rank has taken over another's state: it has used gradients less often, and all count from here."""
+        self._visits.clear()
+        self._changed_in_place = False
+        self.note(parameters)
+
     def forget(self) -> None:
         """The training is over."""
         self._noted.clear()

@@ -2,6 +2,7 @@
 
 import copy
 import time
+import warnings
 
 import pytest
 import torch
@@ -331,3 +332,32 @@ def test_parameter_servers_average_what_workers_push(step):
         torch.manual_seed(0)
         actual = trained(step, sgd)
     torch.testing.assert_close(expected, actual, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("skips_clipping", [False, True])
+def test_a_rank_that_has_skipped_a_backward_steps_with_the_others(skips_clipping):
+    """It has the gradients of the others once it has caught up, and looks at clipped gradients as often as they."""
+
+    def train():
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(14):
+            optimizer.zero_grad()
+            skips = parwrap.rank() == 1 and step in (4, 9)
+            if not skips:
+                (model(torch.ones(3, 2)).sum() * (parwrap.rank() + 1 + step)).backward()
+            if not skips_clipping:
+                parwrap.reduce_sum(1.0)
+            if not (skips and skips_clipping):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+            if skips_clipping and step in (4, 9):
+                parwrap.reduce_sum(1.0)
+        return [p.tolist() for p in model.parameters()]
+
+    with warnings.catch_warnings(), parwrap.distributed(seed=0):
+        warnings.filterwarnings("error", message=".*no backward")
+        everybodys = parwrap.gather(train())
+    assert everybodys[0] == everybodys[1]
