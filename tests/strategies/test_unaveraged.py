@@ -271,6 +271,40 @@ def test_clipping_every_step_is_looked_at_ever_more_rarely(monkeypatch):
     assert 5 == met.count(GRADIENTS)
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("value", [1.0, 3e4, float("inf"), float("nan")])
+def test_clipped_gradients_are_the_same_in_half_precision_and_if_not_finite(dtype, value, nothing_is_warned_of):
+    with parwrap.distributed(seed=0):
+        model = nn.Linear(50, 1, bias=False, dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(5):
+            optimizer.zero_grad()
+            (model.weight * torch.linspace(0.1, 1, 50, dtype=dtype)).sum().mul(value).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            nn.utils.clip_grad_value_(model.parameters(), 3e4)
+            optimizer.step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("others", [1.0, float("inf"), float("nan"), 6e4])
+def test_gradients_in_half_precision_that_differ_are_averaged(dtype, others):
+    mine = torch.tensor(others if parwrap.rank() else 5e4, dtype=dtype)
+
+    @parwrap.distributed(seed=0)
+    def train():
+        model = nn.Linear(2, 1, bias=False, dtype=dtype)
+        model.weight.grad = mine.expand(1, 2).clone()
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+        return model.weight.grad
+
+    with pytest.warns(UserWarning, match=SAID):
+        actual = train()
+    expected = torch.stack([torch.tensor(each, dtype=dtype) for each in (5e4, others)]).double().mean().to(dtype)
+    torch.testing.assert_close(expected.expand(1, 2), actual, equal_nan=True, rtol=0, atol=0)
+
+
 @pytest.mark.ranks(2)
 def test_noise_on_gradients_is_averaged_too():
     def train():
