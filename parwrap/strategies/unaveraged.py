@@ -175,7 +175,9 @@ class Unaveraged:
         """Others step with gradients of their own, and this rank has come for something else."""
         kinds = next(iter(self._group.share(GRADIENTS, None, present).values()))
         nothing = [torch.zeros(shape, dtype=dtype, device=self._group.device) for shape, dtype in kinds]
-        self._means(kinds, nothing, [False] * len(kinds), 0.0)
+        *_, different = self._means(kinds, nothing, [False] * len(kinds), 0.0)
+        if different:
+            self._loop.ran_backward()  # others have
         self._group.meetings.miss()
 
     def _means(

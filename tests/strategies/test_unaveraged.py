@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.errors import RankMismatchError
+from parwrap.loop import Loop
 from parwrap.meetings import Meetings
 from parwrap.strategies.unaveraged import GRADIENTS
 
@@ -231,6 +232,23 @@ def test_a_rank_with_fewer_such_steps_takes_over_the_weights_of_the_other():
     assert weights[0] == weights[1]
     expected = start.weight - 0.1 * (0.5 + 1.5 + 2.5 + 4 + 5)
     torch.testing.assert_close(expected.detach(), torch.tensor(weights[0][0]))
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_with_fewer_such_steps_counts_those_of_the_others(monkeypatch):
+    """Random streams are renewed by that number."""
+    loops, ran = set(), Loop.ran_backward
+    monkeypatch.setattr(Loop, "ran_backward", lambda self: (loops.add(self), ran(self))[1])
+
+    with parwrap.distributed(seed=0):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3 if parwrap.rank() == 0 else 4):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, parwrap.rank() + step)
+            optimizer.step()
+
+    assert [4] == [loop.backwards for loop in loops]
 
 
 @pytest.mark.ranks(2)
