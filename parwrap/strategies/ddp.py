@@ -158,6 +158,7 @@ class DDP(Strategy):
     def leave(self, returns: bool) -> None:
         """All ranks have come to the end together."""
         self._threads.check()
+        self._settle_buffers()
         self._averagers.compare_at_end()
 
     def close(self) -> None:
@@ -168,6 +169,7 @@ class DDP(Strategy):
         self._loop.drew = lambda: None
         self._averagers.keep(())
         self._watched.clear()
+        self._late_buffers.clear()
         self.unaveraged.forget()
 
     def _average(self, call: Backward) -> None:

@@ -359,6 +359,15 @@ def test_an_end_without_a_backward_compares_weights_too():
 
 
 @pytest.mark.ranks(2)
+def test_the_warm_up_of_local_sgd_clips_the_mean():
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.5)
+
+    with pytest.warns(UserWarning, match=SAID):
+        assert_as_one_process(by_autograd_grad_and_clipping, sgd, strategy="local_sgd", every=1, warmup=1000)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("step", [by_func_grad, by_clipping_each_sample, by_autograd_grad])
 def test_local_sgd_averages_the_weights_in_the_end(step):
     models = []
