@@ -34,6 +34,7 @@ class Averagers:
 
     Attributes:
         while_taking: makes what is held while state is taken over.
+        took: called with the parameters whose gradients are then the same on all ranks.
         following: keeps weights the same that a script changes by itself.
     """
 
@@ -43,6 +44,7 @@ class Averagers:
         self._shared: dict[int, Any] = {}
         self._built = 0
         self.while_taking: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.took: Callable[[list[torch.Tensor]], None] = lambda parameters: None
         self.following = Following(group, loop, self.take_state)
         group.meetings.take_state = self.take_state
 
@@ -161,3 +163,4 @@ class Averagers:
         averaged = {(each.number, place): p for each in self._all.values() for place, p in enumerate(each.parameters)}
         with self.while_taking():
             take_state(self._group, self._loop, {where: p for where, p in averaged.items() if not is_stand_in(p)}, source, takes)
+        self.took([*self._loop.once_owned().values(), *averaged.values()])

@@ -92,6 +92,7 @@ class DDP(Strategy):
         self._sites: dict[tuple, _Site] = {}
         self._averagers = Averagers(group, loop, lambda: reducer_options(options()))
         self.unaveraged = Unaveraged(group, loop)
+        self._averagers.took = self.unaveraged.begin
         self._threads = OneThread()
         self._strays: dict[int, torch.Tensor] = {}
         self._armed: Averager | None = None
@@ -157,6 +158,7 @@ class DDP(Strategy):
     def leave(self, returns: bool) -> None:
         """All ranks have come to the end together."""
         self._threads.check()
+        self._settle_buffers()
         self._averagers.compare_at_end()
 
     def close(self) -> None:
@@ -167,6 +169,7 @@ class DDP(Strategy):
         self._loop.drew = lambda: None
         self._averagers.keep(())
         self._watched.clear()
+        self._late_buffers.clear()
         self.unaveraged.forget()
 
     def _average(self, call: Backward) -> None:
@@ -235,6 +238,7 @@ class DDP(Strategy):
             with torch.inference_mode(False):
                 take_part(averager, share)
                 self._follow(averager, share.weight, call=None)
+                self.unaveraged.note(averager.parameters)
         finally:
             self._running = False
         self._loop.ran_backward()
@@ -403,6 +407,7 @@ class DDP(Strategy):
         *sums, weights = all_reduced([*grads, torch.tensor(weight, dtype=torch.float64)], self._group)
         for p, total in zip(others, sums, strict=False):
             p.grad = (total / weights.item()).to(p)
+        self.unaveraged.note(others)
         return bool(kinds) or any(misfits for _, misfits, _ in told)
 
     def _average_strays(self, averager: Averager, weight: float) -> None:
@@ -420,6 +425,7 @@ class DDP(Strategy):
             average = (total / weights.item()).to(p)
             p.grad = average.to_sparse(1) if id(p) in sparse else average
         self._strays.clear()
+        self.unaveraged.note(strays)
         extended = self._averagers.build([*averager.parameters, *strays], sparse, varies=True)
         for site in self._sites.values():
             if site.averager is averager and site.meeting:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from statistics import fmean
 from typing import Any
 
@@ -30,6 +31,8 @@ from parwrap.strategies.in_step import InStep
 from parwrap.strategies.local_steps import LocalSteps
 from parwrap.strategies.strategy import Strategy
 from parwrap.verbs.backward import Backward
+from parwrap.verbs.clipping import Clip
+from parwrap.verbs.scaler import ScalerCall
 from parwrap.verbs.skipping import stepping
 
 __all__ = ["LocalSGD"]
@@ -127,6 +130,8 @@ class LocalSGD(Strategy):
         """It has stepped: the weights are averaged if it was the last of a few."""
         if is_alone() or _is_part(optimizer):
             return
+        if self._warming:
+            self._ddp.took_step(optimizer)
         number = self._number(optimizer)
         if number not in self._taken:  # it goes on from where another has come with the same parameters
             self._taken[number] = max((self._taken.get(each, 0) for each in self._loop.sharing(optimizer)), default=0)
@@ -141,6 +146,17 @@ class LocalSGD(Strategy):
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure's loss is this rank's own, as the steps are that it decides about."""
         return self._in_step.closure(self._ddp.unaveraged.closure(closure)) if self._warming else closure
+
+    def clip(self, clip: Clip) -> Any:
+        """What is clipped is the mean while these steps are synchronous, and then this rank's own."""
+        return self._ddp.unaveraged.clip(clip) if self._warming else clip.run()
+
+    def use_scaler(self, call: ScalerCall) -> Any:
+        """A script's own scaler looks at what its step takes."""
+        return self._ddp.unaveraged.use_scaler(call) if self._warming else call.run()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._ddp.averaged()
 
     def metric(self, metric: Any) -> Any:
         """The mean over ranks of what ``ReduceLROnPlateau`` looks at."""

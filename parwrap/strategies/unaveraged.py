@@ -34,7 +34,7 @@ REPLACED = -1
 """In place of a number of changes: a gradient is a tensor that no averaged backward has left."""
 
 CLOSE = 1e-5
-"""Relative difference below which gradients are the same on all ranks but for rounding."""
+"""Relative difference below which gradients are the same on all ranks but for rounding; in half precision that of one rounding."""
 
 Kinds = list[tuple[tuple[int, ...], torch.dtype]]
 """The shape and the dtype of each gradient."""
@@ -65,6 +65,12 @@ class Unaveraged:
         for p in parameters:
             if (grad := p.grad) is not None:
                 noted[id(p)] = ref(grad), grad._version
+
+    def begin(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The same, where a rank has taken over another's state: it has used gradients less often, and all count from here."""
+        self._visits.clear()
+        self._changed_in_place = False
+        self.note(parameters)
 
     def forget(self) -> None:
         """The training is over."""
@@ -169,7 +175,9 @@ class Unaveraged:
         """Others step with gradients of their own, and this rank has come for something else."""
         kinds = next(iter(self._group.share(GRADIENTS, None, present).values()))
         nothing = [torch.zeros(shape, dtype=dtype, device=self._group.device) for shape, dtype in kinds]
-        self._means(kinds, nothing, [False] * len(kinds), 0.0)
+        *_, different = self._means(kinds, nothing, [False] * len(kinds), 0.0)
+        if different:
+            self._loop.ran_backward()  # others have
         self._group.meetings.miss()
 
     def _means(
@@ -193,14 +201,17 @@ class Unaveraged:
                 f"at {location()} rank {self._group.world.rank} uses gradients that no backward made, of {len(kinds)} parameters, and "
                 "other ranks use those of other parameters at the same time. Have all ranks step the same optimizers in the same order."
             )
-        *means, some = all_reduced([*grads, torch.tensor(there, dtype=torch.float64)], self._group)
+        wide = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]  # a sum of halves overflows, or is rounded
+        *means, some = all_reduced([*wide, torch.tensor(there, dtype=torch.float64)], self._group)
         means = [total / present for total in means]
-        differ = [counts > 0 and not torch.allclose(mean.to(grad), grad, CLOSE, 0.0) for mean, grad in zip(means, grads, strict=True)]
+        close = [max(CLOSE, torch.finfo(grad.dtype).eps) for grad in grads]
+        alike = (torch.allclose(mean.to(own), own, rtol, 0.0, equal_nan=True) for mean, own, rtol in zip(means, wide, close, strict=True))
+        differ = [counts > 0 and not each for each in alike]
         different = self._sum(differ)
         if weighed and any(different):
             # what is the same on all ranks was made of averages, and counts alike
             chosen = [place for place, each in enumerate(different) if each]
-            totals = all_reduced([grads[place] * factor for place in chosen], self._group)
+            totals = all_reduced([wide[place] * factor for place in chosen], self._group)
             for place, total in zip(chosen, totals, strict=True):
                 means[place] = total / weights
         return means, [each > 0 for each in some.tolist()], any(different)

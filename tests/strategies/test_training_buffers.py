@@ -162,6 +162,24 @@ def test_two_backwards_of_one_forward_see_the_same_buffers():
             assert 1 == len({tuple(each) for each in parwrap.gather(model.scale.tolist())})
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, {"strategy": "local_sgd", "every": 2, "warmup": 3}], ids=str)
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_graph_that_is_kept_to_the_step_or_the_end_leaves_rank_zeros_buffers(options, steps):
+    torch.manual_seed(0)
+    with parwrap.distributed(**options):
+        model = buffered.Normalized()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 4) + parwrap.rank()).backward(retain_graph=True)
+            if steps or step < 2:
+                optimizer.step()
+                assert 1 == len({tuple(each) for each in parwrap.gather(model.normalizer.mean.tolist())})
+    with parwrap.distributed():
+        assert 1 == len({tuple(each) for each in parwrap.gather(model.normalizer.mean.tolist())})
+
+
 @pytest.mark.ranks(3, timeout=60)
 def test_ranks_that_have_left_take_part():
     """Rank 0 stops first: the buffers are those of the lowest that goes on."""

@@ -2,6 +2,7 @@
 
 import copy
 import time
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.errors import RankMismatchError
+from parwrap.loop import Loop
 from parwrap.meetings import Meetings
 from parwrap.strategies.unaveraged import GRADIENTS
 
@@ -232,6 +234,23 @@ def test_a_rank_with_fewer_such_steps_takes_over_the_weights_of_the_other():
     torch.testing.assert_close(expected.detach(), torch.tensor(weights[0][0]))
 
 
+@pytest.mark.ranks(3)
+def test_a_rank_with_fewer_such_steps_counts_those_of_the_others(monkeypatch):
+    """Random streams are renewed by that number."""
+    loops, ran = set(), Loop.ran_backward
+    monkeypatch.setattr(Loop, "ran_backward", lambda self: (loops.add(self), ran(self))[1])
+
+    with parwrap.distributed(seed=0):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3 if parwrap.rank() == 0 else 4):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, parwrap.rank() + step)
+            optimizer.step()
+
+    assert [4] == [loop.backwards for loop in loops]
+
+
 @pytest.mark.ranks(2)
 def test_what_only_rank_zero_does_is_left_alone(nothing_is_warned_of):
     """A norm for the log, and a step in a guarded function on a model of its own."""
@@ -270,6 +289,40 @@ def test_clipping_every_step_is_looked_at_ever_more_rarely(monkeypatch):
     assert 5 == met.count(GRADIENTS)
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("value", [1.0, 3e4, float("inf"), float("nan")])
+def test_clipped_gradients_are_the_same_in_half_precision_and_if_not_finite(dtype, value, nothing_is_warned_of):
+    with parwrap.distributed(seed=0):
+        model = nn.Linear(50, 1, bias=False, dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(5):
+            optimizer.zero_grad()
+            (model.weight * torch.linspace(0.1, 1, 50, dtype=dtype)).sum().mul(value).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            nn.utils.clip_grad_value_(model.parameters(), 3e4)
+            optimizer.step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("others", [1.0, float("inf"), float("nan"), 6e4])
+def test_gradients_in_half_precision_that_differ_are_averaged(dtype, others):
+    mine = torch.tensor(others if parwrap.rank() else 5e4, dtype=dtype)
+
+    @parwrap.distributed(seed=0)
+    def train():
+        model = nn.Linear(2, 1, bias=False, dtype=dtype)
+        model.weight.grad = mine.expand(1, 2).clone()
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+        return model.weight.grad
+
+    with pytest.warns(UserWarning, match=SAID):
+        actual = train()
+    expected = torch.stack([torch.tensor(each, dtype=dtype) for each in (5e4, others)]).double().mean().to(dtype)
+    torch.testing.assert_close(expected.expand(1, 2), actual, equal_nan=True, rtol=0, atol=0)
+
+
 @pytest.mark.ranks(2)
 def test_noise_on_gradients_is_averaged_too():
     def train():
@@ -306,6 +359,15 @@ def test_an_end_without_a_backward_compares_weights_too():
 
 
 @pytest.mark.ranks(2)
+def test_the_warm_up_of_local_sgd_clips_the_mean():
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.5)
+
+    with pytest.warns(UserWarning, match=SAID):
+        assert_as_one_process(by_autograd_grad_and_clipping, sgd, strategy="local_sgd", every=1, warmup=1000)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("step", [by_func_grad, by_clipping_each_sample, by_autograd_grad])
 def test_local_sgd_averages_the_weights_in_the_end(step):
     models = []
@@ -331,3 +393,32 @@ def test_parameter_servers_average_what_workers_push(step):
         torch.manual_seed(0)
         actual = trained(step, sgd)
     torch.testing.assert_close(expected, actual, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("skips_clipping", [False, True])
+def test_a_rank_that_has_skipped_a_backward_steps_with_the_others(skips_clipping):
+    """It has the gradients of the others once it has caught up, and looks at clipped gradients as often as they."""
+
+    def train():
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(14):
+            optimizer.zero_grad()
+            skips = parwrap.rank() == 1 and step in (4, 9)
+            if not skips:
+                (model(torch.ones(3, 2)).sum() * (parwrap.rank() + 1 + step)).backward()
+            if not skips_clipping:
+                parwrap.reduce_sum(1.0)
+            if not (skips and skips_clipping):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+            if skips_clipping and step in (4, 9):
+                parwrap.reduce_sum(1.0)
+        return [p.tolist() for p in model.parameters()]
+
+    with warnings.catch_warnings(), parwrap.distributed(seed=0):
+        warnings.filterwarnings("error", message=".*no backward")
+        everybodys = parwrap.gather(train())
+    assert everybodys[0] == everybodys[1]
