@@ -61,7 +61,8 @@ class _Buffer:
         tensor = self.held()
         if tensor is None or tensor.is_inference() or is_lazy(tensor) or tensor.dtype not in SENT or tensor.layout != torch.strided:
             return None
-        return tensor if tensor.is_contiguous() else None
+        expanded = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return None if expanded else tensor  # several elements in one place cannot take values
 
     def held(self) -> torch.Tensor | None:
         return self.of[self.key] if self.key in self.of else None  # noqa: SIM401 - what TorchScript has here knows no get
@@ -95,7 +96,7 @@ class TrainingBuffers:
         self._find()
 
     def __bool__(self) -> bool:
-        return bool(self._buffers)
+        return bool(self._buffers or self._agreed)
 
     def changed(self) -> bool:
         """Whether a buffer of this rank has changed since all ranks had the same; asked once in each backward."""
@@ -103,7 +104,7 @@ class TrainingBuffers:
         if worth_a_look(self._looks):
             self._find()
             self._look_at_values()
-        return any(buffer.changed() for buffer in self._buffers.values())
+        return self._lacks_agreed() or any(buffer.changed() for buffer in self._buffers.values())
 
     def moves(self) -> bool:
         """Whether one changes in training, as far as is known."""
@@ -112,7 +113,17 @@ class TrainingBuffers:
     def asks(self) -> bool:
         """Whether the ranks must tell each other what they have: something has changed here that they have not agreed on."""
         agreed = self._agreed
-        return agreed is None or any(buffer.changed() and agreed.get(name) != _kind(buffer.now()) for name, buffer in self._buffers.items())
+        return (
+            agreed is None
+            or self._lacks_agreed()
+            or any(buffer.changed() and agreed.get(name) != _kind(buffer.now()) for name, buffer in self._buffers.items())
+        )
+
+    def _lacks_agreed(self) -> bool:
+        """Whether this rank is the one to send, and has not all that was agreed on any more, as where a module was replaced."""
+        return self._group.world.rank == 0 and any(
+            (buffer := self._buffers.get(name)) is None or _kind(buffer.now()) != kind for name, kind in (self._agreed or {}).items()
+        )
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -173,7 +184,7 @@ class TrainingBuffers:
         differ = {name for name, each in theirs.items() if any(view.get(name, each) != each for _, view, _ in told.values())}
         names = {name: kind for name, (kind, _) in sorted(theirs.items()) if name in all_moved | differ}
         # which of them change in each step is known from the second time on
-        self._agreed = None if first else {**(self._agreed or {}), **names}
+        self._agreed = None if first else {name: theirs[name][0] for name in {**(self._agreed or {}), **names} if name in theirs}
         return source, names if first else self._agreed or {}, bool(differ)
 
     def _find(self) -> None:

@@ -361,3 +361,77 @@ def test_a_buffer_that_changes_no_more_is_sent_no_more(monkeypatch):
             optimizer.step()
 
     assert 6 == len(taken)
+
+
+class Tracked(nn.Linear):
+    """Two running statistics; one of them can be lost, or become one that is not sent."""
+
+    def __init__(self):
+        super().__init__(4, 1)
+        self.tracked = nn.Module()
+        self.tracked.register_buffer("cov", torch.eye(4))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+            if getattr(self.tracked, "cov", None) is not None and self.tracked.cov.layout == torch.strided:
+                self.tracked.cov.lerp_(x.T @ x, 0.1)
+        return super().forward(x - self.mean).sum()
+
+
+def delete(model):
+    del model.tracked.cov
+
+
+def make_none(model):
+    model.tracked.cov = None
+
+
+def make_sparse(model):
+    model.tracked.cov = torch.eye(4).to_sparse()
+
+
+def replace_module(model):
+    model.tracked = nn.Identity()
+
+
+@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.parametrize("on", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("lose", [delete, make_none, make_sparse, replace_module])
+def test_a_rank_that_has_lost_a_buffer_goes_on_with_the_others(lose, on):
+    torch.manual_seed(0)
+    with parwrap.distributed():
+        model = Tracked()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(12):
+            if step == 5 and parwrap.rank() in on:
+                lose(model)
+            optimizer.zero_grad()
+            model(torch.randn(4, 4) + parwrap.rank()).backward()
+            optimizer.step()
+
+            assert same_on_all(model.mean)
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_buffer_that_is_a_transpose_is_rank_zeros():
+    class Transposed(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 1)
+            self.register_buffer("kept", torch.zeros(4, 3))
+
+        def forward(self, x):
+            self.kept = x.detach().T
+            return super().forward(x).sum() + self.kept.sum()
+
+    torch.manual_seed(0)
+    with parwrap.distributed():
+        model = Transposed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4) + parwrap.rank()).backward()
+            optimizer.step()
+
+            assert same_on_all(model.kept)
