@@ -1,8 +1,9 @@
 """Weights that a script changes by itself to other values on each rank, as by noise (SGLD): from then on rank 0's are taken for each batch.
 
 Gradients are averaged, so steps keep weights the same. What is added to weights or to gradients from random streams of each rank does not.
-Weights are compared at the second backward of each place and then ever more rarely. Once they have drifted apart, all ranks have rank 0's
-before the next forward, so that its noise is everybody's and the run is that of one process.
+Weights are compared at the second backward of each place, and in backwards from the eighth meeting of the ranks on, at numbers of meetings
+that are powers of two. Once they have drifted apart, all ranks take rank 0's with each batch of a training pass, so that its noise is
+everybody's. A loop by hand takes them in its backward, after the forward: that gradient is of each rank's own weights.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Following:
     def _take(self, present: list[int]) -> None:
         """Take the weights of the lowest rank that is there, as many as it has: garbage may live longer on one rank than on another."""
         source, owned = min(present), self._loop.once_owned()
-        once = {id(p): number for number, p in reversed(sorted(owned.items())) if p.layout == torch.strided}
+        once = {id(p): number for number, p in sorted(owned.items(), reverse=True) if p.layout == torch.strided}
         mine = {number: owned[number].detach() for number in sorted(once.values())}
         told = self._group.share(FOLLOWED, {number: (tuple(p.shape), p.dtype) for number, p in mine.items()}, [source])[source]
         received = send(self._group, [mine.get(number) for number in told], list(told.values()), source)
