@@ -262,10 +262,10 @@ class DDP(Strategy):
             misfit |= self._look_closer(averager, weight, averager.others(leaves))
         if noticed.buffers:
             late = call is not None and _keeps_graph(call)
-            averager.buffers.take(noticed.asked, contributes=call is not None, late=late)
+            if averager.buffers.take(noticed.asked, contributes=call is not None, late=late):
+                averager.buffers_move = averager.at_once = True
             if late:
                 self._late_buffers.append(averager.buffers)
-            averager.buffers_move = averager.at_once = True
         if noticed.strays:
             self._average_strays(averager, weight)
         if misfit:

@@ -1,8 +1,9 @@
 """Weights that a script changes by itself to other values on each rank, as by noise (SGLD): from then on rank 0's are taken for each batch.
 
 Gradients are averaged, so steps keep weights the same. What is added to weights or to gradients from random streams of each rank does not.
-Weights are compared at the second backward of each place and then ever more rarely. Once they have drifted apart, all ranks have rank 0's
-before the next forward, so that its noise is everybody's and the run is that of one process.
+Weights are compared at the second backward of each place, and in backwards from the eighth meeting of the ranks on, at numbers of meetings
+that are powers of two. Once they have drifted apart, all ranks take rank 0's with each batch of a training pass, so that its noise is
+everybody's. A loop by hand takes them in its backward, after the forward: that gradient is of each rank's own weights.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import warnings
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
 from parwrap.sites import location
-from parwrap.strategies.agreement import checksum
+from parwrap.strategies.agreement import Described, described
 from parwrap.strategies.same_values import take_values
+from parwrap.strategies.training_buffers import send
 
 __all__ = ["Following"]
 
@@ -78,18 +79,28 @@ class Following:
 
     def _compare(self, present: list[int]) -> None:
         self._next_look = 1 << self._number().bit_length()
-        mine = {number: checksum(p) for number, p in self._loop.once_owned().items()}
-        told = self._group.share(COMPARED, mine, present).values()
-        owned = self._loop.once_owned()
-        different = [n for n in sorted(set.intersection(*map(set, told))) if len({each[n] for each in told}) > 1 and n in owned]
-        if different and take_values([owned[number] for number in different], min(present), self._group):
+        source, owned = min(present), self._loop.once_owned()
+        told = self._group.share(COMPARED, {number: described(p) for number, p in owned.items()}, present)
+        by_number = {n: [view[n] for view in told.values()] for n in sorted(set.intersection(*map(set, told.values())))}
+        different = [n for n, each in by_number.items() if len({of.checksum for of in each}) > 1 and len({of.kind for of in each}) == 1]
+        # a rank that has come for something else may have less
+        if different and take_values([self._own(n, told[source][n], owned) for n in different], source, self._group):
             self.drifted()
-            self._take_state(min(present))
+            self._take_state(source)
 
     @torch.no_grad()
     def _take(self, present: list[int]) -> None:
-        """Take the weights of the lowest rank that is there; all ranks know the same ones."""
-        for _, p in sorted(self._loop.once_owned().items()):
-            values = p.detach().contiguous()
-            dist.broadcast(values, min(present))
-            p.data.copy_(values)
+        """Take the weights of the lowest rank that is there, as many as it has: garbage may live longer on one rank than on another."""
+        source, owned = min(present), self._loop.once_owned()
+        once = {id(p): number for number, p in sorted(owned.items(), reverse=True) if p.layout == torch.strided}
+        mine = {number: owned[number].detach() for number in sorted(once.values())}
+        told = self._group.share(FOLLOWED, {number: (tuple(p.shape), p.dtype) for number, p in mine.items()}, [source])[source]
+        received = send(self._group, [mine.get(number) for number in told], list(told.values()), source)
+        for number, values in zip(told, received, strict=True):
+            p = owned.get(number)
+            if p is not None and (p.shape, p.dtype) == (values.shape, values.dtype):
+                p.data.copy_(values)
+
+    def _own(self, number: Number, told: Described, owned: dict[Number, torch.Tensor]) -> torch.Tensor:
+        p = owned.get(number)
+        return p if p is not None and (tuple(p.shape), p.dtype) == told.kind else told.stand_in(self._group.device)

@@ -106,7 +106,7 @@ class InStep:
         for key, values in zip(sent, send(self._group, [mine.get(key) for key in sent], kinds, source), strict=True):
             buffer = mine.get(key)
             if buffer is not None and (buffer.shape, buffer.dtype) == (values.shape, values.dtype) and self._group.world.rank != source:
-                buffer.copy_(values)
+                buffer.data.copy_(values)  # .data: it is no change by the script, which would be sent after the next backward
         for module in modules:
             self._synced[module] = self._loop.backwards
         for module in strangers.values():

@@ -45,7 +45,7 @@ class _Buffer:
         of: the buffers of its module, which holds it by its ``key``.
         seen: the tensor that was there when it was last the same on all ranks; ``None`` before.
         version: of that tensor then.
-        values: the fingerprint of its values then, or later.
+        values: the fingerprint of its values then, or later; ``None`` where it is not known.
         by_values: whether it has changed without another version.
     """
 
@@ -53,7 +53,7 @@ class _Buffer:
     key: str
     seen: torch.Tensor | None = None
     version: int = -1
-    values: int = 0
+    values: int | None = 0
     by_values: bool = False
 
     def now(self) -> torch.Tensor | None:
@@ -61,7 +61,8 @@ class _Buffer:
         tensor = self.held()
         if tensor is None or tensor.is_inference() or is_lazy(tensor) or tensor.dtype not in SENT or tensor.layout != torch.strided:
             return None
-        return tensor if tensor.is_contiguous() else None
+        expanded = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return None if expanded else tensor  # several elements in one place cannot take values
 
     def held(self) -> torch.Tensor | None:
         return self.of[self.key] if self.key in self.of else None  # noqa: SIM401 - what TorchScript has here knows no get
@@ -95,7 +96,7 @@ class TrainingBuffers:
         self._find()
 
     def __bool__(self) -> bool:
-        return bool(self._buffers)
+        return bool(self._buffers or self._agreed)
 
     def changed(self) -> bool:
         """Whether a buffer of this rank has changed since all ranks had the same; asked once in each backward."""
@@ -103,7 +104,7 @@ class TrainingBuffers:
         if worth_a_look(self._looks):
             self._find()
             self._look_at_values()
-        return any(buffer.changed() for buffer in self._buffers.values())
+        return self._lacks_agreed() or any(buffer.changed() for buffer in self._buffers.values())
 
     def moves(self) -> bool:
         """Whether one changes in training, as far as is known."""
@@ -112,33 +113,50 @@ class TrainingBuffers:
     def asks(self) -> bool:
         """Whether the ranks must tell each other what they have: something has changed here that they have not agreed on."""
         agreed = self._agreed
-        return agreed is None or any(buffer.changed() and agreed.get(name) != _kind(buffer.now()) for name, buffer in self._buffers.items())
+        return (
+            agreed is None
+            or self._lacks_agreed()
+            or any(buffer.changed() and agreed.get(name) != _kind(buffer.now()) for name, buffer in self._buffers.items())
+        )
+
+    def _lacks_agreed(self) -> bool:
+        """Whether this rank is the one to send, and has not all that was agreed on any more, as where a module was replaced."""
+        return self._group.world.rank == 0 and any(
+            (buffer := self._buffers.get(name)) is None or _kind(buffer.now()) != kind for name, kind in (self._agreed or {}).items()
+        )
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def take(self, asked: bool, contributes: bool, late: bool) -> None:
+    def take(self, asked: bool, contributes: bool, late: bool) -> bool:
         """Take rank 0's values of what has changed on any rank; called on all ranks.
 
         Args:
             asked: whether a rank asks for all to tell what they have.
             contributes: whether this rank has run the backward itself. The lowest that has is taken for rank 0.
             late: whether the graph of the running step is needed again, so that values wait for :meth:`settle`.
+
+        Returns:
+            Whether buffers are known to move: some that had changed before have changed again, or values differed; the same on all ranks.
         """
         self.settle()
-        source, names = 0, self._agreed
+        source, names, move = 0, self._agreed, True
         asked = asked or names is None
         if asked or names is None:
-            source, names = self._agree(contributes)
+            source, names, move = self._agree(contributes)
         tensors = {name: buffer.now() for name in names if (buffer := self._buffers.get(name))}
         for name, values in zip(names, send(self._group, [tensors.get(name) for name in names], list(names.values()), source), strict=True):
             if (buffer := self._buffers.get(name)) and self._group.world.rank != source:
                 self._late.append((buffer, values))
+        placed = {id(buffer): values for buffer, values in self._late}
         if not late:
             self.settle()
-        for buffer in self._buffers.values():
+        for name, buffer in self._buffers.items():
             buffer.note()
-            if asked and (tensor := buffer.now()) is not None:
+            if asked and (tensor := placed.get(id(buffer), buffer.now())) is not None:
                 buffer.values = fingerprint(tensor)
+            elif name in names:
+                buffer.values = None  # what was taken is no change by the script
+        return move
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -153,8 +171,8 @@ class TrainingBuffers:
                 buffer.note()
         self._late.clear()
 
-    def _agree(self, contributes: bool) -> tuple[int, dict[Name, Kind]]:
-        """Have the ranks tell each other what they have: the rank whose values are taken, and what it is to send."""
+    def _agree(self, contributes: bool) -> tuple[int, dict[Name, Kind], bool]:
+        """Have the ranks tell each other what they have: the rank whose values are taken, what it is to send, and whether any differ."""
         first = not self._taken
         self._taken += 1
         mine = {name: (_kind(tensor), fingerprint(tensor)) for name, each in self._buffers.items() if (tensor := each.now()) is not None}
@@ -162,13 +180,12 @@ class TrainingBuffers:
         told = self._group.share("buffers that training changes", (contributes, mine, moved), range(self._group.world.size))
         source = min(rank for rank, (took_part, _, _) in told.items() if took_part)
         all_moved = set().union(*(each for _, _, each in told.values()))
-        names = {}
-        for name, (kind, values) in sorted(told[source][1].items()):
-            if name in all_moved or any(view[name] != (kind, values) for _, view, _ in told.values() if name in view):
-                names[name] = kind
+        theirs = told[source][1]
+        differ = {name for name, each in theirs.items() if any(view.get(name, each) != each for _, view, _ in told.values())}
+        names = {name: kind for name, (kind, _) in sorted(theirs.items()) if name in all_moved | differ}
         # which of them change in each step is known from the second time on
-        self._agreed = None if first else {**(self._agreed or {}), **names}
-        return source, names if first else self._agreed or {}
+        self._agreed = None if first else {name: theirs[name][0] for name in {**(self._agreed or {}), **names} if name in theirs}
+        return source, names if first else self._agreed or {}, bool(differ)
 
     def _find(self) -> None:
         """Find the buffers, also those that were registered since."""
@@ -189,7 +206,7 @@ class TrainingBuffers:
             if tensor is None or buffer.by_values:
                 continue
             before, buffer.values = buffer.values, fingerprint(tensor)
-            buffer.by_values = not buffer.changed() and before != buffer.values and self._looks > 1
+            buffer.by_values = not buffer.changed() and before not in (None, buffer.values) and self._looks > 1
 
 
 def send(group: Group, tensors: Sequence[torch.Tensor | None], kinds: Sequence[Kind], source: int) -> list[torch.Tensor]:

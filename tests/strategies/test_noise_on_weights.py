@@ -109,3 +109,31 @@ def test_models_that_do_differ_are_said_without_blaming_the_seed():
 
     with parwrap.distributed(), pytest.warns(UserWarning, match="1 of 2 parameters have different values .* If you do, look for"):
         step()
+
+
+@pytest.mark.ranks(3, timeout=60)
+@pytest.mark.parametrize("has_more", [[0], [1, 2]])
+@pytest.mark.parametrize("noise", [on_data, None])
+def test_ranks_that_have_let_go_of_a_model_follow_too(has_more, noise):
+    """A model whose optimizer is gone lives until its garbage is collected, which is not at the same time on all ranks."""
+    kept, seen = [], []
+
+    def train_another():
+        another = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(another.parameters(), lr=0.1)
+        another(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return another
+
+    with parwrap.distributed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = train_another()
+        if parwrap.rank() in has_more:
+            with torch.no_grad():
+                model.weight.add_(parwrap.rank())
+            kept.append(model)
+        del model
+        trained(noise, noisy_from=0 if noise else 99, seen=seen)
+        assert kept or parwrap.rank() not in has_more
+
+    assert all(len({tuple(each) for each in weights}) == 1 for weights in seen[8:])

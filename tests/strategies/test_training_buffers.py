@@ -1,6 +1,7 @@
 """Buffers that training changes, against hand-written ``DistributedDataParallel(broadcast_buffers=True)``."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import buffered
 import parwrap
+from parwrap.strategies.averager import Averager
 from parwrap.strategies.training_buffers import TrainingBuffers
 
 
@@ -302,3 +304,152 @@ def test_an_average_of_a_model_is_evaluated_with_rank_zeros_buffers(kind, how):
         assert all(same_on_all(buffer) for buffer in average.buffers())
         assert all(torch.equal(*pair) for pair in zip(expected, average.buffers(), strict=True))
         assert optimizer
+
+
+class Masked(nn.Linear):
+    """A constant that its forward reads, as a causal mask or frequencies, next to BatchNorm if there is a ``norm``."""
+
+    def __init__(self, norm):
+        super().__init__(4, 4)
+        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)).masked_fill(torch.eye(4) > 0, float("nan")))
+
+    def forward(self, x):
+        return self.norm(super().forward(x)).masked_fill(self.mask[0].isnan(), 0).square().mean()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("norm", [False, True])
+def test_constants_are_sent_no_more_after_an_evaluation(norm, monkeypatch):
+    taken = []
+    take = TrainingBuffers.take
+    monkeypatch.setattr(TrainingBuffers, "take", lambda self, *args, **kwargs: taken.append(self) or take(self, *args, **kwargs))
+    torch.manual_seed(0)
+    with parwrap.distributed():
+        model = Masked(norm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for _ in range(5):
+                optimizer.zero_grad()
+                model(torch.randn(4, 4) + parwrap.rank()).backward()
+                optimizer.step()
+            model.eval()
+            assert not norm or same_on_all(model.norm.running_mean)
+            model.train()
+        at_once = [each.at_once for each in gc.get_objects() if type(each) is Averager and each.buffers is taken[0]]
+
+    assert 1 == len(taken)
+    assert [False] == at_once
+
+
+@pytest.mark.ranks(2)
+def test_a_version_without_other_values_does_not_make_each_step_wait(monkeypatch):
+    """As a load of the same state."""
+    torch.manual_seed(0)
+    with parwrap.distributed():
+        model = Masked(norm=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            if step == 3:
+                model.load_state_dict(copy.deepcopy(model.state_dict()))
+            optimizer.zero_grad()
+            model(torch.randn(4, 4)).backward()
+            optimizer.step()
+        mine = {id(p) for p in model.parameters()}
+        at_once = [each.at_once for each in gc.get_objects() if type(each) is Averager and mine <= each.ids]
+
+    assert [False] == at_once
+
+
+@pytest.mark.ranks(2)
+def test_a_buffer_that_changes_no_more_is_sent_no_more(monkeypatch):
+    """A codebook that is frozen at last: what was taken is no change by the script."""
+    taken = []
+    take = TrainingBuffers.take
+    monkeypatch.setattr(TrainingBuffers, "take", lambda self, *args, **kwargs: taken.append(self) or take(self, *args, **kwargs))
+    torch.manual_seed(0)
+    with parwrap.distributed():
+        model = buffered.Normalized()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(40):
+            if step == 6:
+                model.normalizer.eval()
+            optimizer.zero_grad()
+            model(torch.randn(4, 4) + parwrap.rank()).backward()
+            optimizer.step()
+
+    assert 6 == len(taken)
+
+
+class Tracked(nn.Linear):
+    """Two running statistics; one of them can be lost, or become one that is not sent."""
+
+    def __init__(self):
+        super().__init__(4, 1)
+        self.tracked = nn.Module()
+        self.tracked.register_buffer("cov", torch.eye(4))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+            if getattr(self.tracked, "cov", None) is not None and self.tracked.cov.layout == torch.strided:
+                self.tracked.cov.lerp_(x.T @ x, 0.1)
+        return super().forward(x - self.mean).sum()
+
+
+def delete(model):
+    del model.tracked.cov
+
+
+def make_none(model):
+    model.tracked.cov = None
+
+
+def make_sparse(model):
+    model.tracked.cov = torch.eye(4).to_sparse()
+
+
+def replace_module(model):
+    model.tracked = nn.Identity()
+
+
+@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.parametrize("on", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("lose", [delete, make_none, make_sparse, replace_module])
+def test_a_rank_that_has_lost_a_buffer_goes_on_with_the_others(lose, on):
+    torch.manual_seed(0)
+    with parwrap.distributed():
+        model = Tracked()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(12):
+            if step == 5 and parwrap.rank() in on:
+                lose(model)
+            optimizer.zero_grad()
+            model(torch.randn(4, 4) + parwrap.rank()).backward()
+            optimizer.step()
+
+            assert same_on_all(model.mean)
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_buffer_that_is_a_transpose_is_rank_zeros():
+    class Transposed(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 1)
+            self.register_buffer("kept", torch.zeros(4, 3))
+
+        def forward(self, x):
+            self.kept = x.detach().T
+            return super().forward(x).sum() + self.kept.sum()
+
+    torch.manual_seed(0)
+    with parwrap.distributed():
+        model = Transposed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4) + parwrap.rank()).backward()
+            optimizer.step()
+
+            assert same_on_all(model.kept)
