@@ -46,6 +46,7 @@ class _History:
         ahead: whether a pass has trained only when all of its share was drawn.
         looked: whether a pass has only looked whose rest cannot be read; then every rank reads all from then on.
         phase: how many optimizers there were when the last pass began.
+        looked_phase: that number if the last pass looked at all of it.
         doubt: what the last pass has left open.
         noted: whether it was said that a pass only looked.
         told: the length that was given before the first pass, and that of a pass of the other kind, if they differ.
@@ -59,6 +60,7 @@ class _History:
     ahead: bool = False
     looked: bool = False
     phase: int = -1
+    looked_phase: int | None = None
     doubt: _Doubt | None = None
     noted: bool = False
     told: tuple[int, int] | None = None
@@ -114,7 +116,7 @@ class Loaders:
 
     def agree(self, loader: DataLoader) -> None:
         """Have all ranks hold the same samples behind ``loader``, of which each is about to look at a part."""
-        self._check_told(loader, self._history(loader), trains=False)
+        self.check_told(loader, self._history(loader), trains=False)
         self._shares.agree(loader)
 
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
@@ -125,7 +127,7 @@ class Loaders:
             return self._evaluation(loader, original, lambda: None)
         history = self._history(loader)
         if not torch.is_grad_enabled():
-            return self._evaluation(loader, original, lambda: None, lambda: self._check_told(loader, history, trains=False))
+            return self._evaluation(loader, original, lambda: None, lambda: self.check_told(loader, history, trains=False))
         self._resolve_doubts(history)
         guess = self._trains(loader, history)
         return self._pass(loader, original, history, guess, lambda: self._instead(loader, original, history, guess))
@@ -143,7 +145,8 @@ class Loaders:
         if self._closed:
             return None
         trains = self._trains(loader, history)
-        self._check_told(loader, history, trains)
+        if history.has_trained or not trains:  # else it is known at the end of the pass
+            self.check_told(loader, history, trains)
         if trains == guess or _is_private() or self._loop.parts:
             return None
         with self.streams.shared():
@@ -154,7 +157,7 @@ class Loaders:
         return other
 
     def _training(self, loader: DataLoader, original: Callable, history: _History, instead: Callable[[], Pass | None] | None) -> Pass:
-        position = self._begin(loader)
+        position, history.looked_phase = self._begin(loader), None
         share, weights = self._shares.batches(loader, original, position)
         self._loop.opened_pass()
         sharing, weighed = self._sharing(), Reading()
@@ -218,6 +221,7 @@ class Loaders:
             batches, whole = original(loader), not (self._loop.parts or self._shares.shares_out_itself(loader))
         self._loop.opened_evaluation()
         self.numbers.looks(loader.dataset)
+        self._history(loader).looked_phase = self._loop.phase
         position = self.position(loader)
         position.looked_at += 1
 
@@ -282,8 +286,8 @@ class Loaders:
     def _will_train(self, loader: DataLoader) -> bool:
         """The best guess for a loader that was not iterated yet: scripts ask for its length before the first pass."""
         history = self._history(loader)
-        if history.has_trained:
-            return torch.is_grad_enabled() and history.trains is not False
+        if history.has_trained:  # an average is divided by the length after the pass, also where that only looked
+            return torch.is_grad_enabled() and history.trains is not False and history.looked_phase != self._loop.phase
         if history.trains is not None and history.phase == self._loop.phase:
             return history.trains
         if self._loop.in_eval_mode():
@@ -297,7 +301,7 @@ class Loaders:
         others = (other for each, other in self._histories.items() if each is not loader)
         return any(other.has_trained and other.phase == self._loop.phase for other in others)
 
-    def _check_told(self, loader: DataLoader, history: _History, trains: bool) -> None:
+    def check_told(self, loader: DataLoader, history: _History, trains: bool) -> None:
         """Say so if the length that was given before the first pass has turned out wrong; one that trains may be looked at before."""
         may_train_yet = not (trains or self._loop.backwards or history.told_in_eval) and shuffles(loader)
         if history.told is None or may_train_yet or trains == (history.told[0] < history.told[1]):
@@ -312,14 +316,17 @@ class Loaders:
         )
 
     def _watch_evaluation(self, history: _History) -> Callable[[], None]:
-        before = self._loop.backwards
+        before, versions = self._loop.backwards, self._loop.versions()
         if not self._loop.can_train():
             how = "before any optimizer was built"
         else:
             how = "in eval() mode" if self._loop.in_eval_mode() else "without shuffling after another one was trained on"
 
         def watch() -> None:
-            if self._loop.backwards > before and not self._loop.passes and not history.has_trained:
+            if self._loop.backwards == before or self._loop.passes or history.has_trained:
+                return
+            # a backward alone is for gradients of inputs, or of a Fisher matrix
+            if self._loop.versions() != versions or not (any(self._loop.optimizers()) or self._loop.in_eval_mode()):
                 history.trains = history.has_trained = True
                 self.warn(
                     f"a DataLoader was read {how}, and yet trained on: every rank trained on all of it. "
@@ -414,6 +421,7 @@ class _Reading:
             loop.closed_pass()
         loop.weights.close(self._weighed)
         if loop.backwards > self._backwards:
+            self._owner.check_told(self._loader, history, trains=True)
             history.has_trained, history.told = True, None
             self._owner.numbers.ended(self._loader.dataset)
         elif not exhausted and self._batches is not None and self._batches.undecided() and not sys.is_finalizing():

@@ -21,6 +21,7 @@ from parwrap.sites import is_ours
 __all__ = ["RunningNumbers"]
 
 DIVISIONS = ("/", "/=")
+COMPUTED = ("BINARY_", "INPLACE_")
 REDUCTIONS = {"reduce_sum", "reduce_mean", "gather"}
 
 
@@ -127,7 +128,10 @@ def _divides_by(code: CodeType, name: str) -> int:
     """
     lines = dict(dis.findlinestarts(code))
     line = code.co_firstlineno
-    for one, other in pairwise(dis.get_instructions(code)):
+    instructions = list(pairwise(dis.get_instructions(code)))
+    if any(two.opname.startswith("STORE_") and two.argval == name and one.opname.startswith(COMPUTED) for one, two in instructions):
+        return 0  # a counter, which may have come to the same number
+    for one, other in instructions:
         line = lines.get(one.offset) or line
         if one.opname.startswith("LOAD_") and one.argval == name and _is_division(other):
             return line

@@ -91,3 +91,38 @@ def test_a_loop_that_forgets_to_go_back_to_train_mode_is_shared_out_all_the_same
                 assert list(range(8)) == sorted(torch.cat(list(loader)).tolist())
 
     assert [4, 4, 4, 4] == trained
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_the_length_after_a_pass_that_only_looked_is_that_of_the_whole():
+    """As for an average over the batches of a loader that is trained on too."""
+    with parwrap.distributed():
+        setup, loader = Setup(), DataLoader(range(8), batch_size=2, shuffle=True)
+        for _ in range(2):
+            setup.train(loader)
+            assert 2 == len(loader)
+            with torch.no_grad():
+                read = sum(1 for _ in loader)
+            assert (4, 4) == (read, len(loader))
+        Setup()
+
+        assert 2 == len(loader)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_gradients_of_inputs_in_eval_mode_do_not_train():
+    """As for adversarial examples of a test set, epoch after epoch."""
+    with parwrap.distributed():
+        setup, train, test = Setup(), DataLoader(range(8), batch_size=2, shuffle=True), DataLoader(torch.arange(6.0), batch_size=2)
+        for _ in range(3):
+            setup.train(train)
+            setup.model.eval()
+            seen = 0
+            for x in test:
+                x.requires_grad_()
+                setup.model(x[:, None]).sum().backward()
+                seen += len(x)
+            setup.model.train()
+            assert 6 == seen
