@@ -36,7 +36,8 @@ class RankZeroError(ParwrapError):
 
 def explain(error: BaseException) -> None:
     """Add to an error of CUDA's, raised on one of several ranks, what it does not tell; from Python 3.11 on."""
-    if "invalid device ordinal" in str(error) and sys.version_info >= (3, 11) and not getattr(error, "__notes__", None):
+    said = any("invalid device ordinal" in text for text in error.args if isinstance(text, str))
+    if said and sys.version_info >= (3, 11) and not getattr(error, "__notes__", None):
         error.add_note(
             "parwrap: each rank sees one GPU of its own, which is 'cuda:0' there, so another number names none. Write 'cuda' or 'cuda:0'; "
             "parwrap.local_rank() tells the ranks of a node apart."

@@ -269,8 +269,8 @@ class Loaders:
     def _trains(self, loader: DataLoader, history: _History) -> bool:
         """Whether a pass that begins is one that may train, so that this rank's share comes first.
 
-        A loader that has trained does, and one that shuffles where there is something to train, also in eval mode: where it turns out to be
-        looked at, the rest comes after the share. What does not shuffle is read whole, in order, where it is likely to be looked at.
+        Where there is something to train, a loader may: where it turns out to be looked at, the rest comes after the share. One that does
+        not shuffle is read whole, in order, in eval mode, and where one that shuffles has been trained on.
         """
         if self._shares.keeps():
             return not self._loop.in_eval_mode()
@@ -281,7 +281,7 @@ class Loaders:
         shuffled = _shuffled(loader)
         if shuffled or self._loop.in_eval_mode():
             return shuffled
-        return self._loop.passes > 0 or not self._another_trains(loader)
+        return self._loop.passes > 0 or not self._another_trains(loader, shuffled=True)
 
     def _will_train(self, loader: DataLoader) -> bool:
         """The best guess for a loader that was not iterated yet: scripts ask for its length before the first pass."""
@@ -296,9 +296,9 @@ class Loaders:
             return False
         return not self._shuffled_seen or shuffles(loader)
 
-    def _another_trains(self, loader: DataLoader) -> bool:
-        """Whether another loader has been trained on since the last optimizer was built."""
-        others = (other for each, other in self._histories.items() if each is not loader)
+    def _another_trains(self, loader: DataLoader, shuffled: bool = False) -> bool:
+        """Whether another loader, of those that are ``shuffled``, has been trained on since the last optimizer was built."""
+        others = (other for each, other in self._histories.items() if each is not loader and (not shuffled or _shuffled(each)))
         return any(other.has_trained and other.phase == self._loop.phase for other in others)
 
     def check_told(self, loader: DataLoader, history: _History, trains: bool) -> None:

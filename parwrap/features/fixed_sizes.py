@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from parwrap.batch_weights import Weighed
+from parwrap.raised import in_one_line
 
 __all__ = ["note_fixed_size"]
 
@@ -19,7 +20,7 @@ def note_fixed_size(error: BaseException, batch: Weighed, size: int) -> None:
     >>> "this rank had 16 of the 32 samples of a batch" in str(getattr(error, "__notes__", error))
     True
     """
-    if not (batch.split and size > 1 and isinstance(error, (RuntimeError, ValueError)) and OF_SHAPES.search(str(error))):
+    if not (batch.split and size > 1 and isinstance(error, (RuntimeError, ValueError)) and OF_SHAPES.search(in_one_line(error))):
         return
     part = f"{batch.samples} of the {round(batch.samples * size / batch.weight)} samples of a batch" if batch.weight else "none of a batch"
     text = (

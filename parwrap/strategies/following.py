@@ -1,7 +1,7 @@
 """Weights that a script changes by itself to other values on each rank, as by noise (SGLD): from then on rank 0's are taken for each batch.
 
 Gradients are averaged, so steps keep weights the same. What is added to weights or to gradients from random streams of each rank does not.
-Weights are compared at the second backward of each place, and in backwards from the eighth meeting of the ranks on, at numbers of meetings
+Weights are compared at the second backward of each place, and in backwards from the 16th meeting of the ranks on, at numbers of meetings
 that are powers of two. Once they have drifted apart, all ranks take rank 0's with each batch of a training pass, so that its noise is
 everybody's. A loop by hand takes them in its backward, after the forward: that gradient is of each rank's own weights.
 """
@@ -26,7 +26,7 @@ __all__ = ["Following"]
 COMPARED = "weights that should be the same"
 FOLLOWED = "rank 0's weights"
 
-FIRST_LOOK = 8
+FIRST_LOOK = 16
 """The number of the meeting of ranks from which weights are compared; then at each power of two."""
 
 Number = tuple[int, int]

@@ -1,6 +1,7 @@
 """Pieces of plain scripts that write and read files by libraries in native code; each function returns what it has seen."""
 
 import gc
+import importlib
 import sqlite3
 
 import numpy as np
@@ -129,6 +130,8 @@ def sound(rank):
 def tables(rank):
     pandas = pytest.importorskip("pandas")
     pa = pytest.importorskip("pyarrow")
+    for part in ("csv", "feather", "parquet"):
+        importlib.import_module(f"pyarrow.{part}")
 
     seen = []
     for step in range(3):

@@ -124,7 +124,7 @@ def test_what_a_worker_tells_of_a_script(worker, tmp_path):
     output = queue.Queue()
     (tmp_path / "train.py").write_text("""
 import os, sys
-print({name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "FORK")}, sys.stdin.read(), sys.argv[1:])
+print({name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "FORK")}, sys.argv[1:])
 raise KeyError("no such key")
 """)
     os.environ["FORK"] = "spoon"
@@ -135,7 +135,7 @@ raise KeyError("no such key")
     told = list(output.queue)
     assert {} == told[0]
     expected = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "FORK": "spoon"}
-    assert f"{expected}  ['a', 'b c']\n" == b"".join(text for name, text in told[1:-1] if name == "stdout").decode()
+    assert f"{expected} ['a', 'b c']\n" == b"".join(text for name, text in told[1:-1] if name == "stdout").decode()
     failure = Failure(**told[-1])
     assert ("raised", 1, 0, 1) == (failure.ending, failure.status, failure.rank, failure.size)
     assert failure.text.endswith('train.py", line 4, in <module>\n    raise KeyError("no such key")\nKeyError: \'no such key\'')
