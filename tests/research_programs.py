@@ -51,12 +51,22 @@ class ResearchProgram:
 
     @property
     def same_by_theory(self):
-        """Whether ranks that split each batch must come to the weights of a single process."""
+        """Whether ranks that split each batch must come to the weights of a single process.
+
+        Without a backward it is not known which batch that was drawn ahead is meant, nor what weights a loss inside of ``torch.func`` has.
+        """
+        if self.gradients != "backward" and (self.draws == "ahead" or self.weighted):
+            return False
         return self.draws != "random" and self.buffers == "none" and self.gradients != "per_sample" and self.fails is None
 
     @property
     def has_equal_by_hand(self):
-        """Whether hand-written DDP with a ``DistributedSampler`` must come to the same weights."""
+        """Whether hand-written DDP with a ``DistributedSampler`` must come to the same weights.
+
+        Without a backward, buffers that training changes wait for the evaluation.
+        """
+        if self.gradients == "autograd" and self.buffers != "none":
+            return False
         return self.draws != "random" and self.looks == "nothing" and self.fails is None
 
 
