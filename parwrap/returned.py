@@ -307,7 +307,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 def _storage(tensor: torch.Tensor) -> torch.Tensor:
     """All of the storage that ``tensor`` is in."""
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
 
 
 def _repeats(tensor: torch.Tensor) -> bool:

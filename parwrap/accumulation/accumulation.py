@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,7 @@ class Accumulation(AtWork):
         self.position = Position(steps)
         self._over_ranks = over_ranks
         self._asked: dict[tuple[int, int], Asked] = {}
-        self._asks: dict[int, int] = {}
+        self._asks: Counter[torch.optim.Optimizer] = Counter()
         self._clips: list[Clip] = []
         self._unsettled: list[tuple[tuple[int, int], Asked]] = []
         self._drops: dict[tuple[int, int], bool] = {}
@@ -115,7 +116,7 @@ class Accumulation(AtWork):
         self._catch_up()
         self._settle()
         site, position = call_site(), self.position
-        if position.over(site):
+        if position.over(site) or (position.asked and position.is_new(site) and self._has_stepped_with_all(call)):
             self._next_batch()
         elif position.left(site):
             self._leave(call)
@@ -145,6 +146,11 @@ class Accumulation(AtWork):
         for reading in feeding:
             reading.trains = True
 
+    def _has_stepped_with_all(self, call: Backward) -> bool:
+        """Whether the running batch has stepped with all that ``call`` reaches: another loop has begun, if its place is new."""
+        stepped = {id(p) for optimizer in self._asks for p in parameters_of(optimizer)}
+        return all(id(leaf) in stepped for leaf in reached(call.beginnings) if isinstance(leaf, torch.nn.Parameter))
+
     def _leave(self, call: Backward) -> None:
         """No step has followed the batch before: it was left, as where a loss is not finite, or the loop accumulates by hand."""
         if any(leaf.grad is not None and leaf.grad.any() for leaf in reached(call.beginnings)):
@@ -157,7 +163,7 @@ class Accumulation(AtWork):
         """The running batch counts for nothing, and so does the window that it would have closed."""
         self._clips = []
         if self.position.closing:
-            self._asked, self._asks = {}, {}
+            self._asked, self._asks = {}, Counter()
             self.position.begin_window()
         else:
             self.position.take_back()
@@ -186,8 +192,8 @@ class Accumulation(AtWork):
             self._refuse_own_gradients(optimizer)
         position.step()
         self._has_stepped = True
-        key = id(optimizer), self._asks.get(id(optimizer), 0)
-        self._asks[id(optimizer)] = key[1] + 1
+        key = id(optimizer), self._asks[optimizer]
+        self._asks[optimizer] += 1
         if position.closing:
             if key in self._asked:
                 self._complete([self._asked.pop(key)])
@@ -267,7 +273,7 @@ class Accumulation(AtWork):
             self._end_window()
             return
         self.position.end()
-        self._asks, self._clips = {}, []
+        self._asks, self._clips = Counter(), []
         for reading in self._readings:
             reading.drew = False
 
@@ -278,7 +284,7 @@ class Accumulation(AtWork):
         if position.closing and not self._has_stepped:
             self._refuse_no_step(position.batches + 1)
         self._warn_of_sums_not_used()
-        self._asked, self._asks, self._clips = {}, {}, []
+        self._asked, self._asks, self._clips = {}, Counter(), []
         left = [each for each in asked if not each.given and each.sums]
         weight = position.open_weight
         position.begin_window()

@@ -28,6 +28,8 @@ class Position:
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self._told: float | None = None
+        self._before: dict[tuple, set[tuple]] = {}
+        self._sites: dict[tuple, None] = {}
         self.begin_window()
 
     def begin_window(self) -> None:
@@ -39,9 +41,11 @@ class Position:
 
     def begin_batch(self) -> None:
         """Another batch, in which there was no backward yet."""
+        for first in [*self._sites][:1]:
+            self._before[first] = {*self._sites}
         self.backwards, self.closing = 0, False
         self._relative, self._own_weight, self._loss_factor = 1.0, 1.0, 1.0
-        self._sites: set[tuple] = set()
+        self._sites = {}
         self._followed: set[tuple] = set()
         self._drawn_after: set[tuple] = set()
 
@@ -68,7 +72,7 @@ class Position:
     def drew(self) -> None:
         """What was counted before was of another batch."""
         self._told = None
-        self._drawn_after |= self._sites
+        self._drawn_after |= {*self._sites}
 
     def begin(self, closing: bool, weight: float = 1.0, part: float = 1.0, loss_factor: float = 1.0) -> None:
         """The first backward of the batch is about to run.
@@ -96,16 +100,21 @@ class Position:
 
     def ran_backward(self, site: tuple) -> None:
         self.backwards += 1
-        self._sites.add(site)
+        self._sites[site] = None
 
     def step(self) -> None:
         """An optimizer was asked to step."""
         self._told = None
-        self._followed |= self._sites
+        self._followed |= {*self._sites}
 
     def over(self, site: tuple) -> bool:
         """Whether a backward that is called at ``site`` belongs to another batch than the last did."""
         return site in self._followed
+
+    def is_new(self, site: tuple) -> bool:
+        """Whether an earlier batch that began where this one did had no backward at ``site``."""
+        first = next(iter(self._sites), None)
+        return site not in self._sites and first in self._before and site not in self._before[first]
 
     def left(self, site: tuple) -> bool:
         """Whether a backward at ``site`` has run, and more was drawn since, but no step has followed."""

@@ -35,6 +35,32 @@ def step(w, optimizer, number):
     optimizer.step()
 
 
+@pytest.mark.parametrize("warm_up", [3, 4, 6])
+def test_a_loop_that_follows_another_goes_on_with_its_batches(warm_up):
+    def in_two_loops():
+        w = weight()
+        optimizer, seen = torch.optim.SGD([w], lr=1.0), []
+        for number in range(warm_up):
+            step(w, optimizer, number)
+            seen.append(w.item())
+        for number in range(12 - warm_up):
+            step(w, optimizer, number)
+            seen.append(w.item())
+        return seen
+
+    assert [-1.0 * (done // 4) for done in range(1, 13)] == parwrap.accumulate(4)(in_two_loops)()
+
+
+def test_two_losses_of_a_batch_at_different_places_are_steps_of_their_own():
+    def twice(w, optimizer, number):
+        step(w, optimizer, number)
+        optimizer.zero_grad()
+        (w * 10.0).sum().backward()
+        optimizer.step()
+
+    assert trained(twice, steps=2, batches=6) == [0, 0, -11, -11, -22, -22, -33]
+
+
 def test_a_hook_on_a_parameter_sees_each_gradient_once():
     def hooked(w, optimizer, number):
         if number == 0:
