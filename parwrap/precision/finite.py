@@ -35,6 +35,7 @@ class Found:
     def __init__(self, parameters: Iterable[torch.Tensor], later: bool = False) -> None:
         self.counted = False
         self._flags: dict[torch.device, torch.Tensor] = {}
+        self._any: bool | None = None
         self._seen: list[tuple[weakref.ref[torch.Tensor], int] | None] | None = None
         if not later:
             self.look_again(parameters)
@@ -42,7 +43,9 @@ class Found:
     @property
     def any(self) -> bool:
         """Whether one is infinite or not a number."""
-        return any(flag.item() for flag in self._flags.values())
+        if self._any is None:
+            self._any = any(flag.item() for flag in self._flags.values())
+        return self._any
 
     @torch.no_grad()
     def look_again(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -73,6 +76,7 @@ class Found:
         self._seen = [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
 
     def _look(self, grads: list[torch.Tensor | None]) -> None:
+        self._any = None
         alike: dict[tuple[torch.device, torch.dtype, bool], list[torch.Tensor]] = {}
         for grad in grads:
             if grad is not None:

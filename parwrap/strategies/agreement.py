@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 
 from parwrap.errors import RankMismatchError
 
-__all__ = ["Described", "View", "alike", "checksum", "described", "differing", "is_stand_in", "refuse_different_parameters"]
+__all__ = ["Described", "View", "alike", "checksums", "described", "differing", "is_stand_in", "refuse_different_parameters"]
 
 MARK = "_parwrap_stand_in"
 
@@ -72,23 +72,44 @@ class View:
     buffers: bool = False
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """The sum of the bit patterns: the same for the same values, and different for two random initialisations."""
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The sum of the bit patterns of each tensor: the same for the same values, and different for two random initialisations.
+
+    The host waits for a device once, however many tensors are there.
+
+    >>> checksums([torch.zeros(2, 3), torch.tensor([1, 2])])
+    [0, 3]
+    """
+    sums = [_sum_of_bits(tensor) for tensor in tensors]
+    places: dict[torch.device, list[int]] = {}
+    for place, each in enumerate(sums):
+        places.setdefault(each.device, []).append(place)
+    found = {}
+    for on_device in places.values():
+        found.update(zip(on_device, torch.stack([sums[place] for place in on_device]).tolist(), strict=True))
+    return [found[place] for place in range(len(sums))]
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided:
-        return 0
+        return torch.zeros((), dtype=torch.int64)
     octets = tensor.detach().reshape(-1).view(torch.uint8)
     if octets.numel() % 8 or octets.storage_offset() % 8:
-        return int(octets.sum())
-    return int(octets.view(torch.int64).sum())  # whole words need no copy, which a sum of narrower integers makes
+        return octets.sum(dtype=torch.int64)
+    return octets.view(torch.int64).sum()  # whole words need no copy, which a sum of narrower integers makes
 
 
-def described(tensor: torch.Tensor) -> Described:
-    """What is told of ``tensor``.
+def described(tensors: Iterable[torch.Tensor]) -> list[Described]:
+    """What other ranks get to know of each tensor.
 
-    >>> described(torch.zeros(2, 3))
-    Described(shape=(2, 3), dtype=torch.float32, checksum=0, device='cpu')
+    >>> described([torch.zeros(2, 3)])
+    [Described(shape=(2, 3), dtype=torch.float32, checksum=0, device='cpu')]
     """
-    return Described(tuple(tensor.shape), tensor.dtype, checksum(tensor), tensor.device.type)
+    tensors = list(tensors)
+    return [
+        Described(tuple(tensor.shape), tensor.dtype, value, tensor.device.type)
+        for tensor, value in zip(tensors, checksums(tensors), strict=True)
+    ]
 
 
 def differing(views: Collection[View], owned: Sequence[tuple[int, int]]) -> list[int]:

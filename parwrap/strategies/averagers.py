@@ -15,7 +15,7 @@ import torch
 
 from parwrap.group import Group
 from parwrap.loop import Loop
-from parwrap.strategies.agreement import Described, View, alike, checksum, differing, is_stand_in
+from parwrap.strategies.agreement import Described, View, alike, checksums, differing, is_stand_in
 from parwrap.strategies.averager import Averager
 from parwrap.strategies.following import Following
 from parwrap.strategies.same_values import BUILT_APART, take_values
@@ -141,7 +141,8 @@ class Averagers:
 
     def compare_at_end(self) -> None:
         """All ranks leave: have rank 0's weights everywhere if a rank has taken steps of its own."""
-        mine = {number: checksum(p) for number, p in self._loop.once_owned().items()}
+        owned = self._loop.once_owned()
+        mine = dict(zip(owned, checksums(owned.values()), strict=True))
         told = self._group.share("weights at the end", mine, range(self._group.world.size)).values()
         different = [number for number, value in mine.items() if any(each.get(number, value) != value for each in told)]
         # all ranks do this alike, whichever of the parameters they know

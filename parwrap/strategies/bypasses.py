@@ -19,7 +19,7 @@ from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
 from parwrap.sites import call_site, location, worth_a_look
-from parwrap.strategies.agreement import checksum
+from parwrap.strategies.agreement import checksums
 
 __all__ = ["Bypasses"]
 
@@ -161,4 +161,4 @@ def _called_by_torch() -> bool:
 
 
 def _checksums(leaves: list[torch.Tensor]) -> tuple[int, ...]:
-    return tuple(checksum(leaf) for leaf in leaves)
+    return tuple(checksums(leaves))

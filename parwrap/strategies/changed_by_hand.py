@@ -11,7 +11,7 @@ from torch import nn
 
 from parwrap.loop import Loop
 from parwrap.sites import worth_a_look
-from parwrap.strategies.agreement import checksum
+from parwrap.strategies.agreement import checksums
 
 __all__ = ["ChangedByHand"]
 
@@ -43,8 +43,8 @@ class ChangedByHand:
             if id(leaf) in owned:
                 continue
             if known is None or known() is not leaf:
-                self._seen[id(leaf)] = weakref.ref(leaf), self._loop.batches, checksum(leaf)
-            elif (isinstance(leaf, nn.Parameter) or self._loop.batches > batch) and checksum(leaf) != before:
+                self._seen[id(leaf)] = weakref.ref(leaf), self._loop.batches, checksums([leaf])[0]
+            elif (isinstance(leaf, nn.Parameter) or self._loop.batches > batch) and checksums([leaf])[0] != before:
                 self._warn(leaf)
                 return
 

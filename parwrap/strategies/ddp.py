@@ -321,6 +321,7 @@ class DDP(Strategy):
             return isinstance(leaf, nn.Parameter) or id(leaf) in number_of
 
         mine = {id(p): p for p in (*known, *reversed(leaves.values())) if is_parameter(p) and p.requires_grad}
+        numbered = [p for key, p in mine.items() if key in number_of]
         others = [p for key, p in mine.items() if key not in number_of]
         bare = [leaf for leaf in reversed(leaves.values()) if not is_parameter(leaf) and (afresh or id(leaf) in site.bare)]
         remade = not (afresh or mine or bare) and bool(site.bare)
@@ -330,9 +331,9 @@ class DDP(Strategy):
         view = View(
             place,
             site.trail,
-            owned={number_of[key]: described(p) for key, p in mine.items() if key in number_of},
-            others=[described(p) for p in others],
-            bare=[described(leaf) for leaf in bare],
+            owned=dict(zip((number_of[id(p)] for p in numbered), described(numbered), strict=True)),
+            others=described(others),
+            bare=described(bare),
             sparse=frozenset(number_of[key] for key in sparse if key in number_of),
             reenters=site.reenters or self._nested or reenters(call.beginnings),
             generation=self._loop.generation,
@@ -393,7 +394,7 @@ class DDP(Strategy):
             Whether the set does not fit any more.
         """
         others = [p for p in others if id(p) not in self._strays]
-        mine = (averager.missed, averager.misfits, [described(p).kind for p in others])
+        mine = (averager.missed, averager.misfits, [(tuple(p.shape), p.dtype) for p in others])
         told = self._group.share(ASTRAY, mine, range(self._group.world.size)).values()
         averager.drop(frozenset.intersection(*(missed for missed, _, _ in told)))
         kinds: list[Any] = next((each for _, _, each in told if each), [])
@@ -413,7 +414,9 @@ class DDP(Strategy):
     def _average_strays(self, averager: Averager, weight: float) -> None:
         """Average what this backward left in parameters outside of its set, and take them into the set."""
         owned = self._loop.once_owned()
-        mine = {number: (described(p), p.grad is not None and p.grad.is_sparse) for number, p in owned.items() if id(p) in self._strays}
+        own = {number: p for number, p in owned.items() if id(p) in self._strays}
+        have_sparse = [p.grad is not None and p.grad.is_sparse for p in own.values()]
+        mine = dict(zip(own, zip(described(own.values()), have_sparse, strict=True), strict=True))
         told = self._group.share(STRAYS, mine, range(self._group.world.size))
         numbered = sorted({number: each for view in told.values() for number, each in view.items()}.items())
         trained = {number: p for number, p in owned.items() if p.requires_grad}  # DDP passes over those that are frozen on this rank

@@ -80,7 +80,7 @@ class Following:
     def _compare(self, present: list[int]) -> None:
         self._next_look = 1 << self._number().bit_length()
         source, owned = min(present), self._loop.once_owned()
-        told = self._group.share(COMPARED, {number: described(p) for number, p in owned.items()}, present)
+        told = self._group.share(COMPARED, dict(zip(owned, described(owned.values()), strict=True)), present)
         by_number = {n: [view[n] for view in told.values()] for n in sorted(set.intersection(*map(set, told.values())))}
         different = [n for n, each in by_number.items() if len({of.checksum for of in each}) > 1 and len({of.kind for of in each}) == 1]
         # a rank that has come for something else may have less

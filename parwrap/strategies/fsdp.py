@@ -28,7 +28,7 @@ from parwrap.loop import Loop, parameters_of
 from parwrap.mailbox import Meeting
 from parwrap.options import Options
 from parwrap.sites import location
-from parwrap.strategies.agreement import checksum
+from parwrap.strategies.agreement import checksums
 from parwrap.strategies.graph import leading_sizes
 from parwrap.strategies.in_step import InStep
 from parwrap.strategies.replicated import Replicated
@@ -294,7 +294,7 @@ class FSDP(Strategy):
 
     def _make_alike(self, named: list[tuple[str, torch.Tensor]]) -> None:
         """All ranks are about to shard the same parameters: have them of the same values too."""
-        mine = [(name, tuple(p.shape), p.dtype) for name, p in named], [checksum(p) for _, p in named]
+        mine = [(name, tuple(p.shape), p.dtype) for name, p in named], checksums(p for _, p in named)
         told = self._group.exchange(SHARDING, mine)
         for rank, (kinds, _) in told.items():
             if kinds != told[0][0]:

@@ -69,7 +69,8 @@ class LocalSteps:
         parameters = {(number, place): p for place, p in enumerate(parameters_of(optimizer))}
         if self._sizes.get(number) != len(parameters):
             self._sizes[number] = len(parameters)
-            told = {which: described(p) for which, p in parameters.items() if p.requires_grad}
+            trained = {which: p for which, p in parameters.items() if p.requires_grad}
+            told = dict(zip(trained, described(trained.values()), strict=True))
             self._compare(told, self._group.meet(COMPARED))
             others = self._loop.sharing(optimizer) - {number}  # whose momenta are not those of what begins now
             self._outer.keep([which for which in self._loop.once_owned() if which[0] not in others])

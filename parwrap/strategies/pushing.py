@@ -21,7 +21,7 @@ from parwrap.loop import Loop, parameters_of
 from parwrap.meetings import FIRST_BACKWARD
 from parwrap.raised import in_one_line
 from parwrap.sites import location
-from parwrap.strategies.agreement import checksum
+from parwrap.strategies.agreement import checksums
 from parwrap.strategies.ending import ending, take_over
 from parwrap.strategies.held import Pushed
 from parwrap.strategies.server import Begun
@@ -229,7 +229,7 @@ class Pushing:
     def _agree(self, new: dict[int, Optimizer] | None) -> None:
         """Have the lowest rank that is in a backward tell the servers of optimizers; ``None`` on one that is elsewhere."""
         ranks = [rank for rank in range(self._group.world.size) if rank not in self._split.lost()]
-        mine = None if new is None else {number: [checksum(p) for p in parameters_of(each)] for number, each in new.items()}
+        mine = None if new is None else {number: checksums(parameters_of(each)) for number, each in new.items()}
         own = dict(self._loop.numbered_optimizers())
         views = self._group.share(FIRST_BACKWARD, (mine, set(own)), ranks)
         told = {rank: view for rank, (view, _) in views.items() if view is not None}

@@ -153,7 +153,7 @@ def _laid_out(parameters: Mapping[Number, torch.Tensor]) -> dict[Number, _Place]
             begins[storage.data_ptr()] = end
             end += -(-storage.nbytes() // ALIGNED) * ALIGNED
         begin = begins[storage.data_ptr()]
-        places[number] = _Place(begin, storage.nbytes(), int(p.storage_offset()), tuple(map(int, p.stride())), described(p))
+        places[number] = _Place(begin, storage.nbytes(), int(p.storage_offset()), tuple(map(int, p.stride())), described([p])[0])
     return places
 
 

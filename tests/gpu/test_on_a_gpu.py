@@ -139,7 +139,7 @@ def test_the_host_waits_for_a_gpu_no_more_than_torchs_own_tools_do(feature, each
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
 
-        for x, y in data:  # until nothing is new any more
+        for x, y in 3 * data:  # until nothing is new any more, and past the 32nd step, at which weights are compared
             step(x, y)
         with synchronizations() as places:
             for x, y in data[:8]:
@@ -149,3 +149,21 @@ def test_the_host_waits_for_a_gpu_no_more_than_torchs_own_tools_do(feature, each
     places = parwrap.distributed(feature()(train) if feature else train)()
 
     assert 8 * each_step >= len(places), places
+
+
+def step_once(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(8, 4, device=DEVICE)).sum().backward()
+    optimizer.step()
+
+
+def test_what_launched_ranks_train_on_the_gpu_comes_back_there():
+    torch.manual_seed(0)
+    model, alone = (nn.Linear(4, 2).to(DEVICE) for _ in range(2))
+    alone.load_state_dict(model.state_dict())
+
+    parwrap.distributed(nprocs=2, backend="gloo")(step_once)(model)
+    step_once(alone)
+
+    assert torch.device(DEVICE).type == model.weight.device.type
+    assert same([p.detach() for p in alone.parameters()], [p.detach() for p in model.parameters()], within=1e-6)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import parwrap
 from parwrap.precision.finite import Found
@@ -188,3 +189,33 @@ def test_an_overflow_that_no_step_was_asked_for_with_is_forgotten():
     assert torch.equal(one, other)
     assert one.isfinite().all()
     assert not torch.equal(before, one)
+
+
+class CopiesToTheHost(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_asks_a_device_once_whether_gradients_are_finite_as_gradscaler_does():
+    @parwrap.amp(**LARGE)
+    def train():
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        counts = []
+        for _ in range(4):
+            with CopiesToTheHost() as copies:
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+            counts.append(copies.count)
+        return counts
+
+    of_the_scale = 1  # which lies on the CPU
+    assert [1 + of_the_scale] * 4 == train()

@@ -39,8 +39,8 @@ def test_a_mesh_of_gpus_is_made_when_the_one_that_a_rank_sees_is_set(monkeypatch
 
 def test_what_stands_in_for_a_parameter_is_where_the_others_have_theirs():
     """Another backend would carry its gradient, for which the others wait."""
-    assert torch.device("cpu") == described(torch.zeros(2)).stand_in(GPU).device
-    assert torch.device("meta") == described(torch.zeros(2))._replace(device="meta").stand_in(torch.device("meta")).device
+    assert torch.device("cpu") == described([torch.zeros(2)])[0].stand_in(GPU).device
+    assert torch.device("meta") == described([torch.zeros(2)])[0]._replace(device="meta").stand_in(torch.device("meta")).device
 
 
 @pytest.mark.ranks(2)
