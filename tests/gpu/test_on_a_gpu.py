@@ -1,11 +1,11 @@
 """Two ranks that share one GPU over gloo, beside hand-written DDP; with ``PARWRAP_TEST_DEVICE=cpu`` the same on CPUs, to try these tests.
 
-nccl refuses two ranks on one GPU, so that a machine with several is needed to test it.
+NCCL is tested in test_nccl_on_one_gpu.py.
 """
 
 import os
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -19,6 +19,8 @@ import parwrap
 
 DEVICE = os.environ.get("PARWRAP_TEST_DEVICE", "cuda")
 STEPS = 12
+SETTLED = 36
+"""Steps after which nothing is new; weights have been compared in the 32nd."""
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() == 0, reason="torch sees no GPU here")
 
@@ -131,7 +133,7 @@ def test_the_host_waits_for_a_gpu_no_more_than_torchs_own_tools_do(feature, each
         pytest.skip("only GPUs are waited for")
 
     def train():
-        model, data = build(), list(batches(STEPS))
+        model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
         def step(x, y):
@@ -139,10 +141,10 @@ def test_the_host_waits_for_a_gpu_no_more_than_torchs_own_tools_do(feature, each
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
 
-        for x, y in 3 * data:  # until nothing is new any more, and past the 32nd step, at which weights are compared
-            step(x, y)
-        with synchronizations() as places:
-            for x, y in data[:8]:
+        with ExitStack() as watched:
+            for number, (x, y) in enumerate(list(batches(SETTLED + 8))):
+                if number == SETTLED:
+                    places = watched.enter_context(synchronizations())
                 step(x, y)
         return places
 
