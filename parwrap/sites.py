@@ -10,7 +10,9 @@ from types import FrameType
 
 import torch
 
-__all__ = ["call_site", "innermost", "is_ours", "location", "trail", "worth_a_look"]
+from parwrap.imported import is_installed, is_standard
+
+__all__ = ["call_site", "from_script", "innermost", "is_ours", "location", "trail", "worth_a_look"]
 
 DEPTH = 10
 """Frames that tell one call site from another: enough to see through a script's own helper functions."""
@@ -69,3 +71,41 @@ def innermost(frame: FrameType) -> str:
 def is_ours(frame: FrameType) -> bool:
     """Whether ``frame`` runs code of torch or of parwrap."""
     return frame.f_code.co_filename.startswith(_OURS)
+
+
+def from_script(frame: FrameType | None) -> bool:
+    """Whether ``frame`` runs the script's code: ``__main__``, its package, and modules that are not installed.
+
+    The standard library passes calls on, as ``threading`` does: there the frames around it decide. While ``torch.compile`` traces code,
+    that code decides.
+    """
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename)
+        if kind == TRACER and (traced := getattr(frame.f_locals.get("self"), "f_code", None)):
+            kind = _kind(traced.co_filename)
+        if kind == SCRIPT:
+            return True
+        if kind == LIBRARY:
+            return _in_main_package(frame)
+        frame = frame.f_back
+    return True
+
+
+SCRIPT, LIBRARY, PASSING, TRACER = range(4)
+_DYNAMO = os.path.join(os.path.dirname(str(torch.__file__)), "_dynamo", "")
+
+
+@functools.cache
+def _kind(file: str) -> int:
+    """Whose code the source ``file`` has."""
+    if file == _DYNAMO + "symbolic_convert.py":
+        return TRACER  # its frames have the code that they trace in ``self.f_code``
+    if file.startswith(("<frozen ", _DYNAMO + "variables")) or is_standard(file) or f"{os.sep}wrapt{os.sep}" in file:
+        return PASSING
+    return LIBRARY if file.startswith(_OURS) or is_installed(file) else SCRIPT
+
+
+def _in_main_package(frame: FrameType) -> bool:
+    """Whether ``frame`` is of ``__main__`` or a module of its package: ``python -m`` runs installed ones too."""
+    name, main = frame.f_globals.get("__name__") or "", getattr(sys.modules["__main__"], "__package__", None)
+    return name == "__main__" or bool(main and name.partition(".")[0] == main.partition(".")[0])
