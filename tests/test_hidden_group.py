@@ -51,6 +51,12 @@ def test_an_installed_package_that_is_run_sees_no_group_in_any_of_its_modules(pa
     assert (0, f"{HIDDEN}\n", "") == parwrap_run("--nproc-per-node", "2", "-m", "recipes.train")
 
 
+def test_features_of_the_command_see_the_group(parwrap_run, script):
+    code, stdout, stderr = parwrap_run("--nproc-per-node", "2", "--sync-bn", "--amp", script(ASKING + "print(asked())"))
+
+    assert (0, f"{HIDDEN}\n") == (code, stdout), stderr
+
+
 def test_code_that_is_compiled_and_code_in_threads_see_what_the_script_does(parwrap_run, script):
     path = script("""
 from concurrent.futures import ThreadPoolExecutor
