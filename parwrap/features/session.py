@@ -107,7 +107,7 @@ class Session:
         try:
             yield
         except BaseException as error:
-            note_fixed_size(error, self._loop.weights.last, group.world.size)
+            self.note(error)
             explain(error)
             failed(error)  # one inside would have been caught
             if isinstance(error, SystemExit) and not error.code:
@@ -119,6 +119,11 @@ class Session:
             raise
         else:
             self._leave(group)
+
+    def note(self, error: BaseException) -> None:
+        """Add to an ``error`` of the function what it may come from."""
+        if self._group is not None:
+            note_fixed_size(error, self._loop.weights.last, self._group.world.size)
 
     def _leave(self, group: Group) -> None:
         if self.loaders is not None:
