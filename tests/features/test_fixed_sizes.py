@@ -7,10 +7,12 @@ import torch
 from torch import nn
 data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))
 model = nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for x, y in torch.utils.data.DataLoader(data, batch_size=12):
     out = model(x)
     {line}
     out.sum().backward()
+    optimizer.step()
 """
 NOTE = (
     "parwrap: with batch='global' this rank had 6 of the 12 samples of a batch. If a batch size is fixed in the code, read it from the "
