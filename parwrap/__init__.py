@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from parwrap.decorator import Decorating
     from parwrap.errors import LaunchError, ParwrapError, RankMismatchError, RankZeroError, UsageError
     from parwrap.features.amp import amp_state
+    from parwrap.features.gather_with_grad import gather_with_grad
     from parwrap.features.launch import launch
     from parwrap.features.loaders import loaders
     from parwrap.features.mean import mean_over_ranks
@@ -42,6 +43,7 @@ _HOMES = {
     "parwrap.features.distributed": ("distributed",),
     "parwrap.features.evaluate": ("evaluate",),
     "parwrap.features.every_rank": ("every_rank_writes",),
+    "parwrap.features.gather_with_grad": ("gather_with_grad",),
     "parwrap.features.hogwild": ("hogwild",),
     "parwrap.features.launch": ("launch",),
     "parwrap.features.loaders": ("loaders",),
@@ -77,6 +79,7 @@ __all__ = [
     "evaluate",
     "every_rank_writes",
     "gather",
+    "gather_with_grad",
     "hogwild",
     "is_rank_zero",
     "launch",

@@ -6,13 +6,12 @@ batch a backward is of, or the sizes in the graph do. They are only read where b
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from parwrap.sites import location
+from parwrap.sites import location, warn
 
 __all__ = ["BatchWeights", "Reading", "Weighed"]
 
@@ -151,9 +150,8 @@ class BatchWeights:
     def _warn(self) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"parwrap: the loss at {location()} may be over several batches, and this rank's parts of them count differently, as where "
                 "the last batch is smaller. It counts by the batch that was drawn last. Give the DataLoader drop_last=True, or divide by "
-                "what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once.",
-                stacklevel=2,
+                "what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once."
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,14 @@ __all__ = [
     "barrier",
     "broadcast",
     "callers",
+    "differing_structures",
     "gather",
     "gathered_objects",
     "group_for",
+    "home",
     "reduce_mean",
     "reduce_sum",
+    "refuse_difference",
     "sent",
 ]
 
@@ -271,21 +274,26 @@ def _compared(name: str, structure: Structure, group: Group, remedy: str = ALIKE
     Raises:
         RankMismatchError: the structures differ.
     """
+    structures = differing_structures(name, structure, group)
+    refuse_difference(name, structures, remedy)
+    return mixed_dtypes(structure, structures.values()) if structures else []
+
+
+def differing_structures(name: str, structure: Structure, group: Group) -> dict[int, Structure]:
+    """The ``structure`` of each rank that has come for the collective ``name``; empty if all ranks have, with the same."""
     mine = digest(structure)
     if group.meetings is not None:
         ranks = group.meet(f"parwrap.{name}", mine)
-        if group.meetings.alike:
-            return []
-        structures = group.share("structure", structure, ranks)
-    else:
-        digests = torch.empty(group.world.size, dtype=torch.int64, device=_home(group))
-        dist.all_gather_into_tensor(digests, torch.tensor([mine], device=digests.device))
-        if (digests == mine).all():
-            return []
-        structures = dict(enumerate(gathered_objects(name, structure, group)))
+        return {} if group.meetings.alike and len(ranks) == group.world.size else group.share("structure", structure, ranks)
+    digests = torch.empty(group.world.size, 1, dtype=torch.int64, device=home(group))
+    dist.all_gather(list(digests), torch.tensor([mine], device=digests.device))
+    return {} if (digests == mine).all() else dict(enumerate(gathered_objects(name, structure, group)))
+
+
+def refuse_difference(name: str, structures: Mapping[int, Structure], remedy: str) -> None:
+    """Raise a ``RankMismatchError`` that says how the ``structures`` given to the collective ``name`` differ, if they do."""
     if told := difference(structures):
         raise RankMismatchError(f"parwrap.{name}() got something else on other ranks: {told}. {remedy}")
-    return mixed_dtypes(structure, structures.values())
 
 
 def _as_tensor(name: str, leaf: Any) -> torch.Tensor:
@@ -305,17 +313,17 @@ def _as_tensor(name: str, leaf: Any) -> torch.Tensor:
 
 def all_reduced(leaves: list[torch.Tensor], group: Group) -> list[torch.Tensor]:
     """The sums of ``leaves`` over the ranks, one collective for each dtype."""
-    home = _home(group)
+    where_sent = home(group)
     reduced = list(leaves)
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
         where = [index for index, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        flat = torch.cat([leaves[index].reshape(-1).to(home) for index in where])
+        flat = torch.cat([leaves[index].reshape(-1).to(where_sent) for index in where])
         dist.all_reduce(flat)
         for index, part in zip(where, flat.split([leaves[index].numel() for index in where]), strict=True):
             reduced[index] = part.view(leaves[index].shape)
     return reduced
 
 
-def _home(group: Group) -> torch.device:
+def home(group: Group) -> torch.device:
     """Where the collectives of ``group`` take tensors."""
     return group.device if group.backend == "nccl" else CPU

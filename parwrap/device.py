@@ -7,12 +7,12 @@ the choice is made through ``CUDA_VISIBLE_DEVICES``, before CUDA starts. Where i
 from __future__ import annotations
 
 import os
-import warnings
 
 import torch
 import torch.distributed as dist
 
 from parwrap.errors import LaunchError
+from parwrap.sites import warn
 from parwrap.world import World
 
 __all__ = ["choose_backend", "choose_device", "cores", "torch_backend", "uses_nccl", "visible_gpu"]
@@ -55,11 +55,10 @@ def choose_device(world: World, backend: str | None) -> torch.device:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     if len(visible) > 1:
         torch.cuda.set_device(mine)
-        warnings.warn(
+        warn(
             "parwrap: CUDA had started before the ranks were told apart, so 'cuda:0' written in the script means the same GPU "
             "on every rank. Start CUDA inside the decorated function (torch.cuda.is_available() starts it too), or run with "
-            "`python -m parwrap.run`.",
-            stacklevel=2,
+            "`python -m parwrap.run`."
         )
     return torch.device("cuda", torch.cuda.current_device())
 

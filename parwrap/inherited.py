@@ -8,7 +8,6 @@ import os
 import queue
 import stat
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from parwrap.memory import private_file
 from parwrap.reach import found_by
+from parwrap.sites import warn
 
 __all__ = ["Inherited"]
 
@@ -62,10 +62,9 @@ class Inherited:
         found = list(found_by(function, lambda thing: id(thing) in needing, _is_opened)) if needing else []
         for kind in sorted({needing[id(thing)] for _, thing in found}):
             names = sorted({name for name, thing in found if needing[id(thing)] == kind})
-            warnings.warn(
+            warn(
                 f"parwrap: the function reaches {', '.join(names[:3])}, which {kind} of this process work for, and ranks that are forked "
-                f"from it have none of these {kind}: what waits for them there waits for ever. Make it inside of the function.",
-                stacklevel=3,
+                f"from it have none of these {kind}: what waits for them there waits for ever. Make it inside of the function."
             )
 
     def flush(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -21,7 +20,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.lane import Lane, answered_beside
 from parwrap.mailbox import PART, Entry, Mailbox, Meeting, State
 from parwrap.raised import in_one_line
-from parwrap.sites import location
+from parwrap.sites import location, warn
 from parwrap.whereabouts import Whereabouts
 
 __all__ = ["BACKWARD", "END", "FIRST_BACKWARD", "THEN_AVERAGED", "Meetings"]
@@ -350,11 +349,10 @@ class Meetings:
         source = min(entry.rank for entry in came if not entry.stale)
         if self._rank == 0 and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"parwrap: {_told(behind)}, and other ranks have trained on in the meantime: it ran fewer batches (by a break, a return or "
                 "an exception of its own, or because its part of a stream is shorter). Their gradients were averaged without it, and it "
-                f"now has the weights, buffers, optimizers and schedulers of rank {source}. This is said once.",
-                stacklevel=2,
+                f"now has the weights, buffers, optimizers and schedulers of rank {source}. This is said once."
             )
         self.take_state(source)
         # who has ended sees nothing of what the others' scripts do after this, such as loading weights, and takes it at the end

@@ -159,7 +159,7 @@ def _run(script: Script, recorder: AbstractContextManager, ending: _Ending | Non
     local_rank = _local_rank_option(script) if script.hand_local_rank else []
     sys.argv[:] = [script.target, *local_rank, *script.args]
     # a failure is written down before the scope closes: leaving the process group may take the other ranks along
-    with _scope(script), ending.reached() if ending and script.scope is not None else nullcontext(), recorder:
+    with _scope(script), ending.reached() if ending and script.scope is not None else nullcontext(), recorder, _errors_noted(script):
         if script.kind == "module":
             runpy.run_module(script.target, run_name="__main__", alter_sys=True)
         elif Path(script.target).is_dir() or is_zipfile(script.target):
@@ -181,6 +181,14 @@ def _scope(script: Script) -> Iterator[None]:
         for feature in sorted(features, key=lambda feature: feature.layer):
             scopes.enter_context(feature)
         yield
+
+
+def _errors_noted(script: Script) -> AbstractContextManager:
+    if script.scope is None:
+        return nullcontext()
+    from parwrap.features.distributed import errors_noted
+
+    return errors_noted()
 
 
 def _run_file(path: str) -> None:

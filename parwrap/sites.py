@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import os
 import sys
+import threading
+import warnings
 from types import FrameType
 
 import torch
 
-__all__ = ["call_site", "innermost", "is_ours", "location", "trail", "worth_a_look"]
+from parwrap.imported import is_installed, is_standard
+
+__all__ = ["call_site", "from_script", "innermost", "is_ours", "location", "outside", "trail", "warn", "worth_a_look"]
 
 DEPTH = 10
 """Frames that tell one call site from another: enough to see through a script's own helper functions."""
@@ -69,3 +74,73 @@ def innermost(frame: FrameType) -> str:
 def is_ours(frame: FrameType) -> bool:
     """Whether ``frame`` runs code of torch or of parwrap."""
     return frame.f_code.co_filename.startswith(_OURS)
+
+
+def outside(frame: FrameType, level: int) -> int:
+    """``level``, which counts frames from ``frame`` outwards as ``warnings.warn`` does, raised to the first that is not parwrap's."""
+    around: FrameType | None = frame
+    for _ in range(level - 1):
+        around = around and around.f_back
+    while around is not None and around.f_code.co_filename.startswith(_OURS[1]):
+        around, level = around.f_back, level + 1
+    return level
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the script's innermost line that the running call comes from; at the script's last line once it has ended."""
+    frame = _script_frame(sys._getframe(1)) or _script_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+    if frame is None:
+        warnings.warn_explicit(text, category, sys.argv[0], len(linecache.getlines(sys.argv[0])))
+        return
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, frame.f_globals["__name__"], registry)
+
+
+def _script_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the script around ``frame``, in a module: that of the fork server's command is in none."""
+    while frame is not None and not (frame.f_globals.get("__name__") and _is_script(frame)):
+        frame = frame.f_back
+    return frame
+
+
+def from_script(frame: FrameType | None) -> bool:
+    """Whether ``frame`` runs the script's code: ``__main__``, its package, and modules that are not installed.
+
+    The standard library passes calls on, as ``threading`` does: there the frames around it decide. While ``torch.compile`` traces code,
+    that code decides.
+    """
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename)
+        if kind == TRACER and (traced := getattr(frame.f_locals.get("self"), "f_code", None)):
+            kind = _kind(traced.co_filename)
+        if kind == SCRIPT:
+            return True
+        if kind == LIBRARY:
+            return not is_ours(frame) and _in_main_package(frame)
+        frame = frame.f_back
+    return True
+
+
+def _is_script(frame: FrameType) -> bool:
+    kind = _kind(frame.f_code.co_filename)
+    return kind == SCRIPT or (kind == LIBRARY and not is_ours(frame) and _in_main_package(frame))
+
+
+SCRIPT, LIBRARY, PASSING, TRACER = range(4)
+_DYNAMO = os.path.join(os.path.dirname(str(torch.__file__)), "_dynamo", "")
+
+
+@functools.cache
+def _kind(file: str) -> int:
+    """Whose code the source ``file`` has."""
+    if file == _DYNAMO + "symbolic_convert.py":
+        return TRACER  # its frames have the code that they trace in ``self.f_code``
+    if file.startswith(("<frozen ", _DYNAMO + "variables")) or is_standard(file) or f"{os.sep}wrapt{os.sep}" in file:
+        return PASSING
+    return LIBRARY if file.startswith(_OURS) or is_installed(file) else SCRIPT
+
+
+def _in_main_package(frame: FrameType) -> bool:
+    """Whether ``frame`` is of ``__main__`` or a module of its package: ``python -m`` runs installed ones too."""
+    name, main = frame.f_globals.get("__name__") or "", getattr(sys.modules["__main__"], "__package__", None)
+    return name == "__main__" or bool(main and name.partition(".")[0] == main.partition(".")[0])

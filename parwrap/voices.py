@@ -11,7 +11,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import TextIO
+
+from parwrap.sites import outside
 
 __all__ = ["Voice", "Voices", "settle"]
 
@@ -68,3 +71,7 @@ class Voices:
         elif record.levelno >= logging.ERROR:
             text = logging.Formatter("%(levelname)s:%(name)s:%(message)s").format(record)
             print(f"[rank {self._rank}] {text}", file=self._streams[1], flush=True)
+
+    def points_to(self, caller: FrameType, stacklevel: int) -> int:
+        """The level of the line that a warning means: a patched function is called by parwrap, which is called by that line."""
+        return outside(caller, stacklevel)

@@ -7,7 +7,6 @@ that closes the window is handed to the strategy with all of that. Where in a wi
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from parwrap.data.sharding import last_part
 from parwrap.errors import UsageError
 from parwrap.group import is_alone
 from parwrap.loop import parameters_of
-from parwrap.sites import call_site, location
+from parwrap.sites import call_site, location, warn
 from parwrap.strategies.graph import reached
 from parwrap.strategies.share import Share
 from parwrap.verbs.backward import Backward
@@ -297,10 +296,9 @@ class Accumulation(AtWork):
     def _warn_of_sums_not_used(self) -> None:
         if any(asked.given for asked in self._asked.values()) and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "parwrap: in the last batch of a window of parwrap.accumulate, a step that the batches before it had asked for was left "
-                "out, so their gradients are not used either. This is said once.",
-                stacklevel=2,
+                "out, so their gradients are not used either. This is said once."
             )
 
     def _complete(self, several: list[Asked]) -> None:

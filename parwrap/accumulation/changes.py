@@ -5,13 +5,12 @@ Inside a window that is done to the gradient of a part of it, and in the last ba
 
 from __future__ import annotations
 
-import warnings
 import weakref
 
 import torch
 
 from parwrap.loop import parameters_of
-from parwrap.sites import location
+from parwrap.sites import location, warn
 
 __all__ = ["ChangesByHand"]
 
@@ -44,11 +43,10 @@ class ChangesByHand:
             grad, version = left.get(id(p), (None, 0))
             if grad is not None and p.grad is not None and (p.grad is not grad or p.grad._version != version):
                 self._looks = 0
-                warnings.warn(
+                warn(
                     f"parwrap: gradients were changed between backward() and the step at {location()}. Inside a window of "
                     "parwrap.accumulate that happens to the part of each batch, and in the last batch once more to all of it: a mask is "
                     "right, a weight decay counts several times. torch.nn.utils.clip_grad_norm_ and the like act only on what is stepped "
-                    "with. This is said once.",
-                    stacklevel=2,
+                    "with. This is said once."
                 )
                 return

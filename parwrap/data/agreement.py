@@ -7,7 +7,6 @@ Everything goes through the store. A pass whose lists were agreed on and are wha
 from __future__ import annotations
 
 import pickle
-import warnings
 import weakref
 from collections.abc import Iterator
 from itertools import islice
@@ -20,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from parwrap.data.summaries import Held, Items, held_by, items_of, length_of, summary
 from parwrap.errors import RankMismatchError
 from parwrap.group import Group
+from parwrap.sites import warn
 
 __all__ = ["Agreement", "SameDraws"]
 
@@ -246,4 +246,4 @@ def _refuse_other_lengths(lengths: dict[int, int]) -> None:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(f"parwrap: {text}", stacklevel=2)
+    warn(f"parwrap: {text}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from parwrap.data.sharing import TrainingData
 from parwrap.errors import RankMismatchError
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
+from parwrap.sites import warn
 from parwrap.streams import Streams
 from parwrap.verbs.dali import pipelines_of, readers_of
 
@@ -252,7 +252,7 @@ class Pipelines:
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            warnings.warn(f"parwrap: {text}", stacklevel=2)
+            warn(f"parwrap: {text}")
 
 
 def _rest(batches: Iterator) -> Iterator:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader
 from parwrap.errors import UsageError
 from parwrap.group import is_alone
 from parwrap.patching import Measured, Patch, installed
-from parwrap.sites import is_ours, location
+from parwrap.sites import is_ours, location, warn
 from parwrap.verbs.source import NAMES
 
 __all__ = ["Lengths", "Share", "asked_for_a_bar", "asked_inside", "asker", "can_patch"]
@@ -282,4 +281,4 @@ def _hashable(value: Any) -> Any:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(f"parwrap: {text}", stacklevel=2)
+    warn(f"parwrap: {text}")

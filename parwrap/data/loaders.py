@@ -7,7 +7,6 @@ process; what is trained on is shared out, which is ``shares.py``'s.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from parwrap.data.sharing import Sharing, TrainingData
 from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
-from parwrap.sites import location
+from parwrap.sites import location, warn
 from parwrap.streams import Streams, get_state, set_state
 
 __all__ = ["Loaders"]
@@ -308,11 +307,10 @@ class Loaders:
             return
         (told, other), history.told = history.told, None
         seen, why = ("this rank's share", "trained on") if trains else ("all of it", "only looked at")
-        warnings.warn(
+        warn(
             f"parwrap: len() of a DataLoader was {told} when it was asked for before its first pass, and now it is {other}: "
             f"the loader is {why}, so that a pass sees {seen}. What was computed from {told}, such as the steps of a schedule or an "
-            f"average, is off: ask for it in the pass, or after model.{'train' if trains else 'eval'}().",
-            stacklevel=2,
+            f"average, is off: ask for it in the pass, or after model.{'train' if trains else 'eval'}()."
         )
 
     def _watch_evaluation(self, history: _History) -> Callable[[], None]:
@@ -365,7 +363,7 @@ class Loaders:
     def warn(self, text: str) -> None:
         """A single rank has nothing that others could lack."""
         if not self._alone:
-            warnings.warn(f"parwrap: {text}", stacklevel=3)
+            warn(f"parwrap: {text}")
 
 
 class _Reading:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import warnings
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from itertools import accumulate
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from parwrap.errors import UsageError
+from parwrap.sites import warn
 
 __all__ = ["REDUCTIONS", "Part", "Passed", "merged"]
 
@@ -178,10 +178,9 @@ class _Merge:
     def _warn_of_rows(self, rows: int, name: str) -> None:
         """Predictions that are as many on all ranks would be averaged with each other."""
         if rows > 1 and any(len(passed) > 1 and all(sum(each.sizes) == rows for each in passed) for passed in self._passes):
-            warnings.warn(
+            warn(
                 f"parwrap: evaluate(reduce='mean'): {name} has as many entries as each rank has read samples, {rows}, and they are "
-                "averaged over the ranks. If there is one for each sample, as of predictions, use reduce='gather'.",
-                stacklevel=2,
+                "averaged over the ranks. If there is one for each sample, as of predictions, use reduce='gather'."
             )
 
     def _mean(self, results: list[Any]) -> Any:

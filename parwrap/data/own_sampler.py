@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
 import weakref
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from parwrap.data.agreement import Agreement
 from parwrap.data.resuming import Skipping
 from parwrap.data.sharding import with_indices
+from parwrap.sites import warn
 
 __all__ = ["OwnSamplers"]
 
@@ -42,10 +42,9 @@ class OwnSamplers:
         if loader not in self._ranks_differ and self._agreement:
             self._ranks_differ[loader] = self._agreement.own_sampler(sampler)
             if not self._ranks_differ[loader]:
-                warnings.warn(
+                warn(
                     f"parwrap: a DataLoader's own DistributedSampler was made with rank={sampler.rank} on more than one rank, so that they "
-                    "would train on the same share; each gets its own. Leave out num_replicas= and rank=, or use no DistributedSampler.",
-                    stacklevel=2,
+                    "would train on the same share; each gets its own. Leave out num_replicas= and rank=, or use no DistributedSampler."
                 )
         if not self._ranks_differ.get(loader):
             sampler = copy.copy(sampler)  # each time anew: set_epoch is the user's

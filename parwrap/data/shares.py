@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -46,7 +45,7 @@ from parwrap.data.sharing import OwnPart, Sharing, TrainingData, replicated
 from parwrap.data.summaries import length_of
 from parwrap.data.unread import unread_of
 from parwrap.group import Group
-from parwrap.sites import location
+from parwrap.sites import location, warn
 from parwrap.streams import Streams
 
 __all__ = ["Shares"]
@@ -380,11 +379,10 @@ class Shares:
     def _warn_of_items(self) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f'parwrap: batch="global" cannot split what a DataLoader with batch_size=None yields ({location()}): each rank takes whole '
                 f"items in turn, so a step is over {self._size} of them. Have the loader make the batches, by batch_size or "
-                'sampler=BatchSampler(...), or give batch="per_rank". This is said once.',
-                stacklevel=2,
+                'sampler=BatchSampler(...), or give batch="per_rank". This is said once.'
             )
 
     def _announce(self, loader: DataLoader, samples: int | None) -> None:

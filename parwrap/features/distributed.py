@@ -168,6 +168,17 @@ def loaders_read() -> Loaders | None:
     return None if _session is None else _session.loaders
 
 
+@contextmanager
+def errors_noted() -> Iterator[None]:
+    """While this is held, an error is given what it may come from, before anybody shows it."""
+    try:
+        yield
+    except Exception as error:
+        if _session is not None:
+            _session.note(error)
+        raise
+
+
 def shared_out(samples: int | None) -> None:
     """Data in no loader is shared out by the user, for the line at the start of training; ``None`` if it has no length."""
     if _session is not None:

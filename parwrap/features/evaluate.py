@@ -10,7 +10,6 @@ import functools
 import inspect
 import io
 import pickle
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
@@ -34,6 +33,7 @@ from parwrap.group import Group, alone, is_alone
 from parwrap.loop import Loop
 from parwrap.patching import installed
 from parwrap.raised import in_one_line
+from parwrap.sites import warn
 from parwrap.streams import get_state, set_state
 from parwrap.structures import leaves
 from parwrap.verbs import acting
@@ -455,7 +455,7 @@ def _arguments(function: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(f"parwrap: {text}", stacklevel=2)
+    warn(f"parwrap: {text}")
 
 
 def _short(value: Any) -> str:

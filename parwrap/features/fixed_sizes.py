@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 
 from parwrap.batch_weights import Weighed
@@ -9,7 +10,9 @@ from parwrap.raised import in_one_line
 
 __all__ = ["note_fixed_size"]
 
-OF_SHAPES = re.compile(r"shape|size|dimension|batch", re.IGNORECASE)
+OF_SHAPES = re.compile(r"shape|size|dimension|batch|unpack", re.IGNORECASE)
+OF_SHAPE_ASSERTIONS = re.compile(r"\bassert\b.*(shape|size|len\(|batch)", re.IGNORECASE)
+START = "parwrap: with batch='global' this rank had"
 
 
 def note_fixed_size(error: BaseException, batch: Weighed, size: int) -> None:
@@ -20,14 +23,19 @@ def note_fixed_size(error: BaseException, batch: Weighed, size: int) -> None:
     >>> "this rank had 16 of the 32 samples of a batch" in str(getattr(error, "__notes__", error))
     True
     """
-    if not (batch.split and size > 1 and isinstance(error, (RuntimeError, ValueError)) and OF_SHAPES.search(in_one_line(error))):
+    if not (batch.split and size > 1 and _is_of_shapes(error)) or START in str(getattr(error, "__notes__", error)):
         return
     part = f"{batch.samples} of the {round(batch.samples * size / batch.weight)} samples of a batch" if batch.weight else "none of a batch"
-    text = (
-        f"parwrap: with batch='global' this rank had {part}. If a batch size is fixed in the code, read it from the tensors "
-        "(x.shape[0]), or try batch='per_rank'."
-    )
+    text = f"{START} {part}. If a batch size is fixed in the code, read it from the tensors (x.shape[0]), or try batch='per_rank'."
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:  # Python 3.10
         error.args = (f"{error}\n{text}", *error.args[1:])
+
+
+def _is_of_shapes(error: BaseException) -> bool:
+    if isinstance(error, AssertionError) and (trace := error.__traceback__):
+        while trace.tb_next:
+            trace = trace.tb_next
+        return bool(OF_SHAPE_ASSERTIONS.search(linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno)))
+    return isinstance(error, (RuntimeError, ValueError, IndexError)) and bool(OF_SHAPES.search(in_one_line(error)))

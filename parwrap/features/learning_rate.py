@@ -6,7 +6,6 @@ rate in ``step``: what it computes from the larger rate is divided again, and an
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from parwrap.sites import warn
 from parwrap.verbs import acting
 
 __all__ = ["learning_rates_times"]
@@ -115,11 +115,10 @@ class _LearningRates:
 
     def _warn(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
-        warnings.warn(
+        warn(
             f"parwrap: {name} sets lr in its step(), to a number that is not computed from the lr in its param_groups. It stays as it is "
             f"set, so lr='linear' or 'sqrt' may have no effect on {name}: multiply the rate there yourself by {self._times:.4g}, and give "
-            "lr='keep'. This is said once.",
-            stacklevel=2,
+            "lr='keep'. This is said once."
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from parwrap.forking import choose_start_method, import_for_optimizers, refuse_u
 from parwrap.launching import run_on_ranks
 from parwrap.options import Options
 from parwrap.raised import RemoteTraceback
+from parwrap.sites import warn
 from parwrap.streams import get_state, set_state
 from parwrap.world import detect
 
@@ -105,10 +105,9 @@ def on_ranks(launch: Launch, options: Options, call: Callable[[], Any], joins: b
     if joins or there_are_ranks():
         size = groups.world_size()
         if launch.nprocs not in (None, *NAMED, size):
-            warnings.warn(
+            warn(
                 f"parwrap: nprocs={launch.nprocs} launches nothing here: the function runs on the "
-                f"{f'{size} ranks that are' if size > 1 else 'one rank that is'} there already.",
-                stacklevel=3,
+                f"{f'{size} ranks that are' if size > 1 else 'one rank that is'} there already."
             )
         return _begun(launch, call)
     who = f"parwrap.distributed with nprocs={launch.nprocs!r}"

@@ -19,6 +19,7 @@ from parwrap.data.sharing import Sharing, TrainingData
 from parwrap.errors import UsageError, explain
 from parwrap.features.environment import without_variables
 from parwrap.features.fixed_sizes import note_fixed_size
+from parwrap.features.hidden_group import HiddenGroup
 from parwrap.features.learning_rate import learning_rates_times
 from parwrap.features.start_line import say, stand_aside, start_line
 from parwrap.files.clone import CloneFiles
@@ -75,6 +76,7 @@ class Session:
         self._streams = Streams(group.world.rank if group else 0)
         self._module: str | None = None
         self._step_draws: StepDraws | None = None
+        self._hidden_group: HiddenGroup | None = None
         self._data: TrainingData | None = None
         self._announced = self._aside = False
         self.parts: Parts | None = None
@@ -83,11 +85,15 @@ class Session:
 
     @contextmanager
     def patched(self, module: str | None, hidden: Iterable[str]) -> Iterator[None]:
-        """Everything installed, for a function of ``module``; the variables ``hidden`` are not to be seen."""
+        """Everything installed, for a function of ``module``; the variables ``hidden``, and then the process group, are not to be seen."""
         with self._undo:
             self._module = module
             self._undo.enter_context(without_variables(hidden))
-            self._undo.enter_context(acting(self._start(), module))
+            actors = self._start()
+            if hidden and self._group is not None:
+                self._hidden_group = HiddenGroup()
+                actors.append(self._hidden_group)
+            self._undo.enter_context(acting(actors, module))
             yield
 
     @contextmanager
@@ -101,7 +107,7 @@ class Session:
         try:
             yield
         except BaseException as error:
-            note_fixed_size(error, self._loop.weights.last, group.world.size)
+            self.note(error)
             explain(error)
             failed(error)  # one inside would have been caught
             if isinstance(error, SystemExit) and not error.code:
@@ -113,6 +119,11 @@ class Session:
             raise
         else:
             self._leave(group)
+
+    def note(self, error: BaseException) -> None:
+        """Add to an ``error`` of the function what it may come from."""
+        if self._group is not None:
+            note_fixed_size(error, self._loop.weights.last, self._group.world.size)
 
     def _leave(self, group: Group) -> None:
         if self.loaders is not None:
@@ -146,7 +157,11 @@ class Session:
         steps_together = self._group is not None and self.strategy is not None and self.strategy.steps_together
         means = acting([WeightedMeans(self._group, self._loop)]) if splits and steps_together and self._group else nullcontext()
         try:
-            with learning_rates_times(self._lr_factor) if adjusts else nullcontext(), means:
+            with (
+                learning_rates_times(self._lr_factor) if adjusts else nullcontext(),
+                means,
+                self._hidden_group.shown() if self._hidden_group else nullcontext(),
+            ):
                 yield
         finally:
             self._options = before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,7 +16,7 @@ from parwrap.files.processes import Processes
 from parwrap.files.threads import here, passing
 from parwrap.files.versions import Announced
 from parwrap.group import Group
-from parwrap.sites import location
+from parwrap.sites import location, warn
 from parwrap.verbs.disk import WRITING, Change
 
 __all__ = ["RankZeroFiles"]
@@ -65,10 +64,9 @@ class RankZeroFiles:
         """Native code that changes a file for nobody knows how long: what was there is kept for slower ranks."""
         key = self._written(path)
         if key and is_too_large(path):
-            warnings.warn(
+            warn(
                 f"parwrap: {location()} opens {os.fsdecode(path)} on every rank, and it is too large for ranks above 0 to have a copy. To "
-                "read it is fine. If the script writes to it, open it in a function under @parwrap.rank_zero_only.",
-                stacklevel=2,
+                "read it is fine. If the script writes to it, open it in a function under @parwrap.rank_zero_only."
             )
             return update(path)
         with self._version(key, replaces=False):

@@ -6,7 +6,6 @@ it does not have, and can take part in the others' backwards. When to agree on a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from parwrap.group import Group
 from parwrap.loop import Loop
+from parwrap.sites import warn
 from parwrap.strategies.agreement import Described, View, alike, checksums, differing, is_stand_in
 from parwrap.strategies.averager import Averager
 from parwrap.strategies.following import Following
@@ -120,10 +120,9 @@ class Averagers:
         if apart and self._loop.trained:
             self.following.drifted()
         elif apart:
-            warnings.warn(
+            warn(
                 f"parwrap: {len(different)} of {total} parameters have different values on different ranks; rank {source}'s are taken. "
-                f"{BUILT_APART}",
-                stacklevel=2,
+                f"{BUILT_APART}"
             )
         if apart and self._loop.backwards:
             self.take_state(source)  # they have drifted apart, and so has what the optimizers keep
@@ -147,15 +146,14 @@ class Averagers:
         different = [number for number, value in mine.items() if any(each.get(number, value) != value for each in told)]
         # all ranks do this alike, whichever of the parameters they know
         if any(len({each[number] for each in told if number in each}) > 1 for number in set().union(*told)):
-            warnings.warn(
+            warn(
                 f"parwrap: {len(different)} parameters have different values on different ranks in the end, though their gradients were "
                 "averaged: an optimizer has stepped, or weights were changed, by a decision of one rank alone, such as random.random(). "
                 "Rank 0's are taken. Have parwrap.broadcast(decision) decide for all."
                 if self._loop.backwards
                 else f"parwrap: {len(different)} parameters have different values on different ranks in the end, and no gradient was "
                 "averaged: they were built differently, or changed by each rank alone. Rank 0's are taken. Seed before they are built, and "
-                "average what changes them: parwrap.reduce_mean(change).",
-                stacklevel=2,
+                "average what changes them: parwrap.reduce_mean(change)."
             )
             self.take_state(0)
 

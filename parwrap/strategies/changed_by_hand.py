@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from parwrap.loop import Loop
-from parwrap.sites import worth_a_look
+from parwrap.sites import warn, worth_a_look
 from parwrap.strategies.agreement import checksums
 
 __all__ = ["ChangedByHand"]
@@ -50,9 +49,8 @@ class ChangedByHand:
 
     def _warn(self, leaf: torch.Tensor) -> None:
         self._warned = True
-        warnings.warn(
+        warn(
             f"parwrap: a parameter of shape {tuple(leaf.shape)} that no optimizer owns has changed between two backwards. "
             "strategy='local_sgd' averages what optimizers step, so each rank goes on with a value of its own. Give it to an optimizer of "
-            "torch.optim, or choose strategy='ddp'. This is said once.",
-            stacklevel=2,
+            "torch.optim, or choose strategy='ddp'. This is said once."
         )

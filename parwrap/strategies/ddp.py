@@ -8,7 +8,6 @@ reaches is in no set of that site, so its ``grad`` stays ``None`` as in a single
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from parwrap.mailbox import Meeting
 from parwrap.meetings import BACKWARD, FIRST_BACKWARD, THEN_AVERAGED
 from parwrap.options import Options
 from parwrap.raised import Raised, in_one_line
-from parwrap.sites import call_site, location, trail, worth_a_look
+from parwrap.sites import call_site, location, trail, warn, worth_a_look
 from parwrap.strategies.agreement import View, described, refuse_different_parameters
 from parwrap.strategies.averager import Averager
 from parwrap.strategies.averagers import Averagers
@@ -294,10 +293,9 @@ class DDP(Strategy):
         again = raised.error(f"rank {first}")
         if len(failed) < len(told) and not self._said_failed:
             self._said_failed = True
-            warnings.warn(
+            warn(
                 f"parwrap: the backward at {location()} has raised {in_one_line(again)} on rank {first}. All ranks raise the same, so that "
-                "all skip the step if the script goes on. This is said once.",
-                stacklevel=2,
+                "all skip the step if the script goes on. This is said once."
             )
         if error is not None or call is not None:
             raise error or again

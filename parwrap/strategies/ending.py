@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from parwrap.loop import Loop
+from parwrap.sites import warn
 from parwrap.strategies.state import optimizers_and_schedulers, tensors_by_name
 from parwrap.strategies.transfer import options_of, set_options, set_state, state_of
 
@@ -63,8 +63,5 @@ def _pickled(result: Any) -> bytes | None:
     try:
         return pickle.dumps(result)
     except Exception as error:
-        warnings.warn(
-            f"parwrap: what the function returns cannot be sent to the parameter servers, whose processes end with it: {error}.",
-            stacklevel=2,
-        )
+        warn(f"parwrap: what the function returns cannot be sent to the parameter servers, whose processes end with it: {error}.")
         return None

@@ -9,14 +9,13 @@ everybody's. A loop by hand takes them in its backward, after the forward: that 
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 
 import torch
 
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
-from parwrap.sites import location
+from parwrap.sites import location, warn
 from parwrap.strategies.agreement import Described, described
 from parwrap.strategies.same_values import take_values
 from parwrap.strategies.training_buffers import send
@@ -60,13 +59,12 @@ class Following:
             return
         self._follows = True
         self._loop.drew = self._follow
-        warnings.warn(
+        warn(
             f"parwrap: weights have come to differ between ranks before the backward at {location()}, though gradients are averaged: noise "
             "is added to weights or gradients that each rank draws itself (SGLD), or one rank alone takes a step, such as by "
             "random.random(). From now on all ranks take rank 0's weights before each batch, which costs time. Draw noise from a generator "
             "that is seeded alike on all ranks, g = torch.Generator().manual_seed(0) before the loop and torch.randn(p.shape, generator=g) "
-            "in it, and have parwrap.broadcast(decision) decide for all. This is said once.",
-            stacklevel=2,
+            "in it, and have parwrap.broadcast(decision) decide for all. This is said once."
         )
 
     def _follow(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from parwrap.group import Group, is_alone
 from parwrap.loop import Loop, parameters_of
 from parwrap.mailbox import Meeting
 from parwrap.options import Options
-from parwrap.sites import location
+from parwrap.sites import location, warn
 from parwrap.strategies.agreement import checksums
 from parwrap.strategies.graph import leading_sizes
 from parwrap.strategies.in_step import InStep
@@ -308,10 +307,9 @@ class FSDP(Strategy):
         if not different:
             return
         if take_values(different, 0, self._group):
-            warnings.warn(
+            warn(
                 f"parwrap: {len(different)} of {len(named)} parameters have different values on different ranks; rank 0's are taken. "
-                f"{BUILT_APART}",
-                stacklevel=2,
+                f"{BUILT_APART}"
             )
 
     def _enter_unit(self, what: str, unit: str, number: int) -> None:

@@ -8,7 +8,6 @@ ones are counted in ``local_steps.py``.
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from statistics import fmean
@@ -22,7 +21,7 @@ from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop, parameters_of
 from parwrap.options import Options
-from parwrap.sites import location
+from parwrap.sites import location, warn
 from parwrap.strategies.bypasses import Bypasses
 from parwrap.strategies.changed_by_hand import ChangedByHand
 from parwrap.strategies.ddp import DDP
@@ -176,10 +175,9 @@ class LocalSGD(Strategy):
         """Saving never communicates, so what is saved are the weights as they are."""
         if self._steps.own and self._group.world.rank == 0 and not (self._warned or is_alone() or isinstance(f, io.BytesIO)):
             self._warned = True
-            warnings.warn(
+            warn(
                 f"parwrap: torch.save at {location()} is called {self._steps.own} step(s) after the ranks last averaged their weights: if "
-                "it is given weights, they are rank 0's own. Call model.eval() before, which averages. This is said once.",
-                stacklevel=2,
+                "it is given weights, they are rank 0's own. Call model.eval() before, which averages. This is said once."
             )
         write(f)
 
@@ -192,10 +190,9 @@ class LocalSGD(Strategy):
             self._loop.ran_backward()  # others have
         self._ddp.leave(returns)
         if not self._taken:
-            warnings.warn(
+            warn(
                 "parwrap: no optimizer of torch.optim has stepped, and strategy='local_sgd' averages what optimizers step: each rank has "
-                "trained by itself, if it has trained at all. With strategy='ddp' gradients are averaged, whatever is done with them.",
-                stacklevel=2,
+                "trained by itself, if it has trained at all. With strategy='ddp' gradients are averaged, whatever is done with them."
             )
 
     def close(self) -> None:

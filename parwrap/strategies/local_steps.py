@@ -6,7 +6,6 @@ Steps are counted for each optimizer, which is known by its number, the same on 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from parwrap.group import Group
 from parwrap.loop import Loop, parameters_of
 from parwrap.options import Options
+from parwrap.sites import warn
 from parwrap.strategies.agreement import Described, described
 from parwrap.strategies.averaging import AVERAGED, Averaging
 from parwrap.strategies.outer import Outer
@@ -159,10 +159,9 @@ class LocalSteps:
         different = [which for which in sorted(told) if len({view[which] for view in views.values() if which in view}) > 1]
         if not different:
             return
-        warnings.warn(
+        warn(
             f"parwrap: {len(different)} of {len(told)} parameters have different values on different ranks; "
-            f"rank {min(present)}'s are taken. Seed before the model is built, or build it inside the decorated function.",
-            stacklevel=2,
+            f"rank {min(present)}'s are taken. Seed before the model is built, or build it inside the decorated function."
         )
         parameters = self._loop.once_owned()
         for which in different:

@@ -6,7 +6,6 @@ about and find each other ``split.py``'s.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from statistics import fmean
@@ -20,7 +19,7 @@ from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
 from parwrap.options import Options
-from parwrap.sites import location
+from parwrap.sites import location, warn
 from parwrap.strategies.at_evaluation import AtEvaluation
 from parwrap.strategies.graph import leading_sizes
 from parwrap.strategies.pushing import Pushing
@@ -130,11 +129,10 @@ class ParameterServer(Strategy):
         """Clip this worker's own gradients, which with ``staleness=0`` is not what one process does: say so once."""
         if self.steps_together and not (self._warned or is_alone()):
             self._warned = True
-            warnings.warn(
+            warn(
                 f"parwrap: the clipping at {location()} is of each worker's own gradients, which the server then averages, so the numbers "
                 "are not those of DDP or of one process, which clip the average. For those, choose strategy='ddp' or 'zero1'. This is said "
-                "once.",
-                stacklevel=2,
+                "once."
             )
         return clip.run()
 

@@ -6,7 +6,6 @@ What it has last pulled stays in buffers, by which it is seen what a script has 
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from parwrap.group import Group
 from parwrap.loop import Loop, parameters_of
 from parwrap.meetings import FIRST_BACKWARD
 from parwrap.raised import in_one_line
-from parwrap.sites import location
+from parwrap.sites import location, warn
 from parwrap.strategies.agreement import checksums
 from parwrap.strategies.ending import ending, take_over
 from parwrap.strategies.held import Pushed
@@ -247,10 +246,9 @@ class Pushing:
         self._group.share("parameter servers know", True, [source])
         different = len({pickle.dumps(view) for view in told.values()}) > 1
         if different and self._group.world.rank == source:
-            warnings.warn(
+            warn(
                 f"parwrap: the workers have built parameters with different values; rank {source}'s are taken. Seed before the model is "
-                "built, or build it inside the decorated function.",
-                stacklevel=2,
+                "built, or build it inside the decorated function."
             )
         for number in set().union(*told.values()) & own.keys():
             for part in self._parts[number]:

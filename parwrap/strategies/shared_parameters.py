@@ -6,7 +6,6 @@ shared, and what is written, is the strategy's.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group import Group
 from parwrap.memory import shared_memory
-from parwrap.sites import location
+from parwrap.sites import location, warn
 from parwrap.strategies.agreement import Described, described
 
 __all__ = ["SharedParameters"]
@@ -192,8 +191,7 @@ def _warn_of_different(source: int, layouts: Collection[Mapping[Number, _Place]]
     mine, *others = layouts
     different = [number for number, place in mine.items() if any(each.get(number, place).described != place.described for each in others)]
     if different:
-        warnings.warn(
+        warn(
             f"parwrap: {len(different)} of {len(mine)} parameters have different values on different ranks; rank {source}'s are taken. "
-            "Seed before the model is built, or build it inside the decorated function.",
-            stacklevel=2,
+            "Seed before the model is built, or build it inside the decorated function."
         )

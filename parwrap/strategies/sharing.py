@@ -31,7 +31,7 @@ from parwrap.memory import shared_memory
 from parwrap.sites import worth_a_look
 from parwrap.verbs.norm import Norm
 
-__all__ = ["Sharing", "own_group", "shared_among"]
+__all__ = ["SUM", "Sharing", "new_group", "own_group", "shared_among"]
 
 FIRST_USE = "the first use of a batch norm"
 ADVICE = "Have all ranks run the same layers in the same order, or leave @parwrap.sync_bn out."
@@ -211,11 +211,11 @@ def own_group(ranks: Sequence[int]) -> Any:
     """A process group of ``ranks``, beside the one that the user's own code has started; made once."""
     made = _own_groups.setdefault(dist.group.WORLD, {})
     if ranks not in made:
-        made[ranks] = _new_group(ranks)
+        made[ranks] = new_group(ranks)
     return made[ranks]
 
 
-def _new_group(ranks: Sequence[int], **options: Any) -> Any:
+def new_group(ranks: Sequence[int], **options: Any) -> Any:
     """Another process group of ``ranks``, for which the others need not come."""
     return dist.new_group(list(ranks), use_local_synchronization=True, **options)
 
@@ -236,7 +236,7 @@ def _opened(group: Group, ranks: Sequence[int], first_uses: _FirstUses) -> Itera
             memory = shared_memory(board_store, world.rank, range(world.size), Blackboard.size(world.size))
             sharing.board = Blackboard(memory, world.size, place)
         else:
-            sharing = Sharing(_new_group(ranks, backend=group.backend, timeout=group.timeout), group, first_uses)
+            sharing = Sharing(new_group(ranks, backend=group.backend, timeout=group.timeout), group, first_uses)
         sharing.lane = Lane(entries, ranks, sharing.answer, ADVICE, runs_ahead=group.backend == "nccl")
         group.meetings.add_lane(sharing.lane)
         yield sharing

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import warnings
 
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parwrap.patching import is_patched
+from parwrap.sites import warn
 
 __all__ = ["warn_of_small_batches"]
 
@@ -26,8 +26,7 @@ def warn_of_small_batches(batch_size: int | None) -> None:
         return
     layers = (thing for thing in gc.get_objects() if issubclass(type(thing), _BatchNorm) and type(thing) is not nn.SyncBatchNorm)
     if any(getattr(layer, "training", False) for layer in layers):
-        warnings.warn(
+        warn(
             f"parwrap: BatchNorm layers train on batches of {batch_size} on each rank, whose statistics are mostly noise. With "
-            "@parwrap.sync_bn (--sync-bn on the command line) they use those of all ranks together.",
-            stacklevel=2,
+            "@parwrap.sync_bn (--sync-bn on the command line) they use those of all ranks together."
         )

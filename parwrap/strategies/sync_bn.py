@@ -7,7 +7,6 @@ Those that use the statistics of their batch are, in training and wherever a lay
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import nn
 from parwrap import group as groups
 from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
-from parwrap.sites import location, worth_a_look
+from parwrap.sites import location, warn, worth_a_look
 from parwrap.strategies.batch_norm import BatchNorm, Exchange
 from parwrap.strategies.compiled_norm import scopes, traced
 from parwrap.strategies.graph import normalizes_by_torch
@@ -85,11 +84,10 @@ class SyncBN:
         if worth_a_look(self._backwards) and self._sharing is not None and not (self._said or self._has_whole()):
             self._said = normalizes_by_torch(call.beginnings)
             if self._said:
-                warnings.warn(
+                warn(
                     f"parwrap: the backward at {location()} goes through a batch norm that used this rank's part of the batch only. "
                     "parwrap.sync_bn shares torch.nn.functional.batch_norm and the modules that call it, not those in TorchScript "
-                    "(torch.jit), in exported programs or called as torch.batch_norm: train the plain module. This is said once.",
-                    stacklevel=2,
+                    "(torch.jit), in exported programs or called as torch.batch_norm: train the plain module. This is said once."
                 )
         call.run()
 
@@ -166,10 +164,9 @@ class SyncBN:
         )
         if not plain and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"parwrap: a batch norm of {type(x).__name__} {[int(size) for size in x.shape]} on {x.device} uses this rank's part of the "
                 "batch only: "
-                "parwrap.sync_bn shares those of plain floating point tensors outside of torch.func and torch.jit. This is said once.",
-                stacklevel=2,
+                "parwrap.sync_bn shares those of plain floating point tensors outside of torch.func and torch.jit. This is said once."
             )
         return plain

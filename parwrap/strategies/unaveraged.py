@@ -7,7 +7,6 @@ then.
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from parwrap.collectives import all_reduced
 from parwrap.errors import RankMismatchError
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop, parameters_of
-from parwrap.sites import location, worth_a_look
+from parwrap.sites import location, warn, worth_a_look
 from parwrap.verbs.clipping import Clip
 from parwrap.verbs.scaler import ScalerCall
 from parwrap.verbs.skipping import stepping
@@ -222,9 +221,8 @@ class Unaveraged:
     def _warn(self) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"parwrap: the gradients that {location()} uses come from no backward() (torch.func.grad, torch.autograd.grad, "
                 "p.grad = ... or a change in place) and differ between ranks: their mean over the ranks is taken, here and wherever "
-                "else. This is said once.",
-                stacklevel=2,
+                "else. This is said once."
             )

@@ -7,14 +7,12 @@ sample, without weights, needs nothing.
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
 from parwrap.collectives import all_reduced
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
-from parwrap.sites import call_site, location
+from parwrap.sites import call_site, location, warn
 from parwrap.strategies.graph import leading_sizes
 from parwrap.verbs.criterion import Criterion
 
@@ -71,11 +69,10 @@ class WeightedMeans:
         """In ``torch.func.grad`` and ``vmap`` there is no tensor that ranks could send, and no hook on the loss."""
         if not self._warned and call.weight is not None:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"parwrap: the loss at {location()} is divided by the weights of its targets inside torch.func, where ranks cannot compare "
                 "them: with batch='global' this rank's part counts by its samples. Divide by what all ranks count outside of it: "
-                "parwrap.mean_over_ranks(loss_sum, count), or use loss.backward(). This is said once.",
-                stacklevel=2,
+                "parwrap.mean_over_ranks(loss_sum, count), or use loss.backward(). This is said once."
             )
 
     def _needs_divisor(self, call: Criterion, samples: int) -> bool:
@@ -91,11 +88,10 @@ class WeightedMeans:
             return False
         if differs or bool((call.target == call.ignore_index).any()):
             self._warned = True
-            warnings.warn(
+            warn(
                 f"parwrap: some targets are ignored or more than one for a sample at {location()}, so this rank's part counts by another "
                 "number than its samples, which other ranks do not know. Say so by ignore_index=-1, or any other class than the default, "
-                "or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once.",
-                stacklevel=2,
+                "or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once."
             )
         return False
 

@@ -48,6 +48,7 @@ __all__ = ["VERBS", "acting", "patches"]
 VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "load": files.load_patches,
     "world_size_asked": ranks.patches,
+    "hides_group": ranks.hiding_patches,
     "iterate": loader.iterate_patches,
     "length": loader.length_patches,
     "source": source.patches,
@@ -101,6 +102,7 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "run_command": command.patches,
     "speak": output.speak_patches,
     "log": output.log_patches,
+    "points_to": output.warning_patches,
     "foreign": foreign.patches,
 }
 

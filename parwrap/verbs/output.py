@@ -1,19 +1,22 @@
-"""``print`` and logging: hand the calls to ``actor.speak`` and ``actor.log``.
+"""``print``, logging and warnings: hand the calls to ``actor.speak`` and ``actor.log``, and where a warning points to ``actor.points_to``.
 
-Both are process-wide: other threads speak through the same actor.
+All are process-wide: other threads speak through the same actor.
 """
 
 from __future__ import annotations
 
 import builtins
 import logging
+import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from parwrap.patching import Patch
 
-__all__ = ["log_patches", "speak_patches"]
+__all__ = ["log_patches", "speak_patches", "warning_patches"]
 
 
 def speak_patches(actor: Any) -> list[Patch]:
@@ -32,3 +35,17 @@ def log_patches(actor: Any) -> list[Patch]:
         actor.log(record, partial(wrapped, record))
 
     return [Patch(logging.Logger, "handle", handle)]
+
+
+def warning_patches(actor: Any) -> list[Patch]:
+    """``actor.points_to(caller, stacklevel)`` gives the level that ``warnings.warn`` gets instead, counted from the caller's frame."""
+
+    def moved(
+        wrapped: Callable, caller: FrameType, message: Any, category: Any = None, stacklevel: int = 1, source: Any = None, **others: Any
+    ) -> None:
+        wrapped(message, category, actor.points_to(caller, stacklevel) + 2, source, **others)  # over the two frames here
+
+    def warn(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        moved(wrapped, sys._getframe(1), *args, **kwargs)
+
+    return [Patch(warnings, "warn", warn)]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import warnings
 
 import numpy as np
 import pytest
@@ -62,8 +63,11 @@ OWNERS = (
     DTensor,
     np.random,
     random,
+    warnings,
     sys.modules[__name__],
 )
+NOTES = ("__slotnames__", "__warningregistry__")
+"""What pickle leaves in a class, and a warning in the module that it points to."""
 
 
 class EveryVerb:
@@ -72,8 +76,8 @@ class EveryVerb:
 
 
 def everything():
-    """All that a patch could have changed; pickle keeps names of slots in a class."""
-    found = {f"{owner.__name__}.{name}": value for owner in OWNERS for name, value in vars(owner).items() if name != "__slotnames__"}
+    """All that a patch could have changed."""
+    found = {f"{owner.__name__}.{name}": value for owner in OWNERS for name, value in vars(owner).items() if name not in NOTES}
     found |= {f"step of {cls}": vars(cls).get("step") for cls in torch.optim.Optimizer.__subclasses__()}
     found |= {f"hook {number} on step": hook for number, hook in _global_optimizer_pre_hooks.items()}
     found |= {f"hook {number} after step": hook for number, hook in _global_optimizer_post_hooks.items()}
