@@ -64,6 +64,7 @@ FLOORS = [
         "between_nodes",
         "rank_output",
         "failures",
+        "forwarded_signals",
         "fork_server",
         "testing",
         "doctor",
