@@ -35,6 +35,7 @@ FLOORS = [
         "watch",
         "first_failure",
         "group",
+        "held_signals",
         "collectives",
         "batch_weights",
         "structures",

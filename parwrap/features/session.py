@@ -86,6 +86,8 @@ class Session:
         """Everything installed, for a function of ``module``; the variables ``hidden`` are not to be seen."""
         with self._undo:
             self._module = module
+            if self._group is not None:
+                self._undo.enter_context(self._group.meetings.signals.installed())
             self._undo.enter_context(without_variables(hidden))
             self._undo.enter_context(acting(self._start(), module))
             yield
