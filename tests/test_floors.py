@@ -69,6 +69,7 @@ FLOORS = [
         "fork_server",
         "testing",
         "doctor",
+        "_rank_fixtures",
         "_rank_launcher",
         "_rank_process",
     },
