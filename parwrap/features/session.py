@@ -190,7 +190,9 @@ class Session:
         voices = Voices(group.world.rank)
         self._undo.enter_context(voices.silenced())
         self._undo.callback(self.strategy.close)
-        self._undo.enter_context(watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after))
+        self._undo.enter_context(
+            watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after, group.timeout.total_seconds())
+        )
         shared = [] if together is None else self._shared(together, self.strategy, self.loaders)
         return [loop, self.loaders, *shared, *self.strategy.actors(), voices, self]
 
