@@ -32,6 +32,8 @@ from _pytest._io import TerminalWriter
 from _pytest.python import importtestmodule
 from _pytest.terminal import TerminalReporter
 
+from parwrap._rank_fixtures import opened
+
 __all__ = ["Report", "Task", "run"]
 
 
@@ -124,7 +126,8 @@ def run(task: Task, connection: Connection) -> None:
         with warnings.catch_warnings(), _comparisons_explained(config):
             warnings.resetwarnings()
             warnings.filters.extend(filters)  # type: ignore[attr-defined]
-            test(**arguments)
+            with opened(arguments, config, task.rank) as values:
+                test(**values)
     except BaseException as error:
         connection.send(_report(task.rank, error, config))
         sys.stdout.flush()

@@ -44,6 +44,7 @@ from torch.distributed.run import config_from_args
 from parwrap.between_nodes import Nodes
 from parwrap.errors import LaunchError, UsageError
 from parwrap.failures import Failure, read_failures, report, unexplained
+from parwrap.forwarded_signals import forward_once
 from parwrap.network import endpoint, met
 from parwrap.patching import Patch, installed
 from parwrap.plan import ONE_NODE, LaunchPlan
@@ -96,7 +97,9 @@ def _run(plan: LaunchPlan, directory: Path, failures: Path) -> tuple[int, bool]:
             meetings, pipes = [*meetings, output.rendezvous], output.pipes
         poll = _ends_by_exit_code(failures, _may_die(plan), nodes, processes)
         patches = [Patch(SimpleElasticAgent, "_rendezvous", each) for each in meetings]
-        stack.enter_context(installed([Patch(MultiprocessContext, "_poll", poll), *patches]))
+        stack.enter_context(
+            installed([Patch(MultiprocessContext, "_poll", poll), Patch(MultiprocessContext, "_close", forward_once(failures)), *patches])
+        )
         try:
             ranks(plan.script, variables, plan.threads, str(failures), pipes)
         except ChildFailedError:

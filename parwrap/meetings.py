@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 from parwrap.errors import RankMismatchError
+from parwrap.held_signals import HeldSignals
 from parwrap.lane import Lane, answered_beside
 from parwrap.mailbox import PART, Entry, Mailbox, Meeting, State
 from parwrap.raised import in_one_line
@@ -60,6 +61,7 @@ class Meetings:
         stale: whether the others have trained on without this rank, which has not taken over their state yet.
         waits_for: the meeting that this rank waits for, if it does.
         alike: whether all ranks that came to the last meeting gave the same ``detail``.
+        signals: those that arrive while this rank is in a meeting that it went ahead to are handled after it.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
         at_work: called when a rank has waited too long: whether the others get on without it, so that it shall wait on.
         waits, lost: called with whether this rank begins or ends to wait for others, and with the step of another that is held up by
@@ -72,6 +74,7 @@ class Meetings:
         self.immediate = mailbox.immediate
         self.waits_for: Meeting | None = None
         self.alike = True
+        self.signals = HeldSignals()
         self.part, self._number, self._fetching, self.stale, self._warned, self._seen = 0, 1, False, False, False, 0
         self._answers, self._lasting = dict[str, Answer](), dict[str, Answer]()
         self._lanes: list[Lane] = []
@@ -104,8 +107,13 @@ class Meetings:
         Raises:
             RankMismatchError: another rank has gone ahead to another meeting.
         """
-        self._mailbox.write(self._number, meeting, State.CONTRIBUTING)
-        self.compare(meeting)
+        self.signals.hold()
+        try:
+            self._mailbox.write(self._number, meeting, State.CONTRIBUTING)
+            self.compare(meeting)
+        except BaseException:
+            self.signals.release()
+            raise
 
     def compare(self, meeting: Meeting) -> bool:
         """Find out how the others are doing in this meeting, which goes on.
@@ -144,6 +152,7 @@ class Meetings:
         self._number += 1
         if over:
             self.past()
+        self.signals.release()
 
     def past(self) -> None:
         """All meetings until now are over."""
@@ -304,9 +313,13 @@ class Meetings:
                 f"{_told([entry for entry in entries if entry])}. Have all ranks make their gradients in the same way in each step, and "
                 "step together."
             )
-        self._mailbox.write(self._number, begun.meeting, State.ANSWERING)
-        kept_up = self._answers[begun.meeting.kind](begun.meeting.detail, [])
-        self.through()
+        self.signals.hold()
+        try:
+            self._mailbox.write(self._number, begun.meeting, State.ANSWERING)
+            kept_up = self._answers[begun.meeting.kind](begun.meeting.detail, [])
+            self.through()
+        finally:
+            self.signals.release()
         if callable(kept_up):
             waits_for, kept_up = self.waits_for, kept_up()
             self._wait(True, waits_for)  # it may have waited itself

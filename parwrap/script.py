@@ -29,6 +29,7 @@ from zipfile import is_zipfile
 
 from parwrap.failures import Recorder, exit_status
 from parwrap.fork_server import BLOCKED
+from parwrap.forwarded_signals import note_signals
 from parwrap.processes import die_with_parent
 from parwrap.rank_output import Pipes
 from parwrap.speaking import refuse_stdin
@@ -89,6 +90,7 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
     if threads is not None:
         torch.set_num_threads(threads)  # OpenMP has read the variable in the fork server
     _forget_the_fork()
+    note_signals(Path(failures))
     refuse_stdin("make the answer an argument of the script")
     status = 0
     recorder = Recorder(Path(failures), os.environ, script_traceback, aside)

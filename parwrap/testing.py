@@ -6,7 +6,8 @@
 
 What fails is shown as the traceback of the rank that failed first; after a time limit, ``ranks(2, timeout=60)`` seconds, the
 Python stack of every rank is shown. Fixtures are made once, in the pytest process, and each rank gets its own copy of their
-values, which must pickle, and of the environment; what else a fixture changes is not seen by the ranks.
+values, which must pickle, and of the environment; what else a fixture changes is not seen by the ranks. ``capsys``, ``capfd``,
+``caplog``, ``recwarn`` and ``tmp_path_factory`` are of each rank; ``request`` has its ``param`` and names the test.
 
 This file reads the mark and tells pytest what happened; processes are ``_rank_launcher.py``'s.
 """
@@ -17,6 +18,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import re
 import tempfile
 import textwrap
 import warnings
@@ -26,6 +28,7 @@ from typing import NoReturn
 import pytest
 from _pytest.unittest import TestCaseFunction
 
+from parwrap._rank_fixtures import sent
 from parwrap._rank_launcher import GRACE, Rank, collect, dump_stacks, launched, rank_environ, start_fork_server
 from parwrap._rank_process import Report, Task
 
@@ -133,7 +136,7 @@ def _tasks(item: pytest.Function, size: int, folder: Path) -> list[Task]:
 
 def _pickled_values(item: pytest.Function) -> bytes:
     """What :attr:`Task.values` holds."""
-    arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+    arguments = {name: sent(item.funcargs[name], item) for name in item._fixtureinfo.argnames}
     attributes = dict(vars(item.instance)) if item.cls else {}
     described = {f"argument {name!r}": value for name, value in arguments.items()}
     described |= {f"attribute 'self.{name}'": value for name, value in attributes.items()}
@@ -142,11 +145,17 @@ def _pickled_values(item: pytest.Function) -> bytes:
             pickle.dumps(value)
         except Exception as error:
             pytest.fail(
-                f"The {description} of {item.name} cannot be sent to the ranks, which are processes of their own: {error}. "
+                f"The {description} of {item.name} cannot be sent to the ranks, which are processes of their own: {_why(error)}. "
                 "Make it inside the test, or let its fixture return what it is made of, such as a path or a number.",
                 pytrace=False,
             )
     return pickle.dumps((arguments, attributes, list(warnings.filters)))
+
+
+def _why(error: Exception) -> str:
+    """Why something does not pickle."""
+    local = re.search(r"'(\S*<locals>\S*)'", str(error))
+    return f"{local[1]} is defined inside of a function, where the ranks cannot find it" if local else str(error)
 
 
 def _end_like(first: Report, reports: list[Report], ranks: list[Rank]) -> NoReturn:

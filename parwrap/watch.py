@@ -21,23 +21,29 @@ LOOKS = 10
 
 
 @contextmanager
-def watched(whereabouts: Whereabouts, rank: int, hang_after: float) -> Iterator[None]:
+def watched(whereabouts: Whereabouts, rank: int, hang_after: float, timeout: float) -> Iterator[None]:
     """While this is held, report on rank 0 if any rank waits for longer than ``hang_after`` seconds.
+
+    Every rank writes down where it is in time for that report, and for the errors of ranks that give up.
 
     Args:
         whereabouts: of all ranks.
         rank: this one.
         hang_after: in seconds.
+        timeout: seconds after which a rank that waits gives up.
     """
     main, said = threading.get_ident(), sys.stderr
+    place_after = min(hang_after, timeout / 2)
 
     def look(stopped: threading.Event) -> None:
-        while not stopped.wait(hang_after / LOOKS):
-            if not whereabouts.waited(hang_after):
+        while not stopped.wait(place_after / LOOKS):
+            if not whereabouts.waited(place_after):
                 continue
             frame = sys._current_frames().get(main)
             if frame is not None:
                 whereabouts.tell(innermost(frame))
+            if not whereabouts.waited(hang_after):
+                continue
             # all ranks look in this time, and tell where they are
             if rank == 0 and not stopped.wait(2 * hang_after / LOOKS) and whereabouts.waited(hang_after):
                 print(f"parwrap: a rank has waited for more than {hang_after:g} s. {whereabouts.told()}", file=said, flush=True)

@@ -70,9 +70,17 @@ def test_what_runs_at_exit_after_an_error_writes_once(tmp_path, parwrap_run, scr
 
 
 HANDLES = "def leave(*signal):\n    torch.save(model.state_dict(), 'last.pt')\n    sys.exit(0)\n"
+CATCHES = """
+try:
+    train(10**6)
+except KeyboardInterrupt:
+    time.sleep(1)  # a signal that came twice would come here
+    torch.save(model.state_dict(), 'last.pt')
+"""
 WAYS = {
     "a handler that exits": HANDLES + "signal.signal(signal.SIGTERM, leave)\nsignal.signal(signal.SIGINT, leave)\ntrain(10**6)",
-    "an exception that is caught": "try:\n    train(10**6)\nexcept KeyboardInterrupt:\n    torch.save(model.state_dict(), 'last.pt')",
+    "an exception that is caught": CATCHES,
+    "an exception that a handler raises": "signal.signal(signal.SIGTERM, signal.default_int_handler)\n" + CATCHES,
     "no handler": "train(10**6)",
 }
 
@@ -84,6 +92,7 @@ WAYS = {
         ("a handler that exits", signal.SIGTERM, 0),
         ("a handler that exits", signal.SIGINT, 0),
         ("an exception that is caught", signal.SIGINT, 0),
+        ("an exception that a handler raises", signal.SIGTERM, 0),
         ("no handler", signal.SIGTERM, 128 + signal.SIGTERM),
         ("no handler", signal.SIGINT, 128 + signal.SIGINT),
     ],
@@ -95,7 +104,7 @@ def test_a_signal_that_the_script_handles_on_every_rank_is_no_failure(way, numbe
         assert time.monotonic() < until
         time.sleep(0.05)
     (os.killpg if whole_group else os.kill)(process.pid, number)
-    process.communicate(timeout=WITHIN)
+    said, stderr = process.communicate(timeout=WITHIN)
 
-    assert expected == process.returncode
+    assert expected == process.returncode, f"stdout:\n{said}\nstderr:\n{stderr}"
     assert (expected == 0) == (tmp_path / "last.pt").exists()

@@ -88,6 +88,8 @@ class Session:
         """Everything installed, for a function of ``module``; the variables ``hidden``, and then the process group, are not to be seen."""
         with self._undo:
             self._module = module
+            if self._group is not None:
+                self._undo.enter_context(self._group.meetings.signals.installed())
             self._undo.enter_context(without_variables(hidden))
             actors = self._start()
             if hidden and self._group is not None:
@@ -203,7 +205,9 @@ class Session:
         voices = Voices(group.world.rank)
         self._undo.enter_context(voices.silenced())
         self._undo.callback(self.strategy.close)
-        self._undo.enter_context(watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after))
+        self._undo.enter_context(
+            watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after, group.timeout.total_seconds())
+        )
         shared = [] if together is None else self._shared(together, self.strategy, self.loaders)
         return [loop, self.loaders, *shared, *self.strategy.actors(), voices, self]
 

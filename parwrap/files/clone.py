@@ -239,6 +239,8 @@ class CloneFiles:
             return self._move(change, gone, made)
         if gone is None and made is None:
             return change.run()
+        if change.name == "rmtree" and not self._is_there(gone):  # type: ignore[arg-type]
+            return change.run()  # which finds nothing, and fails as it is asked to
         with passing():
             return getattr(self, f"_{change.name}")(change, gone or made)
 
@@ -267,9 +269,6 @@ class CloneFiles:
         self._remove(change, key)
 
     def _rmtree(self, change: Change, key: str) -> None:
-        if not self._view.exists(key) and not self._view.removed_ahead(key):
-            change.run()  # which fails as it is asked to
-            return
         self._remove_all(key)
 
     def _remove_all(self, key: str) -> None:
@@ -335,20 +334,30 @@ class CloneFiles:
                 view.settle()
             try:
                 named, key = key, view.followed(key) if follow else key
-                place = view.readable(key, waits=not child)
-                result = read(path if place == named else place)
-                if not child and hasattr(result, "read") and view.replaced(key, place):
-                    # opened a moment too late
-                    result.close()
-                    result = read(view.readable(key))
+                while True:
+                    place = view.readable(key, waits=not child)
+                    try:
+                        result = read(path if place == named else place)
+                    except FileNotFoundError:
+                        if child or not view.replaced(key, place):
+                            raise
+                    else:
+                        if child or not view.replaced(key, place):
+                            return result
+                        if hasattr(result, "close"):  # a file that was opened a moment too late
+                            result.close()
             except FileNotFoundError:
                 raise missing(path) from None
-            return result
 
     def _existing(self, key: str, path: Any) -> str:
-        if not self._view.exists(key) and not self._view.removed_ahead(key):
+        if not self._is_there(key):
             raise missing(path)
         return key
+
+    def _is_there(self, key: str) -> bool:
+        """Whether this rank can change what is at ``key``, though rank 0 may have removed it already."""
+        with passing():
+            return self._view.exists(key) or self._view.removed_ahead(key)
 
     def _free(self, key: str, path: Any) -> str:
         """``key``, at which something new can be made."""

@@ -280,7 +280,8 @@ class Awaited:
             )
         if record is None or record.clock < self.clock:
             return key if there else None
-        if record.created is not None and record.created >= self.clock:
+        # created is lost when rank 0 removes what it has made, and another when it makes it again
+        if not record.stood if record.clock == self.clock else record.created is not None and record.created >= self.clock:
             return None
         return record.kept.get(str(record.before)) or (key if os.path.lexists(key) else None)
 

@@ -235,7 +235,7 @@ class View:
         entry = self._entries.get(key)
         present = entry.scratch if keep and entry and entry.kind == "file" and entry.changeable else None
         if keep and present is None and self.exists(key):
-            present = self.fresh(self.readable(key), suffix=os.path.splitext(key)[1])
+            present = self._copied_whole(key)
         with self.lock:
             present = present or self.fresh(suffix=os.path.splitext(key)[1])
             entry = self.entry(key)
@@ -244,6 +244,20 @@ class View:
             entry.kind, entry.scratch, entry.whole, entry.expected = "file", present, False, False
             entry.writers += 1
             return present
+
+    def _copied_whole(self, key: str) -> str:
+        """A copy of what is at the path for this rank, of no version that rank 0 has begun in the meantime."""
+        while True:
+            place = self.readable(key)
+            try:
+                copy = self.fresh(place, suffix=os.path.splitext(key)[1])
+            except FileNotFoundError:
+                if not self.replaced(key, place):
+                    raise
+            else:
+                if not self.replaced(key, place):
+                    return copy
+                _drop(copy)
 
     def finish(self, key: str, failed: bool = False) -> None:
         """A file that was written is closed, or has ``failed`` to open."""

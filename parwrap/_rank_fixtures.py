@@ -1,0 +1,147 @@
+"""pytest's own fixtures in a test that is marked ``ranks``: what stands for them on their way to a rank, which makes its own of it.
+
+Every pytest run of every user loads this file, so it does not import torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from _pytest.capture import CaptureFixture, CaptureManager
+from _pytest.logging import LogCaptureHandler, caplog_handler_key, caplog_records_key, catching_logs
+from _pytest.recwarn import WarningsRecorder
+
+__all__ = ["opened", "sent"]
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """``capsys``, ``capfd`` and the two that capture bytes."""
+
+    capture_class: type
+
+    @contextmanager
+    def opened(self, config: pytest.Config, rank: int) -> Iterator[CaptureFixture]:
+        if not config.pluginmanager.hasplugin("capturemanager"):
+            config.pluginmanager.register(CaptureManager("no"), "capturemanager")  # disabled() asks for it
+        manager: Any = config.pluginmanager.getplugin("capturemanager")
+        fixture = CaptureFixture(self.capture_class, types.SimpleNamespace(config=config), _ispytest=True)  # type: ignore[arg-type]
+        manager.set_fixture(fixture)
+        fixture._start()
+        try:
+            yield fixture
+        finally:
+            fixture.close()  # what the test has not read goes to the output of the rank
+            manager.unset_fixture()
+
+
+@dataclass(frozen=True)
+class _Logged:
+    """``caplog``."""
+
+    level: int
+
+    @contextmanager
+    def opened(self, config: pytest.Config, rank: int) -> Iterator[pytest.LogCaptureFixture]:
+        with catching_logs(LogCaptureHandler(), level=self.level or None) as handler:
+            records: dict[str, list] = {"call": handler.records}
+            item = types.SimpleNamespace(stash={caplog_handler_key: handler, caplog_records_key: records})
+            fixture = pytest.LogCaptureFixture(item, _ispytest=True)  # type: ignore[arg-type]
+            yield fixture
+            fixture._finalize()
+
+
+@dataclass(frozen=True)
+class _Warned:
+    """``recwarn``."""
+
+    def opened(self, config: pytest.Config, rank: int) -> AbstractContextManager[WarningsRecorder]:
+        return WarningsRecorder(_ispytest=True)
+
+
+@dataclass(frozen=True)
+class _Folders:
+    """``tmp_path_factory``: each rank makes folders below one of its own."""
+
+    base: Path
+
+    @contextmanager
+    def opened(self, config: pytest.Config, rank: int) -> Iterator[pytest.TempPathFactory]:
+        (base := self.base / f"rank{rank}").mkdir(exist_ok=True)
+        yield pytest.TempPathFactory(None, 0, "all", lambda *args: None, base, _ispytest=True)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """``request``, as far as it can be sent."""
+
+    known: Mapping[str, Any]
+    node: Mapping[str, Any]
+
+    @contextmanager
+    def opened(self, config: pytest.Config, rank: int) -> Iterator[Any]:
+        yield _Request(self.known, _Known("request.node", self.node))
+
+
+class _Known:
+    """What is known of an object of pytest's in the ranks."""
+
+    def __init__(self, name: str, known: Mapping[str, Any]) -> None:
+        self._name = name
+        vars(self).update(known)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = ", ".join(f"{self._name}.{each}" for each in sorted(vars(self)) if not each.startswith("_"))
+        raise AttributeError(
+            f"{self._name}.{name} is not there in a test that is marked ranks: fixtures are made in the pytest process, and the ranks are "
+            f"processes of their own. They have {known}. Name a fixture as an argument of the test, or use request in a fixture."
+        )
+
+
+class _Request(_Known):
+    """``request`` in a rank."""
+
+    def __init__(self, known: Mapping[str, Any], node: _Known) -> None:
+        super().__init__("request", {**known, "node": node})
+
+
+def sent(value: Any, item: pytest.Function) -> Any:
+    """What is sent to the ranks in the place of ``value``, which the test ``item`` has as an argument."""
+    stand_in = _STAND_INS.get(type(value))
+    return value if stand_in is None else stand_in(value, item)
+
+
+@contextmanager
+def opened(arguments: Mapping[str, Any], config: pytest.Config, rank: int) -> Iterator[dict[str, Any]]:
+    """The arguments of a test in a rank, with fixtures of this rank in the place of what was sent."""
+    with ExitStack() as stack:
+        kinds = (_Captured, _Logged, _Warned, _Folders, _Asked)
+        yield {
+            name: stack.enter_context(value.opened(config, rank)) if isinstance(value, kinds) else value
+            for name, value in arguments.items()
+        }
+
+
+def _asked(request: Any, item: pytest.Function) -> _Asked:
+    known = {"fixturenames": list(request.fixturenames), "path": item.path, "scope": request.scope, "keywords": list(item.keywords)}
+    if hasattr(request, "param"):
+        known["param"] = request.param
+    return _Asked(known, {"name": item.name, "nodeid": item.nodeid, "originalname": item.originalname, "path": item.path})
+
+
+_STAND_INS: dict[Any, Callable[[Any, pytest.Function], Any]] = {
+    CaptureFixture: lambda value, item: _Captured(value.captureclass),
+    pytest.LogCaptureFixture: lambda value, item: _Logged(logging.root.level),
+    WarningsRecorder: lambda value, item: _Warned(),
+    pytest.TempPathFactory: lambda value, item: _Folders(value.getbasetemp()),
+    **dict.fromkeys((pytest.FixtureRequest, *pytest.FixtureRequest.__subclasses__()), _asked),
+}

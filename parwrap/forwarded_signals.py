@@ -1,0 +1,76 @@
+"""A signal reaches each rank once, although the terminal sends Ctrl-C to the launcher and to the ranks, and the launcher forwards it.
+
+Each rank writes the numbers of the signals that it receives into a file, from the interpreter's own C handler, and so at once, whatever
+the script's handler does. The launcher forwards a signal only to ranks that have not written it down.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+__all__ = ["forward_once", "note_signals"]
+
+ARRIVING = 0.5
+"""Seconds in which a signal that was sent to the launcher and to the ranks has reached all of them."""
+
+SAME = 5.0
+"""Seconds after which a signal that a rank has received is another one than the launcher's."""
+
+
+def note_signals(directory: Path) -> None:
+    """Note the signals that this rank receives from now on, unless the script calls ``signal.set_wakeup_fd`` itself."""
+    noted = os.open(_notes(directory, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
+    signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
+
+
+def forward_once(directory: Path) -> Callable:
+    """A wrapper for ``MultiprocessContext._close``, which sends a signal to all ranks, and kills those that still live after a timeout.
+
+    A signal that the launcher has received is not sent to ranks that have received it too.
+
+    Args:
+        directory: where the ranks note their signals.
+    """
+
+    def close(wrapped: Callable, context: Any, args: tuple, kwargs: dict) -> None:
+        number, processes = kwargs["death_sig"], context._pc.processes if context._pc else []
+        if number != getattr(sys.exc_info()[1], "sigval", None):  # torch ends the ranks for another reason
+            return wrapped(*args, **kwargs)
+        end = time.monotonic() + kwargs["timeout"]
+        left = _without(directory, number, processes)
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        return wrapped(*args, **{**kwargs, "death_sig": signal.SIGKILL})
+
+    return close
+
+
+def _without(directory: Path, number: int, processes: list[Any]) -> list[Any]:
+    """Those of ``processes`` that still live and have not received the signal."""
+    until = time.monotonic() + ARRIVING
+    while True:
+        left = [process for process in processes if process.is_alive() and not _received(_notes(directory, process.pid), number)]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.02)
+
+
+def _received(notes: Path, number: int) -> bool:
+    try:
+        return number in notes.read_bytes() and notes.stat().st_mtime > time.time() - SAME
+    except FileNotFoundError:  # the rank is starting
+        return False
+
+
+def _notes(directory: Path, process: int) -> Path:
+    return directory / f"signals-{process}"
