@@ -246,6 +246,8 @@ class Loaders:
     def _evaluation(
         self, loader: DataLoader, original: Callable, watch: Callable[[], None], instead: Callable[[bool], Pass | None] | None = None
     ) -> Pass:
+        if self._loop.drawing():
+            self._shares.take_first(loader)
         with self.streams.shared():  # a loader with workers draws ahead at once
             batches, whole = original(loader), not (self._loop.parts or self._shares.shares_out_itself(loader))
         self._loop.opened_evaluation()

@@ -263,6 +263,11 @@ class Shares:
         if self._agreement and (changed := self._agreement.changed(loader)):
             self._agreement.agree(loader, changed, 0)
 
+    def take_first(self, loader: DataLoader) -> None:
+        """Have all ranks look at the same samples of ``loader``, where a training pass around has let each draw its own."""
+        if self._agreement and not self._closed and threading.current_thread() is threading.main_thread():
+            self._agreement.take_first(loader)
+
     def length(self, loader: DataLoader, whole: int) -> int:
         """How many of a training pass's ``whole`` batches this rank gets."""
         if self._whole(loader) or self.shares_out_itself(loader) or self._splits(loader):
