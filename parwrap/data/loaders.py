@@ -112,7 +112,7 @@ class Loaders:
         self._shares = Shares(group, streams, sharing, began)
         self._positions: weakref.WeakKeyDictionary[DataLoader, Position] = weakref.WeakKeyDictionary()
         self._trained = self.trained_passes = 0
-        self._closed = False
+        self._closed = self._said_dropped = False
         self._histories: weakref.WeakKeyDictionary[DataLoader, _History] = weakref.WeakKeyDictionary()
         self._shuffled_seen = False
         self.numbers = RunningNumbers(self._size, _say if group and group.world.rank == 0 else lambda line: None)
@@ -202,6 +202,7 @@ class Loaders:
             if reading.looks:
                 return
             position.drew()
+            reading.note_gradient()
             if weights is not None:
                 weight = weights.popleft()
                 factor, split = sharing.loss_factor(weight, self._size), sharing.batch == "global"
@@ -393,6 +394,17 @@ class Loaders:
             self._trained -= 1
         self._shares.take_back(loader)
 
+    def warn_of_dropped_gradients(self) -> None:
+        """Gradients of a pass were looked at rather than trained with."""
+        if not self._said_dropped:
+            self._said_dropped = True
+            self.warn(
+                f"a DataLoader was read at {location()} with backwards and without a step: their gradients are means over the ranks, and "
+                "each rank has read its own share. For numbers of single samples or batches, such as a Fisher matrix or gradient norms, "
+                "take torch.autograd.grad(loss, parameters), with which each rank reads all and has its own gradients, or a function under "
+                "@parwrap.rank_zero_only. This is said once."
+            )
+
     def warn(self, text: str) -> None:
         """A single rank has nothing that others could lack."""
         if not self._alone:
@@ -432,12 +444,23 @@ class _Reading:
         self._position, self._epoch, self._unread = position, position.epoch, position.unread
         self._backwards, self._versions, self._weighed = loop.backwards, loop.versions(), weighed
         self._batches: ShareThenRest | None = None
+        self._gradient: weakref.ref[torch.Tensor] | None = None
         self.looks = False
 
     def watched(self, share: Iterator) -> ShareThenRest:
         """The batches of the ``share``, and the rest where the pass only looks."""
         self._batches = ShareThenRest(share, self._unread, lambda: self._loop.backwards, self._asked, self._shown)
         return self._batches
+
+    def note_gradient(self) -> None:
+        """Remember which tensor the first backward has left."""
+        if self._gradient is None and self._loop.backwards > self._backwards and (gradient := self._loop.a_gradient()) is not None:
+            self._gradient = weakref.ref(gradient)
+
+    def _drops_gradients(self) -> bool:
+        """Whether gradients were made anew without a step in between, to be looked at. Those that are accumulated stay."""
+        changed = self._gradient is not None and self._gradient() is not self._loop.a_gradient()
+        return changed and self._batches is not None and self._loop.versions() == self._versions
 
     def closed(self, exhausted: bool) -> None:
         history, loop = self._history, self._loop
@@ -453,6 +476,8 @@ class _Reading:
         loop.weights.close(self._weighed)
         if loop.backwards > self._backwards:
             self._owner.trained_passes += 1
+            if self._drops_gradients():
+                self._owner.warn_of_dropped_gradients()
             self._owner.check_told(self._loader, history, trains=True)
             history.has_trained, history.told = True, None
             self._owner.numbers.ended(self._loader.dataset)
