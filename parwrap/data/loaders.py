@@ -545,6 +545,11 @@ class _Reading:
             return
         self._history.noted = True
         length = f"len() of it was {told[0]} before that, and of the whole it is {told[1]}. " if told else ""
+        if self._batches is not None and self._batches.kept():
+            length += (
+                "If the batches are kept to be trained on, every rank trains on all of them, which is no faster: read the loader in each "
+                "epoch, or read it under torch.no_grad() and train on parwrap.shard(batches). "
+            )
         length += f"There are {batches} batches instead of {whole}: divide by what was counted. " if batches != whole else ""
         self._owner.warn(
             f"a DataLoader is read at {place} without a backward: each rank sees its own share first and then the rest, so that sums and "
