@@ -152,9 +152,17 @@ class BatchWeights:
             reading.run_backward()
         return self._chosen(readings, sizes) if readings else self._kept(sizes)
 
+    def check_kept(self) -> None:
+        """Gradients that no backward made are used: outside of all passes it is not known which batch they are of."""
+        if not self._readings and self._differ():
+            self._warn()
+
+    def _differ(self) -> bool:
+        return any(each[:2] != OUTSIDE[:2] for each in self._kinds)
+
     def _kept(self, sizes: Callable[[], Collection[int]]) -> Weighed:
         """The batch of a backward outside of all passes: one of a pass that is over, which the script has kept, or none."""
-        if all(each[:2] == OUTSIDE[:2] for each in self._kinds):
+        if not self._differ():
             return OUTSIDE  # as a rule
         known = sizes()
         found = sorted((each for each in self._kinds if each.samples in known), key=lambda each: each.samples)
@@ -181,8 +189,8 @@ class BatchWeights:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"parwrap: the loss at {location()} may be over several batches, and this rank's parts of them count differently, as where "
-                "the last batch is smaller. It counts by one of them. Give the DataLoader drop_last=True, or divide by "
-                "what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once.",
+                f"parwrap: the loss at {location()} may be over several batches, or one of several that were kept, and this rank's "
+                "parts of them count differently, as where the last batch is smaller. It counts by one of them. Give the DataLoader "
+                "drop_last=True, or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once.",
                 stacklevel=2,
             )

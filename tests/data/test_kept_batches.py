@@ -139,3 +139,20 @@ def test_batches_of_a_sampler_of_the_scripts_own_are_said_to_be_cut():
         texts = [str(each.message) for each in said if "cuts each batch of a Episodes into 2 parts" in str(each.message)]
         assert expected == len(texts), texts
         assert all(re.search(r'test_kept_batches.py:\d+.* give batch="per_rank", which deals out whole batches', text) for text in texts)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:.*come from no backward")
+def test_gradients_by_autograd_grad_of_a_kept_batch_are_said():
+    trained = Trained()
+    parameters = list(trained.model.parameters())
+
+    def step_without_backward(x, y):
+        for p, gradient in zip(parameters, torch.autograd.grad(trained.criterion(trained.model(x), y), parameters), strict=True):
+            p.grad = gradient
+        trained.optimizer.step()
+
+    with parwrap.distributed(batch="global"):
+        kept = [batch for batch in DataLoader(numbers(21), batch_size=8) if not trained.step(*batch)]
+        with pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ may be over several batches, or one of several that were kept"):
+            step_without_backward(*kept[-1])
