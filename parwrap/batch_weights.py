@@ -2,10 +2,12 @@
 
 Most loops draw a batch and run its backwards before they draw another. A prefetcher is a batch or more ahead: then the order tells which
 batch a backward is of, or the sizes in the graph do. They are only read where batches that could be meant have different weights.
+They also tell which batch it is where a loop trains again on batches that it has kept, as with ``itertools.cycle``.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -17,6 +19,9 @@ __all__ = ["BatchWeights", "Reading", "Weighed"]
 
 MOST_AHEAD = 64
 """Batches that are remembered of a pass."""
+
+MOST_KINDS = 4096
+"""Sizes of batches that are remembered beyond their passes."""
 
 
 class Weighed(NamedTuple):
@@ -52,6 +57,7 @@ class Reading:
         trained: how many batches have had their backwards, with the one at work.
         backwards, usual: backwards of the batch at work, and of the one before.
         open: whether there may be more batches.
+        by_thread: whether a thread draws, which may be ahead by another number of batches on each rank.
     """
 
     batches: deque[Weighed] = field(default_factory=lambda: deque(maxlen=MOST_AHEAD))
@@ -63,6 +69,7 @@ class Reading:
     backwards: int = 0
     usual: int = 0
     open: bool = True
+    by_thread: bool = False
 
     def run_backward(self) -> None:
         """A backward is about to run."""
@@ -97,13 +104,23 @@ class BatchWeights:
     def __init__(self) -> None:
         self.current = self.last = OUTSIDE
         self._readings: list[Reading] = []
+        self._kinds: set[Weighed] = set()
         self._warned = False
+
+    @property
+    def number(self) -> int:
+        """Which batch of its pass the loop is at, if ranks split it: the same on all of them. Else 0."""
+        reading = self._readings[-1] if self._readings else None
+        return reading.drawn if reading and self.current.split and not reading.by_thread else 0
 
     def draw(self, reading: Reading, batch: Weighed) -> None:
         """A pass has yielded ``batch``."""
         self._readings = [each for each in self._readings if each.open and each is not reading] + [reading]
         reading.drawn += 1
+        reading.by_thread |= threading.current_thread() is not threading.main_thread()
         reading.batches.append(batch)
+        if len(self._kinds) < MOST_KINDS:
+            self._kinds.add(batch)
         self.current = self.last = batch
 
     def close(self, reading: Reading) -> None:
@@ -123,6 +140,8 @@ class BatchWeights:
                 reading.run_backward()
             self.current = self._chosen(self._readings, sizes)
             self._readings = [each for each in self._readings if each.open or each.waits]
+        else:
+            self.current = self._kept(sizes)
         return self.current
 
     def upcoming(self, sizes: Callable[[], Collection[int]]) -> Weighed:
@@ -130,7 +149,25 @@ class BatchWeights:
         readings = [replace(each) for each in self._readings]
         for reading in readings:
             reading.run_backward()
-        return self._chosen(readings, sizes) if readings else self.current
+        return self._chosen(readings, sizes) if readings else self._kept(sizes)
+
+    def check_kept(self) -> None:
+        """Gradients that no backward made are used: outside of all passes it is not known which batch they are of."""
+        if not self._readings and self._differ():
+            self._warn()
+
+    def _differ(self) -> bool:
+        return any(each[:2] != OUTSIDE[:2] for each in self._kinds)
+
+    def _kept(self, sizes: Callable[[], Collection[int]]) -> Weighed:
+        """The batch of a backward outside of all passes: one of a pass that is over, which the script has kept, or none."""
+        if not self._differ():
+            return OUTSIDE  # as a rule
+        known = sizes()
+        found = sorted((each for each in self._kinds if each.samples in known), key=lambda each: each.samples)
+        if len({each[:2] for each in found}) > 1:
+            self._warn()
+        return found[-1] if found else OUTSIDE
 
     def _chosen(self, readings: list[Reading], sizes: Callable[[], Collection[int]]) -> Weighed:
         last = readings[-1]
@@ -151,7 +188,7 @@ class BatchWeights:
         if not self._warned:
             self._warned = True
             warn(
-                f"parwrap: the loss at {location()} may be over several batches, and this rank's parts of them count differently, as where "
-                "the last batch is smaller. It counts by the batch that was drawn last. Give the DataLoader drop_last=True, or divide by "
-                "what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once."
+                f"parwrap: the loss at {location()} may be over several batches, or one of several that were kept, and this rank's "
+                "parts of them count differently, as where the last batch is smaller. It counts by one of them. Give the DataLoader "
+                "drop_last=True, or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once."
             )

@@ -195,6 +195,10 @@ class Loop:
         """How many optimizers have been built: what loaders were for may be over when there is another."""
         return len(self._optimizers)
 
+    def a_gradient(self) -> torch.Tensor | None:
+        """The gradient of the first parameter that has one."""
+        return next((p.grad for optimizer in self.optimizers() for p in parameters_of(optimizer) if p.grad is not None), None)
+
     def versions(self) -> int:
         """A number that is another one once a parameter of an optimizer was changed, as by a step without a backward."""
         return sum(p._version for optimizer in self.optimizers() for p in parameters_of(optimizer))

@@ -90,6 +90,10 @@ class Meeting:
         room = TEXT - len(self.kind) - 1
         object.__setattr__(self, "text", self.kind.encode() + b"\n" + self.place.encode()[-room:])
 
+    def of_batch(self, number: int) -> Meeting:
+        """The same for one batch, which ranks in this meeting must all be at."""
+        return Meeting(self.kind, f"{self.place}, batch {number}", self.detail, zlib.crc32(f"{self.identity}/{number}".encode()))
+
     def __str__(self) -> str:
         return f"{self.kind} ({self.place})" if self.place else self.kind
 

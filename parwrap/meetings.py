@@ -128,7 +128,14 @@ class Meetings:
             return True
         if not self._mailbox.agreed(self._number, meeting):
             elsewhere = [entry for entry in self._mailbox.read_all(self._number) if entry and entry.state is State.CONTRIBUTING]
-            if len({entry.meeting.identity for entry in elsewhere}) > 1:
+            kinds = {(entry.meeting.kind, entry.meeting.detail) for entry in elsewhere}
+            if len(kinds) == 1 and len({entry.meeting.identity for entry in elsewhere}) > 1:
+                raise RankMismatchError(
+                    f"the ranks are in backwards of different batches: {_told(elsewhere)}. With batch='global' a rank cannot leave "
+                    "out its part of a batch alone, as by `if not torch.isfinite(loss): continue`, or break off a pass alone. Have all "
+                    "ranks decide alike, by parwrap.reduce_mean(loss), or give batch='per_rank'."
+                )
+            if len(kinds) > 1:
                 raise RankMismatchError(
                     f"the ranks are in different backwards at the same time: {_told(elsewhere)}. Their gradients cannot be averaged with "
                     "each other. Have all ranks call the same backward in the same order, or sum the losses and call it once."
@@ -363,9 +370,9 @@ class Meetings:
         if self._rank == 0 and not self._warned:
             self._warned = True
             warn(
-                f"parwrap: {_told(behind)}, and other ranks have trained on in the meantime: it ran fewer batches (by a break, a return or "
-                "an exception of its own, or because its part of a stream is shorter). Their gradients were averaged without it, and it "
-                f"now has the weights, buffers, optimizers and schedulers of rank {source}. This is said once."
+                f"parwrap: {_told(behind)}, and other ranks have trained on in the meantime: it ran fewer batches (by a break, a continue, "
+                "a return or an exception of its own, or because its part of a stream is shorter). Their gradients were averaged "
+                f"without it, and it now has the weights, buffers, optimizers and schedulers of rank {source}. This is said once."
             )
         self.take_state(source)
         # who has ended sees nothing of what the others' scripts do after this, such as loading weights, and takes it at the end

@@ -76,4 +76,6 @@ def test_ranks_that_split_each_batch_come_to_the_weights_of_one_process(program,
 def test_the_weights_are_those_of_hand_written_ddp(program, size):
     by_hand, results = finished(run(program, size, None, function=train_by_hand)), finished(run(program, size, function=train))
 
-    assert_same_weights(by_hand[0], results[0])
+    # The order in which gloo adds the numbers of 3 ranks depends on how it cuts a buffer, and ours holds the signal or other gradients too:
+    # that is one rounding (2**-24 of a gradient below 10, times lr 0.1) in each of the up to 20 steps. Two numbers have only one order.
+    assert_same_weights(by_hand[0], results[0], tolerance=0.0 if size == 2 else 20 * 2.0**-24)

@@ -27,6 +27,7 @@ LARGEST = 2**25
 """Octets of a dataset's lists that are handed out; larger ones are only warned about."""
 
 LOADER, ITEMS, SAMPLER, DRAWS = "training loader", "training data in another order", "DistributedSampler", "first draws of a sampler"
+DRAWN = "indices to look at"
 """What the ranks meet for."""
 
 PIECE = 2**22
@@ -47,7 +48,7 @@ class Agreement:
         self._group = group
         self._rank = group.world.rank
         self._known: dict[int, tuple[Any, int, dict[str, str | None]]] = {}
-        for kind in (LOADER, ITEMS, SAMPLER, DRAWS):
+        for kind in (LOADER, ITEMS, SAMPLER, DRAWS, DRAWN):
             group.meetings.answer(kind, lambda detail, present: None)  # who has left shares out nothing
 
     def changed(self, loader: DataLoader) -> list[list[Held]]:
@@ -79,6 +80,16 @@ class Agreement:
         for attributes in changed:
             self._remember(attributes, loader)
         return answers[min(answers)][1]
+
+    def take_first(self, loader: DataLoader) -> None:
+        """Have all ranks look at the indices that rank 0 has drawn for ``loader``: in a training pass each draws its own."""
+        for attributes in self.changed(loader):
+            drawn = [held for held in attributes if held.orders]
+            if drawn:
+                views = self._group.exchange(DRAWN, [(length_of(held.value), summary(held)) for held in drawn])
+                differing = [held for held, *seen in zip(drawn, *views.values(), strict=False) if len(set(seen)) > 1]
+                self._hand_out(differing, list(views))
+                self._remember(attributes, loader)
 
     def _take(self, views: dict[int, list[dict[str, str | None]]], changed: list[list[Held]]) -> None:
         """Take rank 0's of what ``views`` show to differ."""

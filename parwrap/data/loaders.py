@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,7 @@ class _History:
         noted: whether it was said that a pass only looked.
         told: the length that was given before the first pass, and that of a pass of the other kind, if they differ.
         told_in_eval: whether it was asked for in eval mode.
+        asked: how many backwards had run, and how many passes had trained, when one batch was asked for by ``next(iter(loader))``.
     """
 
     trains: bool | None = None
@@ -64,6 +65,7 @@ class _History:
     noted: bool = False
     told: tuple[int, int] | None = None
     told_in_eval: bool = False
+    asked: tuple[int, int] | None = None
 
 
 class _Doubt(NamedTuple):
@@ -93,6 +95,7 @@ class Loaders:
     Attributes:
         streams: the random streams.
         numbers: looks out for numbers that the script takes for those of all ranks.
+        trained_passes: how many passes are over in which there was a backward.
     """
 
     def __init__(
@@ -107,8 +110,8 @@ class Loaders:
         self._size, self._alone = (group.world.size, False) if group else (1, True)
         self._shares = Shares(group, streams, sharing, began)
         self._positions: weakref.WeakKeyDictionary[DataLoader, Position] = weakref.WeakKeyDictionary()
-        self._trained = 0
-        self._closed = False
+        self._trained = self.trained_passes = 0
+        self._closed = self._said_dropped = False
         self._histories: weakref.WeakKeyDictionary[DataLoader, _History] = weakref.WeakKeyDictionary()
         self._shuffled_seen = False
         self.numbers = RunningNumbers(self._size, _say if group and group.world.rank == 0 else lambda line: None)
@@ -126,13 +129,19 @@ class Loaders:
             return self._evaluation(loader, original, lambda: None)
         history = self._history(loader)
         if not torch.is_grad_enabled():
-            return self._evaluation(loader, original, lambda: None, lambda: self.check_told(loader, history, trains=False))
+            return self._evaluation(loader, original, lambda: None, lambda only_one: self.check_told(loader, history, trains=False))
         self._resolve_doubts(history)
-        guess = self._trains(loader, history)
-        return self._pass(loader, original, history, guess, lambda: self._instead(loader, original, history, guess))
+        guess, before = self._trains(loader, history), replace(history)
+
+        def instead(only_one: bool) -> Pass | None:
+            if guess and only_one and not self._closed and self._shows_one(loader, history):
+                return self._show_one(loader, original, history, before)
+            return self._instead(loader, original, history, guess)
+
+        return self._pass(loader, original, history, guess, instead)
 
     def _pass(
-        self, loader: DataLoader, original: Callable, history: _History, trains: bool, instead: Callable[[], Pass | None] | None = None
+        self, loader: DataLoader, original: Callable, history: _History, trains: bool, instead: Callable[[bool], Pass | None] | None = None
     ) -> Pass:
         history.trains, history.phase = trains, self._loop.phase
         if not trains:
@@ -148,14 +157,34 @@ class Loaders:
             self.check_told(loader, history, trains)
         if trains == guess or _is_private() or self._loop.parts:
             return None
+        return self._where_drawn(lambda: self._pass(loader, original, history, trains))
+
+    def _where_drawn(self, begin: Callable[[], Pass]) -> Pass:
+        """The pass that ``begin`` begins in the place of another, which has drawn from the shared streams what a single process draws."""
         with self.streams.shared():
             before = get_state()
-        other = self._pass(loader, original, history, trains)
+        other = begin()
         with self.streams.shared():
-            set_state(before)  # the first iterator has drawn what a single process draws
+            set_state(before)
         return other
 
-    def _training(self, loader: DataLoader, original: Callable, history: _History, instead: Callable[[], Pass | None] | None) -> Pass:
+    def _shows_one(self, loader: DataLoader, history: _History) -> bool:
+        """Whether one batch of ``loader`` is the same in every pass, to be shown, rather than the next one that is trained on."""
+        before, history.asked = history.asked, (self._loop.backwards, self.trained_passes)
+        if self._shares.keeps() or shuffles(loader) or isinstance(loader.dataset, IterableDataset):
+            return False
+        # a loop that trains on one batch at a time has had a backward since it has asked before, outside of all passes
+        return before is None or self._loop.passes_in_for > 0 or before[0] == self._loop.backwards or before[1] < self.trained_passes
+
+    def _show_one(self, loader: DataLoader, original: Callable, history: _History, before: _History) -> Pass:
+        """A pass for one batch, which all ranks have alike; what is known of ``loader`` is what it was ``before``."""
+        if not history.has_trained:
+            self.take_back(loader, self.position(loader))
+        shown = self._where_drawn(lambda: self._evaluation(loader, original, lambda: None))
+        history.trains, history.phase, history.looked_phase = before.trains, before.phase, before.looked_phase
+        return shown
+
+    def _training(self, loader: DataLoader, original: Callable, history: _History, instead: Callable[[bool], Pass | None] | None) -> Pass:
         position, history.looked_phase = self._begin(loader), None
         share, weights = self._shares.batches(loader, original, position)
         self._loop.opened_pass()
@@ -172,6 +201,7 @@ class Loaders:
             if reading.looks:
                 return
             position.drew()
+            reading.note_gradient()
             if weights is not None:
                 weight = weights.popleft()
                 factor, split = sharing.loss_factor(weight, self._size), sharing.batch == "global"
@@ -214,8 +244,10 @@ class Loaders:
             original(state)
 
     def _evaluation(
-        self, loader: DataLoader, original: Callable, watch: Callable[[], None], instead: Callable[[], Pass | None] | None = None
+        self, loader: DataLoader, original: Callable, watch: Callable[[], None], instead: Callable[[bool], Pass | None] | None = None
     ) -> Pass:
+        if self._loop.drawing():
+            self._shares.take_first(loader)
         with self.streams.shared():  # a loader with workers draws ahead at once
             batches, whole = original(loader), not (self._loop.parts or self._shares.shares_out_itself(loader))
         self._loop.opened_evaluation()
@@ -360,6 +392,17 @@ class Loaders:
             self._trained -= 1
         self._shares.take_back(loader)
 
+    def warn_of_dropped_gradients(self) -> None:
+        """Gradients of a pass were looked at rather than trained with."""
+        if not self._said_dropped:
+            self._said_dropped = True
+            self.warn(
+                f"a DataLoader was read at {location()} with backwards and without a step: their gradients are means over the ranks, and "
+                "each rank has read its own share. For numbers of single samples or batches, such as a Fisher matrix or gradient norms, "
+                "take torch.autograd.grad(loss, parameters), with which each rank reads all and has its own gradients, or a function under "
+                "@parwrap.rank_zero_only. This is said once."
+            )
+
     def warn(self, text: str) -> None:
         """A single rank has nothing that others could lack."""
         if not self._alone:
@@ -399,12 +442,23 @@ class _Reading:
         self._position, self._epoch, self._unread = position, position.epoch, position.unread
         self._backwards, self._versions, self._weighed = loop.backwards, loop.versions(), weighed
         self._batches: ShareThenRest | None = None
+        self._gradient: weakref.ref[torch.Tensor] | None = None
         self.looks = False
 
     def watched(self, share: Iterator) -> ShareThenRest:
         """The batches of the ``share``, and the rest where the pass only looks."""
         self._batches = ShareThenRest(share, self._unread, lambda: self._loop.backwards, self._asked, self._shown)
         return self._batches
+
+    def note_gradient(self) -> None:
+        """Remember which tensor the first backward has left."""
+        if self._gradient is None and self._loop.backwards > self._backwards and (gradient := self._loop.a_gradient()) is not None:
+            self._gradient = weakref.ref(gradient)
+
+    def _drops_gradients(self) -> bool:
+        """Whether gradients were made anew without a step in between, to be looked at. Those that are accumulated stay."""
+        changed = self._gradient is not None and self._gradient() is not self._loop.a_gradient()
+        return changed and self._batches is not None and self._loop.versions() == self._versions
 
     def closed(self, exhausted: bool) -> None:
         history, loop = self._history, self._loop
@@ -419,6 +473,9 @@ class _Reading:
             loop.closed_pass()
         loop.weights.close(self._weighed)
         if loop.backwards > self._backwards:
+            self._owner.trained_passes += 1
+            if self._drops_gradients():
+                self._owner.warn_of_dropped_gradients()
             self._owner.check_told(self._loader, history, trains=True)
             history.has_trained, history.told = True, None
             self._owner.numbers.ended(self._loader.dataset)
@@ -486,6 +543,11 @@ class _Reading:
             return
         self._history.noted = True
         length = f"len() of it was {told[0]} before that, and of the whole it is {told[1]}. " if told else ""
+        if self._batches is not None and self._batches.kept():
+            length += (
+                "If the batches are kept to be trained on, every rank trains on all of them, which is no faster: read the loader in each "
+                "epoch, or read it under torch.no_grad() and train on parwrap.shard(batches). "
+            )
         length += f"There are {batches} batches instead of {whole}: divide by what was counted. " if batches != whole else ""
         self._owner.warn(
             f"a DataLoader is read at {place} without a backward: each rank sees its own share first and then the rest, so that sums and "

@@ -7,12 +7,14 @@ summed up over the whole pass and waits for its backward.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from parwrap.data.unread import Unread
+from parwrap.structures import leaves
 
 __all__ = ["ShareThenRest"]
 
@@ -45,6 +47,7 @@ class ShareThenRest:
         self._share, self._unread = share, unread
         self._trained, self._looks, self._shown = trained, looks, shown
         self.read = self._before = 0
+        self._first_tensor: weakref.ref[torch.Tensor] | None = None
         self._first: tuple[int, int] | None = None
         self._rest: Iterator | None = None
         self.trains = self.looked = False
@@ -72,6 +75,8 @@ class ShareThenRest:
         if self._unread is not None and self._unread.uneven_after(self.read + 1) and self._ask():
             return next(self._rest)  # type: ignore[call-overload]
         self.read += 1
+        if self.read == 1 and (tensors := [leaf for leaf in leaves(batch).values() if isinstance(leaf, torch.Tensor)]):
+            self._first_tensor = weakref.ref(tensors[0])
         return batch
 
     def __len__(self) -> int:
@@ -88,6 +93,10 @@ class ShareThenRest:
     def first_waits(self) -> bool:
         """Whether what was computed from the first batch still waits for a backward; of the only batch, names of the loop hold it."""
         return self._first is not None and self.read > 1 and _alive(*self._first) and gc.collect() >= 0 and _alive(*self._first)
+
+    def kept(self) -> bool:
+        """Whether the script has kept the first batch, and so may have kept all."""
+        return self.read > 1 and self._first_tensor is not None and self._first_tensor() is not None
 
     def undecided(self) -> bool:
         """Whether batches were read and nothing was trained since, nor was it asked what the pass is for."""

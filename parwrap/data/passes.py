@@ -66,7 +66,8 @@ class Pass:
         drawn: called with each batch.
         in_for: called with whether a ``for`` statement that alone holds the pass reads it, when that changes. A pass that something
             else has read may stay open when the loop around it is over.
-        instead: called before the first batch; gives the pass that is read in the place of this one, if it is another.
+        instead: called before the first batch, with whether that is the only one, of ``next(iter(loader))``; gives the pass that is
+            read in the place of this one, if it is another.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Pass:
         closed: Callable[[bool], None],
         drawn: Callable[[Any], None] | None = None,
         in_for: Callable[[bool], None] | None = None,
-        instead: Callable[[], Pass | None] | None = None,
+        instead: Callable[[bool], Pass | None] | None = None,
     ) -> None:
         self._in_for: Callable[[bool], None] | None = None
         if isinstance(batches, Pass):
@@ -90,7 +91,8 @@ class Pass:
 
     def __next__(self) -> Any:
         if self._instead:
-            self._exchange()
+            held = sys.getrefcount(self)
+            self._exchange(held <= _Probe.held and _in_next(sys._getframe(1)))
         if self._in_for:
             held = sys.getrefcount(self)
             self._reads_in_for(held <= _Probe.held and _in_for_statement(sys._getframe(1)))
@@ -104,9 +106,9 @@ class Pass:
             self._drawn(batch)
         return batch
 
-    def _exchange(self) -> None:
+    def _exchange(self, only_one: bool) -> None:
         asked, self._instead = self._instead, None
-        other = asked() if asked else None
+        other = asked(only_one) if asked else None
         if other is not None:
             self._close(False)
             self._batches, self._drawn = other, None
@@ -153,6 +155,22 @@ def _in_for_statement(frame: FrameType | None) -> bool:
             return False  # a generator of the script's may be held in a variable
         frame = frame.f_back
     return False
+
+
+def _in_next(frame: FrameType | None) -> bool:
+    """Whether ``frame`` calls ``next``."""
+    if frame is None:
+        return False
+    instructions = list(dis.get_instructions(frame.f_code))
+    begins = {_begin(each) for each in instructions if each.offset == frame.f_lasti}
+    named = (each for each in instructions if each.argval == "next" and each.opname.startswith("LOAD_"))
+    return any(each.offset < frame.f_lasti and _begin(each) in begins for each in named)
+
+
+def _begin(instruction: Any) -> tuple[int, int] | None:
+    """The line and column where the expression of ``instruction`` begins; before Python 3.11 they are not known."""
+    positions = getattr(instruction, "positions", None)
+    return positions and (positions.lineno, positions.col_offset)
 
 
 class _Probe:

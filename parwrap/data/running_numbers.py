@@ -1,7 +1,7 @@
 """Numbers that a loop sums up over its batches and divides by the length of the whole dataset: each rank has those of its own share.
 
 The sum cannot be seen. What can be seen is that the script divides by the length of a dataset that is shared out, in the first training
-pass or after it, or by a variable that has this value.
+pass or after it, or by a variable that has this value, or by an item or attribute of one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ __all__ = ["RunningNumbers"]
 
 DIVISIONS = ("/", "/=")
 COMPUTED = ("BINARY_", "INPLACE_")
+SILENT = {"CACHE", "PRECALL", "PUSH_NULL", "NOP"}
+"""Instructions that change nothing of what is computed."""
+
 REDUCTIONS = {"reduce_sum", "reduce_mean", "gather"}
 
 
@@ -51,8 +54,9 @@ class RunningNumbers:
         """A training pass over this rank's share of ``dataset`` begins: the first one is watched, and what comes before the second."""
         if self._over:
             return
-        if self._dataset is None and hasattr(dataset, "__len__"):
-            self._dataset = dataset
+        if self._dataset is not dataset and not self._passes and hasattr(dataset, "__len__"):
+            self._patches.close()  # the one before was only looked at
+            self._dataset, self._reads_share, self._divided = dataset, False, ""
             if can_patch(type(dataset)):
                 self._patches.enter_context(installed([Patch(type(dataset), "__len__", self._length)]))
         elif self._dataset is dataset and self._passes:
@@ -69,7 +73,7 @@ class RunningNumbers:
         if self._over or self._dataset is not dataset:
             return
         self._passes += 1
-        divided = self._divided or _divides_by_variable(sys._getframe(1), len(dataset))
+        divided = self._divided or _divides_by_length(sys._getframe(1), dataset, len(dataset))
         if divided:
             self._tell(divided)
 
@@ -107,17 +111,65 @@ def _divides_at_once(code: CodeType, call: int) -> bool:
     return _is_division(following) or (following.opname.startswith("STORE_") and _divides_by(code, following.argval) > 0)
 
 
-def _divides_by_variable(frame: FrameType | None, value: int) -> str:
-    """The first place in the script's frames around ``frame`` that has a variable of this ``value`` and divides by it."""
+def _divides_by_length(frame: FrameType | None, dataset: Any, value: int) -> str:
+    """The first place in the script's frames around ``frame`` that divides by ``value``, the length of ``dataset``.
+
+    It may be a variable, or an item or attribute of one, or ``len(dataset)`` where the class of the dataset cannot be patched.
+    """
     while frame is not None:
         code = frame.f_code
         if not is_ours(frame) and not REDUCTIONS & set(code.co_names):
-            variables = {**{name: frame.f_globals.get(name) for name in code.co_names}, **frame.f_locals}
-            for name, held in variables.items():
-                if type(held) is int and held == value and (line := _divides_by(code, name)):
-                    return f"{code.co_filename}:{line}"
+            known = {**{name: frame.f_globals.get(name) for name in code.co_names}, **frame.f_locals}
+            variables = (name for name, held in known.items() if type(held) is int and held == value)
+            if line := next(filter(None, (_divides_by(code, name) for name in variables)), 0) or _divides_by_part(
+                code, known, dataset, value
+            ):
+                return f"{code.co_filename}:{line}"
         frame = frame.f_back
     return ""
+
+
+_NOTHING = object()
+_LEN = object()
+
+
+def _divides_by_part(code: CodeType, known: dict[str, Any], dataset: Any, value: int) -> int:
+    """The line where ``code`` divides by an item or attribute, or by ``len(dataset)``, of that ``value``; 0 if there is none.
+
+    >>> _divides_by_part(compile("total / sizes['train']", "", "exec"), {"sizes": {"train": 5}}, None, 5)
+    1
+    """
+    lines, line, stack, parts = dict(dis.findlinestarts(code)), code.co_firstlineno, list[Any](), False
+    for each in dis.get_instructions(code):
+        line = lines.get(each.offset) or line
+        name = each.opname
+        if _is_division(each):
+            if parts and stack and type(stack[-1]) is int and stack[-1] == value:
+                return line
+            stack, parts = [], False
+        elif name == "LOAD_CONST":
+            stack.append(each.argval)
+        elif name in ("LOAD_ATTR", "LOAD_METHOD") and stack:
+            stack[-1], parts = getattr(stack[-1], "__dict__", {}).get(each.argval, _NOTHING), True
+        elif name.startswith("LOAD_"):
+            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+            stack += [_LEN if one == "len" else known.get(one, _NOTHING) for one in names]
+        elif (name == "BINARY_SUBSCR" or (name == "BINARY_OP" and each.argrepr == "[]")) and len(stack) > 1:
+            index = stack.pop()
+            stack[-1], parts = _item(stack[-1], index), True
+        elif name.startswith("CALL") and each.arg == 1 and stack[-2:-1] == [_LEN]:
+            stack[-2:], parts = [value if stack[-1] is dataset and not can_patch(type(dataset)) else _NOTHING], True
+        elif name not in SILENT:
+            stack, parts = [], False
+    return 0
+
+
+def _item(container: Any, index: Any) -> Any:
+    """``container[index]`` of a dict, list or tuple."""
+    try:
+        return container[index] if type(container) in (dict, list, tuple) else _NOTHING
+    except (KeyError, IndexError, TypeError):
+        return _NOTHING
 
 
 def _divides_by(code: CodeType, name: str) -> int:

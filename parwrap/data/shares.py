@@ -98,7 +98,7 @@ class Shares:
         self._own = OwnSamplers(self._agreement, self._rank, self._size)
         self._loaders: weakref.WeakKeyDictionary[DataLoader, _Shared] = weakref.WeakKeyDictionary()
         self._sharded = 0
-        self._warned = self._closed = False
+        self._warned = self._warned_of_units = self._closed = False
 
     def close(self) -> None:
         """Passes that outlive the session meet no rank any more."""
@@ -262,6 +262,11 @@ class Shares:
         if self._agreement and (changed := self._agreement.changed(loader)):
             self._agreement.agree(loader, changed, 0)
 
+    def take_first(self, loader: DataLoader) -> None:
+        """Have all ranks look at the same samples of ``loader``, where a training pass around has let each draw its own."""
+        if self._agreement and not self._closed and threading.current_thread() is threading.main_thread():
+            self._agreement.take_first(loader)
+
     def length(self, loader: DataLoader, whole: int) -> int:
         """How many of a training pass's ``whole`` batches this rank gets."""
         if self._whole(loader) or self.shares_out_itself(loader) or self._splits(loader):
@@ -385,8 +390,20 @@ class Shares:
                 'sampler=BatchSampler(...), or give batch="per_rank". This is said once.'
             )
 
+    def _warn_of_units(self, sampler: Any) -> None:
+        """What a sampler of the script's yields may be a whole, which no rank can have a part of."""
+        if self._size > 1 and type(sampler) is not BatchSampler and not hasattr(sampler, "for_ranks") and not self._warned_of_units:
+            self._warned_of_units = True
+            warn(
+                f'parwrap: batch="global" cuts each batch of a {type(sampler).__name__} into {self._size} parts, one for each rank '
+                f"({location()}). That is exact for a loss that is a mean over samples. Where a batch is a unit, as an episode of few-shot "
+                'learning is, give batch="per_rank", which deals out whole batches. This is said once.'
+            )
+
     def _announce(self, loader: DataLoader, samples: int | None) -> None:
         size = loader.batch_size
+        if size is None and loader.batch_sampler is not None and self._splits(loader):
+            self._warn_of_units(loader.batch_sampler)
         if loader.batch_sampler is None and self._sharing().batch == "global" and self._group and not self._splits(loader):
             self._warn_of_items()
         if size is None:

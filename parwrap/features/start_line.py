@@ -32,7 +32,8 @@ def start_line(group: Group, strategy: Strategy, options: Options, data: Trainin
         facts.append("no DataLoader was shared out: every rank trains on what it reads or makes itself")
     else:
         shared = f", {data.global_batch} global" if strategy.steps_together else ""
-        facts.append(f"batch {data.batch_size} per rank{shared}" if data.batch_size else "batches dealt out")
+        dealt = "batches dealt out" if options.batch == "per_rank" else "each batch split"
+        facts.append(f"batch {data.batch_size} per rank{shared}" if data.batch_size else dealt)
         if options.batch == "per_rank" and strategy.steps_together:
             facts.append("lr kept" if options.lr == "keep" else f"lr times {lr_factor:.4g}")
         facts.append(f"{data.samples} samples / {size} rank{'s' if size > 1 else ''}" if data.samples else "samples without a length")

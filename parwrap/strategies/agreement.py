@@ -84,7 +84,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     places: dict[torch.device, list[int]] = {}
     for place, each in enumerate(sums):
         places.setdefault(each.device, []).append(place)
-    found = {}
+    found: dict[int, int] = {}
     for on_device in places.values():
         found.update(zip(on_device, torch.stack([sums[place] for place in on_device]).tolist(), strict=True))
     return [found[place] for place in range(len(sums))]

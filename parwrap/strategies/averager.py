@@ -305,7 +305,7 @@ class Averager:
         if self._facts.is_cuda and not self.at_once:
             return self._noticed_later()
         weight, strays, misfit, failed, buffers, asked = self._told()[WEIGHT:].tolist()
-        if abs(weight - 1) > EXACT and not failed:
+        if weight and abs(weight - 1) > EXACT and not failed:
             for p in self.parameters:
                 if p.grad is not None:
                     p.grad.data.mul_(1 / weight)
@@ -360,7 +360,7 @@ class Averager:
 
 def divide(grads: Iterable[torch.Tensor], weight: torch.Tensor) -> None:
     """Divide ``grads`` by ``weight``, which stays on its device; if it is 1, they stay bit for bit what they are."""
-    factor = torch.where((weight - 1).abs() > EXACT, 1 / weight, torch.ones_like(weight))
+    factor = torch.where(((weight - 1).abs() > EXACT) & (weight != 0), 1 / weight, torch.ones_like(weight))
     dense: dict[torch.dtype, list[torch.Tensor]] = {}
     for grad in grads:
         if grad.is_sparse:

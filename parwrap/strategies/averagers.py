@@ -148,8 +148,8 @@ class Averagers:
         if any(len({each[number] for each in told if number in each}) > 1 for number in set().union(*told)):
             warn(
                 f"parwrap: {len(different)} parameters have different values on different ranks in the end, though their gradients were "
-                "averaged: an optimizer has stepped, or weights were changed, by a decision of one rank alone, such as random.random(). "
-                "Rank 0's are taken. Have parwrap.broadcast(decision) decide for all."
+                "averaged: an optimizer has stepped, or weights or a learning rate were changed, by a decision of one rank alone, such as "
+                "random.random() or its part of the loss. Rank 0's are taken. Have parwrap.broadcast(decision) decide for all."
                 if self._loop.backwards
                 else f"parwrap: {len(different)} parameters have different values on different ranks in the end, and no gradient was "
                 "averaged: they were built differently, or changed by each rank alone. Rank 0's are taken. Seed before they are built, and "

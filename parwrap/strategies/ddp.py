@@ -192,6 +192,8 @@ class DDP(Strategy):
         then = site.reenters or site.remakes or call.options.get("create_graph")
         if then:
             meeting = Meeting(THEN_AVERAGED, meeting.place, meeting.detail)
+        if call.weight is None and (batch := self._loop.weights.number):
+            meeting = meeting.of_batch(batch)
         self._meetings.go_ahead(meeting)
         self._armed = averager
         averager.note_buffers()

@@ -1,4 +1,4 @@
-"""Weights that a script changes by itself to other values on each rank, as by noise (SGLD): from then on rank 0's are taken for each batch.
+"""Weights that a script changes to other values on each rank, as by noise (SGLD) or by a learning rate: rank 0's are taken for each batch.
 
 Gradients are averaged, so steps keep weights the same. What is added to weights or to gradients from random streams of each rank does not.
 Weights are compared at the second backward of each place, and in backwards from the 16th meeting of the ranks on, at numbers of meetings
@@ -24,11 +24,15 @@ __all__ = ["Following"]
 
 COMPARED = "weights that should be the same"
 FOLLOWED = "rank 0's weights"
+RATES = "learning rates"
 
 FIRST_LOOK = 16
 """The number of the meeting of ranks from which weights are compared; then at each power of two."""
 
 Number = tuple[int, int]
+
+Rates = dict[int, list[float]]
+"""The learning rates of the groups of each optimizer, by its number."""
 
 
 class Following:
@@ -59,6 +63,12 @@ class Following:
             return
         self._follows = True
         self._loop.drew = self._follow
+        rates = self._group.share(RATES, self._rates(), range(self._group.world.size))
+        places = ((number, group) for number, first in rates[0].items() for group in range(len(first)))
+        apart = next((place for place in places if _differ(rates, *place)), None)
+        if apart:
+            self._warn_of_rates(rates, *apart)
+            return
         warn(
             f"parwrap: weights have come to differ between ranks before the backward at {location()}, though gradients are averaged: noise "
             "is added to weights or gradients that each rank draws itself (SGLD), or one rank alone takes a step, such as by "
@@ -66,6 +76,27 @@ class Following:
             "that is seeded alike on all ranks, g = torch.Generator().manual_seed(0) before the loop and torch.randn(p.shape, generator=g) "
             "in it, and have parwrap.broadcast(decision) decide for all. This is said once."
         )
+
+    def _warn_of_rates(self, rates: dict[int, Rates], number: int, group: int) -> None:
+        each = ", ".join(f"{view[number][group]:.4g} on rank {rank}" for rank, view in rates.items() if len(view.get(number, ())) > group)
+        warn(
+            f"parwrap: weights have come to differ between ranks before the backward at {location()}, because learning rates do: {each}. A "
+            "rank has set its own from what it alone has seen, such as its part of the loss. From now on all ranks take rank 0's weights "
+            "and learning rates before each batch, which costs time. Set it by parwrap.reduce_mean(loss), or parwrap.broadcast(lr). This "
+            "is said once."
+        )
+
+    def _rates(self) -> Rates:
+        """The learning rates of each optimizer's groups."""
+        return {n: [float(group.get("lr") or 0.0) for group in each.param_groups] for n, each in self._loop.numbered_optimizers()}
+
+    def _take_rates(self, rates: Rates) -> None:
+        for number, optimizer in self._loop.numbered_optimizers():
+            for group, rate in zip(optimizer.param_groups, rates.get(number, ()), strict=False):
+                if isinstance(group.get("lr"), torch.Tensor):
+                    group["lr"].fill_(rate)
+                elif group.get("lr"):
+                    group["lr"] = rate
 
     def _follow(self) -> None:
         if not is_alone() and threading.current_thread() is threading.main_thread() and not self._loop.evaluations:
@@ -92,7 +123,10 @@ class Following:
         source, owned = min(present), self._loop.once_owned()
         once = {id(p): number for number, p in sorted(owned.items(), reverse=True) if p.layout == torch.strided}
         mine = {number: owned[number].detach() for number in sorted(once.values())}
-        told = self._group.share(FOLLOWED, {number: (tuple(p.shape), p.dtype) for number, p in mine.items()}, [source])[source]
+        kinds = {number: (tuple(p.shape), p.dtype) for number, p in mine.items()}
+        told, rates = self._group.share(FOLLOWED, (kinds, self._rates()), [source])[source]
+        if self._group.world.rank != source:
+            self._take_rates(rates)
         received = send(self._group, [mine.get(number) for number in told], list(told.values()), source)
         for number, values in zip(told, received, strict=True):
             p = owned.get(number)
@@ -102,3 +136,8 @@ class Following:
     def _own(self, number: Number, told: Described, owned: dict[Number, torch.Tensor]) -> torch.Tensor:
         p = owned.get(number)
         return p if p is not None and (tuple(p.shape), p.dtype) == told.kind else told.stand_in(self._group.device)
+
+
+def _differ(rates: dict[int, Rates], number: int, group: int) -> bool:
+    """Whether ranks that have this group of that optimizer have other learning rates for it."""
+    return len({view[number][group] for view in rates.values() if len(view.get(number, ())) > group}) > 1

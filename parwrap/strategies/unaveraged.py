@@ -134,6 +134,7 @@ class Unaveraged:
             self._changed_in_place |= changes != REPLACED
             self._loop.ran_backward()
             self._warn()
+            self._loop.weights.check_kept()
         self.note(parameters)
 
     def _changes(self, parameters: Sequence[torch.Tensor]) -> int:

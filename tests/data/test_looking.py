@@ -296,3 +296,19 @@ def test_a_single_process_reads_as_it_always_does():
         assert list(range(9)) == drawn(DataLoader(range(9), batch_size=2))[0]
         assert 9 == len(drawn(DataLoader(range(9), sampler=RandomSampler(range(9))))[0])
         assert 9 == len(drawn(DataLoader(range(9), sampler=SequentialSampler(range(9))))[0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kept", [True, False])
+def test_where_batches_are_kept_it_is_said_that_training_on_them_is_no_faster(kept):
+    match = "every rank trains on all of them, which is no faster" if kept else "(?<!which is no faster).* With torch.no_grad"
+    with parwrap.distributed(), looks(match) as said:
+        setup, loader = Setup(), DataLoader(TensorDataset(torch.arange(20.0)), batch_size=4)
+        batches = list(loader) if kept else [x.sum().item() for (x,) in loader]
+
+        assert [5, 1] == [len(batches), len(said)]
+        assert kept == ("parwrap.shard(batches)" in str(said[0].message))
+        if kept:
+            with torch.no_grad():
+                batches = parwrap.shard(list(loader))
+            assert list(range(20)) == sorted(set(everyones([n for (x,) in batches for n in x.tolist()]))), setup

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,6 +57,45 @@ def under_a_name(setup, dataset, loader):
     running /= size
 
 
+def by_an_item(setup, dataset, loader):
+    """As in torch's tutorial about transfer learning."""
+    loaders, sizes = {"train": loader, "val": DataLoader(range(8))}, {"train": len(dataset), "val": 8}
+    for phase in ("train", "val"):
+        running = 0.0
+        setup.model.train(phase == "train")
+        for batch in loaders[phase]:
+            if phase == "train":
+                setup.step(batch[0])
+            running += len(batch)
+        running = running / sizes[phase]
+
+
+def by_an_attribute(setup, dataset, loader):
+    options = SimpleNamespace(samples=len(dataset))
+    for (x,) in loader:
+        setup.step(x)
+    return 1.0 / options.samples
+
+
+def by_the_length_of_a_list(setup, dataset, loader):
+    data = list(range(20))
+    for x in DataLoader(data, batch_size=4, shuffle=True):
+        setup.step(x)
+    return 1.0 / len(data)
+
+
+def after_a_look_at_another(setup, dataset, loader):
+    next(iter(DataLoader(range(8), batch_size=4)))
+    return after_the_pass(setup, dataset, loader)
+
+
+def by_an_item_for_another_loader(setup, dataset, loader):
+    sizes = {"train": len(dataset), "val": 8}
+    for (x,) in loader:
+        setup.step(x)
+    return 1.0 / sizes["val"]
+
+
 def by_batches(setup, dataset, loader):
     running = 0.0
     for number, (x,) in enumerate(loader):
@@ -89,8 +129,11 @@ def in_an_evaluation(setup, dataset, loader):
     return running / len(dataset)
 
 
+ITEMS = ["by_an_item", "by_an_attribute", "by_the_length_of_a_list", "after_a_look_at_another"]
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("divide", ["after_the_pass", "in_the_pass", "by_a_variable_from_before", "under_a_name"])
+@pytest.mark.parametrize("divide", ["after_the_pass", "in_the_pass", "by_a_variable_from_before", "under_a_name", *ITEMS])
 def test_it_is_said_once_where_the_division_is(divide):
     before = TensorDataset.__len__
     said = [line for line in train(globals()[divide]).splitlines() if LINE in line]
@@ -101,7 +144,9 @@ def test_it_is_said_once_where_the_division_is(divide):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("divide", ["by_batches", "by_what_was_counted", "summed_over_ranks", "in_an_evaluation"])
+@pytest.mark.parametrize(
+    "divide", ["by_batches", "by_what_was_counted", "summed_over_ranks", "in_an_evaluation", "by_an_item_for_another_loader"]
+)
 def test_other_numbers_are_not_talked_about(divide):
     assert LINE not in train(globals()[divide])
 

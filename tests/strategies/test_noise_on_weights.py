@@ -137,3 +137,33 @@ def test_ranks_that_have_let_go_of_a_model_follow_too(has_more, noise):
         assert kept or parwrap.rank() not in has_more
 
     assert all(len({tuple(each) for each in weights}) == 1 for weights in seen[8:])
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_learning_rates_that_each_rank_sets_by_its_own_loss_are_named_and_become_rank_0s(size, as_tensor):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    seen = []
+    with parwrap.distributed(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01) if as_tensor else 0.01)
+        for _ in range(6):
+            for x, y in loader():
+                seen.append(parwrap.gather(model.weight.flatten().tolist()))
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward()
+                rate = 0.01 / (1 + loss.item())
+                optimizer.param_groups[0]["lr"] = torch.tensor(rate) if as_tensor else rate
+                optimizer.step()
+        for _ in loader():
+            seen.append(parwrap.gather(float(optimizer.param_groups[0]["lr"])))
+            break
+
+    texts = [str(each.message) for each in said if "because learning rates do" in str(each.message)]
+    assert 1 == len(texts)
+    assert "test_noise_on_weights.py:" in texts[0]
+    assert " on rank 0, " in texts[0]
+    assert not [each for each in said if "noise is added" in str(each.message)]
+    assert all([first[0]] * size == first for first in seen[-4:]), seen[-4:]

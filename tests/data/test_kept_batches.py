@@ -1,0 +1,158 @@
+"""batch="global" where loops train again on batches that they have kept, and where ranks would pair parts of different batches."""
+
+import itertools
+import random
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+import parwrap
+from test_batches_drawn_ahead import Trained, numbers
+
+
+def replayed(samples, criterion):
+    trained = Trained(criterion)
+    for x, y in itertools.islice(itertools.cycle(DataLoader(numbers(samples), batch_size=8)), 9):
+        trained.step(x, y)
+    return trained.weights
+
+
+def drawn_again(samples, criterion):
+    """As from the buffer of a replay."""
+    trained, kept = Trained(criterion), []
+    for x, y in DataLoader(numbers(samples), batch_size=8):
+        kept.append((x, y))
+        trained.step(x, y)
+    generator = random.Random(0)
+    for _ in range(7):
+        trained.step(*generator.choice(kept))
+    return trained.weights
+
+
+def followed_by_other_data(samples, criterion):
+    trained = Trained(criterion)
+    for x, y in DataLoader(numbers(samples), batch_size=8):
+        trained.step(x, y)
+    for _ in range(3):
+        trained.step(*numbers(11).tensors)
+    return trained.weights
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.parametrize("loop", [replayed, drawn_again, followed_by_other_data])
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_parts_that_are_trained_on_again_count_by_their_samples(size, loop, loss):
+    if loss == "sum" and loop is followed_by_other_data:
+        pytest.skip("of what no loader has split, every rank has the whole sum")
+
+    def criterion(output, target):
+        return nn.functional.mse_loss(output, target, reduction=loss) / (1 if loss == "mean" else 10)
+
+    for samples in (17, 21):
+        expected = loop(samples, criterion)
+        with parwrap.distributed(batch="global", loss=loss):
+            assert expected == pytest.approx(loop(samples, criterion), abs=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_over_all_batches_of_a_pass_whose_last_is_smaller_is_said():
+    trained = Trained()
+    with (
+        parwrap.distributed(batch="global"),
+        pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ may be over several batches"),
+    ):
+        sum(trained.criterion(trained.model(x), y) for x, y in DataLoader(numbers(21), batch_size=8)).backward()
+
+
+SKIPS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.arange(21.0).view(-1, 1)
+x[{bad}] = float("nan")
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+for epoch in range(2):
+    for (batch,) in DataLoader(TensorDataset(x), batch_size=5):
+        loss = model(batch).square().mean()
+        if not torch.isfinite({decision}):
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+print(*[p.item() for p in model.parameters()])
+"""
+
+
+def run(tmp_path, source, *command):
+    (tmp_path / "train.py").write_text(source)
+    return subprocess.run([sys.executable, *command, "train.py"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+
+
+ON_TWO_RANKS = ("-m", "parwrap.run", "--nproc-per-node", "2", "--batch", "global")
+
+
+@pytest.mark.parametrize("bad", [2, 8, 19])
+def test_a_rank_that_leaves_out_its_part_of_a_batch_alone_is_an_error_that_names_the_batches(tmp_path, bad):
+    ended = run(tmp_path, SKIPS.format(bad=bad, decision="loss"), *ON_TWO_RANKS)
+
+    assert ended.returncode
+    assert "RankMismatchError: the ranks are in backwards of different batches" in ended.stderr
+    assert re.search(r"rank 0 is at backward \(\S+train.py:15, batch \d\); rank 1 is at .*py:15, batch \d\)", ended.stderr)
+    assert "decide alike, by parwrap.reduce_mean(loss)" in ended.stderr
+
+
+def test_with_the_mean_of_the_loss_all_ranks_leave_out_the_batch_as_one_process_does(tmp_path):
+    expected = run(tmp_path, SKIPS.format(bad=2, decision="loss"))
+    actual = run(tmp_path, "import parwrap\n" + SKIPS.format(bad=2, decision="parwrap.reduce_mean(loss)"), *ON_TWO_RANKS)
+
+    assert [float(each) for each in expected.stdout.split()] == pytest.approx([float(each) for each in actual.stdout.split()], abs=1e-6)
+
+
+class Episodes(Sampler):
+    def __iter__(self):
+        return iter([[0, 1, 2, 3], [4, 5, 6, 7]])
+
+    def __len__(self):
+        return 2
+
+
+@pytest.mark.ranks(2)
+def test_batches_of_a_sampler_of_the_scripts_own_are_said_to_be_cut():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch, expected in {"global": 1, "per_rank": 0}.items():
+        with parwrap.distributed(batch=batch), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                for (x,) in DataLoader(TensorDataset(torch.ones(8, 1)), batch_sampler=Episodes()):
+                    model(x).sum().backward()
+                    optimizer.step()
+
+        texts = [str(each.message) for each in said if "cuts each batch of a Episodes into 2 parts" in str(each.message)]
+        assert expected == len(texts), texts
+        assert all(re.search(r'test_kept_batches.py:\d+.* give batch="per_rank", which deals out whole batches', text) for text in texts)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:.*come from no backward")
+def test_gradients_by_autograd_grad_of_a_kept_batch_are_said():
+    trained = Trained()
+    parameters = list(trained.model.parameters())
+
+    def step_without_backward(x, y):
+        for p, gradient in zip(parameters, torch.autograd.grad(trained.criterion(trained.model(x), y), parameters), strict=True):
+            p.grad = gradient
+        trained.optimizer.step()
+
+    with parwrap.distributed(batch="global"):
+        kept = [batch for batch in DataLoader(numbers(21), batch_size=8) if not trained.step(*batch)]
+        with pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ may be over several batches, or one of several that were kept"):
+            step_without_backward(*kept[-1])
