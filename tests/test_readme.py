@@ -103,7 +103,7 @@ def test_documents_render_without_a_warning(document):
     assert "" == warnings.getvalue()
 
 
-@pytest.mark.parametrize("option", re.findall(r"^``(\w+)``  +", README, re.MULTILINE))
+@pytest.mark.parametrize("option", re.findall(r"^``([a-z_]+)``  +", README, re.MULTILINE))
 def test_options_that_the_readme_lists_exist(option):
     import parwrap
     from parwrap.options import Options
