@@ -20,6 +20,8 @@ FLOORS = [
         "patching",
         "decorator",
         "processes",
+        "progress_bars",
+        "wording",
     },
     {
         "background",

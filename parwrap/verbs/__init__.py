@@ -101,6 +101,7 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "run_command": command.patches,
     "speak": output.speak_patches,
     "log": output.log_patches,
+    "show_warning": output.warning_patches,
     "foreign": foreign.patches,
 }
 

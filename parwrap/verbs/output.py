@@ -1,4 +1,4 @@
-"""``print`` and logging: hand the calls to ``actor.speak`` and ``actor.log``.
+"""``print``, logging and warnings: hand the calls to ``actor.speak``, ``actor.log`` and ``actor.show_warning``.
 
 Both are process-wide: other threads speak through the same actor.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import builtins
 import logging
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from parwrap.patching import Patch
 
-__all__ = ["log_patches", "speak_patches"]
+__all__ = ["log_patches", "speak_patches", "warning_patches"]
 
 
 def speak_patches(actor: Any) -> list[Patch]:
@@ -32,3 +33,10 @@ def log_patches(actor: Any) -> list[Patch]:
         actor.log(record, partial(wrapped, record))
 
     return [Patch(logging.Logger, "handle", handle)]
+
+
+def warning_patches(actor: Any) -> list[Patch]:
+    def show(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        actor.show_warning(partial(wrapped, *args, **kwargs))
+
+    return [Patch(warnings, "showwarning", show)]

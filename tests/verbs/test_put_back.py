@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import warnings
 
 import numpy as np
 import pytest
@@ -45,6 +46,7 @@ OWNERS = (
     torch.optim.Optimizer,
     ReduceLROnPlateau,
     logging.Logger,
+    warnings,
     DistributedDataParallel,
     nn.DataParallel,
     os,
