@@ -44,7 +44,7 @@ FLOORS = [
         "step_draws",
         "streams",
     }
-    | {"inherited", "raised", "reach", "returned", "speaking", "launched_rank", "forking", "spawning", "launching"},
+    | {"inherited", "object_changes", "raised", "reach", "returned", "speaking", "launched_rank", "forking", "spawning", "launching"},
     {"verbs"},
     {"strategies", "data", "files", "voices", "precision", "accumulation"},
     {"features"},
