@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from parwrap.features.mean import mean_over_ranks
     from parwrap.features.shard import replicate, shard
     from parwrap.group import is_rank_zero, local_rank, rank, world_size
-    from parwrap.mixins import AccumulateMixin, AmpMixin, DistributedMixin, SyncBNMixin
+    from parwrap.mixins import AccumulateMixin, AmpMixin, DistributedMixin, EvaluateMixin, SyncBNMixin, UniformLengthMixin
 
     accumulate: Decorating
     amp: Decorating
@@ -53,7 +53,7 @@ _HOMES = {
     "parwrap.features.sync_bn": ("sync_bn",),
     "parwrap.features.uniform_length": ("uniform_length",),
     "parwrap.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
-    "parwrap.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin", "SyncBNMixin"),
+    "parwrap.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin", "EvaluateMixin", "SyncBNMixin", "UniformLengthMixin"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -61,11 +61,13 @@ __all__ = [
     "AccumulateMixin",
     "AmpMixin",
     "DistributedMixin",
+    "EvaluateMixin",
     "LaunchError",
     "ParwrapError",
     "RankMismatchError",
     "RankZeroError",
     "SyncBNMixin",
+    "UniformLengthMixin",
     "UsageError",
     "accumulate",
     "all_ranks",

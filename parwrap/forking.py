@@ -19,6 +19,7 @@ from parwrap import group as groups
 from parwrap.errors import UsageError
 from parwrap.inherited import Inherited
 from parwrap.launched_rank import ENDING, Job, run
+from parwrap.object_changes import objects_reached
 from parwrap.returned import CallersObjects
 from parwrap.speaking import Heard
 from parwrap.world import detect
@@ -35,7 +36,7 @@ class Forks:
     """
 
     def __init__(self, function: Callable[[], Any], environ: Mapping[str, str]) -> None:
-        self.callers = CallersObjects()
+        self.callers = CallersObjects(reached=objects_reached(function))
         self.callers.watch()
         self._function, self._environ, self._inherited = function, environ, Inherited()
         self._inherited.warn(function)

@@ -50,7 +50,8 @@ def run_on_ranks(
     """Call ``function`` on ``size`` ranks that this process launches, in a process group, and wait for all of them.
 
     The tensors, models, optimizers and schedulers of this process have become what they are on rank 0 when this returns, and when it
-    raises, as far as a rank lives to tell; of ranks that are spawned, those that the function reaches. Ctrl-C is passed on to the ranks.
+    raises, as far as a rank lives to tell; of ranks that are spawned, those that the function reaches. So have other objects that the
+    function reaches. Ctrl-C is passed on to the ranks.
 
     Args:
         function: what to call; it need not pickle.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,12 +16,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["found_by", "within"]
+__all__ = ["attributes_of", "found_by", "is_users", "is_users_module", "within"]
 
 MOST, ENTRIES = 50_000, 1_000
 """How many objects are looked at, and in each of them: a tenth of a second or two. What is near comes first."""
 
 LIBRARIES = tuple({os.path.join(path, "") for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))})
+INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+"""Environments see packages of others, too."""
 OURS = os.path.join(os.path.dirname(__file__), "")
 
 
@@ -52,14 +55,20 @@ def found_by(
                     left.append(inner)
 
 
-def within(thing: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What ``thing``, known by ``name``, leads to, each by its name; of classes the user's methods, of modules and tensors nothing."""
+def within(thing: Any, name: str = "", most: int = ENTRIES) -> Iterator[tuple[str, Any]]:
+    """What ``thing``, known by ``name``, leads to, each by its name; of classes the user's methods, of modules and tensors nothing.
+
+    Args:
+        thing: any object.
+        name: what it is called.
+        most: how many entries of it to look at.
+    """
     kind = type(thing)
     if issubclass(kind, (ModuleType, CodeType, torch.Tensor)):
         return
     if issubclass(kind, type):
         methods = [each for base in type.mro(thing) for each in list(vars(base).values()) if type(each) is FunctionType]
-        yield from ((name, each) for each in methods if _is_users(each))
+        yield from ((name, each) for each in methods if is_users(each))
         return
     if kind is FunctionType:
         yield from _names_in(thing)
@@ -71,20 +80,21 @@ def within(thing: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from zip(_parameters(thing.func, len(thing.args)), thing.args, strict=True)
         yield from thing.keywords.items()
     elif issubclass(kind, dict):
-        entries = list(islice(dict.items(thing), ENTRIES))  # at once, since a thread may change it
+        entries = list(islice(dict.items(thing), most))  # at once, since a thread may change it
         yield from ((f"{name}[{key!r}]" if isinstance(key, (str, int)) else name, value) for key, value in entries)
     elif issubclass(kind, (list, tuple)):
         items = (list if issubclass(kind, list) else tuple).__iter__(thing)
-        yield from ((f"{name}[{index}]", each) for index, each in enumerate(islice(items, ENTRIES)))
+        yield from ((f"{name}[{index}]", each) for index, each in enumerate(islice(items, most)))
     else:
-        attributes = _attributes(thing)
-        entries = list(islice(attributes.items(), ENTRIES))
+        attributes = attributes_of(thing)
+        entries = list(islice(attributes.items(), most))
         yield from ((f"{name}.{key}", value) for key, value in entries)
         known = {id(attributes), *(id(value) for _, value in entries)}
-        yield from ((name, each) for each in gc.get_referents(thing)[:ENTRIES] if id(each) not in known)
+        yield from ((name, each) for each in gc.get_referents(thing)[:most] if id(each) not in known)
 
 
-def _attributes(thing: Any) -> dict[str, Any]:
+def attributes_of(thing: Any) -> dict[str, Any]:
+    """Its ``__dict__``, itself; empty for what has none."""
     try:
         attributes = object.__getattribute__(thing, "__dict__")
     except (AttributeError, TypeError):
@@ -105,7 +115,7 @@ def _names_in(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from (function.__kwdefaults__ or {}).items()
     if "__wrapped__" in vars(function):
         yield "", vars(function)["__wrapped__"]
-    if _is_users(function):
+    if is_users(function):
         names = sorted(set(_used(code)) & function.__globals__.keys())
         yield from ((name, function.__globals__[name]) for name in names)
 
@@ -117,9 +127,20 @@ def _used(code: CodeType) -> Iterator[str]:
             yield from _used(inner)
 
 
-def _is_users(function: FunctionType) -> bool:
-    file = function.__code__.co_filename
-    return not file.startswith((OURS, *LIBRARIES)) and "<frozen" not in file
+def is_users(function: FunctionType) -> bool:
+    """Whether ``function`` is neither a library's nor parwrap's."""
+    return _is_users_file(function.__code__.co_filename)
+
+
+def is_users_module(name: str) -> bool:
+    """Whether the module of that name, if it has been imported, is neither a library's nor parwrap's."""
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    return name == "__main__" or (file is not None and _is_users_file(file))
+
+
+def _is_users_file(file: str) -> bool:
+    return not file.startswith((OURS, *LIBRARIES)) and not any(each in file for each in ("<frozen", *INSTALLED))
 
 
 def _parameters(function: Any, count: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What comes back from a rank that a process has launched: what it returns, and what it has made of the caller's tensors.
+"""What comes back from a rank that a process has launched: what it returns, and what it has made of the caller's objects.
 
 The rank has the caller's objects: all of them if it was forked, those that it was sent if not (``spawning.py``). Both sides know them by
 a number, and what is sent back refers to them: a model that was passed in is the same object when it is returned. What is raised is
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import io
 import pickle
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -22,18 +23,29 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from parwrap.object_changes import Change, Snapshot, entry_name, make_change, part_entries, without_entries
+from parwrap.raised import in_one_line
+from parwrap.sites import location
+
 __all__ = ["CallersObjects", "is_tracked", "pickle_module"]
 
 KINDS = (torch.Tensor, nn.Module, Optimizer, LRScheduler)
 PARTS = ("_parameters", "_buffers", "_modules", "training")
+MOST_NAMED = 5
+OWN = "which was not sent to the ranks, as it is in a module that they import"
+CALLERS = "parwrap"
+"""Marks the number of an object of the caller's in what is packed."""
 
 
 class CallersObjects:
-    """The tensors, models, optimizers and schedulers of the caller, and what it and a rank know them by.
+    """The tensors, models, optimizers and schedulers of the caller, the other objects that a function reaches, and their numbers.
 
     Args:
-        things: they, the same and in the same order on both sides; by default all that this process has, for ranks that are forked then.
+        things: tensors and so on, the same and in the same order on both sides; by default all that this process has, for ranks that are
+            forked then.
+        reached: the other objects, with their names, also in the same order.
         pickler: what packs in the rank.
+        own: in a rank that was spawned, further objects that the function reaches there, which the caller has not sent.
 
     >>> model, file = nn.Linear(1, 1), io.BytesIO()
     >>> callers = CallersObjects()
@@ -43,19 +55,33 @@ class CallersObjects:
     True
     """
 
-    def __init__(self, things: Iterable[Any] | None = None, pickler: type[pickle.Pickler] = pickle.Pickler) -> None:
+    def __init__(
+        self,
+        things: Iterable[Any] | None = None,
+        reached: Iterable[tuple[str, Any]] = (),
+        pickler: type[pickle.Pickler] = pickle.Pickler,
+        own: Iterable[tuple[str, Any]] | None = None,
+    ) -> None:
         if things is None:
             everything = gc.get_objects()
             kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, (*KINDS, type, FunctionType))}
             things = (thing for thing in everything if type(thing) in kinds and (is_tracked(thing) or _is_local(thing)))
         self._known = dict(enumerate(things))
         self._keys = {id(thing): key for key, thing in self._known.items()}
+        found = dict(enumerate(reached, len(self._known)))
+        self._names = {key: name for key, (name, _) in found.items()}
+        self._reached = {key: thing for key, (_, thing) in found.items()}
+        self._keys = {id(thing): key for key, thing in self._reached.items()} | self._keys
+        self._is_spawned = own is not None
+        self._own = dict(
+            enumerate(((name, thing) for name, thing in own or () if id(thing) not in self._keys), len(self._known) + len(found))
+        )
         self._pickler = pickler
         self._tensors: dict[int, tuple | None] = {}
         self._asks: dict[int, bool] = {}
         self._contents: dict[int, int] = {}
         self._modules: dict[int, tuple] = {}
-        self._attributes: dict[int, dict[str, Any]] = {}
+        self._objects = Snapshot({})
 
     def watch(self) -> None:
         """Remember what they are now, for :meth:`changes`: before the fork, or when they have come."""
@@ -66,27 +92,39 @@ class CallersObjects:
         self._asks = {key: asks for key in self._tensors if (asks := _asks(self._known[key])) is not None}
         self._contents = {key: _checksum(self._known[key]) for key in self._keys_of(owned) if self._tensors.get(key)}
         self._modules = {key: _parts_of(thing) for key, thing in self._of(nn.Module)}
-        self._attributes = {key: dict(vars(thing)) for key, thing in self._of(nn.Module)}
+        self._objects = Snapshot(self._reached | {key: thing for key, (_, thing) in self._own.items()})
 
     def pack(self, thing: Any, file: BinaryIO) -> None:
         """Write ``thing`` into ``file``, with references to the caller's objects in their place."""
-        keys, others = self._keys, getattr(self._pickler, "reducer_override", lambda pickler, thing: NotImplemented)
+        keys = self._keys
 
         class Pickler(self._pickler):  # type: ignore[name-defined]
-            def reducer_override(self, each: Any) -> Any:
-                key = None if issubclass(type(each), torch.Tensor) and _is_unwatched(each) else keys.get(id(each))
-                return others(self, each) if key is None else (_callers, (key,))
+            def __init_subclass__(cls) -> None:
+                """Of torch, for the storages of tensors."""
+                of_storage = cls.persistent_id
+
+                def persistent_id(self: Any, each: Any) -> Any:
+                    key = keys.get(id(each))
+                    if key is None or (issubclass(type(each), torch.Tensor) and _is_unwatched(each)):
+                        return of_storage(self, each)
+                    return CALLERS, key
+
+                cls.persistent_id = persistent_id
 
         # protocol 2, torch's own choice, has a TimeoutError come back as an OSError
         torch.save(thing, file, pickle_module=pickle_module(Pickler=Pickler), pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
     def unpack(self, file: BinaryIO) -> Any:
         """What :meth:`pack` was given on the other side."""
-        known = self._known
+        known = self._reached | self._known
 
         class Unpickler(pickle.Unpickler):
-            def find_class(self, module: str, name: str) -> Any:
-                return known.get if (module, name) == (__name__, "_callers") else super().find_class(module, name)
+            def __setattr__(self, name: str, value: Any) -> None:
+                """By torch, for the storages of tensors."""
+                if name == "persistent_load":
+                    of_storage = value
+                    value = lambda saved: known[saved[1]] if saved[0] == CALLERS else of_storage(saved)  # noqa: E731
+                super().__setattr__(name, value)
 
         # a caller that has not started CUDA can still fork
         where = None if torch.cuda.is_initialized() else "cpu"
@@ -94,14 +132,18 @@ class CallersObjects:
 
     def can_pack(self, thing: Any) -> bool:
         """Whether it can be sent."""
+        return not self._why_not(thing)
+
+    def _why_not(self, thing: Any) -> str:
+        """Why it cannot be sent; empty if it can."""
         with io.BytesIO() as file:
             try:
                 self.pack(thing, file)
                 file.seek(0)
                 self.unpack(file)
-            except Exception:
-                return False
-            return True
+            except Exception as error:
+                return in_one_line(error)
+            return ""
 
     def changes(self, returned: Any = None) -> dict[str, list]:
         """What has become of the caller's objects in this process, to be sent to :meth:`take`: all of it for those in ``returned``."""
@@ -114,17 +156,55 @@ class CallersObjects:
         storages, moved = self._where(changed)
         ties = self._ties(moved)
         tied = {key for key, *_ in ties if self._tensors[key]}
+        objects, lost = self._objects_changed()
         return {
             "storages": [(key, _storage(self._known[key])) for key in storages],
             "tensors": [(key, _values(self._known[key])) for key in moved if key not in tied],
             "ties": ties,
             "asks": [(key, not before) for key, before in self._asks.items() if _asks(self._known[key]) is (not before)],
-            "modules": [(key, parts) for key, _ in self._of(nn.Module) if (parts := self._changed_in(key, key in asked))],
+            "modules": [(key, parts) for key, _ in self._of(nn.Module) if (parts := self._changed_in(key))],
             "optimizers": [(key, each.__getstate__()) for key, each in self._of(Optimizer) if key in stepped],
             "schedulers": [
                 (key, each.state_dict()) for key, each in self._of(LRScheduler) if stepped & self._keys_of([vars(each).get("optimizer")])
             ],
+            "objects": objects,
+            "lost": lost,
         }
+
+    def _objects_changed(self) -> tuple[list[Change], list[str]]:
+        """How the other objects have changed, and the names of what has changed and cannot be sent."""
+        changes, unknown = self._objects.changes()
+        lost = [self._named(key, part, None, "") for key, part in unknown]
+        own = [each for each in changes if self._is_own(*each[:2])]
+        lost += [self._named(key, part, entry, OWN) for key, part, change in own for entry in part_entries(part, change)]
+        changes = [each for each in changes if not self._is_own(*each[:2])]
+        sent = []
+        if self.can_pack([each for each in changes if each[1] != "value"]):
+            sent = changes
+        for key, part, change in [] if sent else changes:
+            failing = {entry: why for entry, each in part_entries(part, change).items() if (why := self._why_not(each))}
+            lost += [self._named(key, part, entry, why) for entry, why in failing.items()]
+            if (rest := without_entries(part, change, failing)) is not None:
+                sent.append((key, part, rest))
+        return sent, [name for name in dict.fromkeys(lost) if name]
+
+    def _is_own(self, key: int, part: str) -> bool:
+        """Whether a part of an object is what this rank has by an import, and not the caller's."""
+        if key in self._own or not self._is_spawned:
+            return key in self._own
+        thing = self._reached[key]
+        if part == "globals":
+            return thing.__globals__.get("__name__") != "__main__"
+        imported = issubclass(type(thing), ModuleType) or (
+            issubclass(type(thing), (type, FunctionType)) and thing.__module__ != "__main__" and not _is_local(thing)
+        )
+        return imported and part == "attributes"
+
+    def _named(self, key: int, part: str, entry: Any, why: str) -> str:
+        """What has changed, with the reason why it cannot be sent; empty for what a library keeps for itself."""
+        name, thing = self._own[key] if key in self._own else (self._names[key], self._reached[key])
+        called = entry_name(thing, name, part, entry)
+        return f"{called} ({why})" if called and why else called or ""
 
     def _keys_in(self, returned: Any) -> set[int]:
         """Of the caller's objects that ``returned`` leads to, and of what is in its models."""
@@ -133,9 +213,10 @@ class CallersObjects:
 
         class Finder(self._pickler):  # type: ignore[name-defined]
             def reducer_override(self, each: Any) -> Any:
-                if id(each) in keys:
+                known = id(each) in keys and (is_tracked(each) or _is_local(each))
+                if known:
                     found.add(keys[id(each)])
-                return (int, ()) if id(each) in keys or issubclass(type(each), torch.Tensor) else others(self, each)
+                return (int, ()) if known or issubclass(type(each), torch.Tensor) else others(self, each)
 
         with suppress(Exception):  # which pack will tell of
             Finder(io.BytesIO()).dump(returned)
@@ -143,19 +224,12 @@ class CallersObjects:
         found |= self._keys_of(each for model in models for each in (*model.modules(), *model.parameters(), *model.buffers()))
         return {key for key in found if not (issubclass(type(self._known[key]), torch.Tensor) and _is_unwatched(self._known[key]))}
 
-    def _changed_in(self, key: int, asked: bool) -> dict[str, Any]:
-        """What of a module is not as it was; of its other attributes, if they are ``asked`` for too, those that can be sent."""
-        attributes, before = vars(self._known[key]), self._attributes[key]
-        if any(map(_is_in_parts, attributes.get("_parameters", {}).values())):
+    def _changed_in(self, key: int) -> dict[str, Any]:
+        """What of a module is not as it was, but for the attributes that a user gives it."""
+        attributes = vars(self._known[key])
+        if any(map(_is_in_parts, attributes.get("_parameters", {}).values())) or _parts_of(self._known[key]) == self._modules[key]:
             return {}
-        changed = _parts_of(self._known[key]) != self._modules[key]
-        parts = {name: attributes[name] for name in PARTS if changed and name in attributes}
-        others = {name: each for name, each in attributes.items() if asked and not name.startswith("_")}
-        for name, each in others.items():
-            is_as_before = name in before and each is before[name] and not isinstance(each, (list, dict, set))
-            if not is_as_before and self.can_pack(each):
-                parts[name] = each
-        return parts
+        return {name: attributes[name] for name in PARTS if name in attributes}
 
     def _where(self, changed: set[int]) -> tuple[list[int], list[int]]:
         """Where the values of ``changed`` are: a tensor in each of the caller's storages that they are in, and those that are elsewhere.
@@ -221,17 +295,29 @@ class CallersObjects:
             self._known[key].__setstate__({name: _in_place(attributes.get(name), part) for name, part in state.items()})
         for key, state in changes["schedulers"]:
             self._known[key].load_state_dict(state)
+        for key, part, change in changes["objects"]:
+            make_change(self._reached[key], part, change)
+        self._warn_of_lost(changes["lost"])
+
+    def _warn_of_lost(self, named: list[str]) -> None:
+        """Say once what stays as it was, although the function has changed it."""
+        if not named:
+            return
+        file, _, line = location().rpartition(":")
+        more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+        warnings.warn_explicit(
+            f"parwrap: the function changed {', '.join(named[:MOST_NAMED])}{more} on its ranks, and that cannot be sent "
+            "to this process, where it stays as it was. Make it inside of the function, or return what you need of it.",
+            UserWarning,
+            file,
+            int(line),
+        )
 
     def _keys_of(self, things: Iterable[Any]) -> set[int]:
         return {self._keys[id(thing)] for thing in things if id(thing) in self._keys}
 
     def _of(self, kind: type) -> Iterator[tuple[int, Any]]:
         return ((key, thing) for key, thing in self._known.items() if issubclass(type(thing), kind))
-
-
-def _callers(key: int) -> Any:
-    """Stands for the caller's object that is known by ``key``."""
-    raise NotImplementedError
 
 
 def pickle_module(**classes: type) -> ModuleType:

@@ -27,6 +27,7 @@ from parwrap.device import cores
 from parwrap.errors import UsageError
 from parwrap.launched_rank import Job, run
 from parwrap.memory import private_file
+from parwrap.object_changes import objects_reached
 from parwrap.reach import within
 from parwrap.returned import CallersObjects, is_tracked, pickle_module
 from parwrap.speaking import Heard
@@ -52,7 +53,7 @@ class Spawns:
     """
 
     def __init__(self, function: Callable[[], Any], environ: Mapping[str, str], size: int, file: BinaryIO, who: str) -> None:
-        self.callers = CallersObjects(_pack(function, file, who))
+        self.callers = CallersObjects(*_pack(function, file, who))
         self._function = file.fileno()
         shared_out = {"OMP_NUM_THREADS": str(max(1, cores() // size)), "PYTHONHASHSEED": "0"}
         self._environ = {**shared_out, **os.environ, **environ}
@@ -110,15 +111,26 @@ def become(descriptor: int) -> None:
     run(job)
 
 
-def _pack(function: Callable[[], Any], file: BinaryIO, who: str) -> list[Any]:
+class _Sent(list):
+    """Those of the objects that a function reaches which have been packed with it; what a class leaves out has not."""
+
+    def pick(self, packed: Mapping[int, Any]) -> list[tuple[str, Any]]:
+        self[:] = [(name, thing) for name, thing in self if id(thing) in packed]
+        return list(self)
+
+
+def _pack(function: Callable[[], Any], file: BinaryIO, who: str) -> tuple[list[Any], list[tuple[str, Any]]]:
     """Write ``function`` into ``file``, for :func:`_load`; returns what the caller and the ranks then both have."""
     things: list[Any] = []
+    reached = _Sent(objects_reached(function))
     cloudpickle = _cloudpickle(who)
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined]
         def reducer_override(self, thing: Any) -> Any:
             if is_tracked(thing):
                 things.append(thing)
+            if thing is reached:
+                return list, (reached.pick(self.memo.copy()),)
             home = _home(thing) if type(thing) is FunctionType else None
             if home is not None:
                 self.globals_ref.setdefault(id(thing.__globals__), _NamesOf(home))
@@ -128,8 +140,8 @@ def _pack(function: Callable[[], Any], file: BinaryIO, who: str) -> list[Any]:
             return reduced
 
     try:
-        # things comes second, and is full by then
-        torch.save((function, things), file, pickle_module(Pickler=Pickler), pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        # things and reached come after it, and are full by then
+        torch.save((function, things, reached), file, pickle_module(Pickler=Pickler), pickle_protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         name, uses = _unpicklable(function, Pickler), "something that the function uses"
         raise UsageError(
@@ -137,7 +149,7 @@ def _pack(function: Callable[[], Any], file: BinaryIO, who: str) -> list[Any]:
             f"cannot be sent to them: {error}. Make it inside of the function, or pass what it is made from."
         ) from error
     file.flush()
-    return things
+    return things, reached
 
 
 def _unpicklable(function: Callable[[], Any], pickler: type[pickle.Pickler]) -> str:
@@ -179,13 +191,13 @@ def _load(descriptor: int, device: torch.device) -> tuple[Callable[[], Any], Cal
     """
     sys.modules["__main__"] = ModuleType("__main__")
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as file:
-        function, things = torch.load(
+        function, things, reached = torch.load(
             cast(BinaryIO, file),
             weights_only=False,
             map_location=lambda storage, where: default_restore_location(storage, str(device) if where.startswith("cuda") else where),
             pickle_module=pickle_module(Unpickler=pickle.Unpickler),
         )
-    callers = CallersObjects(things, _cloudpickle("parwrap").Pickler)
+    callers = CallersObjects(things, reached, _cloudpickle("parwrap").Pickler, own=objects_reached(function))
     callers.watch()
     # schedulers mark the step of their optimizers, which is not sent
     warnings.filterwarnings("ignore", r"Seems like `optimizer\.step\(\)` has been overridden")

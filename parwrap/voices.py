@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TextIO
 
+from parwrap.progress_bars import bars_cleared
 from parwrap.sites import outside
 
 __all__ = ["Voice", "Voices", "settle"]
@@ -28,13 +29,17 @@ def settle(everyone: bool, aside: str) -> None:
 
 
 class Voice:
-    """What a single rank needs: ``print`` takes ``force=`` there too."""
+    """What a single rank needs: ``print`` takes ``force=`` there too, and warnings stand beside progress bars."""
 
     def speak(self, say: Callable[..., None], file: TextIO | None, force: bool) -> None:
         say()
 
+    def show_warning(self, show: Callable[[], None]) -> None:
+        with bars_cleared():
+            show()
 
-class Voices:
+
+class Voices(Voice):
     """Lets rank 0 speak for all.
 
     Args:

@@ -20,6 +20,8 @@ FLOORS = [
         "patching",
         "decorator",
         "processes",
+        "progress_bars",
+        "wording",
     },
     {
         "background",
@@ -43,7 +45,7 @@ FLOORS = [
         "step_draws",
         "streams",
     }
-    | {"inherited", "raised", "reach", "returned", "speaking", "launched_rank", "forking", "spawning", "launching"},
+    | {"inherited", "object_changes", "raised", "reach", "returned", "speaking", "launched_rank", "forking", "spawning", "launching"},
     {"verbs"},
     {"strategies", "data", "files", "voices", "precision", "accumulation"},
     {"features"},

@@ -40,7 +40,7 @@ def test_keywords_that_no_mixin_knows_are_for_the_other_bases():
             super().__init_subclass__(**keywords)
             cls.name = name
 
-    class Named(parwrap.DistributedMixin, Registered, name="mine", seed=1):
+    class Named(parwrap.DistributedMixin, Registered, name="mine", seed=1, parwrap_methods=()):
         pass
 
     assert "mine" == Named.name
@@ -80,6 +80,73 @@ def test_a_keyword_that_nobody_takes_is_named(mixin, keywords, text):
     assert str(refusal.value).startswith(text)
 
 
-def test_method_names_are_a_tuple():
+@pytest.mark.parametrize("keyword", [False, True])
+def test_method_names_are_a_tuple(keyword):
+    names = {"parwrap_methods": "run"}
     with pytest.raises(UsageError, match=r"^T.parwrap_methods is 'run': give a tuple, as in \('run',\)\.$"):
-        type("T", (parwrap.AmpMixin,), {"parwrap_methods": "run", "run": lambda self: None})
+        type("T", (parwrap.AmpMixin,), {"run": lambda self: None, **({} if keyword else names)}, **(names if keyword else {}))
+
+
+def test_methods_are_named_by_a_class_keyword_too():
+    class Named(parwrap.DistributedMixin, seed=5, parwrap_methods=("run",)):
+        def run(self):
+            return torch.rand(1).item()
+
+    class Inheriting(Named, seed=6):
+        pass
+
+    assert [first_of(5), first_of(6)] == [Named().run(), Inheriting().run()]
+    assert ("run",) == Inheriting.parwrap_methods
+    with pytest.raises(UsageError, match=r"Typo\.parwrap_methods names 'rnu', which "):
+
+        class Typo(Named, parwrap_methods=("rnu",)):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("mixins", "attributes", "text"),
+    [
+        (
+            (parwrap.DistributedMixin, parwrap.AmpMixin),
+            {"run": lambda self: None, "train_model": lambda self: None},
+            "T has none of the methods that DistributedMixin and AmpMixin would decorate: train, fit. Give it one, or name yours with "
+            "the class keyword, as in parwrap_methods=('train_model',). A base class whose subclasses have the methods says "
+            "parwrap_methods=().",
+        ),
+        (
+            (parwrap.SyncBNMixin, torch.nn.Module),
+            {},
+            "T has none of the methods that SyncBNMixin would decorate: train, fit (the train(mode) of a module only sets its mode). ",
+        ),
+        (
+            (parwrap.DistributedMixin, parwrap.EvaluateMixin),
+            {"fit": lambda self: None, "run_validation": lambda self: None},
+            "T has none of the methods that EvaluateMixin would decorate: evaluate, validate, test. Give it one, or name yours with the "
+            "class keyword, as in parwrap_evaluate_methods=('run_validation',). ",
+        ),
+        (
+            (parwrap.EvaluateMixin,),
+            {"evaluate": lambda self: None, "parwrap_methods": ("evaluate",)},
+            "T has parwrap_methods, and no mixin that takes it: its own take parwrap_evaluate_methods.",
+        ),
+    ],
+)
+def test_a_class_on_which_a_mixin_would_do_nothing_is_an_error(mixins, attributes, text):
+    with pytest.raises(UsageError) as refusal:
+        type("T", mixins, attributes)
+
+    assert str(refusal.value).startswith(text)
+
+
+def test_a_base_class_may_leave_the_methods_to_its_subclasses():
+    class WithSeed(parwrap.DistributedMixin, seed=5, parwrap_methods=()):
+        pass
+
+    class Trainer(WithSeed, Drawing):
+        pass
+
+    assert first_of(5) == Trainer().train()
+    with pytest.raises(UsageError, match="Empty has none of the methods that DistributedMixin would decorate"):
+
+        class Empty(WithSeed):
+            pass

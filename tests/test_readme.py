@@ -1,5 +1,6 @@
 """What the README and the examples say is run; the README's Python is a doctest of its own."""
 
+import io
 import json
 import re
 import shlex
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from docutils.core import publish_doctree
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.rst").read_text()
@@ -91,7 +93,17 @@ def test_files_that_documents_name_exist(document):
     assert [] == [name for name in named if not (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize("option", re.findall(r"^``(\w+)``  +", README, re.MULTILINE))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_render_without_a_warning(document):
+    """As the index renders the README, which knows no roles of Sphinx either."""
+    warnings = io.StringIO()
+    settings = {"report_level": 1, "halt_level": 5, "warning_stream": warnings, "file_insertion_enabled": False, "raw_enabled": False}
+    publish_doctree(document.read_text(), source_path=document.name, settings_overrides=settings)
+
+    assert "" == warnings.getvalue()
+
+
+@pytest.mark.parametrize("option", re.findall(r"^``([a-z_]+)``  +", README, re.MULTILINE))
 def test_options_that_the_readme_lists_exist(option):
     import parwrap
     from parwrap.options import Options

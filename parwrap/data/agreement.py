@@ -20,6 +20,7 @@ from parwrap.data.summaries import Held, Items, held_by, items_of, length_of, su
 from parwrap.errors import RankMismatchError
 from parwrap.group import Group
 from parwrap.sites import warn
+from parwrap.wording import counted
 
 __all__ = ["Agreement", "SameDraws"]
 
@@ -251,7 +252,7 @@ def _refuse_other_lengths(lengths: dict[int, int]) -> None:
     if len(set(lengths.values())) > 1:
         raise RankMismatchError(
             "the training datasets differ in length between ranks: "
-            + ", ".join(f"{length} samples on rank {rank}" for rank, length in lengths.items())
+            + ", ".join(f"{counted(length, 'sample')} on rank {rank}" for rank, length in lengths.items())
             + ". Every rank must build the whole dataset, the same one; parwrap shares it out."
         )
 

@@ -20,6 +20,7 @@ from parwrap.data.sharding import DealtBatches
 from parwrap.data.sharing import Sharing
 from parwrap.errors import UsageError
 from parwrap.streams import seed_all
+from parwrap.wording import counted
 
 __all__ = ["Pick", "RankPart", "part_of", "world_size_asked"]
 
@@ -215,7 +216,7 @@ def _check_can_be_split(batch_size: int, size: int, sharing: Sharing) -> None:
         )
     if batch_size < size:
         raise UsageError(
-            f'batch="global" cannot split the batches of an IterableDataset: {batch_size} samples for {size} ranks. '
+            f'batch="global" cannot split the batches of an IterableDataset: {counted(batch_size, "sample")} for {size} ranks. '
             'Raise batch_size, or give batch="per_rank".'
         )
 

@@ -27,6 +27,7 @@ from parwrap.data.sharing import Sharing, TrainingData
 from parwrap.errors import UsageError
 from parwrap.group import Group, is_alone
 from parwrap.loop import Loop
+from parwrap.progress_bars import write_line
 from parwrap.sites import location, warn
 from parwrap.streams import Streams, get_state, set_state
 
@@ -114,7 +115,7 @@ class Loaders:
         self._closed = self._said_dropped = False
         self._histories: weakref.WeakKeyDictionary[DataLoader, _History] = weakref.WeakKeyDictionary()
         self._shuffled_seen = False
-        self.numbers = RunningNumbers(self._size, _say if group and group.world.rank == 0 else lambda line: None)
+        self.numbers = RunningNumbers(self._size, write_line if group and group.world.rank == 0 else lambda line: None)
 
     def agree(self, loader: DataLoader) -> None:
         """Have all ranks hold the same samples behind ``loader``, of which each is about to look at a part."""
@@ -570,10 +571,6 @@ class _Reading:
 
 def _shuffled(loader: DataLoader) -> bool:
     return not isinstance(loader.dataset, IterableDataset) and shuffles(loader)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def _is_private() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 from parwrap.data.agreement import Agreement
 from parwrap.data.resuming import Skipping
 from parwrap.data.sharding import with_indices
+from parwrap.progress_bars import write_line
 from parwrap.sites import warn
 
 __all__ = ["OwnSamplers"]
@@ -66,4 +66,4 @@ class OwnSamplers:
             replicas = sampler.num_replicas
             what = "it is kept" if replicas == self._size else f"what it draws is shared out among {self._size} ranks"
             made_for = "1 replica" if replicas == 1 else f"{replicas} replicas"
-            print(f"parwrap: a DataLoader has a DistributedSampler of its own, for {made_for}: {what}.", file=sys.stderr)
+            write_line(f"parwrap: a DataLoader has a DistributedSampler of its own, for {made_for}: {what}.")

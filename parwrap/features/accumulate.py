@@ -70,6 +70,7 @@ class accumulate(ActingDecorator):
                 "a loop that accumulates by hand."
             )
         self._steps = steps
+        self.batches_per_step = 1 if steps == AUTO else steps
 
     def actor(self) -> Accumulation | ByHand:
         if strategy := distributed.strategy():

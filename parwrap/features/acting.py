@@ -7,6 +7,7 @@ inside of another of its kind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from parwrap.decorator import ScopeDecorator, module_of
 from parwrap.verbs import acting
 
-__all__ = ["ActingDecorator", "described"]
+__all__ = ["ActingDecorator", "batches_per_step", "described"]
 
 _open: list[ActingDecorator] = []
 """Of all kinds, the innermost last."""
@@ -24,7 +25,12 @@ class ActingDecorator(ScopeDecorator):
     """A decorator whose actor acts around those of lower layers, with or without ``distributed``.
 
     Inside of another of its kind it does nothing more if it asks for the same, or for nothing in particular.
+
+    Attributes:
+        batches_per_step: how many batches of a loop make an optimizer step.
     """
+
+    batches_per_step = 1
 
     def actor(self) -> Any:
         """A new actor, for one call."""
@@ -64,3 +70,8 @@ class ActingDecorator(ScopeDecorator):
 def described() -> list[str]:
     """What is open, for the line at the start of training."""
     return list(dict.fromkeys(each.described() for each in _open))
+
+
+def batches_per_step() -> int:
+    """How many batches of a loop make an optimizer step in what is open."""
+    return math.prod(each.batches_per_step for each in _open)

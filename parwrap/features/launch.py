@@ -31,8 +31,9 @@ def launch(
 
     For plain Python, a REPL or a notebook; the function, a closure too, may be defined there. What ranks write is shown as it comes, and
     Ctrl-C ends them. Tensors, models, optimizers and schedulers of the caller are then what they have become on rank 0, the same objects as
-    before, and the random streams go on from rank 0's; other objects that the function changes stay as they were, so return what is to be
-    kept. Nothing stays open in this process. What a rank raises is raised here, as itself, and the others are ended.
+    before, and the random streams go on from rank 0's. What the function changes in other objects that it reaches, as in lists and
+    attributes, is changed in them here too; what does not pickle is named in one warning. Nothing stays open in this process. What a rank
+    raises is raised here, as itself, and the others are ended.
 
     Where ranks have been launched already, by ``python -m parwrap.run`` for one, the function runs on these.
 

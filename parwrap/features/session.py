@@ -21,7 +21,7 @@ from parwrap.features.environment import without_variables
 from parwrap.features.fixed_sizes import note_fixed_size
 from parwrap.features.hidden_group import HiddenGroup
 from parwrap.features.learning_rate import learning_rates_times
-from parwrap.features.start_line import say, stand_aside, start_line
+from parwrap.features.start_line import stand_aside, start_line
 from parwrap.files.clone import CloneFiles
 from parwrap.files.rank_zero import RankZeroFiles
 from parwrap.group import Group
@@ -29,6 +29,7 @@ from parwrap.launched_rank import failed
 from parwrap.loop import Loop
 from parwrap.meetings import END
 from parwrap.options import Options
+from parwrap.progress_bars import write_line
 from parwrap.step_draws import StepDraws
 from parwrap.strategies.counts import Counts
 from parwrap.strategies.named import strategy_of
@@ -263,4 +264,4 @@ class Session:
         if group is None or self.strategy is None or group.world.rank > 0:
             return
         told = start_line(group, self.strategy, self._options, data, self._lr_factor())
-        say(f"parwrap: {told}, seed {self._streams.seed()}")
+        write_line(f"parwrap: {told}, seed {self._streams.seed()}")

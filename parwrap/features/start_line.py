@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-import sys
 
 from parwrap import group as groups
 from parwrap.data.sharing import TrainingData
-from parwrap.features.acting import described
+from parwrap.features.acting import batches_per_step, described
 from parwrap.group import Group
 from parwrap.options import Options
+from parwrap.progress_bars import write_line
 from parwrap.strategies.small_batches import warn_of_small_batches
 from parwrap.strategies.strategy import Strategy
+from parwrap.wording import counted
 
-__all__ = ["say", "stand_aside", "start_line"]
+__all__ = ["stand_aside", "start_line"]
 
 
 def start_line(group: Group, strategy: Strategy, options: Options, data: TrainingData | None, lr_factor: float) -> str:
@@ -27,16 +28,18 @@ def start_line(group: Group, strategy: Strategy, options: Options, data: Trainin
         lr_factor: what learning rates are multiplied by.
     """
     size = group.world.size
-    facts = [f"{size} rank{'s' * (size > 1)}", f"{group.backend} on {group.device}", strategy.described()]
+    facts = [counted(size, "rank"), f"{group.backend} on {group.device}", strategy.described()]
     if data is None:
         facts.append("no DataLoader was shared out: every rank trains on what it reads or makes itself")
     else:
         shared = f", {data.global_batch} global" if strategy.steps_together else ""
         dealt = "batches dealt out" if options.batch == "per_rank" else "each batch split"
-        facts.append(f"batch {data.batch_size} per rank{shared}" if data.batch_size else dealt)
+        together = data.global_batch if strategy.steps_together else data.batch_size
+        accumulated = f", {together * batches_per_step()} per step" if together and batches_per_step() > 1 else ""
+        facts.append(f"batch {data.batch_size} per rank{shared}{accumulated}" if data.batch_size else dealt)
         if options.batch == "per_rank" and strategy.steps_together:
             facts.append("lr kept" if options.lr == "keep" else f"lr times {lr_factor:.4g}")
-        facts.append(f"{data.samples} samples / {size} rank{'s' if size > 1 else ''}" if data.samples else "samples without a length")
+        facts.append(f"{counted(data.samples, 'sample')} / {counted(size, 'rank')}" if data.samples else "samples without a length")
         facts += [f"{name} {value}" for name in ("uneven", "loss") if (value := getattr(options, name)) != getattr(Options, name)]
         if strategy.steps_together:
             warn_of_small_batches(data.batch_size)
@@ -47,17 +50,7 @@ def start_line(group: Group, strategy: Strategy, options: Options, data: Trainin
 def stand_aside(what: str) -> None:
     """Said once, however often a decorated function runs."""
     if groups.is_rank_zero():
-        print(
+        write_line(
             f"parwrap: this script calls {what} itself, so parwrap stands aside: it shares out no data and averages no gradients here. "
-            f"Remove the script's own distributed code to have parwrap do it.",
-            file=sys.stderr,
+            f"Remove the script's own distributed code to have parwrap do it."
         )
-
-
-def say(line: str) -> None:
-    """Write ``line`` to stderr, where a progress bar may be."""
-    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    if bars is not None and getattr(bars, "_instances", None):
-        bars.write(line, file=sys.stderr)
-    else:
-        print(line, file=sys.stderr)

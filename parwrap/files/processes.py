@@ -17,6 +17,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from parwrap.imported import is_installed, is_standard
+from parwrap.progress_bars import write_line
 from parwrap.sites import is_ours
 
 __all__ = ["Processes", "only_reads"]
@@ -118,10 +119,9 @@ class Processes:
         self._said.add(line)
         shown = command if isinstance(command, str) else subprocess.list2cmdline(map(os.fsdecode, command))
         shown = shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 3]}..."
-        print(
+        write_line(
             f"parwrap: {line} runs `{shown}` on each of {self._size} ranks. If this changes files, put it in a function under "
             "@parwrap.rank_zero_only.",
-            file=sys.stderr,
         )
 
     def written(self, path: str) -> None:
@@ -130,10 +130,9 @@ class Processes:
             return
         self._children_said[0] = 1
         line = _line(sys._getframe(1), through_libraries=True)
-        print(
+        write_line(
             f"parwrap: {line} writes {path} in a process that the script has started, as one does on each of {self._size} ranks. "
             "Start such processes in a function under @parwrap.rank_zero_only.",
-            file=sys.stderr,
         )
 
 

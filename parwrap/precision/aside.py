@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import sys
 
 from parwrap.group import is_rank_zero
+from parwrap.progress_bars import write_line
 
 __all__ = ["stand_aside", "warn_once"]
 
@@ -20,4 +20,4 @@ def stand_aside(what: str, consequence: str) -> None:
 def warn_once(text: str) -> None:
     """``text`` on rank 0's stderr."""
     if is_rank_zero():
-        print(f"parwrap: {text}", file=sys.stderr)
+        write_line(f"parwrap: {text}")

@@ -8,7 +8,6 @@ give what the whole does is looked at by ``trials.py``.
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from parwrap import group as groups
 from parwrap.errors import UsageError
+from parwrap.progress_bars import write_line
 from parwrap.sites import location, worth_a_look
 from parwrap.strategies.pieces import Pieces, in_whole
 from parwrap.strategies.replica_threads import is_undivided, run_together, undivided
@@ -162,7 +162,7 @@ class DataParallel:
 def _say_divided(model: str, devices: Sequence[torch.device], sizes: Sequence[int]) -> None:
     """Said once, however often a function opens the scope."""
     each, parts = ", ".join(map(str, devices)), " + ".join(map(str, sizes))
-    print(f"parwrap: 1 process on {each}, {model} is divided, batch {sum(sizes)} as {parts}", file=sys.stderr)
+    write_line(f"parwrap: 1 process on {each}, {model} is divided, batch {sum(sizes)} as {parts}")
 
 
 def _on_whole(run: Callable, args: tuple, kwargs: dict) -> Any:

@@ -102,7 +102,8 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "run_command": command.patches,
     "speak": output.speak_patches,
     "log": output.log_patches,
-    "points_to": output.warning_patches,
+    "points_to": output.stacklevel_patches,
+    "show_warning": output.warning_patches,
     "foreign": foreign.patches,
 }
 

@@ -1,4 +1,4 @@
-"""``print``, logging and warnings: hand the calls to ``actor.speak`` and ``actor.log``, and where a warning points to ``actor.points_to``.
+"""``print``, logging and warnings: hand the calls to the actor's ``speak``, ``log``, ``points_to`` and ``show_warning``.
 
 All are process-wide: other threads speak through the same actor.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from parwrap.patching import Patch
 
-__all__ = ["log_patches", "speak_patches", "warning_patches"]
+__all__ = ["log_patches", "speak_patches", "stacklevel_patches", "warning_patches"]
 
 
 def speak_patches(actor: Any) -> list[Patch]:
@@ -37,7 +37,7 @@ def log_patches(actor: Any) -> list[Patch]:
     return [Patch(logging.Logger, "handle", handle)]
 
 
-def warning_patches(actor: Any) -> list[Patch]:
+def stacklevel_patches(actor: Any) -> list[Patch]:
     """``actor.points_to(caller, stacklevel)`` gives the level that ``warnings.warn`` gets instead, counted from the caller's frame."""
 
     def moved(
@@ -49,3 +49,10 @@ def warning_patches(actor: Any) -> list[Patch]:
         moved(wrapped, sys._getframe(1), *args, **kwargs)
 
     return [Patch(warnings, "warn", warn)]
+
+
+def warning_patches(actor: Any) -> list[Patch]:
+    def show(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        actor.show_warning(partial(wrapped, *args, **kwargs))
+
+    return [Patch(warnings, "showwarning", show)]

@@ -226,7 +226,7 @@ def test_a_dataset_that_asks_too_late_is_refused():
     ("options", "text"),
     [
         ({"loss": "sum"}, 'loss="sum" with batch="global" is not for an IterableDataset'),
-        ({}, "cannot split the batches of an IterableDataset: 1 samples for 2 ranks. Raise batch_size"),
+        ({}, "cannot split the batches of an IterableDataset: 1 sample for 2 ranks. Raise batch_size"),
     ],
 )
 def test_what_cannot_be_split_is_said(options, text):

@@ -46,6 +46,7 @@ OWNERS = (
     torch.optim.Optimizer,
     ReduceLROnPlateau,
     logging.Logger,
+    warnings,
     DistributedDataParallel,
     nn.DataParallel,
     os,
