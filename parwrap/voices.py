@@ -29,14 +29,10 @@ def settle(everyone: bool, aside: str) -> None:
 
 
 class Voice:
-    """What a single rank needs: ``print`` takes ``force=`` there too, and warnings stand beside progress bars."""
+    """What a single rank needs: ``print`` takes ``force=`` there too."""
 
     def speak(self, say: Callable[..., None], file: TextIO | None, force: bool) -> None:
         say()
-
-    def show_warning(self, show: Callable[[], None]) -> None:
-        with bars_cleared():
-            show()
 
 
 class Voices(Voice):
@@ -80,3 +76,7 @@ class Voices(Voice):
     def points_to(self, caller: FrameType, stacklevel: int) -> int:
         """The level of the line that a warning means: a patched function is called by parwrap, which is called by that line."""
         return outside(caller, stacklevel)
+
+    def show_warning(self, show: Callable[[], None]) -> None:
+        with bars_cleared():
+            show()
