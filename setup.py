@@ -35,6 +35,7 @@ setup(
             "safetensors",
             "tensorboard",
             "torchdata",
+            "torchmetrics",
             "PyYAML",
             "ruff",
             "mypy",

@@ -21,6 +21,7 @@ from parwrap.features.environment import without_variables
 from parwrap.features.fixed_sizes import note_fixed_size
 from parwrap.features.hidden_group import HiddenGroup
 from parwrap.features.learning_rate import learning_rates_times
+from parwrap.features.metrics import Metrics
 from parwrap.features.start_line import stand_aside, start_line
 from parwrap.files.clone import CloneFiles
 from parwrap.files.rank_zero import RankZeroFiles
@@ -220,7 +221,8 @@ class Session:
         if self._options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
         means = [WeightedMeans(group, self._loop)] if self._options.batch == "global" and strategy.steps_together else []
-        return [Pipelines(group, self._loop, self._streams, lambda: self._options.batch == "global", self.began), *means, files]
+        pipelines = Pipelines(group, self._loop, self._streams, lambda: self._options.batch == "global", self.began)
+        return [pipelines, *means, Metrics(self._loop), files]
 
     def _sharing(self) -> Sharing:
         return Sharing(self._options.batch, self._options.uneven, self._options.loss)

@@ -41,6 +41,7 @@ from parwrap.verbs import (
     skipping,
     source,
     stepping,
+    torchmetrics,
 )
 
 __all__ = ["VERBS", "acting", "patches"]
@@ -104,6 +105,8 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "log": output.log_patches,
     "points_to": output.stacklevel_patches,
     "show_warning": output.warning_patches,
+    "update_metric": torchmetrics.update_patches,
+    "syncs_metric": torchmetrics.sync_patches,
     "foreign": foreign.patches,
 }
 

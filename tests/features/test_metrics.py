@@ -1,0 +1,77 @@
+"""torchmetrics: numbers of one process, of batches that every rank reads whole and of shares."""
+
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import ConfusionMatrix, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
+
+import parwrap
+
+ROWS, TRAINED = 13, 48
+
+
+@parwrap.distributed
+def train(make, epochs=2, pickled=False):
+    torch.manual_seed(0)
+    x = torch.randn(TRAINED, 4)
+    y = (x.sum(1) > 0).long()
+    training = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+    evaluation = DataLoader(TensorDataset(x[:ROWS], y[:ROWS]), batch_size=4)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counted, metric = SumMetric(), make()
+    if pickled:
+        metric = pickle.loads(pickle.dumps(metric))
+    found = []
+    for _ in range(epochs):
+        for inputs, labels in training:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            counted.update(len(inputs))
+        with torch.no_grad():
+            for inputs, labels in evaluation:
+                metric.update(model(inputs), labels)
+            by_hand = torch.bincount(2 * y[:ROWS] + model(x[:ROWS]).argmax(1), minlength=4).tolist()
+        found.append((counted.compute().item(), metric.compute(), by_hand))
+        counted.reset()
+        metric.reset()
+    return found
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.ranks(2)
+def test_an_evaluation_that_every_rank_reads_whole_is_counted_once_and_shares_are_put_together(pickled):
+    for counted, matrix, by_hand in train(lambda: ConfusionMatrix(task="multiclass", num_classes=2), pickled=pickled):
+        assert TRAINED == counted
+        assert by_hand == matrix.flatten().tolist()
+
+
+@pytest.mark.ranks(3)
+def test_so_are_the_members_of_a_collection():
+    def make():
+        return MetricCollection([MulticlassAccuracy(2, average="micro"), MulticlassStatScores(2, average="micro")]).clone(prefix="val_")
+
+    for counted, metrics, (negatives, _, _, positives) in train(make, epochs=3):
+        assert TRAINED == counted
+        assert ROWS == metrics["val_MulticlassStatScores"][-1]
+        assert pytest.approx((negatives + positives) / ROWS) == metrics["val_MulticlassAccuracy"].item()
+
+
+@pytest.mark.ranks(2)
+def test_a_step_of_a_metric_in_training_is_of_all_ranks():
+    @parwrap.distributed
+    def train():
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        total = SumMetric()
+        for (x,) in DataLoader(TensorDataset(torch.arange(8.0)[:, None]), batch_size=2, shuffle=True):
+            model(x).sum().backward()
+            optimizer.step()
+            total(x)
+        return total.compute().item()
+
+    assert sum(range(8)) == train()
