@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,15 @@ def note_signals(directory: Path) -> None:
     """Note the signals that this rank receives from now on, unless the script calls ``signal.set_wakeup_fd`` itself."""
     noted = os.open(_notes(directory, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
     signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=partial(_forget, noted))
+
+
+def _forget(noted: int) -> None:
+    """In a process that was forked, signals are noted no more: they are not the rank's."""
+    with suppress(ValueError):  # in a thread, where Python keeps none
+        other = signal.set_wakeup_fd(-1)
+        if other not in (noted, -1):
+            signal.set_wakeup_fd(other)
 
 
 def forward_once(directory: Path) -> Callable:
@@ -67,7 +77,9 @@ def _without(directory: Path, number: int, processes: list[Any]) -> list[Any]:
 
 def _received(notes: Path, number: int) -> bool:
     try:
-        return number in notes.read_bytes() and notes.stat().st_mtime > time.time() - SAME
+        # the end of a worker, which the same Ctrl-C brings about, may be noted after it
+        last = notes.read_bytes().rstrip(bytes([signal.SIGCHLD]))[-1:]
+        return last == bytes([number]) and notes.stat().st_mtime > time.time() - SAME
     except FileNotFoundError:  # the rank is starting
         return False
 

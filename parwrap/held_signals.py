@@ -24,17 +24,18 @@ class HeldSignals:
 
     def __init__(self) -> None:
         self._held = False
-        self._arrived: list[Callable[[FrameType | None], Any]] = []
+        self._arrived: dict[int, Callable[[FrameType | None], Any]] = {}
 
     def hold(self) -> None:
-        """Let handlers wait from now on."""
-        self._held = True
+        """Let handlers wait from now on; in another thread than the main one, where Python runs them, they do not."""
+        self._held = threading.current_thread() is threading.main_thread()
 
     def release(self) -> None:
         """Run the handlers of the signals that have arrived, which may raise."""
-        self._held = False
-        while self._arrived:
-            self._arrived.pop(0)(sys._getframe(1))
+        if self._held:
+            self._held = False
+            while self._arrived:
+                self._arrived.pop(next(iter(self._arrived)))(sys._getframe(1))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -51,10 +52,12 @@ class HeldSignals:
             with installed(patches):
                 yield
         finally:
-            self.release()
-            for number in signal.valid_signals():
-                if isinstance(handler := signal.getsignal(number), _Waiting):
-                    change(number, handler.handler)
+            try:
+                self.release()
+            finally:
+                for number in signal.valid_signals():
+                    if isinstance(handler := signal.getsignal(number), _Waiting):
+                        change(number, handler.handler)
 
     def _set(self, wrapped: Callable, instance: object, args: tuple, kwargs: dict) -> Any:
         number, handler = args if len(args) == 2 else (None, None)
@@ -68,7 +71,7 @@ class HeldSignals:
     def _waiting(self, handler: Any) -> _Waiting:
         def handle(number: int, frame: FrameType | None) -> None:
             if self._held:
-                self._arrived.append(lambda frame: handler(number, frame))
+                self._arrived[number] = lambda frame: handler(number, frame)  # once, as Python does with signals that it has not handled
             else:
                 handler(number, frame)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -111,13 +111,18 @@ def installed(patches: Iterable[Patch | AbstractContextManager], module: str | N
             if isinstance(patch, Patch):
                 original = getattr(patch.owner, patch.name)
                 wrapped = wrapt.wrap_object(patch.owner, patch.name, _wrapping(patch.traced), (patch,))
-                stack.callback(wrapt.unwrap_object, patch.owner, patch.name, wrapped)
+                stack.callback(_unwrap, patch, wrapped)
                 if isinstance(patch.owner, ModuleType):
                     places.setdefault((id(patch.owner), patch.name), [original]).append(wrapped)
             else:
                 stack.enter_context(patch)
         names.exchange({id(place[0]): place[-1] for place in reversed(places.values())})
         yield
+
+
+def _unwrap(patch: Patch, wrapped: Any) -> None:
+    with suppress(wrapt.WrapperNotFoundError):  # the script has put something of its own there, as logging.captureWarnings does
+        wrapt.unwrap_object(patch.owner, patch.name, wrapped)
 
 
 @contextmanager

@@ -137,7 +137,13 @@ def _kind(file: str) -> int:
         return TRACER  # its frames have the code that they trace in ``self.f_code``
     if file.startswith(("<frozen ", _DYNAMO + "variables")) or is_standard(file) or f"{os.sep}wrapt{os.sep}" in file:
         return PASSING
-    return LIBRARY if file.startswith(_OURS) or is_installed(file) else SCRIPT
+    return LIBRARY if file.startswith(_OURS) or is_installed(file) or not _is_beside_script(file) else SCRIPT
+
+
+def _is_beside_script(file: str) -> bool:
+    """Whether ``file`` lies below the working directory or the script's: others may be installed elsewhere, and found by ``PYTHONPATH``."""
+    folders = os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))
+    return any(os.path.abspath(file).startswith(os.path.join(folder, "")) for folder in folders)
 
 
 def _in_main_package(frame: FrameType) -> bool:

@@ -43,6 +43,7 @@ class Voices(Voice):
     """
 
     def __init__(self, rank: int) -> None:
+        self._process = os.getpid()
         self._rank, self._speaks = rank, rank == 0 or _everyone
         self._streams = (sys.stdout, sys.stderr)
 
@@ -78,5 +79,6 @@ class Voices(Voice):
         return outside(caller, stacklevel)
 
     def show_warning(self, show: Callable[[], None]) -> None:
-        with bars_cleared():
+        # a process that was forked has copies of the bars, and of a lock that another thread may hold
+        with bars_cleared() if os.getpid() == self._process else contextlib.nullcontext():
             show()

@@ -7,6 +7,7 @@ sum, a confusion matrix or a count would come out as many times as there are ran
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from parwrap.loop import Loop
@@ -29,10 +30,19 @@ class Metrics:
         whole = self._loop.reads_whole()
         if metric.update_count:
             whole = whole and not self.syncs_metric(metric)
-        key = id(metric)
-        self._whole[key] = weakref.ref(metric, lambda gone: self._whole.pop(key, None)), whole
+        self._note(metric, whole)
+
+    def share_states(self, members: Sequence[Any]) -> None:
+        """The first of ``members`` has been updated for all of them."""
+        if noted := self._whole.get(id(members[0])):
+            for metric in members[1:]:
+                self._note(metric, noted[1])
 
     def syncs_metric(self, metric: Any) -> bool:
         """Whether ranks have different parts of what ``metric`` is about, as far as is known."""
         known, whole = self._whole.get(id(metric), (None, False))
         return not (whole and known is not None and known() is metric)
+
+    def _note(self, metric: Any, whole: bool) -> None:
+        key = id(metric)
+        self._whole[key] = weakref.ref(metric, lambda gone: self._whole.pop(key, None)), whole

@@ -195,11 +195,11 @@ class DDP(Strategy):
         if call.weight is None and (batch := self._loop.weights.number):
             meeting = meeting.of_batch(batch)
         self._meetings.go_ahead(meeting)
-        self._armed = averager
-        averager.note_buffers()
-        for p in call.holding:
-            self._stray(p)
         try:
+            self._armed = averager
+            averager.note_buffers()
+            for p in call.holding:
+                self._stray(p)
             if worth_a_look(site.visits) and averager.others(reached(call.beginnings)):
                 self._meetings.go_astray()  # it has all of the set, and more that no hook is on
             (averager.run_then_average if then else averager.run)(call, weight)

@@ -107,6 +107,7 @@ VERBS: dict[str, Callable[[Any], Sequence[Patch | AbstractContextManager]]] = {
     "show_warning": output.warning_patches,
     "update_metric": torchmetrics.update_patches,
     "syncs_metric": torchmetrics.sync_patches,
+    "share_states": torchmetrics.collection_patches,
     "foreign": foreign.patches,
 }
 

@@ -43,7 +43,7 @@ def stacklevel_patches(actor: Any) -> list[Patch]:
     def moved(
         wrapped: Callable, caller: FrameType, message: Any, category: Any = None, stacklevel: int = 1, source: Any = None, **others: Any
     ) -> None:
-        wrapped(message, category, actor.points_to(caller, stacklevel) + 2, source, **others)  # over the two frames here
+        wrapped(message, category, actor.points_to(caller, max(stacklevel, 1)) + 2, source, **others)  # over the two frames here
 
     def warn(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         moved(wrapped, sys._getframe(1), *args, **kwargs)

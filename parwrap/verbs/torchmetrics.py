@@ -13,9 +13,9 @@ from typing import Any
 
 from parwrap.patching import Patch, when_imported
 
-__all__ = ["sync_patches", "update_patches"]
+__all__ = ["collection_patches", "sync_patches", "update_patches"]
 
-MODULE = "torchmetrics.metric"
+MODULE, COLLECTIONS = "torchmetrics.metric", "torchmetrics.collections"
 
 
 def update_patches(actor: Any) -> list[AbstractContextManager]:
@@ -35,6 +35,20 @@ def update_patches(actor: Any) -> list[AbstractContextManager]:
         return [Patch(module.Metric, "_wrap_update", make_update)]
 
     return [when_imported(MODULE, patches)]
+
+
+def collection_patches(actor: Any) -> list[AbstractContextManager]:
+    """``actor.share_states(metrics)``: members of a ``MetricCollection`` that the first of them is updated for are about to be computed."""
+
+    def compute(wrapped: Callable, collection: Any, args: tuple, kwargs: dict) -> Any:
+        for names in collection.compute_groups.values():
+            actor.share_states([collection._modules[name] for name in names])
+        return wrapped(*args, **kwargs)
+
+    def patches(module: ModuleType) -> list[Patch]:
+        return [Patch(module.MetricCollection, "compute", compute)]
+
+    return [when_imported(COLLECTIONS, patches)]
 
 
 def sync_patches(actor: Any) -> list[AbstractContextManager]:
