@@ -8,10 +8,11 @@ They also tell which batch it is where a loop trains again on batches that it ha
 from __future__ import annotations
 
 import threading
-from collections import deque
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parwrap.sites import location, warn
 
@@ -22,6 +23,8 @@ MOST_AHEAD = 64
 
 MOST_KINDS = 4096
 """Sizes of batches that are remembered beyond their passes."""
+MOST_KEPT = 4096
+"""Batches that are looked for among those that a script has kept."""
 
 
 class Weighed(NamedTuple):
@@ -105,6 +108,7 @@ class BatchWeights:
         self.current = self.last = OUTSIDE
         self._readings: list[Reading] = []
         self._kinds: set[Weighed] = set()
+        self._drawn: deque[tuple[weakref.ref[Any], Reading, Weighed]] = deque(maxlen=MOST_KEPT)
         self._warned = False
 
     @property
@@ -113,12 +117,14 @@ class BatchWeights:
         reading = self._readings[-1] if self._readings else None
         return reading.drawn if reading and self.current.split and not reading.by_thread else 0
 
-    def draw(self, reading: Reading, batch: Weighed) -> None:
-        """A pass has yielded ``batch``."""
+    def draw(self, reading: Reading, batch: Weighed, tensor: Any = None) -> None:
+        """A pass has yielded ``batch``, which holds ``tensor``."""
         self._readings = [each for each in self._readings if each.open and each is not reading] + [reading]
         reading.drawn += 1
         reading.by_thread |= threading.current_thread() is not threading.main_thread()
         reading.batches.append(batch)
+        if tensor is not None:
+            self._drawn.append((weakref.ref(tensor), reading, batch))
         if len(self._kinds) < MOST_KINDS:
             self._kinds.add(batch)
         self.current = self.last = batch
@@ -163,11 +169,20 @@ class BatchWeights:
         """The batch of a backward outside of all passes: one of a pass that is over, which the script has kept, or none."""
         if not self._differ():
             return OUTSIDE  # as a rule
+        kept = self._alive()
+        if not kept:
+            return OUTSIDE
         known = sizes()
-        found = sorted((each for each in self._kinds if each.samples in known), key=lambda each: each.samples)
+        found = sorted((each for each in kept if each.samples in known), key=lambda each: each.samples)
         if len({each[:2] for each in found}) > 1:
             self._warn()
         return found[-1] if found else OUTSIDE
+
+    def _alive(self) -> set[Weighed]:
+        """The batches that the script has kept: of the last one of a pass its variables hold the tensors as well."""
+        alive = [(reading, batch) for tensor, reading, batch in self._drawn if tensor() is not None]
+        counts = Counter(id(reading) for reading, _ in alive)
+        return {batch for reading, batch in alive if counts[id(reading)] > 1}
 
     def _chosen(self, readings: list[Reading], sizes: Callable[[], Collection[int]]) -> Weighed:
         last = readings[-1]

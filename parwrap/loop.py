@@ -25,6 +25,7 @@ class Loop:
 
     Attributes:
         backwards: how many backwards have run.
+        steps: how many steps optimizers have taken.
         trained: whether one has run since the last optimizer was built.
         batches: how many batches passes over loaders have yielded.
         passes: how many training passes over loaders are open.
@@ -42,7 +43,7 @@ class Loop:
     """
 
     def __init__(self) -> None:
-        self.backwards = 0
+        self.backwards = self.steps = 0
         self.trained = False
         self.batches = 0
         self.passes = 0
@@ -150,6 +151,9 @@ class Loop:
             self.changed()
         if self.by_hand:
             self.ran_by_hand()
+
+    def took_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.steps += 1
 
     def opened_pass(self) -> None:
         self.passes += 1

@@ -76,6 +76,9 @@ GLOBAL_STREAMS = {id(random._inst), id(np.random.mtrand._rand), id(np.random.mtr
 
 INTERNAL = "<internal>"
 
+OPTIMIZERS_OWN = frozenset({"defaults", "state", "param_groups", "step"})
+"""``step`` is an attribute where a scheduler counts the steps."""
+
 MODULES_OWN = frozenset(vars(nn.Module()))
 
 Change = tuple[int, str, Any]
@@ -157,7 +160,7 @@ def _attributes(thing: Any) -> dict[str, Any]:
     if issubclass(kind, nn.Module):
         return {name: value for name, value in attributes.items() if name not in MODULES_OWN}
     if issubclass(kind, Optimizer):
-        return {name: value for name, value in attributes.items() if name not in ("defaults", "state", "param_groups") and name[0] != "_"}
+        return {name: value for name, value in attributes.items() if name not in OPTIMIZERS_OWN and name[0] != "_"}
     if issubclass(kind, DataLoader):
         return {name: value for name, value in attributes.items() if name[0] != "_"}
     return attributes.copy()
@@ -316,7 +319,7 @@ def _changed(part: str, thing: Any, before: Any, now: Any) -> Any:
     if before == now:
         return None
     if part == "value":
-        return thing if type(thing) is not np.ndarray else np.array(thing)
+        return np.array(thing, subok=True) if isinstance(thing, np.ndarray) else bytes(thing) if isinstance(thing, bytearray) else thing[:]
     if part == "stream":
         return next(read(thing) for kind, (_, read, _) in STREAMS.items() if isinstance(thing, kind))
     return True

@@ -23,8 +23,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from parwrap.object_changes import Change, Snapshot, entry_name, make_change, part_entries, without_entries
+from parwrap.object_changes import INTERNAL, Change, Snapshot, entry_name, make_change, part_entries, without_entries
 from parwrap.raised import in_one_line
+from parwrap.reach import is_users_module
 from parwrap.sites import location
 
 __all__ = ["CallersObjects", "is_tracked", "pickle_module"]
@@ -184,6 +185,10 @@ class CallersObjects:
         for key, part, change in [] if sent else changes:
             failing = {entry: why for entry, each in part_entries(part, change).items() if (why := self._why_not(each))}
             lost += [self._named(key, part, entry, why) for entry, why in failing.items()]
+            if failing and part == "attributes" and not is_users_module(type(self._reached[key]).__module__):
+                if not self._names[key].startswith(INTERNAL):
+                    lost.append(self._names[key])
+                continue  # a part of them would not fit the rest
             if (rest := without_entries(part, change, failing)) is not None:
                 sent.append((key, part, rest))
         return sent, [name for name in dict.fromkeys(lost) if name]

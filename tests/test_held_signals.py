@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -66,3 +67,33 @@ def test_a_rank_that_is_interrupted_in_a_backward_sends_its_gradients_first():
     assert [[], [4]] == parwrap.gather(interrupted)
     weights = parwrap.gather(model.weight.detach())
     assert torch.equal(weights[0], weights[1])
+
+
+def test_several_of_one_signal_that_wait_are_handled_once_as_python_does():
+    held, seen = HeldSignals(), []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        with held.installed():
+            held.hold()
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)
+            held.release()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert [signal.SIGUSR1] == seen
+
+
+def test_another_thread_holds_no_signals():
+    held, seen = HeldSignals(), []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        with held.installed():
+            thread = threading.Thread(target=held.hold)
+            thread.start()
+            thread.join()
+            signal.raise_signal(signal.SIGUSR1)
+
+            assert [signal.SIGUSR1] == seen
+    finally:
+        signal.signal(signal.SIGUSR1, before)

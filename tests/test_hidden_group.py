@@ -148,3 +148,12 @@ def test_a_training_step_asks_for_no_group(monkeypatch):
         in_a_step = list(asked)
 
     assert [] == in_a_step
+
+
+def test_a_library_that_lies_elsewhere_sees_the_group(parwrap_run, script, environ, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "library.py").write_text(ASKING)
+    environ["PYTHONPATH"] += f":{elsewhere}"
+    code, stdout, stderr = parwrap_run("--nproc-per-node", "2", script(ASKING + "import library\nprint([asked(), library.asked()])"))
+
+    assert (0, f"{[HIDDEN, shown(0)]}\n") == (code, stdout), stderr

@@ -140,3 +140,13 @@ def test_warn_is_put_back_and_takes_all_of_its_arguments():
         warnings.warn(message=UserWarning("by name"), stacklevel=1, source=torch)
 
     assert (before, [("by name", __file__)]) == (warnings.warn, [(str(each.message), each.filename) for each in caught])
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    ["warnings.warn = lambda *args, **kwargs: None", "logging.captureWarnings(True)", "warnings.showwarning = print"],
+)
+def test_a_script_may_put_functions_of_its_own_in_place_of_those_of_warnings(replaced, parwrap_run, script):
+    source = f"{TRAINING}import logging, warnings\n{replaced}\nmodel(torch.ones(2, 4)).sum().backward()\nprint('trained')"
+
+    assert (0, "trained\n") == parwrap_run("--nproc-per-node", "2", script(source))[:2]

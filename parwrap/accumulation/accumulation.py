@@ -115,7 +115,7 @@ class Accumulation(AtWork):
         self._catch_up()
         self._settle()
         site, position = call_site(), self.position
-        if position.over(site) or (position.asked and position.is_new(site) and self._has_stepped_with_all(call)):
+        if position.over(site) or (self._readings == [] and position.asked and position.is_new(site) and self._has_stepped_with_all(call)):
             self._next_batch()
         elif position.left(site):
             self._leave(call)

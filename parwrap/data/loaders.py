@@ -21,7 +21,7 @@ from parwrap.data.looking import ShareThenRest
 from parwrap.data.passes import Pass
 from parwrap.data.position import MARK, Position
 from parwrap.data.running_numbers import RunningNumbers
-from parwrap.data.sharding import samples_in, shuffles, users_own
+from parwrap.data.sharding import first_tensor, samples_in, shuffles, users_own
 from parwrap.data.shares import Shares
 from parwrap.data.sharing import Sharing, TrainingData
 from parwrap.errors import UsageError
@@ -206,7 +206,7 @@ class Loaders:
             if weights is not None:
                 weight = weights.popleft()
                 factor, split = sharing.loss_factor(weight, self._size), sharing.batch == "global"
-                self._loop.weights.draw(weighed, Weighed(weight, factor, samples_in(batch), split))
+                self._loop.weights.draw(weighed, Weighed(weight, factor, samples_in(batch), split), first_tensor(batch))
 
         return Pass(batches, reading.closed, drawn, self._loop.reads_in_for, instead)
 
@@ -441,7 +441,7 @@ class _Reading:
         self._owner, self._shares, self._loop = owner, shares, loop
         self._loader, self._original, self._history = loader, original, history
         self._position, self._epoch, self._unread = position, position.epoch, position.unread
-        self._backwards, self._versions, self._weighed = loop.backwards, loop.versions(), weighed
+        self._backwards, self._steps, self._versions, self._weighed = loop.backwards, loop.steps, loop.versions(), weighed
         self._batches: ShareThenRest | None = None
         self._gradient: weakref.ref[torch.Tensor] | None = None
         self.looks = False
@@ -459,7 +459,7 @@ class _Reading:
     def _drops_gradients(self) -> bool:
         """Whether gradients were made anew without a step in between, to be looked at. Those that are accumulated stay."""
         changed = self._gradient is not None and self._gradient() is not self._loop.a_gradient()
-        return changed and self._batches is not None and self._loop.versions() == self._versions
+        return changed and self._batches is not None and (self._loop.steps, self._loop.versions()) == (self._steps, self._versions)
 
     def closed(self, exhausted: bool) -> None:
         history, loop = self._history, self._loop

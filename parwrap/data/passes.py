@@ -159,18 +159,17 @@ def _in_for_statement(frame: FrameType | None) -> bool:
 
 def _in_next(frame: FrameType | None) -> bool:
     """Whether ``frame`` calls ``next``."""
-    if frame is None:
+    if frame is None or frame.f_code.co_code[frame.f_lasti] == dis.opmap["FOR_ITER"]:
         return False
-    instructions = list(dis.get_instructions(frame.f_code))
-    begins = {_begin(each) for each in instructions if each.offset == frame.f_lasti}
-    named = (each for each in instructions if each.argval == "next" and each.opname.startswith("LOAD_"))
-    return any(each.offset < frame.f_lasti and _begin(each) in begins for each in named)
-
-
-def _begin(instruction: Any) -> tuple[int, int] | None:
-    """The line and column where the expression of ``instruction`` begins; before Python 3.11 they are not known."""
-    positions = getattr(instruction, "positions", None)
-    return positions and (positions.lineno, positions.col_offset)
+    begins: dict[int, tuple] = {}
+    named, line = [], None
+    for each in dis.get_instructions(frame.f_code):
+        line = each.starts_line or line
+        positions = getattr(each, "positions", None)  # before Python 3.11 only the line is known
+        begins[each.offset] = (positions.lineno, positions.col_offset) if positions else (line,)
+        if each.argval == "next" and each.opname.startswith("LOAD_"):
+            named.append(each.offset)
+    return any(offset < frame.f_lasti and begins[offset] == begins.get(frame.f_lasti) for offset in named)
 
 
 class _Probe:

@@ -95,7 +95,7 @@ class Following:
             for group, rate in zip(optimizer.param_groups, rates.get(number, ()), strict=False):
                 if isinstance(group.get("lr"), torch.Tensor):
                     group["lr"].fill_(rate)
-                elif group.get("lr"):
+                elif group.get("lr") is not None:
                     group["lr"] = rate
 
     def _follow(self) -> None:

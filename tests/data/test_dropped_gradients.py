@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from test_batches_drawn_ahead import Trained, numbers
@@ -87,3 +87,32 @@ def in_a_long_window(trained):
 def test_gradients_that_are_accumulated_over_a_pass_are_nothing_to_say(train):
     with parwrap.distributed():
         train(Trained())
+
+
+class WithoutVersions(torch.optim.Optimizer):
+    """As fused kernels do, it changes weights without a trace."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_steps_that_leave_no_trace_on_weights_are_steps():
+    @parwrap.distributed
+    def train():
+        model = torch.nn.Linear(1, 1)
+        optimizer = WithoutVersions(model.parameters())
+        for _ in range(2):
+            for (x,) in DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2, shuffle=True):
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+
+    train()

@@ -44,12 +44,22 @@ def followed_by_other_data(samples, criterion):
     return trained.weights
 
 
+def followed_by_a_sample_of_other_data(samples, criterion):
+    """As many as the last batch has on one rank, of which variables still hold the tensors."""
+    trained = Trained(criterion)
+    for x, y in DataLoader(numbers(samples), batch_size=8):
+        trained.step(x, y)
+    for _ in range(3):
+        trained.step(*numbers(1).tensors)
+    return trained.weights
+
+
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
-@pytest.mark.parametrize("loop", [replayed, drawn_again, followed_by_other_data])
+@pytest.mark.parametrize("loop", [replayed, drawn_again, followed_by_other_data, followed_by_a_sample_of_other_data])
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 @pytest.mark.usefixtures("nothing_is_warned_of")
 def test_parts_that_are_trained_on_again_count_by_their_samples(size, loop, loss):
-    if loss == "sum" and loop is followed_by_other_data:
+    if loss == "sum" and loop in (followed_by_other_data, followed_by_a_sample_of_other_data):
         pytest.skip("of what no loader has split, every rank has the whole sum")
 
     def criterion(output, target):

@@ -75,3 +75,31 @@ def test_a_step_of_a_metric_in_training_is_of_all_ranks():
         return total.compute().item()
 
     assert sum(range(8)) == train()
+
+
+@pytest.mark.ranks(2)
+def test_a_collection_may_be_used_for_training_and_for_evaluation():
+    @parwrap.distributed
+    def train():
+        model = torch.nn.Linear(2, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = TensorDataset(torch.randn(24, 2), torch.arange(24) % 3)
+        # two of them share their states, and the first is updated for both
+        both = MetricCollection({name: ConfusionMatrix(task="multiclass", num_classes=3) for name in "ab"})
+        totals = []
+        for _ in range(2):
+            for x, y in DataLoader(data, batch_size=4, shuffle=True):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                both.update(model(x), y)
+            totals.append([each.sum().item() for each in both.compute().values()])
+            both.reset()
+            with torch.no_grad():
+                for x, y in DataLoader(data, batch_size=4):
+                    both.update(model(x), y)
+            totals.append([each.sum().item() for each in both.compute().values()])
+            both.reset()
+        return totals
+
+    assert [[24, 24]] * 4 == train()
