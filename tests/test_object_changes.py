@@ -388,32 +388,32 @@ def test_long_lists_are_sent_by_what_is_new_and_keep_their_items():
 
 @METHODS
 def test_buffers_and_arrays_of_all_kinds_are_changed_in_place(start_method):
-    things = [bytearray(b"ab"), array.array("i", [1, 2]), np.matrix([[1.0, 2.0]]), np.ma.masked_array([1.0, 2.0], mask=[False, True])]
+    things = [bytearray(b"ab"), array.array("i", [1, 2]), np.ma.masked_array([1.0, 2.0], mask=[False, True])]
     alike = list(things)
 
     parwrap.launch(change_first, things, nprocs=2, start_method=start_method)
 
     assert all(one is other for one, other in zip(things, alike, strict=True))
-    assert [bytearray(b"zb"), array.array("i", [7, 2]), [[7.0, 2.0]]] == [*things[:2], things[2].tolist()]
-    assert [7.0, None] == things[3].tolist()
+    assert [bytearray(b"zb"), array.array("i", [7, 2]), [7.0, None]] == [*things[:2], things[2].tolist()]
 
 
 def change_first(things):
     things[0][0] = ord("z")
     things[1][0] = 7
-    things[2][0, 0] = 7
-    things[3][0] = 7
+    things[2][0] = 7
 
 
-def schedule(optimizer):
+def schedule(model, optimizer):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     scheduler.step()
 
 
 def test_a_scheduler_that_is_made_for_the_callers_optimizer_is_no_loss():
-    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=1.0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
-    parwrap.launch(schedule, optimizer, nprocs=2)
+    parwrap.launch(schedule, model, optimizer, nprocs=2)
 
     assert optimizer.param_groups[0]["lr"] == 0.5
