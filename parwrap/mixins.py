@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -108,8 +109,16 @@ def _decorate_methods(cls: type, methods: _Methods, mixins: list[type[_Mixin]], 
     of = _OfEach(decorators)
     named = [name for base in cls.__mro__ for name in base.__dict__.get(methods.named_in, ())]
     found = [_decorate(cls, name, name in named, of, methods) for name in dict.fromkeys((*methods.usual, *named))]
-    if not any(found) and cls.__dict__.get(methods.named_in) != ():
+    if not any(found) and cls.__dict__.get(methods.named_in) != () and not _is_filled_later():
         raise _without_methods(cls, methods, mixins)
+
+
+def _is_filled_later() -> bool:
+    """Whether cloudpickle makes the class, which is empty at first."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name != "_make_skeleton_class":
+        frame = frame.f_back
+    return frame.f_back is not None
 
 
 def _check_named(cls: type, methods: _Methods, taken: bool) -> None:

@@ -79,7 +79,7 @@ INTERNAL = "<internal>"
 OPTIMIZERS_OWN = frozenset({"defaults", "state", "param_groups", "step"})
 """``step`` is an attribute where a scheduler counts the steps."""
 
-MODULES_OWN = frozenset(vars(nn.Module()))
+MODULES_OWN = frozenset({*vars(nn.Module()), "_initialize_hook", "_load_hook"})  # the last two are of lazy ones
 
 Change = tuple[int, str, Any]
 """The number of an object, the part of it that has changed, and how."""

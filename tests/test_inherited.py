@@ -54,7 +54,7 @@ def test_what_is_open_for_writing_is_written_once_and_in_order(tmp_path):
 def test_loaders_with_workers_of_the_caller_have_others_in_the_ranks_and_theirs_here(capfd):
     loader = DataLoader(torch.arange(4), batch_size=2, num_workers=1, persistent_workers=True)
     begun = [iter(DataLoader(range(4), num_workers=1)), iter(loader)]
-    first = next(begun[0])
+    first, here = next(begun[0]), list(begun)
 
     def evaluate():
         begun.clear()
@@ -64,8 +64,8 @@ def test_loaders_with_workers_of_the_caller_have_others_in_the_ranks_and_theirs_
 
     with pytest.warns(UserWarning, match=r"reaches begun\[0\], begun\[1\], which workers of this process work for"):
         assert [[[0, 1], [2, 3]]] * 2 == parwrap.launch(evaluate, nprocs=2, returns="all")
-    assert [0, 1, 2, 3] == [first.item(), *(each.item() for each in begun[0])]
-    assert [[0, 1], [2, 3]] == [batch.tolist() for batch in begun[1]]
+    assert [0, 1, 2, 3] == [first.item(), *(each.item() for each in here[0])]
+    assert [[0, 1], [2, 3]] == [batch.tolist() for batch in here[1]]
     assert "" == capfd.readouterr().err
     begun.clear()
     loader._iterator = None

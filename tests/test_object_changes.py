@@ -30,6 +30,7 @@ def _without_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", message="parwrap: BatchNorm layers train on batches of 2")  # said once by a process
         yield
 
 
