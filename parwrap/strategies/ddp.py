@@ -99,6 +99,9 @@ class DDP(Strategy):
         self._watched: list[torch.utils.hooks.RemovableHandle] = []
         self._running = self._nested = self._said_failed = False
         self._immediate = self._meetings.immediate and group.device.type == "cpu"
+        with torch.inference_mode(False), torch.enable_grad():
+            # autograd runs nodes of the same age in any order, and those of signals have the age 0: the script's are to be newer
+            torch.zeros((), requires_grad=True).sum()
         self._meetings.phase = lambda: loop.generation
         self._meetings.answer(MOVING, lambda detail, present: None)
         self._meetings.answer(FIRST_BACKWARD, self._answer_first)

@@ -203,3 +203,36 @@ def test_an_exception_in_a_hook_of_a_parameter_or_a_double_backward_is_raised_al
         told = parwrap.gather(train())
     assert told[0] == told[1]
     assert [0, 3, 5] == [step for step, _ in told[0][0]]
+
+
+FIRST = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import parwrap
+
+def raises(gradient):
+    raise RuntimeError("out of memory")
+
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+hook = model.weight.register_hook(raises) if parwrap.rank() == 1 else None
+skipped = 0
+for (x,) in DataLoader(TensorDataset(torch.randn(12, 4)), batch_size=2):
+    try:
+        model(x).sum().backward()
+    except RuntimeError:
+        skipped += 1
+        if hook is not None:
+            hook.remove()
+        continue
+    optimizer.step()
+print(skipped, force=True)
+"""
+
+
+def test_the_first_thing_that_autograd_does_in_a_process_may_raise(parwrap_run, script):
+    code, stdout, stderr = parwrap_run("--nproc-per-node", "2", "--timeout", "20", script(FIRST))
+
+    assert (0, "1\n1\n") == (code, stdout), stderr
