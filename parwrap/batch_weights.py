@@ -21,8 +21,6 @@ __all__ = ["BatchWeights", "Reading", "Weighed"]
 MOST_AHEAD = 64
 """Batches that are remembered of a pass."""
 
-MOST_KINDS = 4096
-"""Sizes of batches that are remembered beyond their passes."""
 MOST_KEPT = 4096
 """Batches that are looked for among those that a script has kept."""
 
@@ -107,7 +105,7 @@ class BatchWeights:
     def __init__(self) -> None:
         self.current = self.last = OUTSIDE
         self._readings: list[Reading] = []
-        self._kinds: set[Weighed] = set()
+        self._differ = False
         self._drawn: deque[tuple[weakref.ref[Any], Reading, Weighed]] = deque(maxlen=MOST_KEPT)
         self._warned = False
 
@@ -125,8 +123,7 @@ class BatchWeights:
         reading.batches.append(batch)
         if tensor is not None:
             self._drawn.append((weakref.ref(tensor), reading, batch))
-        if len(self._kinds) < MOST_KINDS:
-            self._kinds.add(batch)
+        self._differ |= batch[:2] != OUTSIDE[:2]
         self.current = self.last = batch
 
     def close(self, reading: Reading) -> None:
@@ -159,19 +156,13 @@ class BatchWeights:
 
     def check_kept(self) -> None:
         """Gradients that no backward made are used: outside of all passes it is not known which batch they are of."""
-        if not self._readings and self._differ():
+        if not self._readings and self._differ:
             self._warn()
-
-    def _differ(self) -> bool:
-        return any(each[:2] != OUTSIDE[:2] for each in self._kinds)
 
     def _kept(self, sizes: Callable[[], Collection[int]]) -> Weighed:
         """The batch of a backward outside of all passes: one of a pass that is over, which the script has kept, or none."""
-        if not self._differ():
+        if not self._differ or not (kept := self._alive()):
             return OUTSIDE  # as a rule
-        kept = self._alive()
-        if not kept:
-            return OUTSIDE
         known = sizes()
         found = sorted((each for each in kept if each.samples in known), key=lambda each: each.samples)
         if len({each[:2] for each in found}) > 1:

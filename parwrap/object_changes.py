@@ -1,7 +1,7 @@
 """Python objects of the caller that a function reaches: what it has changed in them on a rank, and the same change in the caller.
 
 Each object stays what it is: lists, dicts, attributes, arrays, closures and globals change in place. Tensors, models and optimizers are
-``returned.py``'s, but for the attributes that a user gives to models and optimizers.
+handled by ``returned.py``; attributes that a user gives to models and optimizers are handled here.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def _changed(part: str, thing: Any, before: Any, now: Any) -> Any:
             gone, changed = list(before), dict(now)
         return (gone, changed) if gone or changed else None
     if part in ("list", "deque", "elements"):
-        same = next((at for at, (old, new) in enumerate(zip(before, now)) if old is not new), min(len(before), len(now)))  # noqa: B905
+        same = next((at for at, (old, new) in enumerate(zip(before, now, strict=False)) if old is not new), min(len(before), len(now)))
         return None if same == len(before) == len(now) else (same, now[same:])
     if part == "set":
         return None if before == now else (before - now, now - before)

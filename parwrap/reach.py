@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
+from parwrap.imported import is_installed
+
 __all__ = ["attributes_of", "found_by", "is_users", "is_users_module", "within"]
 
 MOST, ENTRIES = 50_000, 1_000
 """How many objects are looked at, and in each of them: a tenth of a second or two. What is near comes first."""
 
 LIBRARIES = tuple({os.path.join(path, "") for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))})
-INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-"""Environments see packages of others, too."""
 OURS = os.path.join(os.path.dirname(__file__), "")
 
 
@@ -140,7 +140,8 @@ def is_users_module(name: str) -> bool:
 
 
 def _is_users_file(file: str) -> bool:
-    return not file.startswith((OURS, *LIBRARIES)) and not any(each in file for each in ("<frozen", *INSTALLED))
+    # environments see packages of others, too
+    return not (file.startswith((OURS, *LIBRARIES)) or "<frozen" in file or is_installed(file))
 
 
 def _parameters(function: Any, count: int) -> list[str]:

@@ -12,8 +12,9 @@ import io
 import pickle
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, BinaryIO
 
@@ -123,8 +124,7 @@ class CallersObjects:
             def __setattr__(self, name: str, value: Any) -> None:
                 """By torch, for the storages of tensors."""
                 if name == "persistent_load":
-                    of_storage = value
-                    value = lambda saved: known[saved[1]] if saved[0] == CALLERS else of_storage(saved)  # noqa: E731
+                    value = partial(_loaded, known, value)
                 super().__setattr__(name, value)
 
         # a caller that has not started CUDA can still fork
@@ -230,7 +230,7 @@ class CallersObjects:
         return {key for key in found if not (issubclass(type(self._known[key]), torch.Tensor) and _is_unwatched(self._known[key]))}
 
     def _changed_in(self, key: int) -> dict[str, Any]:
-        """What of a module is not as it was, but for the attributes that a user gives it."""
+        """What has changed in a module, without the attributes that a user gives it."""
         attributes = vars(self._known[key])
         if any(map(_is_in_parts, attributes.get("_parameters", {}).values())) or _parts_of(self._known[key]) == self._modules[key]:
             return {}
@@ -374,6 +374,11 @@ def _state_of(tensor: torch.Tensor) -> tuple | None:
         return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     except RuntimeError:  # has no memory
         return None
+
+
+def _loaded(known: dict[int, Any], of_storage: Callable[[Any], Any], saved: Any) -> Any:
+    """What a persistent id stands for: an object of the caller, or a storage of torch's."""
+    return known[saved[1]] if saved[0] == CALLERS else of_storage(saved)
 
 
 def _asks(tensor: torch.Tensor) -> bool | None:

@@ -99,6 +99,18 @@ def leaves(x: Any) -> dict[str, Any]:
     return {name + place: leaf for name, value in inner for place, leaf in leaves(value).items()}
 
 
+def first_tensor(x: Any) -> torch.Tensor | None:
+    """The first tensor among the :func:`leaves` of ``x``, if there is one.
+
+    >>> first_tensor(("name", [torch.zeros(2), torch.ones(2)]))
+    tensor([0., 0.])
+    """
+    inner = _entries(x)
+    if inner is None:
+        return x if isinstance(x, torch.Tensor) else None
+    return next((found for _, value in inner if (found := first_tensor(value)) is not None), None)
+
+
 def digest(structure: Structure) -> int:
     """A number of 64 bits, other than 0, that is another one for another ``structure``."""
     return int.from_bytes(blake2b(repr(structure).encode(errors="replace"), digest_size=8).digest(), "little", signed=True) or 1

@@ -115,7 +115,7 @@ class Accumulation(AtWork):
         self._catch_up()
         self._settle()
         site, position = call_site(), self.position
-        if position.over(site) or (self._readings == [] and position.asked and position.is_new(site) and self._has_stepped_with_all(call)):
+        if position.over(site) or self._begins_another_loop(site, call):
             self._next_batch()
         elif position.left(site):
             self._leave(call)
@@ -145,8 +145,10 @@ class Accumulation(AtWork):
         for reading in feeding:
             reading.trains = True
 
-    def _has_stepped_with_all(self, call: Backward) -> bool:
-        """Whether the running batch has stepped with all that ``call`` reaches: another loop has begun, if its place is new."""
+    def _begins_another_loop(self, site: tuple, call: Backward) -> bool:
+        """Whether the place of ``call`` is new, no loader is read, and the running batch has stepped with all that it reaches."""
+        if self._readings or not self.position.asked or not self.position.is_new(site):
+            return False
         stepped = {id(p) for optimizer in self._asks for p in parameters_of(optimizer)}
         return all(id(leaf) in stepped for leaf in reached(call.beginnings) if isinstance(leaf, torch.nn.Parameter))
 

@@ -41,8 +41,8 @@ class Position:
 
     def begin_batch(self) -> None:
         """Another batch, in which there was no backward yet."""
-        for first in [*self._sites][:1]:
-            self._before[first] = {*self._sites}
+        if self._sites:
+            self._before[next(iter(self._sites))] = {*self._sites}
         self.backwards, self.closing = 0, False
         self._relative, self._own_weight, self._loss_factor = 1.0, 1.0, 1.0
         self._sites = {}
@@ -72,7 +72,7 @@ class Position:
     def drew(self) -> None:
         """What was counted before was of another batch."""
         self._told = None
-        self._drawn_after |= {*self._sites}
+        self._drawn_after.update(self._sites)
 
     def begin(self, closing: bool, weight: float = 1.0, part: float = 1.0, loss_factor: float = 1.0) -> None:
         """The first backward of the batch is about to run.
@@ -105,7 +105,7 @@ class Position:
     def step(self) -> None:
         """An optimizer was asked to step."""
         self._told = None
-        self._followed |= {*self._sites}
+        self._followed.update(self._sites)
 
     def over(self, site: tuple) -> bool:
         """Whether a backward that is called at ``site`` belongs to another batch than the last did."""

@@ -21,7 +21,7 @@ from parwrap.data.looking import ShareThenRest
 from parwrap.data.passes import Pass
 from parwrap.data.position import MARK, Position
 from parwrap.data.running_numbers import RunningNumbers
-from parwrap.data.sharding import first_tensor, samples_in, shuffles, users_own
+from parwrap.data.sharding import samples_in, shuffles, users_own
 from parwrap.data.shares import Shares
 from parwrap.data.sharing import Sharing, TrainingData
 from parwrap.errors import UsageError
@@ -30,6 +30,7 @@ from parwrap.loop import Loop
 from parwrap.progress_bars import write_line
 from parwrap.sites import location, warn
 from parwrap.streams import Streams, get_state, set_state
+from parwrap.structures import first_tensor
 
 __all__ = ["Loaders"]
 

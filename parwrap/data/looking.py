@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from parwrap.data.unread import Unread
-from parwrap.structures import leaves
+from parwrap.structures import first_tensor
 
 __all__ = ["ShareThenRest"]
 
@@ -75,8 +75,8 @@ class ShareThenRest:
         if self._unread is not None and self._unread.uneven_after(self.read + 1) and self._ask():
             return next(self._rest)  # type: ignore[call-overload]
         self.read += 1
-        if self.read == 1 and (tensors := [leaf for leaf in leaves(batch).values() if isinstance(leaf, torch.Tensor)]):
-            self._first_tensor = weakref.ref(tensors[0])
+        if self.read == 1 and (tensor := first_tensor(batch)) is not None:
+            self._first_tensor = weakref.ref(tensor)
         return batch
 
     def __len__(self) -> int:

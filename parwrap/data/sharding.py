@@ -227,17 +227,6 @@ def samples_in(batch: Any) -> int:
     return len(batch) if isinstance(batch, Sized) and not (isinstance(batch, torch.Tensor) and batch.dim() == 0) else 1
 
 
-def first_tensor(batch: Any) -> torch.Tensor | None:
-    """The first tensor in a ``batch``, if it has one where :func:`samples_in` looks.
-
-    >>> first_tensor({"x": (torch.zeros(3), "name")})
-    tensor([0., 0., 0.])
-    """
-    while isinstance(batch, (Mapping, tuple, list)) and batch:
-        batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
-    return batch if isinstance(batch, torch.Tensor) else None
-
-
 def distributed_sampler(loader: DataLoader, rank: int, size: int, seed: int, uneven: str = "pad") -> DistributedSampler:
     """torch's sampler for a loader that :func:`is_plain`."""
     dataset: Sized = loader.dataset  # type: ignore[assignment]

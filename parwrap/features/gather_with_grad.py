@@ -19,7 +19,7 @@ def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
     ``backward`` then leaves the gradient that one process with the whole batch has. See docs/batch_losses.rst.
 
     Args:
-        x: a tensor with at least one dimension. Shape and dtype are the same on every rank, but for the number of rows.
+        x: a tensor with at least one dimension. Only the number of rows may differ between ranks.
 
     Returns:
         A tensor with the rows of all ranks along dimension 0, on the device of ``x``. ``x`` itself on one rank, outside of a distributed

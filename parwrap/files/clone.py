@@ -334,18 +334,7 @@ class CloneFiles:
                 view.settle()
             try:
                 named, key = key, view.followed(key) if follow else key
-                while True:
-                    place = view.readable(key, waits=not child)
-                    try:
-                        result = read(path if place == named else place)
-                    except FileNotFoundError:
-                        if child or not view.replaced(key, place):
-                            raise
-                    else:
-                        if child or not view.replaced(key, place):
-                            return result
-                        if hasattr(result, "close"):  # a file that was opened a moment too late
-                            result.close()
+                return view.read_current(key, lambda place: read(path if place == named else place), _close, waits=not child)
             except FileNotFoundError:
                 raise missing(path) from None
 
@@ -387,3 +376,9 @@ class CloneFiles:
     def _finish(self, key: str) -> None:
         if self._places.open and self._places.in_process():
             self._view.finish(key)
+
+
+def _close(result: Any) -> None:
+    """Close what was read of a path, if it is a file."""
+    if hasattr(result, "close"):
+        result.close()

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,7 +236,8 @@ class View:
         entry = self._entries.get(key)
         present = entry.scratch if keep and entry and entry.kind == "file" and entry.changeable else None
         if keep and present is None and self.exists(key):
-            present = self._copied_whole(key)
+            suffix = os.path.splitext(key)[1]
+            present = self.read_current(key, lambda place: self.fresh(place, suffix=suffix), _drop)
         with self.lock:
             present = present or self.fresh(suffix=os.path.splitext(key)[1])
             entry = self.entry(key)
@@ -245,19 +247,26 @@ class View:
             entry.writers += 1
             return present
 
-    def _copied_whole(self, key: str) -> str:
-        """A copy of what is at the path for this rank, of no version that rank 0 has begun in the meantime."""
+    def read_current(self, key: str, read: Callable[[str], Any], discard: Callable[[Any], Any], waits: bool = True) -> Any:
+        """``read`` applied to where the path is to be read, and again while rank 0 replaces what is there.
+
+        Args:
+            key: of the path.
+            read: takes a place on the disk.
+            discard: takes what was read a moment too late.
+            waits: whether this process can wait for rank 0; else it reads once.
+        """
         while True:
-            place = self.readable(key)
+            place = self.readable(key, waits=waits)
             try:
-                copy = self.fresh(place, suffix=os.path.splitext(key)[1])
+                result = read(place)
             except FileNotFoundError:
-                if not self.replaced(key, place):
+                if not (waits and self.replaced(key, place)):
                     raise
             else:
-                if not self.replaced(key, place):
-                    return copy
-                _drop(copy)
+                if not (waits and self.replaced(key, place)):
+                    return result
+                discard(result)
 
     def finish(self, key: str, failed: bool = False) -> None:
         """A file that was written is closed, or has ``failed`` to open."""

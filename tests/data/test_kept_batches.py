@@ -35,23 +35,18 @@ def drawn_again(samples, criterion):
     return trained.weights
 
 
-def followed_by_other_data(samples, criterion):
+def followed_by_other_data(samples, criterion, rows=11):
     trained = Trained(criterion)
     for x, y in DataLoader(numbers(samples), batch_size=8):
         trained.step(x, y)
     for _ in range(3):
-        trained.step(*numbers(11).tensors)
+        trained.step(*numbers(rows).tensors)
     return trained.weights
 
 
 def followed_by_a_sample_of_other_data(samples, criterion):
     """As many as the last batch has on one rank, of which variables still hold the tensors."""
-    trained = Trained(criterion)
-    for x, y in DataLoader(numbers(samples), batch_size=8):
-        trained.step(x, y)
-    for _ in range(3):
-        trained.step(*numbers(1).tensors)
-    return trained.weights
+    return followed_by_other_data(samples, criterion, rows=1)
 
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
