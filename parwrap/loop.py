@@ -152,7 +152,8 @@ class Loop:
         if self.by_hand:
             self.ran_by_hand()
 
-    def took_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def count_step(self) -> None:
+        """An optimizer has taken a step; not a verb, for one rank has no need to know."""
         self.steps += 1
 
     def opened_pass(self) -> None:

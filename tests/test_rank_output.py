@@ -20,6 +20,7 @@ print("begun", parwrap.rank(), "\\n" * 3 + "x" * 100_000)
 for percent in range(0, 101, 50):
     sys.stderr.write(f"\\r{percent} %")
 sys.stderr.write("\\n")
+parwrap.barrier()  # what a child says is shown from every rank
 os.system("echo from a child")
 parwrap.barrier()
 print("no end of line", end="", flush=True)

@@ -253,6 +253,7 @@ class Session:
 
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has taken a step."""
+        self._loop.count_step()
         if self._step_draws:
             self._step_draws.end_step(optimizer)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -63,59 +63,52 @@ class CloneFiles:
 
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
         """Native code that reads a file: what rank 0 has at the same point."""
-        with self.open_native(path, "r") as (place, _):
-            return read(place)
+        try:
+            return self._read(path, lambda place: self._read_named(place, path, read))
+        except FileNotFoundError:  # the native code says by itself what is wrong
+            return read(self._view.fresh() if os.path.lexists(path) else path)  # what is there is of rank 0, which is ahead
 
     def write_native(self, path: Any, write: Callable[[Any], Any]) -> Any:
         """Native code that writes a whole file: a scratch file."""
-        with self.open_native(path, "w") as (place, closed):
+
+        def write_whole(place: Any, closed: Callable[[], None] | None) -> Any:
             result = write(place)
             if closed:
                 closed()
             return result
 
+        return self.open_native(path, "w", write_whole)
+
     def update_native(self, path: Any, update: Callable[[Any], Any]) -> Any:
         """Native code that reads and writes a file for nobody knows how long: a copy, which stays this rank's own."""
         if is_too_large(path):
             return update(path)
-        with self.open_native(path, "a") as (place, _):
-            return update(place)
+        return self.open_native(path, "a", lambda place, closed: update(place))
 
-    @contextmanager
-    def open_native(self, path: Any, mode: str) -> Iterator[tuple[Any, Callable[[], None] | None]]:
-        """Native code that opens a file: where, and what to call when it is closed."""
+    def open_native(self, path: Any, mode: str, open_at: Callable[[Any, Callable[[], None] | None], Any]) -> Any:
+        """Native code that opens a file: ``open_at`` takes where, and what to call when it is closed."""
         if not writes(mode):
-            with self._named(path) as place:
-                yield place, None
-            return
+            return self.read_native(path, lambda place: open_at(place, None))
         key = self._written(path)
         if key is None:
-            yield path, None
-            return
+            return open_at(path, None)
         if missing_folder := self._missing_folder(key):
-            yield missing_folder, None
-            return
+            return open_at(missing_folder, None)
         key, scratch = self._begin(key, path, keep="a" in mode or "r" in mode, new="x" in mode or "-" in mode, must_exist="r" in mode)
         try:
             with passing():
-                yield scratch, partial(self._finish, key)
+                return open_at(scratch, partial(self._finish, key))
         except BaseException:
             self._view.finish(key, failed=True)
             raise
 
-    @contextmanager
-    def _named(self, path: Any) -> Iterator[Any]:
-        """Where native code is to read, which says by itself what is wrong with a file that is not there."""
-        try:
-            place = self._read(path, lambda place: place)
-        except FileNotFoundError:
-            place = self._view.fresh() if os.path.lexists(path) else path  # what is there is of rank 0, which is ahead
+    def _read_named(self, place: Any, path: Any, read: Callable[[Any], Any]) -> Any:
+        """``read`` of a file that has a name, which some libraries want: what rank 0 keeps has none."""
         if not str(place).startswith("/proc/"):
-            yield place
-            return
-        copy = self._view.fresh(place, suffix=os.path.splitext(os.fsdecode(path))[1])  # some libraries want a file that has a name
+            return read(place)
+        copy = self._view.fresh(place, suffix=os.path.splitext(os.fsdecode(path))[1])
         try:
-            yield copy
+            return read(copy)
         finally:
             os.unlink(copy)
 

@@ -72,15 +72,13 @@ class RankZeroFiles:
         with self._version(key, replaces=False):
             return update(path)
 
-    @contextmanager
-    def open_native(self, path: Any, mode: str) -> Iterator[tuple[Any, Callable[[], None] | None]]:
-        """Native code that opens a file: where, and what to call when it is closed."""
+    def open_native(self, path: Any, mode: str, open_at: Callable[[Any, Callable[[], None] | None], Any]) -> Any:
+        """Native code that opens a file: ``open_at`` takes where, and what to call when it is closed."""
         key = self._written(path) if writes(mode) else None
         if key is None:
-            yield path, None
-            return
+            return open_at(path, None)
         with self._begun(key, replaces="w" in mode, in_place=True):
-            yield path, partial(self._finish, key)
+            return open_at(path, partial(self._finish, key))
 
     def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
         """``torch.load``, which opens its file by ``open``."""

@@ -313,6 +313,7 @@ class Awaited:
         """
         record, outcome = Record(), None
         passed: float | None = None
+        in_order = threading.current_thread() is threading.main_thread()  # a thread of rank 0 may write after its main thread has passed
 
         def settled() -> bool:
             nonlocal record, outcome, passed
@@ -324,7 +325,7 @@ class Awaited:
                 outcome = Outcome.REPLACED
             elif record.closed >= wanted:
                 outcome = Outcome.THERE
-            elif passed is not None and (record.begun < wanted or time.monotonic() > passed + DELIVERY):
+            elif passed is not None and ((record.begun < wanted and in_order) or time.monotonic() > passed + DELIVERY):
                 outcome = Outcome.NEVER
             return outcome is not None
 

@@ -260,7 +260,7 @@ class View:
             place = self.readable(key, waits=waits)
             try:
                 result = read(place)
-            except FileNotFoundError:
+            except Exception:  # what is half written is refused in many ways
                 if not (waits and self.replaced(key, place)):
                     raise
             else:

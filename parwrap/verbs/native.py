@@ -118,14 +118,14 @@ def _on_path(call: NativeCall, on_path: Callable[[Any, Callable[[Any], Any]], An
     return called
 
 
-def _opening(call: NativeCall, open_native: Callable[[Any, str], Any]) -> Callable:
+def _opening(call: NativeCall, open_native: Callable) -> Callable:
     def init(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         _opened(call, open_native, wrapped, args, kwargs, lambda result: instance)
 
     return init
 
 
-def _making(call: NativeCall, open_native: Callable[[Any, str], Any]) -> Callable:
+def _making(call: NativeCall, open_native: Callable) -> Callable:
     """The same for a class of an extension, whose methods cannot be replaced: a subclass has another to close."""
 
     def make(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
@@ -144,11 +144,14 @@ def _opened(call: NativeCall, open_native: Callable, wrapped: Callable, args: tu
     if path is None:
         return wrapped(*args, **kwargs)
     given = kwargs.get("mode", args[call.position + 1] if len(args) > call.position + 1 else None)
-    with open_native(path, call.mode or given or "r") as (place, closed):
+
+    def open_at(place: Any, closed: Callable[[], None] | None) -> Any:
         result = _with_path(wrapped, call, place, args, kwargs)
         if closed:
             _closing[opened(result)] = weakref.finalize(opened(result), closed)
         return result
+
+    return open_native(path, call.mode or given or "r", open_at)
 
 
 def _close(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:

@@ -3,6 +3,7 @@
 import inspect
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,3 +65,27 @@ def test_native_calls_are_put_back(tmp_path):
         assert torch.jit.save is not calls[0]
 
     assert calls == (torch.jit.save, torch.jit.load, torch.export.save, torch.package.PackageExporter.__init__, sqlite3.connect)
+
+
+@pytest.mark.ranks(2)
+def test_a_file_that_rank_zero_replaces_while_another_rank_opens_it(tmp_path, monkeypatch):
+    files = pytest.importorskip("h5py._hl.files")
+
+    def opens_late(*args, **kwargs):
+        time.sleep(0.3 * parwrap.rank())
+        return h5f.open(*args, **kwargs)
+
+    h5f = files.h5f
+    monkeypatch.setattr(files, "h5f", SimpleNamespace(**{**vars(h5f), "open": opens_late}))
+    os.chdir(tmp_path)
+    seen = []
+    with parwrap.distributed():
+        for step in range(3):
+            with files.File("model.h5", "w") as file:
+                file["step"] = step
+            with files.File("model.h5") as file:
+                seen.append(int(file["step"][()]))
+            if parwrap.rank() == 0:
+                time.sleep(0.1)  # the other looks up where to read, and opens the file when the next is there
+
+    assert [0, 1, 2] == seen

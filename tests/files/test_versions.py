@@ -175,10 +175,13 @@ def test_waiting_ends_with_the_timeout_and_says_for_what(tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_the_wait_for_a_file_is_a_matter_of_its_own_for_a_thread(tmp_path):
+@pytest.mark.parametrize("late", [0.0, 0.1])
+def test_the_wait_for_a_file_is_a_matter_of_its_own_for_a_thread(tmp_path, late):
+    """Also where rank 0's thread writes after its main thread has passed the next meeting."""
     read = []
 
     def write_and_read():
+        time.sleep(late * by(0))
         Path(tmp_path, "a.txt").write_text(f"by {parwrap.rank()}")
         read.append(Path(tmp_path, "a.txt").read_text())
 
@@ -187,6 +190,7 @@ def test_the_wait_for_a_file_is_a_matter_of_its_own_for_a_thread(tmp_path):
             time.sleep(0.2)
         thread = threading.Thread(target=write_and_read)
         thread.start()
+        time.sleep(5 * late * by(1))
         total = parwrap.reduce_sum(1)
         thread.join()
 
