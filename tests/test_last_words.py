@@ -23,6 +23,8 @@ for epoch in range(2):
                 os.kill(os.getpid(), signal.SIGKILL)
             if sys.argv[1] == "sleeps":
                 time.sleep(1000)  # here
+            if sys.argv[1] == "backward":
+                model.weight.register_hook(lambda gradient: time.sleep(1000))
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
@@ -63,3 +65,15 @@ def test_after_the_timeout_the_line_of_the_missing_rank_is_named(ranks, parwrap_
     assert status == 1
     assert f"Rank {int(ranks) - 1} has left backward" in stderr.splitlines()[-1], stderr
     assert f"train.py:{line}. Who is missing" in stderr.splitlines()[-1], stderr
+
+
+@pytest.mark.parametrize("ranks", ["2", "3"])
+def test_after_the_timeout_of_a_backward_its_line_is_named(ranks, parwrap_run, script):
+    status, _, stderr = parwrap_run("--nproc-per-node", ranks, "--timeout", "4", script(TRAINS), "backward")
+    line = TRAINS.splitlines().index("        model(x).square().mean().backward()") + 1
+    last = stderr.splitlines()[-1]
+
+    assert status == 1
+    assert "waited 4 s for the other ranks at the same point (the average of the gradients), in vain." in last, stderr
+    assert f"Rank {int(ranks) - 1} is in backward" in last
+    assert f"train.py:{line}) for 4 s." in last

@@ -26,7 +26,7 @@ from parwrap.strategies.share import Share
 from parwrap.strategies.training_buffers import TrainingBuffers
 from parwrap.verbs.backward import Backward
 
-__all__ = ["Averager", "Noticed", "divide"]
+__all__ = ["Averager", "Noticed", "divide", "has_timed_out"]
 
 WEIGHT, STRAYS, MISFIT, FAILED, BUFFERS, ASKS = -6, -5, -4, -3, -2, -1
 """The facts behind the flags that say which parameters this rank's loss reaches: how much this rank counts in the average; whether
@@ -40,6 +40,9 @@ NONE: frozenset[int] = frozenset()
 
 TWICE = "Expected to mark a variable ready only once"
 """What torch says of a parameter that has taken part in a backward already."""
+
+TIMED_OUT = "Timed out waiting"
+"""What gloo says of a rank that has sent nothing for as long as the timeout."""
 
 BACKWARD = torch.autograd.backward
 """torch's own, which is none of the user's calls."""
@@ -144,6 +147,8 @@ class Averager:
         try:
             call.with_root(self._root, self._signal).run()
         except Exception as error:
+            if has_timed_out(error):
+                raise
             self._tell_of(error)
             self._complete(error)
             return
@@ -356,6 +361,11 @@ class Averager:
                 p.grad = average
             else:
                 p.grad.data.copy_(average)
+
+
+def has_timed_out(error: BaseException) -> bool:
+    """Whether another rank has not sent its part within the timeout of the process group."""
+    return isinstance(error, RuntimeError) and TIMED_OUT in str(error)
 
 
 def divide(grads: Iterable[torch.Tensor], weight: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from parwrap.options import Options
 from parwrap.raised import Raised, in_one_line
 from parwrap.sites import call_site, location, trail, warn, worth_a_look
 from parwrap.strategies.agreement import View, described, refuse_different_parameters
-from parwrap.strategies.averager import Averager
+from parwrap.strategies.averager import Averager, has_timed_out
 from parwrap.strategies.averagers import Averagers
 from parwrap.strategies.bypasses import Bypasses
 from parwrap.strategies.graph import leading_sizes, reached, reenters, sparsely_used
@@ -51,6 +51,7 @@ MOVING = "a cast or move of the model"
 ASTRAY = "what was missed or not expected"
 STRAYS = "gradients outside of the known set"
 FAILED = "an exception in a backward"
+AVERAGE = "the average of the gradients"
 
 
 @dataclass
@@ -217,9 +218,11 @@ class DDP(Strategy):
                 averager.note_misfit()
             if not site.remakes:
                 self.unaveraged.note(averager.parameters)
-        except BaseException:
+        except BaseException as error:
             site.averager, site.visits = None, 0  # it failed half way: start afresh
             self._strays.clear()
+            if has_timed_out(error):
+                raise self._meetings.in_vain(AVERAGE, None) from error
             raise
         finally:
             self._meetings.through()
