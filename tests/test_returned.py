@@ -148,6 +148,23 @@ def test_groups_of_an_optimizer_that_something_else_holds_are_still_its_groups()
     assert parameters is groups[0]["params"]
 
 
+def test_rates_that_change_without_a_step_are_the_callers_too():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    by_hand = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(1.0))
+
+    def lower():
+        for group in by_hand.param_groups:
+            group["lr"].fill_(0.1)
+        optimizer.step()
+        scheduler.step()
+
+    parwrap.launch(lower, nprocs=2)
+
+    assert (0.5, 1) == (optimizer.param_groups[0]["lr"], scheduler.last_epoch)
+    assert by_hand.param_groups[0]["lr"].item() == pytest.approx(0.1)
+
+
 def test_all_values_share_what_they_shared():
     def rows():
         table = torch.full((100, 10), float(parwrap.rank()))
