@@ -51,5 +51,5 @@ setup(
         "ray": ["ray[train]>=2.60"],
         "dali": ["nvidia-dali-cuda120>=2.4"],
     },
-    entry_points={"pytest11": ["parwrap = parwrap.testing"]},
+    entry_points={"pytest11": ["parwrap = parwrap.testing.plugin"]},
 )

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import parwrap
-from parwrap.launching import run_on_ranks
+from parwrap.inline.launching import run_on_ranks
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "hogwild.py"))
 

@@ -8,17 +8,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parwrap.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
+    from parwrap.api.amp import amp_state
+    from parwrap.api.gather_with_grad import gather_with_grad
+    from parwrap.api.launch import launch
+    from parwrap.api.loaders import loaders
+    from parwrap.api.mean_over_ranks import mean_over_ranks
+    from parwrap.api.mixins import AccumulateMixin, AmpMixin, DistributedMixin, EvaluateMixin, SyncBNMixin, UniformLengthMixin
+    from parwrap.api.shard import replicate, shard
     from parwrap.decorator import Decorating
     from parwrap.errors import LaunchError, ParwrapError, RankMismatchError, RankZeroError, UsageError
-    from parwrap.features.amp import amp_state
-    from parwrap.features.gather_with_grad import gather_with_grad
-    from parwrap.features.launch import launch
-    from parwrap.features.loaders import loaders
-    from parwrap.features.mean import mean_over_ranks
-    from parwrap.features.shard import replicate, shard
-    from parwrap.group import is_rank_zero, local_rank, rank, world_size
-    from parwrap.mixins import AccumulateMixin, AmpMixin, DistributedMixin, EvaluateMixin, SyncBNMixin, UniformLengthMixin
+    from parwrap.group.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
+    from parwrap.group.group import is_rank_zero, local_rank, rank, world_size
 
     accumulate: Decorating
     amp: Decorating
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "parwrap.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
+    "parwrap.group.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
     "parwrap.errors": ("LaunchError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
-    "parwrap.features.accumulate": ("accumulate",),
-    "parwrap.features.amp": ("amp", "amp_state"),
-    "parwrap.features.data_parallel": ("data_parallel",),
-    "parwrap.features.distributed": ("distributed",),
-    "parwrap.features.evaluate": ("evaluate",),
-    "parwrap.features.every_rank": ("every_rank_writes",),
-    "parwrap.features.gather_with_grad": ("gather_with_grad",),
-    "parwrap.features.hogwild": ("hogwild",),
-    "parwrap.features.launch": ("launch",),
-    "parwrap.features.loaders": ("loaders",),
-    "parwrap.features.mean": ("mean_over_ranks",),
-    "parwrap.features.rank_zero": ("rank_zero_first", "rank_zero_only"),
-    "parwrap.features.shard": ("replicate", "shard"),
-    "parwrap.features.sync_bn": ("sync_bn",),
-    "parwrap.features.uniform_length": ("uniform_length",),
-    "parwrap.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
-    "parwrap.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin", "EvaluateMixin", "SyncBNMixin", "UniformLengthMixin"),
+    "parwrap.api.accumulate": ("accumulate",),
+    "parwrap.api.amp": ("amp", "amp_state"),
+    "parwrap.api.data_parallel": ("data_parallel",),
+    "parwrap.api.distributed": ("distributed",),
+    "parwrap.api.evaluate": ("evaluate",),
+    "parwrap.api.every_rank_writes": ("every_rank_writes",),
+    "parwrap.api.gather_with_grad": ("gather_with_grad",),
+    "parwrap.api.hogwild": ("hogwild",),
+    "parwrap.api.launch": ("launch",),
+    "parwrap.api.loaders": ("loaders",),
+    "parwrap.api.mean_over_ranks": ("mean_over_ranks",),
+    "parwrap.api.rank_zero": ("rank_zero_first", "rank_zero_only"),
+    "parwrap.api.shard": ("replicate", "shard"),
+    "parwrap.api.sync_bn": ("sync_bn",),
+    "parwrap.api.uniform_length": ("uniform_length",),
+    "parwrap.group.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
+    "parwrap.api.mixins": ("AccumulateMixin", "AmpMixin", "DistributedMixin", "EvaluateMixin", "SyncBNMixin", "UniformLengthMixin"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -15,8 +15,8 @@ from glob import glob
 from typing import NoReturn
 
 from parwrap.errors import LaunchError
-from parwrap.fork_server import loading, start, stop
-from parwrap.world import detect
+from parwrap.launching.elastic.fork_server import loading, start, stop
+from parwrap.world.world import detect
 
 __all__ = ["main"]
 
@@ -48,15 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if early:
         _start_fork_server(argv)
     sys.path[:0] = working_directory
-    from parwrap.device import cores
     from parwrap.errors import ParwrapError
-    from parwrap.network import with_way
-    from parwrap.plan import describe, plan_launch
-    from parwrap.script import run_alone
+    from parwrap.group.device import cores
+    from parwrap.launching.command.plan import describe, plan_launch
+    from parwrap.launching.elastic.network_route import with_way
+    from parwrap.launching.elastic.script_run import run_alone
 
     try:
         if _launcher_likely(argv):
-            from parwrap.launchers.job import job_asked, launch_job
+            from parwrap.launching.jobs.job import job_asked, launch_job
 
             job = job_asked(argv, environ, cores())
             if job is not None:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if plan.notice:
             print(f"parwrap.run: {plan.notice}", file=sys.stderr)
         if not plan.in_this_process:
-            from parwrap.agent import launch
+            from parwrap.launching.elastic.agent import launch
 
             if plan.torchrun.start_method == "forkserver" and not early:
                 if missing:
@@ -144,8 +144,8 @@ def _modules_needed(argv: Sequence[str]) -> list[str]:
     scripts = (argument for argument in argv if argument.endswith(".py") and os.access(argument, os.R_OK))
     with open(next(scripts, os.devnull), errors="replace") as source:
         optimizes = "optim" in source.read()
-    modules = ["numpy.random", "parwrap.features.distributed", *(["torch._dynamo"] if optimizes else [])]
-    return modules + (["parwrap.strategies.fsdp"] if {"fsdp", "--strategy=fsdp"} & {*argv} else [])
+    modules = ["numpy.random", "parwrap.api.distributed", *(["torch._dynamo"] if optimizes else [])]
+    return modules + (["parwrap.strategies.fsdp.fsdp"] if {"fsdp", "--strategy=fsdp"} & {*argv} else [])
 
 
 def _start_fork_server(argv: Sequence[str]) -> None:

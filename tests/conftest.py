@@ -59,7 +59,7 @@ def said_anew():
 @pytest.fixture
 def inner_options(request: pytest.FixtureRequest) -> list[str]:
     """What an inner pytest needs to know the plugin, and to start at once: it would load hypothesis anew each time."""
-    known = [] if request.config.pluginmanager.has_plugin("parwrap") else ["-p", "parwrap.testing"]
+    known = [] if request.config.pluginmanager.has_plugin("parwrap") else ["-p", "parwrap.testing.plugin"]
     return [*known, "-p", "no:hypothesispytest"]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parwrap.plan import LaunchPlan, plan_launch
+from parwrap.launching.command.plan import LaunchPlan, plan_launch
 
 
 @pytest.fixture

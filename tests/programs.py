@@ -17,7 +17,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from parwrap._rank_launcher import _default_start_method_kept
+from parwrap.testing.rank_launcher import _default_start_method_kept
 
 __all__ = ["Program", "Result", "programs", "run", "train"]
 

@@ -9,7 +9,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 
-from parwrap._rank_launcher import start_fork_server
+from parwrap.testing.rank_launcher import start_fork_server
 from programs import Program, programs, run
 
 MORE = os.environ.get("PARWRAP_PROGRAMS")

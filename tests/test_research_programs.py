@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parwrap._rank_launcher import start_fork_server
+from parwrap.testing.rank_launcher import start_fork_server
 from programs import run
 from research_programs import research_programs, train, train_by_hand, train_synced
 

@@ -25,8 +25,8 @@ def run(script, scope):
 def by_itself(script, known):
     """The keys of what the script trains without parwrap, and what it prints last; run once for all numbers of ranks."""
     if not known.exists():
-        from parwrap.features.hidden_group import HiddenGroup
-        from parwrap.verbs import acting
+        from parwrap.intercept import acting
+        from parwrap.session.hidden_group import HiddenGroup
 
         left, last_line = run(script, acting([HiddenGroup()]))  # the test's own group is none of the script's
         known.write_text(json.dumps([list(state(left["model"])), *last_line]))
@@ -52,7 +52,7 @@ def test_a_plain_script_trains_as_well_on_several_ranks(size, script, tmp_path, 
     import torch
 
     import parwrap
-    from parwrap.group import alone
+    from parwrap.group.group import alone
 
     for place in ("together", "by_itself"):
         (tmp_path / place).mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import parwrap
-from parwrap.launching import run_on_ranks
+from parwrap.inline.launching import run_on_ranks
 
 ROOT = Path(__file__).parents[1]
 

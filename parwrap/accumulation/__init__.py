@@ -1,1 +1,4 @@
-"""Gradient accumulation: an optimizer step for several batches, in a loop that asks for one after each."""
+"""Gradient accumulation: an optimizer step for several batches, in a loop that asks for one after each.
+
+It may import the strategies and all below. Start with ``accumulation.py``.
+"""

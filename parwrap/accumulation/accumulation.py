@@ -22,18 +22,18 @@ from parwrap.accumulation.over_ranks import OverRanks
 from parwrap.accumulation.position import Position
 from parwrap.accumulation.sums import Asked, Sums, put_back
 from parwrap.accumulation.window import Applied, clips_of, mean_of
-from parwrap.batch_weights import Weighed
+from parwrap.coordination.call_site import call_site, location, warn
 from parwrap.data.passes import Pass
-from parwrap.data.sharding import last_part
+from parwrap.data.samplers import last_part
 from parwrap.errors import UsageError
-from parwrap.group import is_alone
-from parwrap.loop import parameters_of
-from parwrap.sites import call_site, location, warn
-from parwrap.strategies.graph import reached
-from parwrap.strategies.share import Share
-from parwrap.verbs.backward import Backward
-from parwrap.verbs.clipping import Clip
-from parwrap.verbs.scaler import ScalerCall
+from parwrap.group.group import is_alone
+from parwrap.intercept.backward import Backward
+from parwrap.intercept.clipping import Clip
+from parwrap.intercept.scaler import ScalerCall
+from parwrap.loop.batch_weights import Weighed
+from parwrap.loop.loop_state import parameters_of
+from parwrap.strategies.common.autograd_graph import reached
+from parwrap.strategies.common.share import Share
 
 __all__ = ["Accumulation"]
 

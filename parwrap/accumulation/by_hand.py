@@ -18,14 +18,14 @@ from torch.utils.data import DataLoader, get_worker_info
 from parwrap.accumulation.at_work import AtWork
 from parwrap.accumulation.over_ranks import OverRanks
 from parwrap.accumulation.pattern import Pattern
+from parwrap.coordination.call_site import call_site
 from parwrap.data.passes import Pass
-from parwrap.group import is_alone
-from parwrap.sites import call_site
-from parwrap.strategies.graph import reached
-from parwrap.strategies.share import Share
-from parwrap.verbs.backward import Backward
-from parwrap.verbs.clipping import Clip
-from parwrap.verbs.scaler import ScalerCall
+from parwrap.group.group import is_alone
+from parwrap.intercept.backward import Backward
+from parwrap.intercept.clipping import Clip
+from parwrap.intercept.scaler import ScalerCall
+from parwrap.strategies.common.autograd_graph import reached
+from parwrap.strategies.common.share import Share
 
 __all__ = ["ByHand"]
 

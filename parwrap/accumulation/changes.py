@@ -9,8 +9,8 @@ import weakref
 
 import torch
 
-from parwrap.loop import parameters_of
-from parwrap.sites import location, warn
+from parwrap.coordination.call_site import location, warn
+from parwrap.loop.loop_state import parameters_of
 
 __all__ = ["ChangesByHand"]
 

@@ -15,14 +15,14 @@ from torch.nn import utils
 
 from parwrap.accumulation.sums import Asked, merged
 from parwrap.accumulation.window import Applied, clips_of, mean_of
-from parwrap.batch_weights import Weighed
-from parwrap.group import Group
-from parwrap.loop import Loop
-from parwrap.strategies.graph import leading_sizes
-from parwrap.strategies.share import Share
-from parwrap.strategies.strategy import Strategy
-from parwrap.verbs.backward import Backward
-from parwrap.verbs.clipping import Clip
+from parwrap.group.group import Group
+from parwrap.intercept.backward import Backward
+from parwrap.intercept.clipping import Clip
+from parwrap.loop.batch_weights import Weighed
+from parwrap.loop.loop_state import Loop
+from parwrap.strategies.common.autograd_graph import leading_sizes
+from parwrap.strategies.common.share import Share
+from parwrap.strategies.common.strategy import Strategy
 
 __all__ = ["OverRanks"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from parwrap.errors import UsageError
-from parwrap.loop import parameters_of
-from parwrap.verbs.clipping import Clip
+from parwrap.intercept.clipping import Clip
+from parwrap.loop.loop_state import parameters_of
 
 __all__ = ["Asked", "Sums", "merged", "put_back"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from parwrap.accumulation.sums import Asked, merged
-from parwrap.loop import parameters_of
-from parwrap.verbs.clipping import Clip
+from parwrap.intercept.clipping import Clip
+from parwrap.loop.loop_state import parameters_of
 
 __all__ = ["Applied", "clips_of", "mean_of"]
 

@@ -1,5 +1,8 @@
 """Which samples of which loader a rank gets to see, and batches of samples that differ in length.
 
+It may import the loop, the process group and interceptors. Start with ``loaders.py``, which intercepts the loaders; ``evaluation/`` is for
+exact evaluation and ``lengths/`` for batches by length.
+
 The public names; each is imported when it is first used, since what only shares out loaders needs none of them.
 """
 
@@ -7,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parwrap.data.bucketing import UniformLengthBatchSampler
-    from parwrap.data.padding import pad_collate
+    from parwrap.data.lengths.bucketing import UniformLengthBatchSampler
+    from parwrap.data.lengths.padding import pad_collate
 
-_HOME_OF = {"UniformLengthBatchSampler": "parwrap.data.bucketing", "pad_collate": "parwrap.data.padding"}
+_HOME_OF = {"UniformLengthBatchSampler": "parwrap.data.lengths.bucketing", "pad_collate": "parwrap.data.lengths.padding"}
 
 __all__ = ["UniformLengthBatchSampler", "pad_collate"]
 

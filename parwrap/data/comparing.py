@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from parwrap.structures import leaves, number_dtype
+from parwrap.system.structures import leaves, number_dtype
 
 __all__ = ["Compared", "compared"]
 

@@ -2,7 +2,7 @@
 
 A pipeline is built, and begins to read, before anybody can know whether it will be trained on. So the guess is made by its reader: one
 that shuffles is for training, and each rank gets a shard of it; one that does not is read whole. If that is trained on all
-the same, its batches are dealt out. How DALI is got at is ``verbs/dali.py``'s.
+the same, its batches are dealt out. How DALI is got at is ``intercept/dali.py``'s.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from parwrap.coordination.call_site import warn
 from parwrap.data.passes import Pass, SharedDraws
-from parwrap.data.sharding import DealtBatches
-from parwrap.data.shares import ANOTHER_LOADER
-from parwrap.data.sharing import TrainingData
+from parwrap.data.samplers import DealtBatches
+from parwrap.data.sharing_rules import TrainingData
+from parwrap.data.training_share import ANOTHER_LOADER
 from parwrap.errors import RankMismatchError
-from parwrap.group import Group, is_alone
-from parwrap.loop import Loop
-from parwrap.sites import warn
-from parwrap.streams import Streams
-from parwrap.verbs.dali import pipelines_of, readers_of
+from parwrap.group.group import Group, is_alone
+from parwrap.intercept.dali import pipelines_of, readers_of
+from parwrap.loop.loop_state import Loop
+from parwrap.loop.random_streams import Streams
 
 __all__ = ["Pipelines"]
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker
 
-from parwrap.data.sharding import DealtBatches
-from parwrap.data.sharing import Sharing
+from parwrap.data.samplers import DealtBatches
+from parwrap.data.sharing_rules import Sharing
 from parwrap.errors import UsageError
-from parwrap.streams import seed_all
-from parwrap.wording import counted
+from parwrap.loop.random_streams import seed_all
+from parwrap.system.wording import counted
 
 __all__ = ["Pick", "RankPart", "part_of", "world_size_asked"]
 

@@ -1,7 +1,7 @@
 """The actor on loaders: decides, when a pass over a loader begins, whether this rank sees all of it or its share.
 
 What is read to be looked at (evaluation) is seen whole by every rank, so that printed metrics are those of a single
-process; what is trained on is shared out, which is ``shares.py``'s.
+process; what is trained on is shared out, which is ``training_share.py``'s.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from parwrap.batch_weights import Reading, Weighed
+from parwrap.coordination.call_site import location, warn
 from parwrap.data.iterables import world_size_asked
+from parwrap.data.loader_position import MARK, Position
 from parwrap.data.looking import ShareThenRest
 from parwrap.data.passes import Pass
-from parwrap.data.position import MARK, Position
 from parwrap.data.running_numbers import RunningNumbers
-from parwrap.data.sharding import samples_in, shuffles, users_own
-from parwrap.data.shares import Shares
-from parwrap.data.sharing import Sharing, TrainingData
+from parwrap.data.samplers import samples_in, shuffles, users_own
+from parwrap.data.sharing_rules import Sharing, TrainingData
+from parwrap.data.training_share import Shares
 from parwrap.errors import UsageError
-from parwrap.group import Group, is_alone
-from parwrap.loop import Loop
-from parwrap.progress_bars import write_line
-from parwrap.sites import location, warn
-from parwrap.streams import Streams, get_state, set_state
-from parwrap.structures import first_tensor
+from parwrap.group.group import Group, is_alone
+from parwrap.loop.batch_weights import Reading, Weighed
+from parwrap.loop.loop_state import Loop
+from parwrap.loop.random_streams import Streams, get_state, set_state
+from parwrap.system.progress_bars import write_line
+from parwrap.system.structures import first_tensor
 
 __all__ = ["Loaders"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from parwrap.data.unread import Unread
-from parwrap.structures import first_tensor
+from parwrap.system.structures import first_tensor
 
 __all__ = ["ShareThenRest"]
 

@@ -9,11 +9,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from parwrap.data.agreement import Agreement
-from parwrap.data.resuming import Skipping
-from parwrap.data.sharding import with_indices
-from parwrap.progress_bars import write_line
-from parwrap.sites import warn
+from parwrap.coordination.call_site import warn
+from parwrap.data.dataset_agreement import Agreement
+from parwrap.data.resumed_pass import Skipping
+from parwrap.data.samplers import with_indices
+from parwrap.system.progress_bars import write_line
 
 __all__ = ["OwnSamplers"]
 

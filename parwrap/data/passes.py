@@ -1,6 +1,6 @@
 """The iterators of one pass over a loader: what it yields, and when it is over.
 
-What a pass is for, and which batches it has, is decided by ``loaders.py`` and ``shares.py``.
+What a pass is for, and which batches it has, is decided by ``loaders.py`` and ``training_share.py``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Any
 
 from parwrap.data.looking import ShareThenRest
-from parwrap.imported import is_installed, is_standard
-from parwrap.streams import Streams
+from parwrap.loop.random_streams import Streams
+from parwrap.patching.imported_names import is_installed, is_standard
 
 __all__ = ["Pass", "SharedDraws"]
 

@@ -14,9 +14,9 @@ from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any
 
-from parwrap.data.lengths import asker, can_patch
-from parwrap.patching import Patch, installed
-from parwrap.sites import is_ours
+from parwrap.coordination.call_site import is_ours
+from parwrap.data.reported_lengths import asker, can_patch
+from parwrap.patching.patch import Patch, installed
 
 __all__ = ["RunningNumbers"]
 

@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from parwrap.data.blocks import block
-from parwrap.data.sharding import DealtBatches, SplitBatches
+from parwrap.data.evaluation_blocks import block
+from parwrap.data.samplers import DealtBatches, SplitBatches
 
 __all__ = ["Recorded", "Unread", "unread_of"]
 

@@ -15,7 +15,7 @@ from parwrap.doctor.findings import find
 from parwrap.doctor.gather import gather, place
 from parwrap.doctor.report import report
 from parwrap.errors import UsageError
-from parwrap.forking import refuse_unforkable
+from parwrap.inline.forking import refuse_unforkable
 from parwrap.options import Options
 
 __all__ = ["examine"]

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parwrap import group as groups
-from parwrap.background import in_background
 from parwrap.doctor.facts import Clock, Examination, Facts, Row, SelfTest
 from parwrap.doctor.measure import all_reduces, clocks
 from parwrap.errors import ParwrapError
-from parwrap.launching import run_on_ranks
-from parwrap.world import World
+from parwrap.group import group as groups
+from parwrap.inline.launching import run_on_ranks
+from parwrap.system.background import in_background
+from parwrap.world.world import World
 
 __all__ = ["Exam", "ForkedExam", "LaunchedExam", "in_time"]
 

@@ -16,7 +16,7 @@ class Launch:
 
     Attributes:
         launcher: the launch family; ``None`` for a process started by hand.
-        rank, size, local_rank, local_size, node_rank: its place, as in :class:`parwrap.world.World`.
+        rank, size, local_rank, local_size, node_rank: its place, as in :class:`parwrap.world.world.World`.
         init_method: where the ranks meet; ``None`` if nobody tells.
         variables: the launch variables that are set.
         error: why the ranks cannot be told apart, if they cannot.

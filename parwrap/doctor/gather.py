@@ -21,12 +21,12 @@ import numpy
 import torch
 
 from parwrap import __version__
-from parwrap.device import choose_backend, cores, visible_gpu
 from parwrap.doctor.facts import Cores, Facts, Launch, Limits, Memory, Versions
 from parwrap.doctor.gpus import find_gpus
 from parwrap.doctor.network import find_network
 from parwrap.errors import LaunchError
-from parwrap.world import World, detect, launch_variables
+from parwrap.group.device import choose_backend, cores, visible_gpu
+from parwrap.world.world import World, detect, launch_variables
 
 __all__ = ["gather", "place"]
 

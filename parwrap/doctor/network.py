@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from parwrap.doctor.facts import Network
-from parwrap.interfaces import interface_of, interfaces
+from parwrap.launching.elastic.network_interfaces import interface_of, interfaces
 
 __all__ = ["find_network"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from parwrap.group import is_rank_zero
-from parwrap.progress_bars import write_line
+from parwrap.group.group import is_rank_zero
+from parwrap.system.progress_bars import write_line
 
 __all__ = ["stand_aside", "warn_once"]
 

@@ -16,11 +16,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from parwrap.coordination.call_site import location
 from parwrap.data.passes import Pass
+from parwrap.intercept.backward import Backward
+from parwrap.intercept.skipping import STEP
 from parwrap.precision.aside import stand_aside, warn_once
-from parwrap.sites import location
-from parwrap.verbs.backward import Backward
-from parwrap.verbs.skipping import STEP
 
 __all__ = ["Autocasting"]
 

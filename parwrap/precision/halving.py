@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from parwrap.loop import Loop
+from parwrap.loop.loop_state import Loop
 
 __all__ = ["HalfForGood", "HalfInCalls"]
 

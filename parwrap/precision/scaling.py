@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from parwrap.loop import Loop, parameters_of
+from parwrap.intercept.backward import Backward
+from parwrap.intercept.clipping import Clip
+from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.precision.aside import stand_aside, warn_once
 from parwrap.precision.finite import Found
 from parwrap.precision.iterations import Iterations
 from parwrap.precision.state import AmpState, Policy
 from parwrap.precision.unscaling import Unscaling
-from parwrap.verbs.backward import Backward
-from parwrap.verbs.clipping import Clip
 
 __all__ = ["Scaling"]
 

@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from parwrap.errors import UsageError
-from parwrap.strategies.graph import reached
-from parwrap.verbs.backward import Backward
+from parwrap.intercept.backward import Backward
+from parwrap.strategies.common.autograd_graph import reached
 
 __all__ = ["Unscaling"]
 

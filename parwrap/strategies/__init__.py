@@ -1,1 +1,5 @@
-"""One file for each way to train in parallel; each is an actor."""
+"""One room for each way to train in parallel, and ``common/`` for what several of them share.
+
+A strategy is an interceptor of backwards, optimizer steps and the like. It may import the data rooms and all below. ``named.py`` lists the
+strategies by name; ``none.py`` and ``single.py`` are those that average nothing. Start with ``common/strategy.py``, then ``ddp/ddp.py``.
+"""

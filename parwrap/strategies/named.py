@@ -6,18 +6,18 @@ from pkgutil import resolve_name
 
 from parwrap.errors import UsageError
 from parwrap.options import CHOICES, OF_STRATEGIES, Options
-from parwrap.strategies.strategy import Strategy
+from parwrap.strategies.common.strategy import Strategy
 
 __all__ = ["strategy_of"]
 
 HOMES = {
-    "ddp": "parwrap.strategies.ddp:DDP",
-    "local_sgd": "parwrap.strategies.local_sgd:LocalSGD",
-    "hogwild": "parwrap.strategies.hogwild:Hogwild",
-    "fsdp": "parwrap.strategies.fsdp:FSDP",
+    "ddp": "parwrap.strategies.ddp.ddp:DDP",
+    "local_sgd": "parwrap.strategies.local_sgd.local_sgd:LocalSGD",
+    "hogwild": "parwrap.strategies.hogwild.hogwild:Hogwild",
+    "fsdp": "parwrap.strategies.fsdp.fsdp:FSDP",
     "none": "parwrap.strategies.none:NoStrategy",
-    "zero1": "parwrap.strategies.zero1:Zero1",
-    "parameter_server": "parwrap.strategies.parameter_server:ParameterServer",
+    "zero1": "parwrap.strategies.zero1.zero1:Zero1",
+    "parameter_server": "parwrap.strategies.parameter_server.parameter_server:ParameterServer",
 }
 
 

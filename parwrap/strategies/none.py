@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parwrap.errors import UsageError
-from parwrap.group import Group
-from parwrap.loop import Loop
+from parwrap.group.group import Group
+from parwrap.intercept.backward import Backward
+from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
+from parwrap.strategies.common.strategy import Strategy
 from parwrap.strategies.single import Single
-from parwrap.strategies.strategy import Strategy
-from parwrap.verbs.backward import Backward
 
 __all__ = ["NoStrategy"]
 

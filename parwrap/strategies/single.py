@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from parwrap.loop import Loop
-from parwrap.verbs.backward import Backward
+from parwrap.intercept.backward import Backward
+from parwrap.loop.loop_state import Loop
 
 __all__ = ["Single"]
 

@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
-from parwrap.group import alone
-from parwrap.strategies.averager import Averager
+from parwrap.group.group import alone
+from parwrap.strategies.ddp.gradient_averager import Averager
 
 EPOCHS, BATCHES = 6, 10
 

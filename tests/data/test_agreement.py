@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Subset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 import parwrap
-from parwrap.data import agreement
+from parwrap.data import dataset_agreement
 from parwrap.errors import RankMismatchError
-from parwrap.group import Group
+from parwrap.group.group import Group
 
 
 class Setup:
@@ -145,7 +145,7 @@ def test_draws_that_differ_are_rank_zeros_in_every_pass(workers):
 
 @pytest.mark.ranks(2)
 def test_draws_without_end_that_differ_are_refused():
-    agreement.MOST_DRAWS = 100
+    dataset_agreement.MOST_DRAWS = 100
     with parwrap.distributed():
         sampler = OwnOrder(12, parwrap.rank())
         sampler.endless = True
@@ -280,10 +280,10 @@ def test_the_same_data_is_compared_once_and_nothing_is_said():
 
 @pytest.mark.ranks(2)
 def test_large_lists_go_in_pieces_and_do_not_stay_in_the_store():
-    agreement.PIECE = 100
-    keys = parwrap.group.current().store.num_keys()
+    dataset_agreement.PIECE = 100
+    keys = parwrap.group.group.current().store.num_keys()
     value = list(range(1000))
 
-    assert value == agreement._from_first(parwrap.group.current(), [0, 1], value if parwrap.rank() == 0 else None)
+    assert value == dataset_agreement._from_first(parwrap.group.group.current(), [0, 1], value if parwrap.rank() == 0 else None)
     parwrap.barrier()
-    assert parwrap.group.current().store.num_keys() - keys < 10
+    assert parwrap.group.group.current().store.num_keys() - keys < 10

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
-from parwrap.data.blocks import Blocks, Turns, block, regular_sizes, rows_of
-from parwrap.data.merging import Part, Passed, merged
+from parwrap.data.evaluation.merging import Part, Passed, merged
+from parwrap.data.evaluation_blocks import Blocks, Turns, block, regular_sizes, rows_of
 
 samples = st.integers(0, 40)
 batch_sizes = st.integers(1, 9)

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, default_collate
 
 from parwrap.data import pad_collate
-from parwrap.data.trimming import trimmed
+from parwrap.data.lengths.trimming import trimmed
 from parwrap.errors import UsageError
 
 Labelled = namedtuple("Labelled", ["tokens", "label"])

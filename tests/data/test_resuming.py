@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from parwrap.data.resuming import RestOfBatches, RestOfSamples
-from parwrap.data.sharding import DealtBatches, SplitBatches
+from parwrap.data.resumed_pass import RestOfBatches, RestOfSamples
+from parwrap.data.samplers import DealtBatches, SplitBatches
 
 RANKS = st.integers(1, 8)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
-from parwrap.data.sharding import DealtBatches, SplitBatches, distributed_sampler, is_plain, share_length, with_indices
+from parwrap.data.samplers import DealtBatches, SplitBatches, distributed_sampler, is_plain, share_length, with_indices
 
 
 def loader(samples=10, **options):

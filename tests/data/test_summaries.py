@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset
 
-from parwrap.data.summaries import Held, held_by, items_of, summary
+from parwrap.data.dataset_summaries import Held, held_by, items_of, summary
 
 rng = np.random.default_rng(0)
 LARGE = rng.random((300, 1000))

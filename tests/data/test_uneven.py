@@ -20,7 +20,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import parwrap
-from parwrap.data.sharding import DealtBatches, SplitBatches
+from parwrap.data.samplers import DealtBatches, SplitBatches
 from parwrap.errors import UsageError
 
 

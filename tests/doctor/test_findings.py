@@ -21,7 +21,7 @@ from parwrap.doctor.facts import (
 )
 from parwrap.doctor.findings import find
 from parwrap.errors import LaunchError
-from parwrap.world import detect
+from parwrap.world.world import detect
 
 GB = 2**30
 INTERFACES = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth1": ["10.0.0.7"]}

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from parwrap.doctor.measure import SIZES, all_reduces, clocks
-from parwrap.group import current
+from parwrap.group.group import current
 
 
 @pytest.mark.ranks(2)

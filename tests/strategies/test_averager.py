@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parwrap.group import current
-from parwrap.strategies.averager import Averager
-from parwrap.verbs.backward import Backward
+from parwrap.group.group import current
+from parwrap.intercept.backward import Backward
+from parwrap.strategies.ddp.gradient_averager import Averager
 
 STEPS = 4
 """Buckets are rebuilt, in the order in which gradients came, after the first."""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.errors import UsageError
-from parwrap.group import Group
+from parwrap.group.group import Group
 
 UPDATED = (
     r"the parameters that torch.autograd.grad at .*test_bypasses.py:\d+ asks gradients for were changed to other values on each rank: .*"
@@ -241,10 +241,10 @@ def test_data_parallel_is_a_wrapper_that_does_nothing(devices):
 
 def test_data_parallel_takes_this_ranks_gpu():
     """Without a GPU: what torch's constructor would be asked for."""
-    from parwrap.mailbox import Mailbox
-    from parwrap.meetings import Meetings
-    from parwrap.strategies.bypasses import Bypasses
-    from parwrap.world import World
+    from parwrap.coordination.status_board import Mailbox
+    from parwrap.coordination.sync_points import Meetings
+    from parwrap.strategies.ddp.bypasses import Bypasses
+    from parwrap.world.world import World
 
     asked = []
     mailbox = Mailbox(World(), bytearray(Mailbox.size(World())))

@@ -13,11 +13,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 import parwrap
 from parwrap.errors import RankMismatchError
-from parwrap.group import current
-from parwrap.loop import Loop
+from parwrap.group.group import current
+from parwrap.loop.loop_state import Loop
+from parwrap.loop.random_streams import seed_all
 from parwrap.options import Options
-from parwrap.strategies.ddp import DDP
-from parwrap.streams import seed_all
+from parwrap.strategies.ddp.ddp import DDP
 
 
 def dataset(samples=101):
@@ -228,7 +228,7 @@ def test_ddp_lets_go_of_the_parameters():
     with parwrap.distributed():
         optimizer = torch.optim.SGD([weight], lr=0.1)
         strategy = DDP(current(), Loop(), Options)
-        from parwrap.verbs.backward import Backward
+        from parwrap.intercept.backward import Backward
 
         strategy.backward(Backward(((weight * 2).sum(),), (None,), {}, torch.autograd.backward.__wrapped__))
         (site,) = strategy._sites.values()
@@ -248,7 +248,7 @@ def test_each_set_of_parameters_has_one_ddp_however_many_call_sites():
     strategy = DDP(current(), loop, Options)
     optimizer = torch.optim.SGD([weight])
     loop.own_parameters(optimizer)
-    from parwrap.verbs.backward import Backward
+    from parwrap.intercept.backward import Backward
 
     for _ in range(3):
         strategy.backward(Backward((weight.sum(),), (None,), {}, torch.autograd.backward))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import parwrap
-from parwrap.strategies.averager import divide
+from parwrap.strategies.ddp.gradient_averager import divide
 
 HALVES = [torch.bfloat16, torch.float16]
 

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.errors import RankMismatchError, UsageError
-from parwrap.group import Group, current
-from parwrap.memory import shared_memory
+from parwrap.group.group import Group, current
 from parwrap.options import Options
-from parwrap.strategies.hogwild import Hogwild
-from parwrap.world import World
+from parwrap.strategies.hogwild.hogwild import Hogwild
+from parwrap.system.shared_memory import shared_memory
+from parwrap.world.world import World
 
 
 def step(optimizer, loss):

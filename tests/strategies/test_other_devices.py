@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import parwrap
-from parwrap import group as groups
-from parwrap.strategies import fsdp
-from parwrap.strategies.agreement import described
+from parwrap.group import group as groups
+from parwrap.strategies.common.agreement import described
+from parwrap.strategies.fsdp import fsdp
 
 GPU = torch.device("cuda", 0)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from parwrap.errors import RankMismatchError
-from parwrap.strategies.pace import Pace
+from parwrap.strategies.parameter_server.staleness import Pace
 
 
 def test_without_a_bound_nobody_waits():

@@ -131,7 +131,7 @@ def test_sparse_gradients_change_only_their_rows():
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_worker_that_waits_for_a_file_is_away_only_as_long_as_it_holds_up_who_writes_it(staleness, tmp_path, monkeypatch):
     """Worker 0 is late with each file of the first steps; in the end it takes two more before the last."""
-    monkeypatch.setattr(parwrap.group, "POLLING", 0.03)  # so that a step can come before a worker has seen that the file is there
+    monkeypatch.setattr(parwrap.group.group, "POLLING", 0.03)  # so that a step can come before a worker has seen that the file is there
 
     @parwrap.distributed(strategy="parameter_server", staleness=staleness)
     def step_and_write():

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import parwrap
-from parwrap.strategies.pieces import Pieces
+from parwrap.strategies.data_parallel.sharded_outputs import Pieces
 
 torch.manual_seed(0)
 LOGITS = torch.randn(7, 3)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import parwrap
-from parwrap.strategies.server import Server
+from parwrap.strategies.parameter_server.server import Server
 from served import X, adam, flat
 
 

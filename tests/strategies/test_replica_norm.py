@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from parwrap.strategies.replica_norm import shared_over_replicas
-from parwrap.strategies.replica_threads import current_replica, run_together
-from parwrap.verbs.norm import Norm
+from parwrap.intercept.norm import Norm
+from parwrap.strategies.data_parallel.replica_norm import shared_over_replicas
+from parwrap.strategies.data_parallel.replica_threads import current_replica, run_together
 
 
 def normalized(parts, weight, bias, momentum=0.1):

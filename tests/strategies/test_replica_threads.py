@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import parwrap
-from parwrap.strategies.replica_threads import current_replica, is_undivided, run_together, undivided
+from parwrap.strategies.data_parallel.replica_threads import current_replica, is_undivided, run_together, undivided
 
 CPU = torch.device("cpu")
 

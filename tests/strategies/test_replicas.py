@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from parwrap.strategies.replicas import SMALL, replicas
+from parwrap.strategies.data_parallel.replicas import SMALL, replicas
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import parwrap
-from parwrap.strategies.pieces import Pieces
-from parwrap.strategies.scattering import cut, items_of_samples, merged, sizes_of, why_not
+from parwrap.strategies.data_parallel.scatter_gather import cut, items_of_samples, merged, sizes_of, why_not
+from parwrap.strategies.data_parallel.sharded_outputs import Pieces
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import buffered
 import parwrap
-from parwrap.strategies.averager import Averager
-from parwrap.strategies.training_buffers import TrainingBuffers
+from parwrap.strategies.common.training_buffers import TrainingBuffers
+from parwrap.strategies.ddp.gradient_averager import Averager
 
 
 def equal_to_ddps(state, kind, **options):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from parwrap.strategies.pieces import in_whole
-from parwrap.strategies.scattering import merged, sizes_of
-from parwrap.strategies.trials import Untried, why_not_in_parts
+from parwrap.strategies.data_parallel.batch_split_check import Untried, why_not_in_parts
+from parwrap.strategies.data_parallel.scatter_gather import merged, sizes_of
+from parwrap.strategies.data_parallel.sharded_outputs import in_whole
 
 X, Y = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 1, 0])
 WORDS = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 0, 1], [2, 3, 4], [5, 6, 7]])

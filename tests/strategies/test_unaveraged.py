@@ -11,10 +11,10 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
+from parwrap.coordination.sync_points import Meetings
 from parwrap.errors import RankMismatchError
-from parwrap.loop import Loop
-from parwrap.meetings import Meetings
-from parwrap.strategies.unaveraged import GRADIENTS
+from parwrap.loop.loop_state import Loop
+from parwrap.strategies.ddp.unaveraged import GRADIENTS
 
 SAID = r"come from no backward\(\) .* and differ between ranks: their mean over the ranks is taken"
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import parwrap
-from parwrap.strategies.shards import dealt_out
+from parwrap.strategies.zero1.state_partition import dealt_out
 from sharded_steps import DATA, Renamed, alike, model_of, train
 
 OPTIMIZERS = {

@@ -1,0 +1,5 @@
+"""What users import: one decorator or function a file, and the mixins.
+
+Each file turns a call of the user into interceptors and hands them to ``session/``; it trains nothing itself. Start with
+``distributed.py``.
+"""

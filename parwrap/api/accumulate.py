@@ -1,0 +1,121 @@
+"""``@accumulate``: a loop that steps after each batch takes an optimizer step every few batches.
+
+Checks the options and opens the actor; what it does is in ``accumulation/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from parwrap.accumulation.accumulation import Accumulation
+from parwrap.accumulation.by_hand import ByHand
+from parwrap.accumulation.over_ranks import OverRanks
+from parwrap.api import distributed
+from parwrap.errors import UsageError
+from parwrap.intercept import acting
+from parwrap.session.feature_scope import ActingDecorator
+
+__all__ = ["accumulate", "count_batch"]
+
+AUTO = "auto"
+
+_open: list[Accumulation | ByHand] = []
+
+
+class accumulate(ActingDecorator):
+    """Take an optimizer step every ``steps`` batches, as if each batch were that much larger.
+
+    As ``@accumulate(steps=4)``, ``@accumulate(4)`` or ``with accumulate(steps=4):``; with or without ``distributed``. Inside another
+    ``accumulate`` it does nothing more, and other ``steps`` than there are an error. Inside a window of
+    ``steps`` batches ``backward`` sends nothing to other ranks, and ``step`` and clipping do nothing; its last batch leaves the mean
+    gradient of the window in ``.grad``. The last window of an epoch may be smaller.
+
+    ``@accumulate("auto")`` is for a loop that accumulates by hand, and changes nothing but how often gradients are sent: once for each
+    step. How many backwards a step follows is learned from the loop; where it steps, clips or unscales sooner, what was not yet averaged
+    is averaged first.
+
+    Args:
+        steps: batches in a window, from 1, or ``"auto"``.
+
+    Raises:
+        UsageError: ``steps`` is neither; inside: a step with a closure, or a loop that calls no ``step``.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.zeros(1))
+    >>> @accumulate(steps=2)
+    ... def train(batches):
+    ...     optimizer = torch.optim.SGD([weight], lr=1.0)
+    ...     for batch in batches:
+    ...         optimizer.zero_grad()
+    ...         (batch * weight).sum().backward()
+    ...         optimizer.step()
+    >>> train([1.0, 3.0]); weight.item()
+    -2.0
+    """
+
+    layer = 30
+
+    def __new__(cls, steps: Any = None, /, **options: Any) -> Any:
+        if steps is None or (callable(steps) and not options):
+            return super().__new__(cls, steps, **options)
+        return super().__new__(cls)
+
+    def __init__(self, steps: Any = None) -> None:
+        super().__init__()
+        if steps != AUTO and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise UsageError(
+                f"accumulate(steps={steps!r}): steps is the number of batches of one optimizer step, a whole number from 1, or 'auto' for "
+                "a loop that accumulates by hand."
+            )
+        self._steps = steps
+        self.batches_per_step = 1 if steps == AUTO else steps
+
+    def actor(self) -> Accumulation | ByHand:
+        if strategy := distributed.strategy():
+            strategy.check_feature("accumulate")
+        known = None if distributed.steps_apart() else distributed.parts()
+        over_ranks = OverRanks(known.group, known.loop, known.strategy) if known else None
+
+        def over_ranks_now() -> OverRanks | None:
+            now = None if distributed.steps_apart() else distributed.parts()
+            if now is not None and now is not known:
+                raise UsageError("parwrap.accumulate was opened before parwrap.distributed: open it inside, or decorate the same function.")
+            return over_ranks if now else None
+
+        def averaging() -> OverRanks | None:
+            now = over_ranks_now()
+            return now if now and now.averages_gradients else None
+
+        return ByHand(averaging) if self._steps == AUTO else Accumulation(self._steps, over_ranks_now)
+
+    @contextmanager
+    def opened(self, module: str | None) -> Iterator[None]:
+        actor = self.actor()
+        _open.append(actor)
+        try:
+            with acting([actor], module):
+                yield
+                actor.finish()
+        finally:
+            actor.end()
+            _open.remove(actor)
+
+    def described(self) -> str:
+        return f"accumulate({self._steps!r})"
+
+    def asked(self) -> Any:
+        return self._steps
+
+    def check_within(self, around: ActingDecorator) -> None:
+        raise UsageError(
+            f"parwrap.accumulate({self.asked()!r}) cannot be opened inside parwrap.accumulate({around.asked()!r}): a batch is in one "
+            "window only. Give both the same steps, or leave one of them out; --accumulate is one too."
+        )
+
+
+def count_batch(total: float) -> None:
+    """The next batch holds ``total`` tokens or samples on all ranks together, and counts by them in the window that is open."""
+    if _open:
+        _open[-1].count(total)

@@ -1,0 +1,159 @@
+"""``@amp``: mixed precision around a plain training function or script, with no edit to backward, step or clipping.
+
+Opens autocast and makes the actors; what each does is in ``precision/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from parwrap.api import distributed
+from parwrap.errors import UsageError
+from parwrap.group.group import current
+from parwrap.intercept import acting
+from parwrap.precision.autocasting import Autocasting
+from parwrap.precision.choice import Precision, check, choose
+from parwrap.precision.halving import HalfForGood, HalfInCalls
+from parwrap.precision.missing import named
+from parwrap.precision.scaling import Scaling
+from parwrap.precision.state import AmpState
+from parwrap.session.feature_scope import ActingDecorator
+
+__all__ = ["amp", "amp_state"]
+
+HALVING = {"in calls": HalfInCalls, "for good": HalfForGood}
+
+_states: list[AmpState] = []
+"""Of the scopes that are open, the innermost last."""
+
+
+class amp(ActingDecorator):
+    """Compute in half precision where it pays, with dynamic loss scaling where it is needed.
+
+    As ``@amp``, ``@amp(dtype="fp16")`` or ``with amp():``. ``loss.backward()`` leaves true-scale gradients, and a step for which one
+    is not finite is skipped, on every rank. The scale goes on from call to call, unless the function builds an optimizer before
+    its first backward. Met inside another ``amp``, it says what the forward computes in, if it is given a dtype or a level, and the scale
+    stays that of the outer.
+
+    Args:
+        dtype: ``"bf16"``, ``"fp16"`` (which brings the loss scale), or ``"auto"``: bf16 where the device has it. ``"bfloat16"``,
+            ``"float16"`` and torch's own dtypes are understood too.
+        level: instead of a dtype, one of Apex's levels. ``"O0"``: float32, nothing is changed; ``"O1"``: as ``"fp16"``; ``"O2"``:
+            a float16 model with float32 BatchNorm, float32 master weights and the loss scale; ``"O3"``: a pure float16 model, which
+            stays float16.
+        device: ``"cuda"`` or ``"cpu"``; by default that of the ranks, or a GPU where torch can use one.
+        init_scale: the first scale.
+        growth_factor: what the scale is multiplied by after ``growth_interval`` iterations without a skipped step.
+        backoff_factor: what it is multiplied by after an iteration with one.
+        growth_interval: in iterations.
+
+    Raises:
+        UsageError: an option or a value that does not exist; an operation that the device does not have in half precision.
+
+    >>> @amp(dtype="bf16")
+    ... def train(model, x):
+    ...     return model(x).dtype
+    >>> train(torch.nn.Linear(2, 2), torch.ones(1, 2))
+    torch.bfloat16
+    """
+
+    layer = 20
+
+    def __init__(
+        self,
+        dtype: Any = "auto",
+        level: str | None = None,
+        *,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        super().__init__()
+        check(dtype, level)
+        if device not in (None, "cpu", "cuda"):
+            raise UsageError(f"device={device!r} is not a type of device for parwrap.amp: give 'cuda' or 'cpu', or leave it out.")
+        for name, value, good, wanted in (
+            ("init_scale", init_scale, init_scale > 0, "a number above 0"),
+            ("growth_factor", growth_factor, growth_factor > 1, "a number above 1"),
+            ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "a number between 0 and 1"),
+            ("growth_interval", growth_interval, growth_interval >= 1, "a number of iterations from 1"),
+        ):
+            if not good:
+                raise UsageError(f"{name}={value!r} is not {wanted}.")
+        self._asked = dtype, level, device
+        self._policy = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
+        self._state: AmpState | None = None
+        self._scaling: Scaling | None = None
+
+    def described(self) -> str:
+        _, level, _ = self._asked
+        return f"amp {level or str(self._precision().dtype).removeprefix('torch.')}"
+
+    def asked(self) -> Precision | None:
+        return None if self._asked == ("auto", None, None) else self._precision()
+
+    @contextmanager
+    def opened(self, module: str | None) -> Iterator[None]:
+        precision = self._precision()
+        if known := distributed.parts():
+            for name, asked in ((f"amp(level={self._asked[1]!r})", precision.model), ("amp with a loss scale", precision.scales)):
+                if asked:
+                    known.strategy.check_feature(name)
+        with ExitStack() as opened:
+            opened.enter_context(named(precision.device, precision.dtype))
+            actors: list[Any] = [HALVING[precision.model]()] if precision.model else []
+            if not (_states and _states[-1].scales):
+                self._state = self._state or AmpState(precision.scales, **self._policy)
+                _states.append(self._state)
+                opened.callback(_states.pop)
+                actors += self._scalings(self._state)
+            if precision.autocasts or torch.is_autocast_enabled(precision.device):
+                casting = Autocasting(precision.device, precision.dtype if precision.autocasts else None)
+                opened.enter_context(casting.around())
+                actors.append(casting)
+            opened.enter_context(acting(actors, module))
+            yield
+
+    def _precision(self) -> Precision:
+        dtype, level, device = self._asked
+        return choose(dtype, level, device or _device())
+
+    def _scalings(self, state: AmpState) -> list[Scaling]:
+        """The actor on the loss scale, if there is one: the same in every call, so that the scale goes on."""
+        if not state.scales:
+            return []
+        self._scaling = self._scaling or Scaling(state)
+        self._scaling.begin()
+        return [self._scaling]
+
+
+def amp_state() -> AmpState:
+    """The loss scale and the number of skipped steps of the ``amp`` that this runs in, for logging and for checkpoints.
+
+    It has ``scale``, ``skipped_steps``, ``state_dict()`` and ``load_state_dict(state)``. Where nothing is scaled, the scale is 1.
+
+    >>> with amp(dtype="fp16", init_scale=1024.0):
+    ...     amp_state()
+    AmpState(scale=1024.0, skipped_steps=0)
+    >>> amp_state()
+    AmpState(scale=1.0, skipped_steps=0)
+    """
+    return _states[-1] if _states else AmpState(scales=False)
+
+
+def _device() -> str:
+    group = current()
+    if group is not None:
+        return group.device.type
+    return "cuda" if torch.cuda.is_available() else "cpu"

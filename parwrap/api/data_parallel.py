@@ -1,0 +1,103 @@
+"""``@data_parallel``: one process trains on several devices, each with a part of every batch.
+
+The options and what they mean together with ranks; which calls are divided, and how, is ``strategies/data_parallel.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from parwrap.errors import UsageError
+from parwrap.group.group import current, world_size
+from parwrap.session.feature_scope import ActingDecorator
+from parwrap.strategies.data_parallel.data_parallel import DataParallel, refuse_ranks
+
+__all__ = ["data_parallel"]
+
+
+class data_parallel(ActingDecorator):
+    """Run a plain ``model(x)`` on several devices of one process, each with a part of the batch.
+
+    As ``@data_parallel``, ``@data_parallel(gather=False)`` or ``with data_parallel():``. The first dimension of all that a model takes
+    and returns must be the batch. Gradients are those of one device: a call is now and then computed both ways on copies, and a model
+    whose parts do not give what the whole batch does runs on the first device alone, with a warning. Models are modules with parameters
+    that are called from outside of any other. On several ranks, each of which has one device, it does nothing.
+
+    Args:
+        device_ids: numbers of GPUs or names of devices, as ``[0, 1]`` or ``["cpu", "cpu"]``; by default all GPUs that torch sees. The
+            model must be on the first. One may come several times. With a single one, or none, nothing is divided.
+        gather: whether outputs are put together on the first device. If not, they stay where they are, look like whole tensors, and
+            torch's losses are computed on the parts; all else puts them together when it needs them.
+        loss: ``"mean"`` or ``"sum"``: what a loss that a model returns, as a number, is over the samples, in every batch. A model that
+            returns a number of which nobody has said this runs on the first device alone.
+
+    Raises:
+        UsageError: an option or a value that does not exist; several devices on several ranks.
+
+    >>> model, x = torch.nn.Linear(2, 1), torch.randn(5, 2)
+    >>> @data_parallel(device_ids=["cpu", "cpu"])
+    ... def outputs():
+    ...     return model(x)
+    >>> torch.allclose(model(x), outputs())
+    True
+    """
+
+    layer = 5
+
+    def __init__(
+        self, *, device_ids: Sequence[int | str | torch.device] | None = None, gather: bool = True, loss: str | None = None
+    ) -> None:
+        super().__init__()
+        if not isinstance(gather, bool):
+            raise UsageError(f"gather={gather!r} is not one of its values: True puts outputs together, False leaves them on their devices.")
+        if loss not in (None, "mean", "sum"):
+            raise UsageError(
+                f"loss={loss!r} is not one of its values: numbers that a model returns are a 'mean' over the samples or a 'sum'."
+            )
+        self._device_ids = None if device_ids is None else _devices(device_ids)
+        self._gather, self._loss = gather, loss
+
+    def asked(self) -> tuple | None:
+        asked = self._device_ids, self._gather, self._loss
+        return None if asked == (None, True, None) else asked
+
+    def described(self) -> str:
+        return "data_parallel does nothing with one device a rank"
+
+    def actor(self) -> DataParallel:
+        devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+        return DataParallel(self._device_ids or devices, self._gather, self._loss, self._device_ids is not None)
+
+    def opened(self, module: str | None) -> AbstractContextManager:
+        if current() is not None and len(self._device_ids or ()) > 1:
+            refuse_ranks(self._device_ids or (), world_size())
+        gpus = torch.cuda.device_count()
+        for device in self._device_ids or ():
+            if device.type == "cuda" and (device.index or 0) >= gpus:
+                raise UsageError(f"device_ids names {device}, and torch sees {gpus} GPUs here: name others, or leave it out for all.")
+        if self._device_ids is None and (current() is not None or gpus < 2):
+            return nullcontext()
+        return super().opened(module)
+
+
+def _devices(device_ids: Any) -> tuple[torch.device, ...]:
+    if not isinstance(device_ids, (list, tuple)) or not device_ids:
+        raise UsageError(f"device_ids={device_ids!r} is not a list of devices: give numbers of GPUs or names, as [0, 1] or ['cpu', 'cpu'].")
+    devices = []
+    for each in device_ids:
+        try:
+            if isinstance(each, bool):
+                raise TypeError
+            device = torch.device("cuda", each) if isinstance(each, int) else torch.device(each)
+        except (RuntimeError, TypeError):
+            raise UsageError(f"device_ids names {each!r}, which is no device: give numbers of GPUs, 'cuda:0' or 'cpu'.") from None
+        if device.type not in ("cpu", "cuda"):
+            raise UsageError(f"device_ids names {each!r}, and parwrap.data_parallel runs on GPUs ('cuda:0' or its number) and on 'cpu'.")
+        devices.append(torch.device("cpu") if device.type == "cpu" else torch.device("cuda", device.index or 0))
+    if len({device.type for device in devices}) > 1:
+        raise UsageError(f"device_ids={list(device_ids)!r} mixes the CPU with GPUs: parts of one size would take far longer there.")
+    return tuple(devices)

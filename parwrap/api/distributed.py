@@ -1,0 +1,213 @@
+"""``@distributed``: while a plain training function or script runs, it runs on every rank of the launch.
+
+Opens the process group, and in it a session, which is ``session.py``'s: it builds the actors and installs the patches of their verbs;
+when the function returns or raises, every patch is taken off again. Ranks that a call launches itself are ``self_launch.py``'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from parwrap.api.self_launch import Launch, gathered, on_ranks, there_are_ranks
+from parwrap.data.loaders import Loaders
+from parwrap.data.sharing_rules import TrainingData
+from parwrap.decorator import Left, ScopeDecorator, module_of, result_told
+from parwrap.errors import UsageError
+from parwrap.group import group as groups
+from parwrap.options import Options
+from parwrap.session.session import Parts, Session
+from parwrap.session.start_line import stand_aside
+from parwrap.strategies.common.strategy import Strategy
+from parwrap.strategies.named import strategy_of
+from parwrap.world.world import detect, launch_variables
+
+__all__ = ["distributed"]
+
+LAUNCH_OPTIONS = tuple(field.name for field in fields(Launch))
+
+NOT_HERE = {
+    **dict.fromkeys(("amp", "mixed_precision", "precision", "fp16", "bf16"), "use @parwrap.amp beside it"),
+    **dict.fromkeys(("sync_bn", "sync_batchnorm", "sync_batch_norm"), "use @parwrap.sync_bn beside it"),
+    **dict.fromkeys(
+        ("accumulate", "accumulation_steps", "gradient_accumulation_steps", "accumulate_grad_batches"),
+        "use @parwrap.accumulate(steps) beside it",
+    ),
+    **dict.fromkeys(
+        ("devices", "gpus", "nproc_per_node", "nproc", "num_processes", "world_size"),
+        "give the number of ranks to parwrap.run as --nproc-per-node, or as nprocs= to start them from Python",
+    ),
+    **dict.fromkeys(("find_unused_parameters", "static_graph"), "leave it out: unused parameters are found without it"),
+    "uniform_length": "use @parwrap.uniform_length beside it",
+    "evaluate": "use @parwrap.evaluate on the function that evaluates",
+    "data_parallel": "use @parwrap.data_parallel instead of it",
+    "epochs": "it is an argument of your function",
+}
+"""What users of other tools look for among the options of ``distributed``."""
+
+
+class distributed(ScopeDecorator):
+    """Run a plain single-GPU training function on every rank of the launch, unchanged.
+
+    As ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher it runs on one rank, with no
+    process group. Met inside another ``distributed``, it joins that one, and its options stand for its own function, but for
+    ``timeout``, ``hang_after`` and what is of parameter servers, which are the outermost's; streams that have its ``seed`` already go on.
+
+    Args:
+        backend: of the process group; by default nccl for GPUs and gloo for the CPU.
+        seed: for torch, numpy and python on all ranks; by default they go on from rank 0's state.
+        batch: ``"per_rank"``: each rank takes batches of the loader's ``batch_size``; ``"global"``: each rank takes its part
+            of every batch, so that the run has the numbers of a single process.
+        uneven: where samples do not go round, ``"pad"``: some are taken twice, as by ``DistributedSampler``; ``"drop"``: some are left out;
+            ``"join"``: each is taken once, and ranks count by how many they have in a step, down to none.
+        lr: ``"linear"`` or ``"sqrt"``: steps are taken at the learning rate times the number of ranks, or its root, because the global
+            batch is that much larger. ``param_groups`` and schedules are not touched.
+        loss: ``"mean"`` or ``"sum"``, over the samples of a batch, where parts of different size are averaged; a sum is summed over the
+            ranks with ``batch="global"``.
+        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; docs/strategies.rst tells of ``"zero1"``,
+            ``"fsdp"``, ``"local_sgd"``, ``"parameter_server"``, ``"hogwild"`` and ``"none"``, and of the options that only they have.
+        compress: ``"bf16"`` or ``"fp16"`` has DDP send gradients in half the bytes, ``"powersgd"`` in a small part of them.
+        bucket_cap_mb: size of DDP's gradient buckets in megabytes.
+        timeout: seconds (or a ``timedelta``) that a rank waits for another; by default 30 minutes.
+        hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
+        wrap: with ``"fsdp"``, which modules are gathered and sharded one by one: a class, its name, a tuple of these, or a number of
+            parameters that makes a module one; by default the repeated blocks of 100,000 parameters or more in a ``ModuleList`` or
+            ``Sequential``.
+        gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
+        nprocs, returns, start_method: a call where no ranks have been launched launches them, as by :func:`parwrap.launch`.
+
+    Raises:
+        UsageError: an option or a value that does not exist.
+
+    >>> @distributed(batch="global")
+    ... def train(epochs):
+    ...     return epochs * 2
+    >>> train(3)
+    6
+    """
+
+    not_here = NOT_HERE
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._launch = Launch(**{name: options.pop(name) for name in LAUNCH_OPTIONS if name in options})
+        self._given, self._options = options, Options(**options)
+        strategy_of(self._options)
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        return (*(field.name for field in fields(Options)), *LAUNCH_OPTIONS)
+
+    def scope(self, function: Callable | None) -> AbstractContextManager:
+        if _session is not None:
+            return _session.joined(self._given)
+        if function is None and self._launch.nprocs not in (None, 1) and not there_are_ranks():
+            raise UsageError(
+                f"`with parwrap.distributed(nprocs={self._launch.nprocs!r}):` has no function that other processes could run: decorate the "
+                "one that trains, or call it by parwrap.launch."
+            )
+        return _opened(self._options, module_of(function), function)
+
+    def around(self, function: Callable) -> Callable:
+        def tell(result: Any) -> None:
+            if now := strategy():
+                now.returned(result)
+
+        return gathered(result_told(function, tell) if strategy_of(self._options).hands_over else function)
+
+    def outside(self, call: Callable) -> Callable:
+        if self._launch == Launch():
+            return call
+
+        def launching(*args: Any, **kwargs: Any) -> Any:
+            return on_ranks(self._launch, self._options, partial(call, *args, **kwargs), joins=_session is not None)
+
+        return launching
+
+    @classmethod
+    def script_scope(cls, **options: Any) -> AbstractContextManager:
+        """The scope for a whole plain script; see :class:`distributed` for the options.
+
+        The script must not see that it was launched, or a distributed branch of its own would wake up: the launch variables are
+        hidden from it.
+        """
+        return _opened(cls(**options)._options, "__main__", None, hidden=launch_variables(), returns=False)
+
+
+_session: Session | None = None
+
+
+def parts() -> Parts | None:
+    """Those of the function that runs; ``None`` on one rank, and where the script distributes itself."""
+    return None if _session is None else _session.parts
+
+
+def strategy() -> Strategy | None:
+    """How ranks train together in the function that runs; ``None`` on one rank, and where the script distributes itself."""
+    return None if _session is None else _session.strategy
+
+
+def trains_apart() -> bool:
+    """Whether every rank trains a model of its own in the function that runs."""
+    return (now := strategy()) is not None and now.together is None
+
+
+def steps_apart() -> bool:
+    """Whether every rank takes steps of its own in the function that runs, with the gradients of its own batches."""
+    return (now := strategy()) is not None and not now.steps_together
+
+
+def loaders_read() -> Loaders | None:
+    """The loaders of the function that runs; ``None`` outside of one, and where the script distributes itself."""
+    return None if _session is None else _session.loaders
+
+
+@contextmanager
+def errors_noted() -> Iterator[None]:
+    """While this is held, an error is given what it may come from, before anybody shows it."""
+    try:
+        yield
+    except Exception as error:
+        if _session is not None:
+            _session.note(error)
+        raise
+
+
+def shared_out(samples: int | None) -> None:
+    """Data in no loader is shared out by the user, for the line at the start of training; ``None`` if it has no length."""
+    if _session is not None:
+        _session.began(TrainingData(samples, None, None))
+
+
+@contextmanager
+def _opened(
+    options: Options, module: str | None, function: Callable | None, hidden: Iterable[str] = (), returns: bool = True
+) -> Iterator[None]:
+    """A session for the length of the block, in the process group that is open, or in one of its own."""
+    global _session
+    outer = groups.current()
+    if outer is None and dist.is_initialized():
+        stand_aside("init_process_group")
+        yield
+        return
+    with ExitStack() as grouped:
+        group = outer or grouped.enter_context(groups.opened(detect(os.environ), options.backend, options.patience))
+        chosen = strategy_of(options)
+        joined = grouped.enter_context(chosen.joining(group, options))
+        beside = partial(chosen.beside, group, options) if group is not None and joined is None else None
+        _session = Session(joined, options, leave_group=grouped.close, returns=returns, beside=beside)
+        try:
+            with _session.patched(module, hidden), _session.met():
+                yield
+        except Left as left:
+            if function is not None or not returns:
+                left.function = function if left.returns else None
+                raise
+        finally:
+            _session = None

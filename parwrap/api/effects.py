@@ -1,0 +1,270 @@
+"""What a function does besides returning a result: numbers that it leaves in objects, files that it writes, what it prints.
+
+Where a function runs on a part of the data, these are of the part too, and nothing puts them together. Found by comparing what the function
+can reach before and after, and by looking on at what it writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from parwrap.data.evaluation.evaluation import refuse_unreadable, refused_backward
+from parwrap.group.group import together
+from parwrap.intercept.backward import Backward
+from parwrap.patching.patch import Patch
+from parwrap.rank_zero.open_files import writes
+
+__all__ = ["Onlooker", "Silent", "State", "modes_set_together", "reached"]
+
+MOST = 20_000
+"""Objects that are looked at."""
+LARGEST = 1 << 24
+"""Bytes of a tensor or an array whose content is compared; of a larger tensor it is found out whether it was written to."""
+
+PASSED_OVER = (
+    ModuleType,
+    FunctionType,
+    BuiltinFunctionType,
+    type,
+    DataLoader,
+    Dataset,
+    Sampler,
+    logging.Logger,
+    torch.optim.Optimizer,
+    nn.Parameter,
+)
+"""What is not looked into: data, code, and weights, which an evaluation does not change."""
+
+
+class Onlooker:
+    """Looks on while a function runs on the whole.
+
+    Attributes:
+        loaders: that it has read, with what their samplers held before.
+        written: the first file that it has written.
+        printed: what it has printed and logged.
+    """
+
+    def __init__(self) -> None:
+        self.loaders: dict[int, tuple[DataLoader, list[tuple[Any, Any]]]] = {}
+        self.written: str | None = None
+        self.printed: list[str] = []
+
+    def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+        refuse_unreadable(loader)
+        self.loaders.setdefault(id(loader), (loader, _samplers_state(loader)))
+        return original(loader)
+
+    def backward(self, call: Backward) -> None:
+        raise refused_backward()
+
+    def open(self, original: Callable, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if writes(mode):
+            self._wrote(file)
+        return original(file, mode, *args, **kwargs)
+
+    def save(self, file: Any, write: Callable[[Any], None]) -> None:
+        self._wrote(file)
+        write(file)
+
+    def speak(self, say: Any, file: Any, force: bool) -> None:
+        self.printed.append(" ".join(map(str, say.args)))
+        say(force=force) if force else say()
+
+    def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
+        self.printed.append(record.getMessage())
+        handle()
+
+    def rewind(self) -> None:
+        """Have the samplers of what was read go back to where they were, to draw the same again."""
+        for _, states in self.loaders.values():
+            for of, state in states:
+                if isinstance(of, torch.Generator):
+                    of.set_state(state)
+                else:
+                    vars(of).update(state)
+
+    def _wrote(self, file: Any) -> None:
+        if isinstance(file, (str, os.PathLike)):
+            path = os.path.abspath(os.fspath(file))
+            if not path.startswith(("/dev/", tempfile.gettempdir() + os.sep + "pymp-")):
+                self.written = self.written or path
+
+
+def modes_set_together() -> Patch:
+    """While each rank runs by itself, ``model.eval()`` has all take the same buffers yet."""
+
+    def train(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
+        with together():
+            return wrapped(*args, **kwargs)
+
+    return Patch(nn.Module, "train", train)
+
+
+def _samplers_state(loader: DataLoader) -> list[tuple[Any, Any]]:
+    samplers = [loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+    held = [loader.generator, *(value for each in samplers for value in getattr(each, "__dict__", {}).values())]
+    generators = {id(each): each for each in held if isinstance(each, torch.Generator)}
+    return [
+        *((each, each.get_state()) for each in generators.values()),
+        *((each, dict(vars(each))) for each in samplers if hasattr(each, "__dict__")),
+    ]
+
+
+class Silent:
+    """Has a function that runs once more say nothing.
+
+    Attributes:
+        printed: what it would have.
+    """
+
+    def __init__(self) -> None:
+        self.printed: list[str] = []
+
+    def speak(self, say: Any, file: Any, force: bool) -> None:
+        self.printed.append(" ".join(map(str, say.args)))
+
+    def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
+        self.printed.append(record.getMessage())
+
+
+def reached(function: Callable, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``function`` can change, by name: its arguments, what it closes over, and globals, also of functions that it calls."""
+    known: dict[str, Any] = {}
+    waiting, seen = [inspect.unwrap(function)], set()
+    while waiting:
+        each = waiting.pop()
+        each = inspect.unwrap(each.__func__ if isinstance(each, MethodType) else each)
+        if not isinstance(each, FunctionType) or each in seen or each.__module__.partition(".")[0] in ("torch", "parwrap", "numpy"):
+            continue
+        seen.add(each)
+        names = {name: each.__globals__[name] for name in each.__code__.co_names if name in each.__globals__}
+        for name, cell in zip(each.__code__.co_freevars, each.__closure__ or (), strict=True):
+            try:
+                names[name] = cell.cell_contents
+            except ValueError:  # it has no value yet
+                continue
+        for name, value in names.items():
+            known.setdefault(name, value)
+        waiting += [value for value in names.values() if isinstance(value, FunctionType)]
+    return known | dict(arguments)
+
+
+class State:
+    """What ``roots`` hold now.
+
+    Args:
+        roots: objects by name.
+
+    >>> history = []; before = State({"history": history}); history.append(0.5); before.changed(State({"history": history}))
+    'history[0]'
+    """
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self._held: dict[str, Any] = {}
+        self._modules: set[str] = set()
+        self._whole = True
+        seen: set[int] = set()
+        waiting = deque((name, value) for name, value in roots.items())
+        while waiting:
+            place, value = waiting.popleft()
+            if len(self._held) >= MOST:
+                self._whole = False
+                break
+            self._held[place] = _content(value)
+            if id(value) not in seen:
+                seen.add(id(value))
+                inner = _inner(value)
+                if isinstance(value, nn.Module):
+                    self._modules |= {place + name for name, _ in inner}
+                waiting.extend((place + name, each) for name, each in inner)
+
+    def changed(self, after: State) -> str | None:
+        """The first place where ``after`` holds something else; ``None`` if there is none, or too much to look at."""
+        if not (self._whole and after._whole):
+            return None
+        for place, content in after._held.items():
+            before = self._held.get(place, _ABSENT)
+            if _alike(before, content) or _is_cache(place, before, place in after._modules):
+                continue
+            return place
+        return next((place for place in self._held if place not in after._held), None)
+
+
+_ABSENT = object()
+
+
+def _is_cache(place: str, before: Any, of_module: bool) -> bool:
+    """Whether what is new at ``place`` is what a first call keeps for the next, rather than a result."""
+    return (of_module and (before is _ABSENT or before is None)) or (before is _ABSENT and place.rpartition(".")[2].startswith("_"))
+
+
+class _Numbers(NamedTuple):
+    """A tensor or an array as it was.
+
+    Attributes:
+        of: itself.
+        version: that a tensor counts up when it is written to.
+        content: tells one content from another; ``None`` for what is too large.
+    """
+
+    of: Any
+    version: int | None
+    content: str | None
+
+
+def _content(value: Any) -> Any:
+    """What is compared of ``value`` itself."""
+    if isinstance(value, torch.Tensor):
+        return _Numbers(value, None if value.is_inference() else value._version, _summed(value))
+    if isinstance(value, np.ndarray):
+        return _Numbers(value, None, str(hash(value.tobytes())) if value.nbytes <= LARGEST and value.dtype != object else "")
+    return value
+
+
+@torch.no_grad()
+def _summed(value: torch.Tensor) -> str | None:
+    """What tells whether ``value`` was overwritten by the same, as a buffer is that ranks have agreed on."""
+    if value.layout != torch.strided or value.is_quantized or value.is_meta or value.nbytes > LARGEST:
+        return None
+    real = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
+    return f"{real.sum().item()} {real.square().sum().item()}"
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, _Numbers) and isinstance(other, _Numbers):
+        unwritten = one.version is not None and one.version == other.version
+        return one.of is other.of and (unwritten or (one.content is not None and one.content == other.content))
+    if type(one) is not type(other):
+        return False
+    return one is other or (isinstance(one, (int, float, complex, str, bytes)) and (one == other or one != one))
+
+
+def _inner(value: Any) -> list[tuple[str, Any]]:
+    """What is in ``value``, by how it is written."""
+    if isinstance(value, (*PASSED_OVER, torch.Tensor, np.ndarray)):
+        return []
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", each) for key, each in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return [(f"[{at}]", each) for at, each in enumerate(value)] if len(value) < MOST else [(" (length)", len(value))]
+    if isinstance(value, (set, frozenset)):
+        return [(" (length)", len(value))]
+    if isinstance(value, nn.Module):
+        held = {**value._buffers, **{name: each for name, each in vars(value).items() if not name.startswith("_") and name != "training"}}
+        return [(f".{name}", each) for name, each in {**held, **value._modules}.items()]
+    if type(value).__module__.partition(".")[0] in ("tqdm", "torch", "parwrap", "threading", "builtins"):
+        return []
+    return [(f".{name}", each) for name, each in getattr(value, "__dict__", {}).items()]

@@ -1,0 +1,463 @@
+"""``@evaluate``: a plain ``evaluate(model, loader)`` reads each sample once on all ranks together, and returns what one process would.
+
+What each rank reads is ``data/evaluation.py``'s, how the ranks' results become one ``data/merging.py``'s. Here are the decorator and
+the meeting of the ranks at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from parwrap.api import distributed
+from parwrap.api.effects import Onlooker, Silent, State, modes_set_together, reached
+from parwrap.coordination.call_site import warn
+from parwrap.data.comparing import compared
+from parwrap.data.evaluation.evaluation import BOTH, Evaluation, Reading, check, told
+from parwrap.data.evaluation.merging import REDUCTIONS, Part, Passed, merged
+from parwrap.data.evaluation_blocks import is_stream
+from parwrap.data.reported_lengths import Lengths
+from parwrap.decorator import ScopeDecorator, describe, module_of
+from parwrap.errors import ParwrapError, RankMismatchError, UsageError
+from parwrap.group.collectives import AloneError, arrived, callers, gathered_objects, sent
+from parwrap.group.group import Group, alone, is_alone
+from parwrap.intercept import acting
+from parwrap.loop.loop_state import Loop
+from parwrap.loop.random_streams import get_state, set_state
+from parwrap.patching.patch import installed
+from parwrap.system.remote_exception import in_one_line
+from parwrap.system.structures import leaves
+
+__all__ = ["evaluate"]
+
+
+class evaluate(ScopeDecorator):
+    """Have each rank read a part of the loaders of an evaluation, and return on every rank what a single process would.
+
+    As ``@evaluate`` or ``@evaluate(reduce="sum")``, on a function or method that all ranks call together, inside of ``distributed``. No
+    sample is read twice and none is missed; a loader with fewer batches than ranks is right too. Batches are those of a single process,
+    so what is computed of each is the same. Each pass must read its loader to the end. With one rank it changes nothing.
+
+    The first call checks itself: every rank also computes the whole, and where the shared result differs by more than the noise of
+    floating point, that of the whole is returned and every later call computes the whole, with a warning. So does a function that leaves
+    something else behind, as a list it appends to, a metric it updates or a file it writes, which would be of a rank's part.
+
+    Args:
+        reduce: how the ranks' results become one. Dicts, tuples and dataclasses are entered; what is no number, tensor or array must be
+            the same on all ranks.
+
+            - ``"mean"``: weighted by the samples that each rank has read. For a function that divides by the samples it has counted, or
+              by ``len(loader.dataset)``, which is told as that of the rank's part. A mean of batch means, as ``np.mean(losses)``, is that
+              of one process only if all batches are of one size.
+            - ``"sum"``: for counts, and for what is divided by a length of the whole, such as ``len(loader.dataset)`` and
+              ``len(loader)``, which are whole here.
+            - ``"gather"``: tensors and arrays are concatenated along the first dimension and lists are joined, in the order of a single
+              process. Lengths are told as for ``"mean"``.
+            - a function of the list of the ranks' results, in their order; on one rank, a list of one.
+            - a dict or tuple of these, one for each entry of the result. With a ``"sum"`` or a function in it, lengths are whole.
+        check: compare the first result with that of the whole; again where the parts were too much alike to tell, and for datasets
+            of another length. ``False`` shares out what is read, come what may.
+
+    Raises:
+        UsageError: ``reduce`` is none of these, the function trains, or its results cannot be put together exactly.
+        Exception: the function has raised on any rank; the others raise the same, so that all go on from there alike.
+
+    >>> import torch
+    >>> from torch.utils.data import DataLoader
+    >>> @evaluate
+    ... def mean(loader):
+    ...     return sum(batch.sum().item() for batch in loader) / len(loader.dataset)
+    >>> mean(DataLoader(torch.arange(5.0), batch_size=2))
+    2.0
+    """
+
+    layer = 40
+
+    def __init__(self, *, reduce: Any = "mean", check: bool = True) -> None:
+        super().__init__()
+        _check(reduce)
+        self._reduce, self._checks = reduce, check
+
+    def scope(self, function: Callable | None) -> AbstractContextManager:
+        if function is None:
+            raise UsageError("`with parwrap.evaluate():` has no result to put together: decorate the function that returns it.")
+        return nullcontext()
+
+    def around(self, function: Callable) -> Callable:
+        trust = _Trust(self._checks)
+
+        @functools.wraps(function)
+        def evaluated(*args: Any, **kwargs: Any) -> Any:
+            group = None if is_alone() or distributed.trains_apart() else callers("evaluate")
+            if group is None or group.world.size == 1:
+                return merged(self._reduce, [Part(function(*args, **kwargs), [])])
+            try:
+                return _evaluated(_Call(group, self._reduce, function, args, kwargs), trust)
+            except _FailedError as failed:
+                raise failed.error from failed.error.__cause__
+
+        return evaluated
+
+
+def _check(reduce: Any) -> None:
+    for way in _ways(reduce):
+        if not (callable(way) or (isinstance(way, str) and way in REDUCTIONS)):
+            meanings = "; ".join(f"{value!r}: {meaning}" for value, meaning in REDUCTIONS.items())
+            raise UsageError(f"reduce={way!r} is not one of the ways to put results together. {meanings}; or a function of their list.")
+
+
+def _ways(reduce: Any) -> Iterator[Any]:
+    """Each way to put results together that is in ``reduce``."""
+    if isinstance(reduce, (Mapping, tuple, list)):
+        for each in reduce.values() if isinstance(reduce, Mapping) else reduce:
+            yield from _ways(each)
+    else:
+        yield reduce
+
+
+_running: list[Evaluation] = []
+"""The evaluations that are open, the innermost last."""
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others at the end.
+
+    Attributes:
+        result: of the function.
+        readings: its passes.
+        readers: how many ranks have a part.
+        streams: the state of the shared random streams.
+    """
+
+    result: Any
+    readings: list[Reading]
+    readers: int
+    streams: Any
+
+
+class _Trust:
+    """Whether what ranks put together has shown to be the result of the whole, for one function.
+
+    Attributes:
+        whole: it is not, so that every rank computes the whole.
+        checks: whether to find out.
+    """
+
+    def __init__(self, checks: bool) -> None:
+        self.whole, self.checks = False, checks
+        self._left: dict[Any, int] = {}
+
+    def asks(self, data: Any) -> bool:
+        """Whether the result for ``data``, as told by lengths, is to be compared."""
+        return self.checks and self._left.get(data, TRIES if len(self._left) < MOST_CHECKED else 0) > 0
+
+    def agreed(self, data: Any, proves: bool) -> None:
+        """The results were the same; ``proves`` says whether they could have been different."""
+        self._left[data] = 0 if proves else self._left.get(data, TRIES) - 1
+
+
+TRIES = 3
+"""Calls that are checked where parts are so much alike that any way to put them together would seem right."""
+MOST_CHECKED = 16
+"""Lengths of data that are checked."""
+
+
+class _FailedError(Exception):
+    """The function has raised on some rank.
+
+    Args:
+        error: what this rank raises for it.
+        text: the error of the lowest such rank in one line.
+        refused: whether it is one of parwrap's own.
+    """
+
+    def __init__(self, error: Exception, text: str, refused: bool) -> None:
+        super().__init__(text)
+        self.error, self.text, self.refused = error, text, refused
+
+
+@dataclass
+class _Call:
+    """One call of a function, on all ranks.
+
+    Attributes:
+        group: the ranks.
+        reduce: how their results become one.
+        function, args, kwargs: what is called.
+    """
+
+    group: Group
+    reduce: Any
+    function: Callable
+    args: tuple
+    kwargs: dict
+
+    def __post_init__(self) -> None:
+        self.kind = f"parwrap.evaluate of {getattr(self.function, '__qualname__', self.function)}"
+        self.known = distributed.parts()
+        self.shared = self.known.loaders.streams.shared if self.known else nullcontext
+        self.arguments = _arguments(self.function, self.args, self.kwargs)
+        self.name = describe(inspect.unwrap(self.function))  # a decorator such as torch.no_grad has a place of its own
+
+    def run(self) -> Any:
+        return self.function(*self.args, **self.kwargs)
+
+    def together(self, mine: Any, error: Exception | None) -> list[Any]:
+        """What each rank passes as ``mine``, unless one passes an ``error``, which all of them raise then."""
+        self.group.meet(self.kind)
+        told = gathered_objects("evaluate", (mine, None if error is None else _packed(error)), self.group)
+        failed = next(((rank, each[1]) for rank, each in enumerate(told) if each[1] is not None), None)
+        if failed is None:
+            return [each[0] for each in told]
+        rank, (packed, text, refused) = failed
+        if error is None:
+            error = RankMismatchError(f"rank {rank} has failed with {text} in {self.name}, which all ranks evaluate together.")
+            if packed is not None:
+                cause, error = error, pickle.loads(packed)
+                error.__cause__ = cause
+        raise _FailedError(error, f"rank {rank} has failed with {text}", refused)
+
+    def data(self) -> Any:
+        """The lengths of the datasets that are evaluated, as far as they can be seen from outside."""
+        held = [each for value in self.arguments.values() for each in (value, *getattr(value, "__dict__", {}).values())]
+        return tuple(len(each.dataset) for each in held if isinstance(each, DataLoader) and hasattr(each.dataset, "__len__"))
+
+
+def _packed(error: Exception) -> tuple[bytes | None, str, bool]:
+    """What the other ranks are told of an ``error``: itself if it can be sent, in one line, and whether it is parwrap's own."""
+    try:
+        packed = pickle.dumps(error)
+        pickle.loads(packed)
+    except Exception:
+        packed = None
+    return packed, in_one_line(error), isinstance(error, ParwrapError)
+
+
+def _evaluated(call: _Call, trust: _Trust) -> Any:
+    if _running:
+        if _running[-1].readings:
+            raise UsageError(BOTH)
+        _running[-1].within = True
+    data = call.data()
+    asks = not trust.whole and trust.asks(data)
+    # one that has left an epoch sooner must not evaluate other weights
+    call.group.meet(call.kind, detail=zlib.crc32(repr((trust.whole, asks, data)).encode()))
+    if call.group.meetings and not call.group.meetings.alike:
+        raise RankMismatchError(
+            f"{call.name} evaluates datasets of different lengths on the ranks: {data} on rank {call.group.world.rank}. All ranks have to "
+            "evaluate the same data, of which each reads a part."
+        )
+    if call.known:
+        _have_same_buffers(call.known.loop, call.arguments)
+    if trust.whole:
+        return _whole(call, Onlooker())[0]
+    if not asks:
+        return _shared(call, warns=not trust.checks)[0]
+    with call.shared():
+        before = get_state()
+    onlooker = Onlooker()
+    # first the whole: what it prints, and what else it does, is what a single process would
+    try:
+        whole, hindrance = _whole(call, onlooker)
+    except _FailedError as failed:
+        if not isinstance(failed.error, AloneError):
+            raise
+        trust.checks = False  # it puts its numbers together itself
+        return _shared(call, warns=True)[0]
+    with call.shared():
+        after = get_state()
+        if not onlooker.loaders and hindrance is None:
+            _warn(NOTHING_READ.format(call.name))
+            return whole
+        if hindrance is None:
+            set_state(before)
+    if hindrance is None:
+        onlooker.rewind()
+        if call.known:
+            for loader, _ in onlooker.loaders.values():
+                if not is_stream(loader):
+                    call.known.loaders.agree(loader)  # what that warns of is not to be silent
+        silent = Silent()
+        try:
+            shared, parts = _shared(call, silent)
+        except _FailedError as failed:
+            if failed.refused:
+                raise
+            hindrance = f"on parts of the data {failed.text}, and on the whole it does not."
+        else:
+            differing, proves = compared(whole, shared, parts)
+            if differing and callable(call.reduce) and leaves(whole).keys() != leaves(shared).keys():
+                differing = []  # a list of the ranks' results, for one
+            if not differing:
+                trust.agreed(data, proves)
+                if onlooker.printed != silent.printed:
+                    _warn(
+                        f"{call.name} prints something else for a rank's part than for the whole, and from the next call on it prints "
+                        "what is of rank 0's part. Print what it returns."
+                    )
+                return shared
+            hindrance = _differs(call.reduce, differing)
+    trust.whole = True
+    with call.shared():
+        set_state(after)
+    _warn(f"{call.name} cannot be shared out: {hindrance} Every rank computes the whole, now and in later calls. {REMEDY}")
+    return whole
+
+
+NOTHING_READ = "{} has read no DataLoader, so every rank has computed all of it, and its own result is returned."
+
+REMEDY = (
+    'To share it out, return what the metric is computed from, as predictions and labels, with @parwrap.evaluate(reduce="gather"), and '
+    "compute, keep and print the metric outside. check=False shares it out as it is."
+)
+
+
+def _differs(reduce: Any, differing: list[tuple[str, Any, Any]]) -> str:
+    named = "; ".join(f"result{place} is {_short(ours)}, and {_short(whole)} of the whole" for place, ours, whole in differing[:3])
+    way = f"reduce={reduce!r}" if isinstance(reduce, str) else "reduce"
+    return (
+        f"put together by {way}, {named}. So it is for what is no mean over samples, as AUC, F1, RMSE, perplexity, median, maximum; for "
+        'a mean of batches\' means, where reduce="sum" with len(loader) is exact; and where random numbers are drawn, as by dropout.'
+    )
+
+
+def _whole(call: _Call, onlooker: Onlooker) -> tuple[Any, str | None]:
+    """The result of the whole, which is rank 0's on every rank, and what speaks against sharing it out, if anything does."""
+    roots = reached(call.function, call.arguments)
+    before = State(roots)
+    result, error = None, None
+    apart = call.known.strategy.apart() if call.known else nullcontext()
+    acts = acting([onlooker], module_of(call.function))
+    with call.shared(), apart, alone(each=True), acts, installed([modes_set_together()]):
+        try:
+            result = call.run()
+        except Exception as raised:
+            error = raised
+    hindrance = None
+    if error is None:
+        changed = before.changed(State(reached(call.function, call.arguments)))
+        if result is None and not callable(call.reduce):
+            hindrance = "it returns nothing, so that what it prints or keeps would be of a rank's part."
+        elif onlooker.written is not None:
+            hindrance = f"it writes {onlooker.written}, which would be of a rank's part."
+        elif changed is not None:
+            hindrance = f"it changes {changed}, which would be of a rank's part."
+    told = call.together((sent(result) if call.group.world.rank == 0 else None, hindrance, _streams(call)), error)
+    _go_on(call, told[0][2])
+    hindrance = told[0][1]  # the buffers of other ranks become rank 0's when they evaluate
+    result = result if call.group.world.rank == 0 else arrived(told[0][0], call.group.device)
+    return merged(call.reduce, [Part(result, [])]), hindrance
+
+
+def _streams(call: _Call) -> Any:
+    """The state of the shared streams on rank 0."""
+    with call.shared():
+        return get_state() if call.known and call.group.world.rank == 0 else None
+
+
+def _go_on(call: _Call, streams: Any) -> None:
+    if call.known:
+        with call.shared():
+            set_state(streams)
+
+
+def _shared(call: _Call, silent: Silent | None = None, warns: bool = False) -> tuple[Any, list[Any]]:
+    """The result put together of the ranks' parts, and those of the parts.
+
+    Args:
+        call: of the function.
+        silent: if given, nothing is printed.
+        warns: whether to say what cannot be exact, since the result is not compared with that of the whole.
+    """
+    group, known, reduce, function = call.group, call.known, call.reduce, call.function
+    ways = list(_ways(reduce))
+    told_parts = all(way in ("mean", "gather") for way in ways)
+    lengths = Lengths(function, call.arguments, told_parts) if told_parts or "mean" in ways else None
+    evaluation = Evaluation(group, call.shared, known.loaders.agree if known else lambda loader: None, lengths)
+    apart = known.strategy.apart() if known else nullcontext()
+    actors = [evaluation] if silent is None else [evaluation, silent]
+    result, error = None, None
+    with _innermost(evaluation, known), lengths or nullcontext(), apart, acting(actors, module_of(function)), _unseen(silent):
+        try:
+            result = call.run()
+        except Exception as raised:
+            error = raised
+    mine = _Told(sent(result), [told(each) for each in evaluation.readings], evaluation.readers, _streams(call))
+    gathered = call.together(mine, error)
+    _go_on(call, gathered[0].streams)
+    readings = check([each.readings for each in gathered])
+    if not any(each.batches for each in readings[0]):
+        if not evaluation.within and not evaluation.readings:
+            _warn(NOTHING_READ.format(call.name))
+        return merged(reduce, [Part(result, [])]), [result]
+    parts = [
+        Part(arrived(each.result, group.device), [Passed(of.sizes, of.in_turn, of.rows) for of in passes])
+        for each, passes in zip(gathered[: evaluation.readers], readings, strict=False)
+    ]
+    if warns and lengths is not None and "mean" in ways and len(parts) > 1:
+        lengths.warn([[passed.sizes for passed in of_all] for of_all in zip(*(part.passes for part in parts), strict=True)])
+    return merged(reduce, parts), [part.result for part in parts]
+
+
+@contextmanager
+def _unseen(silent: Silent | None) -> Iterator[None]:
+    """With ``silent``, what is written to stdout and stderr is dropped."""
+    if silent is None:
+        yield
+        return
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
+
+
+def _have_same_buffers(loop: Loop, arguments: Mapping[str, Any]) -> None:
+    """Models among the ``arguments`` that no optimizer knows get rank 0's buffers: each rank evaluates its part with them."""
+    for each in arguments.values():
+        if isinstance(each, nn.Module):
+            loop.know(each)
+    loop.looking()
+
+
+@contextmanager
+def _innermost(evaluation: Evaluation, known: Any) -> Iterator[None]:
+    """``evaluation`` shares out what is read, and those around it do not."""
+    around = _running[-1] if _running else None
+    if around is not None:
+        around.asleep = True
+    _running.append(evaluation)
+    before = known.loop.parts if known else False
+    if known:
+        known.loop.parts = True
+    try:
+        yield
+    finally:
+        _running.pop()
+        if known:
+            known.loop.parts = before
+        if around is not None:
+            around.asleep = False
+
+
+def _arguments(function: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
+    try:
+        return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):  # which the call itself raises, or which has no signature
+        return {}
+
+
+def _warn(text: str) -> None:
+    warn(f"parwrap: {text}")
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) < 60 else text[:57] + "..."

@@ -1,0 +1,27 @@
+"""``with every_rank_writes():`` for files that each rank is to have of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from parwrap.decorator import ScopeDecorator
+from parwrap.rank_zero.per_thread import every_rank_writing
+
+__all__ = ["every_rank_writes"]
+
+
+class every_rank_writes(ScopeDecorator):
+    """What is written in the block is written by every rank, not only by rank 0: give each rank a path of its own.
+
+    As ``with every_rank_writes():`` or ``@every_rank_writes``. Paths that were written in it, and what lies below directories
+    made in it, stay the rank's own afterwards. It holds for the thread that opens it.
+
+    >>> import json, tempfile, parwrap
+    >>> with tempfile.TemporaryDirectory() as folder, parwrap.every_rank_writes():
+    ...     with open(f"{folder}/losses-{parwrap.rank()}.json", "w") as file:
+    ...         json.dump([0.5], file)
+    """
+
+    def scope(self, function: Callable | None) -> AbstractContextManager:
+        return every_rank_writing()

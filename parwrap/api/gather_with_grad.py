@@ -1,0 +1,63 @@
+"""``gather_with_grad``: the batch of all ranks, for losses that compare the samples of a batch with each other."""
+
+from __future__ import annotations
+
+import torch
+
+from parwrap.api import distributed
+from parwrap.api.gathered_rows import NAME, row_gatherer
+from parwrap.errors import UsageError
+from parwrap.group.collectives import callers
+
+__all__ = ["gather_with_grad"]
+
+
+def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
+    """The rows of every rank's ``x``, in the order of ranks, on every rank; gradients flow back to the ranks of the rows.
+
+    For losses over pairs of samples, such as those of CLIP and SupCon. Compute the loss of the whole from what you gather, on every rank;
+    ``backward`` then leaves the gradient that one process with the whole batch has. See docs/batch_losses.rst.
+
+    Args:
+        x: a tensor with at least one dimension. Only the number of rows may differ between ranks.
+
+    Returns:
+        A tensor with the rows of all ranks along dimension 0, on the device of ``x``. ``x`` itself on one rank, outside of a distributed
+        function, in an evaluation (where every rank reads whole batches), and where ranks step by themselves (``strategy="none"``,
+        ``"hogwild"``).
+
+    Raises:
+        UsageError: ``x`` is no tensor with rows, or this is a checkpoint that is computed again in the backward.
+        RankMismatchError: dtypes or shapes of rows differ; on every rank, with what differs.
+
+    >>> gather_with_grad(torch.tensor([[1.0], [2.0]]))
+    tensor([[1.],
+            [2.]])
+    """
+    if not isinstance(x, torch.Tensor):
+        raise UsageError(f"parwrap.gather_with_grad() takes a tensor, not {type(x).__name__}: call it once for each tensor.")
+    if x.dim() == 0 or x.layout != torch.strided or (x.is_complex() and x.requires_grad):
+        what = f"one of shape {list(x.shape)}, {x.dtype}, {x.layout}"
+        raise UsageError(
+            "parwrap.gather_with_grad() takes a dense tensor with a row for each sample, of real numbers if it requires a gradient, "
+            f"not {what}."
+        )
+    return _gathered(x)
+
+
+@torch.compiler.disable
+def _gathered(x: torch.Tensor) -> torch.Tensor:
+    group = callers(NAME)
+    if group is None or distributed.steps_apart():
+        return x
+    parts = distributed.parts()
+    if parts is not None and parts.loop.evaluations:
+        return x
+    if torch._C._current_graph_task_id() != -1:
+        raise UsageError(
+            "parwrap.gather_with_grad() runs in a checkpoint that is computed again in the backward, where the ranks cannot meet: call it "
+            "outside of the part that is checkpointed."
+        )
+    if parts is not None and parts.loop.weights.upcoming(lambda: {len(x)}).weight == 0:
+        x = x[:0]  # this rank repeats a batch, for nothing was left for it
+    return row_gatherer(group).gather(x)

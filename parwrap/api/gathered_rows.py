@@ -1,0 +1,123 @@
+"""Gathering the rows of a tensor from all ranks, and sending the gradients of what was gathered back to the ranks of the rows.
+
+The forward is a meeting of all ranks; one that has left the loop answers it with no rows. The backward comes in the midst of the ranks'
+gradient averages, so it has a process group and a lane of its own, as shared batch norms have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from parwrap.batch_norm.statistics_exchange import SUM, Sharing, new_group, own_group
+from parwrap.coordination import status_board
+from parwrap.coordination.subgroup_sync import Lane
+from parwrap.group.collectives import differing_structures, home, refuse_difference
+from parwrap.group.group import Group
+from parwrap.system.structures import Structure
+
+__all__ = ["NAME", "RowGatherer", "row_gatherer"]
+
+NAME = "gather_with_grad"
+KIND = f"parwrap.{NAME}"
+ADVICE = "Have all ranks call parwrap.gather_with_grad() and backward() in the same order."
+ALIKE = "Only the first dimension may differ between ranks."
+ROWS, ROW_BYTES = "the number of rows", "the bytes of a row"
+
+
+class RowGatherer:
+    """Gathers rows over the ranks of ``group``.
+
+    Args:
+        group: the process group.
+        sharing: sums up the gradients of all ranks.
+    """
+
+    def __init__(self, group: Group, sharing: Sharing) -> None:
+        self._group, self._sharing = group, sharing
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of every rank's ``x``, in the order of ranks."""
+        requires_grad = x.requires_grad and torch.is_grad_enabled()
+        structure = {
+            ROWS: str(len(x)),
+            ROW_BYTES: str(math.prod(x.shape[1:]) * x.element_size()),
+            "each row": f"{list(x.shape[1:])} {str(x.dtype).removeprefix('torch.')}",
+            "requires_grad": str(requires_grad),
+        }
+        structures = differing_structures(NAME, structure, self._group)
+        compared = {rank: {key: what for key, what in each.items() if key not in (ROWS, ROW_BYTES)} for rank, each in structures.items()}
+        refuse_difference(NAME, compared, ALIKE)
+        rows = self._rows(structures) if structures else [len(x)] * self._group.world.size
+        return _Gathered.apply(x, self, rows) if requires_grad else self.send(x, rows)
+
+    def answer(self, detail: int, present: list[int]) -> None:
+        """Take part, with no rows, in what the ranks ``present`` gather."""
+        structures: dict[int, Structure] = self._group.share("structure", None, present)
+        self._send_bytes(torch.empty(0, dtype=torch.uint8), self._rows(structures), int(structures[present[0]][ROW_BYTES]))
+
+    def send(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """What the ranks gather, which have as many ``rows`` each."""
+        sent = x.detach().contiguous().reshape(-1).view(torch.uint8)  # not every backend carries every dtype
+        gathered = self._send_bytes(sent, rows, math.prod(x.shape[1:]) * x.element_size())
+        return gathered.to(x.device).view(x.dtype).view(sum(rows), *x.shape[1:])
+
+    def send_back(self, gradient: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """The ``gradient`` of this rank's rows, from the losses of all ranks."""
+        exact = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+        total = self._sharing.together(SUM, f"the backward of {KIND} ({len(gradient)} rows)", exact.reshape(-1))
+        first = sum(rows[: self._group.world.rank])
+        return total.view_as(gradient)[first : first + rows[self._group.world.rank]].to(gradient.dtype)
+
+    def _rows(self, structures: dict[int, Structure]) -> list[int]:
+        return [int(structures[rank][ROWS]) if rank in structures else 0 for rank in range(self._group.world.size)]
+
+    def _send_bytes(self, sent: torch.Tensor, rows: Sequence[int], row_bytes: int) -> torch.Tensor:
+        """The bytes of all ranks, whose parts are sent as long as the longest."""
+        longest = max(rows) * row_bytes
+        part = torch.zeros(longest, dtype=torch.uint8, device=home(self._group))
+        part[: len(sent)] = sent
+        gathered = part.new_empty(len(rows), longest)
+        if longest:
+            dist.all_gather(list(gathered), part)
+        if len({*rows}) == 1:
+            return gathered.view(-1)
+        return torch.cat([each[: count * row_bytes] for each, count in zip(gathered, rows, strict=True)])
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gatherer: RowGatherer, rows: Sequence[int]) -> torch.Tensor:
+        ctx.gatherer, ctx.rows = gatherer, rows
+        return gatherer.send(x, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.gatherer.send_back(gradient, ctx.rows), None, None
+
+
+def row_gatherer(group: Group) -> RowGatherer:
+    """That of ``group``, made when all ranks have come to it."""
+    if group.meetings is None:
+        return RowGatherer(group, Sharing(own_group(tuple(range(group.world.size)))))
+    return group.once(NAME, lambda: _opened(group))
+
+
+@contextmanager
+def _opened(group: Group) -> Iterator[RowGatherer]:
+    group.meet(f"the first {KIND}")
+    ranks = range(group.world.size)
+    with status_board.opened(group.world, dist.PrefixStore(NAME, group.store)) as entries:
+        sharing = Sharing(new_group(ranks, backend=group.backend, timeout=group.timeout), group)
+        sharing.lane = Lane(entries, ranks, sharing.answer, ADVICE, runs_ahead=group.backend == "nccl")
+        group.meetings.add_lane(sharing.lane)
+        gatherer = RowGatherer(group, sharing)
+        group.meetings.answer(KIND, gatherer.answer, lasting=True)
+        yield gatherer

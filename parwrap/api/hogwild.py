@@ -1,0 +1,124 @@
+"""``@hogwild``: a plain training function runs on workers of its own, which train one model in the memory that they share.
+
+Checks the options, has ``launching.py`` start the workers, and opens ``distributed`` in each of them; how they train together is
+``strategies/hogwild.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from parwrap.api import distributed
+from parwrap.decorator import ScopeDecorator
+from parwrap.errors import UsageError
+from parwrap.group.device import cores
+from parwrap.inline.forking import import_for_optimizers, refuse_unforkable
+from parwrap.inline.launching import run_on_ranks
+from parwrap.options import Options
+
+__all__ = ["hogwild"]
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+_running: list[hogwild] = []
+"""What this process is a worker of, and what has been called inside of that, the innermost last."""
+
+
+class hogwild(ScopeDecorator):
+    """Train one model by several processes at once, each on its own part of the data, without locks (Recht et al., 2011).
+
+    As ``@hogwild`` or ``@hogwild(workers=4)``, on a plain training function in a plain process. Each call forks the workers, on CPUs and
+    with a thread each, and returns what the function returns on worker 0 when all are done. Models, optimizers and schedulers of the caller
+    are then what they have become there, the same objects as before; other objects that the function changes stay as they were, so return
+    what is to be kept. What a worker raises is raised here, and the others are ended.
+
+    In the function everything is as in ``distributed(strategy="hogwild")``. Inside of itself it does nothing more.
+
+    Args:
+        workers: how many; by default as many as there are cores.
+        lock: one worker at a time takes a step. This is slower, and there to compare with.
+        timeout: seconds that a worker waits for another at an evaluation or at the end while none takes a step; by default 30 minutes.
+        seed: for torch, numpy and python in all workers; by default one is drawn from torch's generator, another one for each call.
+
+    Raises:
+        UsageError: an option or a value that does not exist; where it is called, no workers can be forked.
+        RankMismatchError: a worker has ended without a word.
+
+    >>> from torch import nn
+    >>> weights = nn.Embedding(4, 2, sparse=True)
+    >>> @hogwild(workers=2)
+    ... def train(model):
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ...     for rows in torch.utils.data.DataLoader(torch.arange(4), batch_size=1):
+    ...         optimizer.zero_grad()
+    ...         model(rows).sum().backward()
+    ...         optimizer.step()
+    >>> before = weights.weight.detach().clone()
+    >>> train(weights)
+    >>> torch.allclose(before - 1, weights.weight)
+    True
+    """
+
+    layer = -10
+
+    def __init__(
+        self, *, workers: int | None = None, lock: bool = False, timeout: float | timedelta | None = None, seed: int | None = None
+    ) -> None:
+        super().__init__()
+        workers = cores() if workers is None else workers
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+            raise UsageError(f"workers={workers!r} is not a number of processes: give a whole number from 1.")
+        self._workers = workers
+        self._options = Options(strategy="hogwild", lock=lock, timeout=timeout, seed=seed)
+
+    def scope(self, function: Callable | None) -> AbstractContextManager:
+        if function is None:
+            raise UsageError("`with parwrap.hogwild():` has no function that other processes could run: decorate the one that trains.")
+        options = (_running or [self])[0]._options
+        given = {name: getattr(options, name) for name in ("strategy", "lock", "timeout", "seed")}
+        return distributed.distributed(**given).scope(function)
+
+    def outside(self, call: Callable) -> Callable:
+        def on_workers(*args: Any, **kwargs: Any) -> Any:
+            if _running:
+                self._check_within(_running[0])
+                return self._run(call, args, kwargs)
+            if distributed.loaders_read() is not None:
+                raise UsageError(
+                    "@parwrap.hogwild starts workers of its own, and cannot inside of parwrap.distributed and parwrap.run: leave it out "
+                    "and choose strategy='hogwild' there, or run the script by plain python."
+                )
+            refuse_unforkable("@parwrap.hogwild")
+            if self._workers == 1:
+                return call(*args, **kwargs)
+            import_for_optimizers()
+            here = self._seeded()
+            return run_on_ranks(lambda: here._run(call, args, kwargs), self._workers, self._options.patience, environ=NO_GPU)
+
+        return on_workers
+
+    def _seeded(self) -> hogwild:
+        """The same, with a seed for one call."""
+        seed = int(torch.randint(2**31, ())) if self._options.seed is None else self._options.seed
+        return hogwild(workers=self._workers, lock=self._options.lock, timeout=self._options.timeout, seed=seed)
+
+    def _run(self, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """In a worker."""
+        _running.append(self)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _running.pop()
+
+    def _check_within(self, around: hogwild) -> None:
+        mine, theirs = ((each._workers, each._options.lock) for each in (self, around))
+        if mine != theirs:
+            raise UsageError(
+                f"parwrap.hogwild(workers={mine[0]}, lock={mine[1]}) cannot be called inside of hogwild(workers={theirs[0]}, "
+                f"lock={theirs[1]}), whose workers are at work: give both the same, or leave one of them out."
+            )

@@ -1,0 +1,56 @@
+"""``loaders``: where the training loaders of the function that runs are, to be kept in a checkpoint and gone on from."""
+
+from __future__ import annotations
+
+from torch.utils.data import DataLoader
+
+from parwrap.api import distributed
+from parwrap.data.loader_position import Position
+from parwrap.errors import UsageError
+
+__all__ = ["loaders"]
+
+
+def loaders(*which: DataLoader) -> list[Position]:
+    """The positions of training loaders, inside of what ``parwrap.distributed`` runs.
+
+    Each has ``state_dict()``, for a checkpoint, and ``load_state_dict(state)``: then the next batch is the one that would have come,
+    on the same or another number of ranks. ``len(loader)`` stays that of a whole pass.
+
+    Args:
+        which: these ones, in this order, also before they are trained on; by default all that were, in the order of their first passes.
+
+    Raises:
+        UsageError: outside of a distributed function, for what is no ``DataLoader``, or if none was trained on yet and none is given.
+
+    >>> import parwrap, torch
+    >>> from torch.utils.data import DataLoader
+    >>> def train(state=None):
+    ...     model = torch.nn.Linear(1, 1)
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     loader = DataLoader(range(6), batch_size=2)
+    ...     if state:
+    ...         parwrap.loaders(loader)[0].load_state_dict(state)
+    ...     for batch in loader:
+    ...         model(batch[:, None].float()).sum().backward()
+    ...         return batch.tolist(), parwrap.loaders()[0].state_dict()
+    >>> batch, state = parwrap.distributed(train)()
+    >>> batch, parwrap.distributed(train)(state)[0]
+    ([0, 1], [2, 3])
+    """
+    read = distributed.loaders_read()
+    if read is None:
+        raise UsageError(
+            "parwrap.loaders() lists the training loaders of a function or script that parwrap.distributed runs, and none runs here. "
+            "Call it inside, before the function returns."
+        )
+    for each in which:
+        if not isinstance(each, DataLoader):
+            raise UsageError(f"parwrap.loaders takes DataLoaders, not a {type(each).__name__}.")
+    listed = [read.position(each) for each in which] or read.positions()
+    if not listed:
+        raise UsageError(
+            "no DataLoader was trained on yet, so parwrap.loaders() has none to list. "
+            "To load a state before the first pass, name the loader: parwrap.loaders(train_loader)[0].load_state_dict(state)."
+        )
+    return listed

@@ -1,0 +1,171 @@
+"""``nprocs=``: a call in a plain process, a REPL or a notebook launches the ranks that it runs on.
+
+Says how many, how they are started and what the caller gets; where there are ranks already it starts none. Starting them is
+``parwrap/inline/launching.py``'s.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parwrap.coordination.call_site import warn
+from parwrap.errors import LaunchError, UsageError
+from parwrap.group import group as groups
+from parwrap.group.collectives import gather
+from parwrap.group.device import cores
+from parwrap.inline.forking import choose_start_method, import_for_optimizers, refuse_unforkable
+from parwrap.inline.launching import run_on_ranks
+from parwrap.loop.random_streams import get_state, set_state
+from parwrap.options import Options
+from parwrap.system.remote_exception import RemoteTraceback
+from parwrap.world.world import detect
+
+__all__ = ["Launch", "gathered", "on_ranks", "there_are_ranks"]
+
+CHOICES: dict[str, dict[Any, str]] = {
+    "returns": {"rank0": "the value of rank 0", "all": "the list of the values of all ranks"},
+    "start_method": {
+        None: "forks ranks where CUDA has not started",
+        "fork": "ranks have all that this process has, and compute with a thread each",
+        "spawn": "ranks are interpreters of their own, which are sent what the function uses",
+    },
+}
+NAMED = ("gpu", "cpu", "auto")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a call is to launch, checked; the arguments are those of :func:`parwrap.launch`.
+
+    >>> Launch(nprocs="cores")
+    Traceback (most recent call last):
+    parwrap.errors.UsageError: nprocs='cores' is not a number of ranks: give one above 0, or 'gpu', 'cpu' or 'auto'.
+    """
+
+    nprocs: int | str | None = None
+    returns: str = "rank0"
+    start_method: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.nprocs is None or self.nprocs in NAMED or (type(self.nprocs) is int and self.nprocs > 0)):
+            raise UsageError(f"nprocs={self.nprocs!r} is not a number of ranks: give one above 0, or 'gpu', 'cpu' or 'auto'.")
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in tuple(choices):
+                meanings = "; ".join(f"{choice!r}: {meaning}" for choice, meaning in choices.items())
+                raise UsageError(f"{name}={value!r} is not one of its values. {meanings}.")
+
+    def ranks(self, backend: str | None) -> int:
+        """How many ranks that is on this machine.
+
+        Raises:
+            LaunchError: there are not as many GPUs.
+        """
+        gpus = torch.cuda.device_count()
+        named = {"gpu": gpus, "cpu": cores(), "auto": gpus or cores()}
+        if self.nprocs == "gpu" and not gpus:
+            raise LaunchError("nprocs='gpu' asks for a rank on each GPU, and torch can use none here: give a number to train on the CPU.")
+        count = named[self.nprocs] if isinstance(self.nprocs, str) else self.nprocs or 1
+        if gpus and count > gpus and backend != "gloo":
+            raise LaunchError(
+                f"nprocs={self.nprocs!r} is more than the GPUs that torch can use here ({gpus}). Give at most {gpus}, or backend='gloo' to "
+                "let ranks share GPUs."
+            )
+        return count
+
+
+def there_are_ranks() -> bool:
+    """Whether this process was launched as one of several, or has a process group."""
+    return groups.open_group() is not None or groups.is_beside() or dist.is_initialized() or detect(os.environ).size > 1
+
+
+_asked: Launch | None = None
+"""What the function that is being called was launched for, until it begins."""
+
+
+def on_ranks(launch: Launch, options: Options, call: Callable[[], Any], joins: bool) -> Any:
+    """``call()`` on the ranks that ``launch`` asks for, or on those that there are.
+
+    Args:
+        launch: what is asked for.
+        options: of the ``distributed`` that ``call`` opens.
+        call: opens it and runs the function.
+        joins: whether one is open already.
+    """
+    __tracebackhide__ = True
+    if _asked is not None:  # by parwrap.launch, of this very function
+        return call()
+    if joins or there_are_ranks():
+        size = groups.world_size()
+        if launch.nprocs not in (None, *NAMED, size):
+            warn(
+                f"parwrap: nprocs={launch.nprocs} launches nothing here: the function runs on the "
+                f"{f'{size} ranks that are' if size > 1 else 'one rank that is'} there already."
+            )
+        return _begun(launch, call)
+    who = f"parwrap.distributed with nprocs={launch.nprocs!r}"
+    if (size := launch.ranks(options.backend)) == 1:
+        return _begun(launch, call)
+    method = launch.start_method or choose_start_method()
+    if method == "fork" or not hasattr(os, "fork"):
+        refuse_unforkable(who, gpus=True)
+        import_for_optimizers()
+    try:
+        result, streams = run_on_ranks(
+            lambda: (_begun(launch, call), get_state()), size, options.patience, options.backend, start_method=method, who=who
+        )
+    except BaseException as error:
+        if isinstance(error.__cause__, RemoteTraceback):
+            error.with_traceback(None)  # that tells all; of our own frames a notebook would show pages
+        raise
+    if not torch.cuda.is_initialized():
+        streams.pop("cuda", None)
+    set_state(streams)
+    return result
+
+
+def _begun(launch: Launch, call: Callable[[], Any]) -> Any:
+    global _asked
+    _asked = launch
+    try:
+        return call()
+    finally:
+        _asked = None
+
+
+def gathered(function: Callable) -> Callable:
+    """``function``, which returns what it does on all ranks where that is asked for."""
+
+    def of_all(*args: Any, **kwargs: Any) -> Any:
+        global _asked
+        asked, _asked = _asked, None
+        result = function(*args, **kwargs)
+        if asked is None or asked.returns == "rank0":
+            return result
+        if groups.open_group() is None:
+            return [result]
+        everyones = [torch.load(io.BytesIO(packed), weights_only=False) for packed in gather(_packed(result))]
+        everyones[groups.rank()] = result
+        return everyones
+
+    return of_all
+
+
+def _packed(result: Any) -> bytes:
+    """``result`` with each storage once, however many tensors are in it."""
+    with io.BytesIO() as file:
+        try:
+            torch.save(result, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)  # by torch's own, a TimeoutError is an OSError
+        except Exception as error:
+            raise UsageError(
+                f"what was returned on rank {groups.rank()} cannot be sent to the other ranks, as returns='all' asks for: {error}. Return "
+                "tensors, models, numbers and containers of them, and define their classes outside of the function."
+            ) from error
+        return file.getvalue()

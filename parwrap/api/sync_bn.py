@@ -1,0 +1,88 @@
+"""``@sync_bn``: BatchNorm layers normalize by the statistics of the whole batch, of which each rank has a part.
+
+No module is converted: its class and the keys of its state stay. What a rank sends and computes is ``strategies/sync_bn.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from parwrap.api import distributed
+from parwrap.batch_norm.compiled_norm import scopes
+from parwrap.batch_norm.sync_bn import SyncBN
+from parwrap.errors import UsageError
+from parwrap.group.group import world_size
+from parwrap.intercept import acting
+from parwrap.session.feature_scope import ActingDecorator
+
+__all__ = ["sync_bn"]
+
+
+class sync_bn(ActingDecorator):
+    """Share the batch statistics of every BatchNorm layer over the ranks, on CPUs too.
+
+    As ``@sync_bn``, ``@sync_bn(group_size=2)`` or ``with sync_bn():``, together with ``distributed`` or in a process group of your own.
+    Outputs, gradients and running statistics are those of a single process that has the whole batch. Parts may differ in size and be
+    empty; what all ranks read whole, as in evaluation, counts once. Once the gradients are averaged they are those of the mean of the
+    ranks' losses, as ever. With one rank it changes nothing.
+
+    Met inside another ``sync_bn``, it shares among the ranks that it is given, or as the outer does.
+
+    Args:
+        process_group: the ranks that share, as ``torch.distributed.new_group`` gives it; by default all.
+        group_size: instead, how many consecutive ranks share: 2 makes pairs. It must divide the number of ranks.
+
+    Raises:
+        UsageError: an option or a value that does not exist.
+
+    >>> import torch
+    >>> @sync_bn
+    ... def normalized(x):
+    ...     return torch.nn.BatchNorm1d(1)(x)
+    >>> normalized(torch.tensor([[1.0], [3.0]])).detach().round().tolist()
+    [[-1.0], [1.0]]
+    """
+
+    layer = 10
+
+    def __init__(self, *, process_group: Any = None, group_size: int | None = None) -> None:
+        super().__init__()
+        self._process_group, self._group_size = process_group, group_size
+        _check(self._process_group, self._group_size)
+
+    def asked(self) -> tuple | None:
+        asked = self._process_group, self._group_size
+        return None if asked == (None, None) else asked
+
+    @contextmanager
+    def opened(self, module: str | None) -> Iterator[None]:
+        actor = self.actor()
+        with scopes.opened(actor.exchange, shared=dist.is_initialized() or world_size() > 1), acting([actor], module):
+            yield
+
+    def actor(self) -> SyncBN:
+        if strategy := distributed.strategy():
+            strategy.check_feature("sync_bn")
+        actor = SyncBN(self._process_group, self._group_size, _reads_whole)
+        actor.prepare()
+        return actor
+
+
+def _reads_whole() -> bool:
+    parts = distributed.parts()
+    return parts is not None and parts.loop.reads_whole()
+
+
+def _check(process_group: Any, group_size: Any) -> None:
+    if process_group is not None and group_size is not None:
+        raise UsageError("parwrap.sync_bn takes process_group or group_size: both say which ranks share, so leave one of them out.")
+    if group_size is not None and not (isinstance(group_size, int) and not isinstance(group_size, bool) and group_size > 0):
+        raise UsageError(f"group_size={group_size!r} is not a number of ranks: give a whole number above 0.")
+    if process_group is not None and not isinstance(process_group, (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))):
+        raise UsageError(
+            f"process_group={process_group!r} is not a process group: give what torch.distributed.new_group returns, or use group_size."
+        )

@@ -1,0 +1,146 @@
+"""Batch normalization of a batch that several ranks hold parts of: what is computed, and what is exchanged.
+
+Each rank sends the mean and variance of its part and how much it holds, and all normalize by those of the whole: one collective in the
+forward. In the backward they sum two numbers for each channel: another. How that is sent, and between whom, is the ``exchange``'s; what a
+rank computes by itself is torch's kernels, in ``kernels.py``.
+
+The gradients are those of the sum of all ranks' losses. A rank leaves in ``weight.grad`` what comes through its own part, as torch's
+``SyncBatchNorm`` does, and DDP takes the mean over ranks: together that is the gradient of the mean of the ranks' losses.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from parwrap.batch_norm.kernels import Whole, kernels_for
+
+__all__ = ["BatchNorm", "Exchange", "differentiable", "gradients", "normalize"]
+
+
+class Exchange(Protocol):
+    """How the ranks that share a batch tell each other numbers of one layer."""
+
+    def gathered(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The vectors of all ranks, one a row."""
+
+    def summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The sum of the vectors of all ranks."""
+
+
+class BatchNorm(torch.autograd.Function):
+    """``torch.nn.functional.batch_norm`` in training, for an input that is this rank's part of the batch.
+
+    Raises:
+        ValueError: the whole batch has but one value for each channel.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        exchange: Exchange,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> torch.Tensor:
+        out, merged, total = normalize(exchange, input, weight, bias, running_mean, running_var, momentum, eps)
+        ctx.exchange, ctx.total, ctx.eps = exchange, total, eps
+        ctx.save_for_backward(input, weight, bias, *merged)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        input, weight, bias, *merged = ctx.saved_tensors
+        needed = ctx.needs_input_grad[1:4]
+        if not ctx.total:
+            return (None, grad, *(None if p is None else torch.zeros_like(p) for p in (weight, bias)), *[None] * 4)
+        if torch.is_grad_enabled():
+            grads = differentiable(ctx.exchange, grad, (input, weight, bias), needed, ctx.total, ctx.eps)
+        else:
+            grads = gradients(ctx.exchange, grad, (input, weight, bias), needed, Whole(tuple(merged), ctx.total, ctx.eps))
+        return (None, *grads, *[None] * 4)
+
+
+Three = tuple[Any, Any, Any]
+"""One of each for the input, the weight and the bias."""
+
+
+def normalize(
+    exchange: Exchange,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], float]:
+    """The output for this rank's part of a batch, the statistics of the whole, and how many values each channel has in it.
+
+    Updates the running statistics in place. Where no rank has any value, there are no statistics.
+
+    Raises:
+        ValueError: the whole batch has but one value for each channel.
+    """
+    kernels = kernels_for(input)
+    x = kernels.prepared(input)
+    rows = exchange.gathered(kernels.statistics(x, eps))
+    total = rows[:, -1].sum().item()
+    if total == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()} on one of the ranks")
+    if not total:
+        return input.clone(), (), total
+    merged = kernels.merged(x, rows, total, running_mean, running_var, momentum, eps)
+    whole = Whole(merged, total, eps)
+    out = kernels.normalized(x, weight, bias, whole).to(input.dtype) if input.numel() else torch.empty_like(input)
+    return out, merged, total
+
+
+def gradients(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Three, whole: Whole) -> Three:
+    """The gradients of what a rank normalized, as far as they are ``needed``."""
+    input, weight, bias = of
+    kernels = kernels_for(input)
+    x, grad = kernels.prepared(input), kernels.prepared(grad)
+    reduced = kernels.reduced(x, grad, weight, whole)
+    grad_input = None
+    if needed[0]:
+        sums = exchange.summed(reduced.sums)
+        grad_input = kernels.grad_input(x, grad, weight, whole, sums, reduced) if input.numel() else grad
+        grad_input = grad_input.to(input.dtype)
+    grad_weight = reduced.weight.to(weight.dtype) if needed[1] else None
+    grad_bias = reduced.bias.to(bias.dtype) if needed[2] else None
+    return grad_input, grad_weight, grad_bias
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, to be differentiated any number of times."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, numbers: torch.Tensor) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange.summed(numbers)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, _Sum.apply(ctx.exchange, grad)
+
+
+def differentiable(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Three, total: float, eps: float) -> Three:
+    """What a backward with ``create_graph=True`` gives: gradients that can be differentiated again, by the formula."""
+    input, weight, bias = of
+    over = [0, *range(2, input.dim())]
+    shape = [1, -1, *[1] * (input.dim() - 2)]
+    x = input if input.dtype == torch.float64 else input.float()
+    centered = x - (_Sum.apply(exchange, x.sum(over)) / total).view(shape)
+    variance = _Sum.apply(exchange, centered.square().sum(over)) / total
+    out = centered * (variance + eps).rsqrt().view(shape)
+    out = out if weight is None else out * weight.view(shape)
+    out = out if bias is None else out + bias.view(shape)
+    wanted = [tensor for tensor, need in zip(of, needed, strict=True) if need]
+    found = iter(torch.autograd.grad(out, wanted, grad.to(out.dtype), create_graph=True))
+    return tuple(next(found) if need else None for need in needed)  # type: ignore[return-value]

@@ -1,0 +1,227 @@
+"""Shared batch normalization in compiled models: two operators that a graph calls, for a compiler cannot trace what ranks send each other.
+
+``traced`` is what ``torch.compile`` reads in the place of ``torch.nn.functional.batch_norm``. Its operators find out each time they run who
+shares the batch, by the scopes that are open. So no graph holds anything of a scope, and one that torch has cached on disk fits any run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from parwrap.batch_norm.batch_norm import Exchange, differentiable, gradients, normalize
+from parwrap.batch_norm.kernels import Whole, kernels_for
+from parwrap.errors import UsageError
+from parwrap.intercept.norm import Norm
+
+__all__ = ["scopes", "traced"]
+
+BATCH_NORM = functional.batch_norm
+"""torch's own."""
+
+FORWARD = (
+    "(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, float momentum, float eps) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+"""Gives the output, the statistics of the whole batch in the kernels' form, the new running ones, and the facts for the backward."""
+
+BACKWARD = (
+    "(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor spread, Tensor facts, float eps, bool[] needed) -> "
+    "(Tensor, Tensor, Tensor)"
+)
+
+
+class _Alone:
+    """The exchange of a rank that shares with no other."""
+
+    def gathered(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.view(1, -1)
+
+    def summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers
+
+
+class _Scopes:
+    """The scopes of ``sync_bn`` that are open in this process.
+
+    Attributes:
+        shared: whether ranks can share a batch now. Compiled code depends on it, so torch compiles again when it changes.
+    """
+
+    def __init__(self) -> None:
+        self.shared = False
+        self._exchanges: list[Callable[[Norm], Exchange | None]] = []
+        self._alone = _Alone()
+        self._used: dict[int, Exchange] = {}
+
+    @contextmanager
+    def opened(self, exchange: Callable[[Norm], Exchange | None], shared: bool) -> Iterator[None]:
+        """While this is held, ``exchange`` gives how the ranks share a layer, or ``None`` if this rank normalizes by itself."""
+        before = self.shared
+        if not self._exchanges:
+            self._used.clear()
+        self._exchanges.append(exchange)
+        self.shared = False
+        if shared:
+            self.share()
+        try:
+            yield
+        finally:
+            self._exchanges.pop()
+            self.shared = before
+
+    def share(self) -> None:
+        """There are several ranks."""
+        _define_operators()
+        self.shared = True
+
+    def exchange(self, call: Norm) -> Exchange:
+        """How the ranks share the layer of ``call`` now."""
+        found = (self._exchanges[-1](call) if self._exchanges else None) or self._alone
+        self._used[id(found)] = found
+        return found
+
+    def used(self, number: int) -> Exchange:
+        """The exchange with that id."""
+        if number not in self._used:
+            raise UsageError("the backward of a compiled batch norm runs after its parwrap.sync_bn has ended: call it inside.")
+        return self._used[number]
+
+
+scopes = _Scopes()
+
+
+def traced(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """``torch.nn.functional.batch_norm`` as it is compiled while a ``sync_bn`` is open."""
+    if (
+        not (scopes.shared and training and eps > 0)
+        or torch.compiler.is_exporting()
+        or input.dim() < 2
+        or not input.is_floating_point()
+        or input.device.type not in ("cpu", "cuda")
+        or (running_mean is None) != (running_var is None)
+    ):
+        return BATCH_NORM(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    out, _, _, mean, var, _ = torch.ops.parwrap.batch_norm(input, weight, bias, running_mean, running_var, momentum, eps)
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.copy_(mean)
+            running_var.copy_(var)
+    return out
+
+
+@functools.cache
+def _define_operators() -> None:
+    """Make ``torch.ops.parwrap`` known to torch, which keeps it for the life of the process."""
+    unsafe = (torch.Tag.cudagraph_unsafe,)
+    forward = torch.library.custom_op("parwrap::batch_norm", _forward, mutates_args=(), schema=FORWARD, tags=unsafe)
+    forward.register_fake(_fake_forward)
+    backward = torch.library.custom_op("parwrap::batch_norm_backward", _backward, mutates_args=(), schema=BACKWARD, tags=unsafe)
+    backward.register_fake(_fake_backward)
+    forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _forward(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    exchange = scopes.exchange(Norm(BATCH_NORM, input, running_mean, running_var, weight, bias, True, momentum, eps))
+    running = tuple(None if each is None else each.clone() for each in (running_mean, running_var))
+    normalized, merged, total = normalize(exchange, input, weight, bias, running[0], running[1], momentum, eps)
+    out, *empty = _fake_forward(input, weight, bias, None, None, momentum, eps)
+    out.copy_(normalized)  # in the layout that the compiler counts on
+    mean, spread = merged[:2] or empty[:2]
+    facts = torch.tensor([int(total), id(exchange)], dtype=torch.int64)
+    return out, mean, spread, *(input.new_empty(0) if each is None else each for each in running), facts
+
+
+def _fake_forward(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """Tensors like those that ``_forward`` gives."""
+    statistics = [input.new_empty(input.size(1), dtype=_accumulated(input)) for _ in range(2)]
+    running = [input.new_empty(0) if each is None else torch.empty_like(each) for each in (running_mean, running_var)]
+    return torch.empty_like(input), *statistics, *running, torch.empty(2, dtype=torch.int64, device="cpu")
+
+
+def _backward(
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    spread: torch.Tensor,
+    facts: torch.Tensor,
+    eps: float,
+    needed: Sequence[bool],
+) -> tuple[torch.Tensor, ...]:
+    total, exchange = facts.tolist()
+    like = _fake_backward(grad, input, weight, bias, mean, spread, facts, eps, needed)
+    if not total:
+        return like[0].copy_(grad) if needed[0] else like[0], like[1].zero_(), like[2].zero_()
+    whole = Whole(kernels_for(input).restored(mean, spread, total), total, eps)
+    grads = gradients(scopes.used(exchange), grad, (input, weight, bias), (needed[0], needed[1], needed[2]), whole)
+    return tuple(given if each is None else given.copy_(each) for given, each in zip(like, grads, strict=True))
+
+
+def _fake_backward(
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    spread: torch.Tensor,
+    facts: torch.Tensor,
+    eps: float,
+    needed: Sequence[bool],
+) -> tuple[torch.Tensor, ...]:
+    """Tensors like those that ``_backward`` gives."""
+    of = zip((input, weight, bias), needed, strict=True)
+    return tuple(torch.empty_like(each) if need and each is not None else input.new_empty(0) for each, need in of)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    input, weight, bias, _, _, _, ctx.eps = inputs
+    _, mean, spread, _, _, facts = output
+    ctx.save_for_backward(input, weight, bias, mean, spread, facts)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor, *others: Any) -> tuple[Any, ...]:
+    input, weight, bias, mean, spread, facts = ctx.saved_tensors
+    needed = list(ctx.needs_input_grad[:3])
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        total, exchange = facts.tolist()
+        grads: Sequence[Any] = differentiable(scopes.used(exchange), grad, (input, weight, bias), tuple(needed), total, ctx.eps)
+    else:
+        grads = torch.ops.parwrap.batch_norm_backward(grad, input, weight, bias, mean, spread, facts, ctx.eps, needed)
+    return *(each if need else None for each, need in zip(grads, needed, strict=True)), *[None] * 4
+
+
+def _accumulated(x: torch.Tensor) -> torch.dtype:
+    """The dtype of statistics of ``x``."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,242 @@
+"""How ranks that share the batch of a layer send each other its numbers.
+
+On the CPUs of one node they put them on a blackboard, elsewhere they have a process group of their own for it. They also have a lane of
+meetings, for all this comes in the midst of forwards and backwards, whose own must not be mixed up with it. A rank that has parted ways
+answers with zeros, which count for nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parwrap.coordination import status_board
+from parwrap.coordination.call_site import worth_a_look
+from parwrap.coordination.subgroup_sync import Lane
+from parwrap.coordination.sync_points import Meetings
+from parwrap.errors import UsageError
+from parwrap.group.collectives import CPU
+from parwrap.group.device import uses_nccl
+from parwrap.group.group import Group
+from parwrap.intercept.norm import Norm
+from parwrap.system.shared_memory import shared_memory
+from parwrap.system.shared_vectors import CAPACITY, Blackboard
+
+__all__ = ["SUM", "Sharing", "new_group", "own_group", "shared_among"]
+
+FIRST_USE = "the first use of a batch norm"
+ADVICE = "Have all ranks run the same layers in the same order, or leave @parwrap.sync_bn out."
+SEARCHES = 8
+"""For so many new layers all objects are searched, then ever more rarely: they may be new in each step."""
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+GATHER, SUM = 0, 1
+
+
+class Sharing:
+    """What ranks that share their batches do together.
+
+    Args:
+        process_group: torch's, of those ranks; ``None`` if they have a blackboard.
+        group: parwrap's, if it has started that; its meetings keep ranks apart that are in different layers.
+        first_uses: the meetings of all ranks of that ``group``.
+    """
+
+    def __init__(self, process_group: Any = None, group: Group | None = None, first_uses: _FirstUses | None = None) -> None:
+        self._process_group, self._group, self._first_uses = process_group, group, first_uses
+        self._on_gpu = process_group is not None and uses_nccl(process_group)
+        self._nameless = _Layer(self, "a batch norm")
+        self._layers: dict[int, tuple[weakref.ref[torch.Tensor], _Layer]] = {}
+        self._search, self._part = first_uses is not None, -1
+        self.lane: Lane | None = None
+        self.board: Blackboard | None = None
+
+    def layer(self, call: Norm) -> _Layer:
+        """The layer that ``call`` is of, by which ranks know that they are in the same."""
+        tensor = call.weight if call.running_mean is None else call.running_mean
+        if tensor is None:
+            return self._nameless
+        if self.lane and self.lane.part != self._part:
+            self._layers, self._search, self._part = {}, True, self.lane.part
+        known = self._layers.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            known = self._find(tensor) if self._search else None
+        return known[1] if known else self._nameless
+
+    def together(self, how: int, what: str, numbers: torch.Tensor) -> torch.Tensor:
+        """What comes of the ``numbers`` of all ranks.
+
+        Args:
+            how: ``GATHER`` or ``SUM``.
+            what: for error texts.
+            numbers: a vector of the same length and dtype on all ranks.
+        """
+        sent = numbers.to(self._home(numbers))
+        if self.board is not None:
+            if len(sent) > CAPACITY:
+                raise UsageError(
+                    f"{what} sends {len(sent)} numbers, and parwrap.sync_bn shares layers of at most {CAPACITY // 2 - 1} channels."
+                )
+            sent = sent.double()
+        if self.lane is None:
+            return self._send(how, sent).to(numbers)
+        self.lane.enter(what, len(sent) << 3 | DTYPES.index(sent.dtype) << 1 | how, self._group.meetings.number)  # type: ignore[union-attr]
+        result = self._send(how, sent) if self.board is None else self._put(how, sent)
+        self.lane.through()
+        return result.to(numbers)
+
+    def answer(self, sent: int) -> None:
+        """Take part with zeros in what the others do."""
+        nothing = torch.zeros(sent >> 3, dtype=DTYPES[sent >> 1 & 3], device=self._home())
+        if self.board is None:
+            self._send(sent & 1, nothing)
+        else:
+            self.board.put(self.lane.number, nothing)  # type: ignore[union-attr]
+
+    def _home(self, numbers: torch.Tensor | None = None) -> torch.device:
+        """Where numbers must be to be sent."""
+        if not self._on_gpu:
+            return CPU
+        if numbers is not None and numbers.is_cuda:
+            return numbers.device
+        return self._group.device if self._group else torch.device("cuda")
+
+    def _send(self, how: int, numbers: torch.Tensor) -> torch.Tensor:
+        if how == SUM:
+            total = numbers.clone()
+            dist.all_reduce(total, group=self._process_group)
+            return total
+        rows = numbers.new_empty(dist.get_world_size(self._process_group), len(numbers))
+        dist.all_gather(list(rows), numbers, group=self._process_group)
+        return rows
+
+    def _put(self, how: int, numbers: torch.Tensor) -> torch.Tensor:
+        board, lane, group = self.board, self.lane, self._group
+        assert board is not None and lane is not None and group is not None  # noqa: PT018
+        deadline = time.monotonic() + group.timeout.total_seconds()
+
+        def waiting() -> None:
+            lane.compare()
+            group.meetings.raise_if_failed()
+            if time.monotonic() > deadline:
+                raise group.meetings.in_vain("the statistics of a batch norm", None)
+
+        board.put(lane.number, numbers)
+        rows = board.all(lane.number, len(numbers), waiting)
+        return rows.sum(0) if how == SUM else rows
+
+    def _find(self, tensor: torch.Tensor) -> tuple[weakref.ref[torch.Tensor], _Layer] | None:
+        """The layer of a ``tensor`` that is new, once all ranks have come to one; ``None`` if it belongs to no module."""
+        met = self._first_uses.meet()  # type: ignore[union-attr]
+        if met > SEARCHES and not worth_a_look(met):
+            self._layers[id(tensor)] = weakref.ref(tensor), self._nameless
+        else:
+            named = _named_layers()
+            self._layers = {key: (weakref.ref(each), _Layer(self, f"batch norm {path!r}")) for key, (each, path) in named.items()}
+            self._search = id(tensor) in self._layers  # where one is not found, the next would not be either
+        return self._layers.get(id(tensor))
+
+
+class _FirstUses:
+    """The meetings at which all ranks have come to layers that are new to them.
+
+    They are counted alike on all ranks, those too that have only answered, so that all search at the same.
+    """
+
+    def __init__(self, meetings: Meetings) -> None:
+        self._meetings, self._part, self._met = meetings, -1, 0
+        meetings.answer(FIRST_USE, lambda detail, present: self._count(), lasting=True)
+
+    def meet(self) -> int:
+        """Wait for all; returns the how-manieth time it is in this part of the run."""
+        self._meetings.wait(FIRST_USE)
+        self._count()
+        return self._met
+
+    def _count(self) -> None:
+        if self._part != self._meetings.part:
+            self._part, self._met = self._meetings.part, 0
+        self._met += 1
+
+
+def _named_layers() -> dict[int, tuple[torch.Tensor, str]]:
+    """A tensor of each layer of all modules, by its id, and the path of the layer in the outermost module."""
+    gc.collect()
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and hasattr(thing, "_modules")]
+    inner = {id(child) for module in modules for child in module.children()}
+    names: dict[int, tuple[torch.Tensor, str]] = {}
+    for root in modules:
+        for path, module in root.named_modules() if id(root) not in inner else ():
+            if "running_mean" in module._buffers:
+                for tensor in (module._buffers["running_mean"], module._parameters.get("weight")):
+                    if tensor is not None:
+                        names[id(tensor)] = tensor, min(path, names.get(id(tensor), (None, path))[1])
+    return names
+
+
+class _Layer:
+    """One layer's exchange."""
+
+    def __init__(self, sharing: Sharing, name: str) -> None:
+        self._sharing, self._name = sharing, name
+
+    def gathered(self, numbers: torch.Tensor) -> torch.Tensor:
+        what = f"the forward of {self._name} ({numbers.numel() // 2} channels)"
+        return self._sharing.together(GATHER, what, numbers)
+
+    def summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self._sharing.together(SUM, f"the backward of {self._name} ({numbers.numel() // 2} channels)", numbers)
+
+
+def shared_among(group: Group, ranks: Sequence[int]) -> Sharing | None:
+    """How ``ranks`` of ``group`` share, unless that is one rank; made once, when all ranks of the group have come to it."""
+    first_uses = group.once(FIRST_USE, lambda: nullcontext(_FirstUses(group.meetings)))
+    return group.once(("sync_bn", ranks), lambda: _opened(group, ranks, first_uses))
+
+
+_own_groups: weakref.WeakKeyDictionary[Any, dict[Sequence[int], Any]] = weakref.WeakKeyDictionary()
+"""Made for ranks of a process group that the user's own code has started, and gone with it."""
+
+
+def own_group(ranks: Sequence[int]) -> Any:
+    """A process group of ``ranks``, beside the one that the user's own code has started; made once."""
+    made = _own_groups.setdefault(dist.group.WORLD, {})
+    if ranks not in made:
+        made[ranks] = new_group(ranks)
+    return made[ranks]
+
+
+def new_group(ranks: Sequence[int], **options: Any) -> Any:
+    """Another process group of ``ranks``, for which the others need not come."""
+    return dist.new_group(list(ranks), use_local_synchronization=True, **options)
+
+
+@contextmanager
+def _opened(group: Group, ranks: Sequence[int], first_uses: _FirstUses) -> Iterator[Sharing | None]:
+    group.meet("parwrap.sync_bn")
+    if len(ranks) == 1:
+        yield None
+        return
+    place, store = ranks.index(group.world.rank), dist.PrefixStore(f"sync_bn/{ranks}", group.store)
+    on_one_node = group.world.on_one_node
+    world = replace(group.world, rank=place, size=len(ranks), local_rank=place, local_size=len(ranks) if on_one_node else 0)
+    with status_board.opened(world, store) as entries:
+        if on_one_node and group.backend != "nccl":
+            sharing = Sharing(group=group, first_uses=first_uses)
+            board_store = dist.PrefixStore("blackboard", store)
+            memory = shared_memory(board_store, world.rank, range(world.size), Blackboard.size(world.size))
+            sharing.board = Blackboard(memory, world.size, place)
+        else:
+            sharing = Sharing(new_group(ranks, backend=group.backend, timeout=group.timeout), group, first_uses)
+        sharing.lane = Lane(entries, ranks, sharing.answer, ADVICE, runs_ahead=group.backend == "nccl")
+        group.meetings.add_lane(sharing.lane)
+        yield sharing

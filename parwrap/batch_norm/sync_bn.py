@@ -1,0 +1,172 @@
+"""The actor on the norm verb: which batch normalizations are shared, and by which ranks.
+
+Those that use the statistics of their batch are, in training and wherever a layer keeps no running ones. How the ranks' numbers are sent is
+``statistics_exchange.py``'s, what is computed from them ``batch_norm.py``'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parwrap.batch_norm.batch_norm import BatchNorm, Exchange
+from parwrap.batch_norm.compiled_norm import scopes, traced
+from parwrap.batch_norm.statistics_exchange import Sharing, own_group, shared_among
+from parwrap.coordination.call_site import location, warn, worth_a_look
+from parwrap.errors import UsageError
+from parwrap.group import group as groups
+from parwrap.group.group import Group, is_alone
+from parwrap.intercept.backward import Backward
+from parwrap.intercept.norm import Norm
+from parwrap.strategies.common.autograd_graph import normalizes_by_torch
+from parwrap.strategies.data_parallel.replica_norm import shared_over_replicas
+from parwrap.strategies.data_parallel.replica_threads import Replica, current_replica
+
+__all__ = ["SyncBN"]
+
+
+class SyncBN:
+    """Shares the statistics of batch normalizations that use those of their batch.
+
+    Args:
+        process_group: whose ranks share a batch; all by default.
+        group_size: how many consecutive ranks share a batch instead.
+        reads_whole: whether every rank has the whole batch now, rather than a part.
+    """
+
+    def __init__(self, process_group: Any, group_size: int | None, reads_whole: Callable[[], bool]) -> None:
+        self._reads_whole = reads_whole
+        self._process_group, self._group_size = process_group, group_size
+        self._opened_for: Any = None
+        self._sharing: Sharing | None = None
+        self._process = os.getpid()
+        self._warned = self._said = self._has_replicas = False
+        self._backwards = 0
+
+    traced_norm = staticmethod(traced)
+
+    def prepare(self) -> None:
+        """Have everything ready if the ranks are together already."""
+        if group := groups.current():
+            self._open(group)
+
+    def norm(self, call: Norm) -> torch.Tensor:
+        """The normalization ``call`` by the statistics of all ranks' or replicas' parts of the batch, if it is by those of a batch."""
+        if call.training and call.eps > 0 and (replica := current_replica()) is not None:
+            return self._over_replicas(call, replica)
+        if self._has_replicas and torch._C._current_graph_task_id() != -1:
+            raise UsageError(
+                "a batch norm inside of a checkpoint is computed again in the backward, where the replicas of parwrap.data_parallel cannot "
+                "meet to share it: leave @parwrap.sync_bn out, or do not checkpoint that part."
+            )
+        if not call.training or call.eps <= 0:
+            return call.run()
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # by another tracer than the one that reads traced_norm
+            return traced(*call[1:])
+        if self._has_whole():
+            return call.run()
+        self._look_for_ranks()
+        if self._sharing is None:
+            return call.run_by_itself()  # also inside of another sync_bn
+        if not self._is_plain(call):
+            return call.run()
+        layer = self._sharing.layer(call)
+        return BatchNorm.apply(layer, call.input, call.weight, call.bias, call.running_mean, call.running_var, call.momentum, call.eps)
+
+    def backward(self, call: Backward) -> None:
+        """Warn, ever more rarely looking, of batch norms that no patch of Python's names reaches; then run ``call``."""
+        self._backwards += 1
+        if worth_a_look(self._backwards) and self._sharing is not None and not (self._said or self._has_whole()):
+            self._said = normalizes_by_torch(call.beginnings)
+            if self._said:
+                warn(
+                    f"parwrap: the backward at {location()} goes through a batch norm that used this rank's part of the batch only. "
+                    "parwrap.sync_bn shares torch.nn.functional.batch_norm and the modules that call it, not those in TorchScript "
+                    "(torch.jit), in exported programs or called as torch.batch_norm: train the plain module. This is said once."
+                )
+        call.run()
+
+    def foreign(self, what: str, instance: Any) -> None:
+        """The script starts a process group, in which compiled layers share too."""
+        scopes.share()
+
+    def exchange(self, call: Norm) -> Exchange | None:
+        """How the ranks share the layer of ``call``, which is compiled; ``None`` if this rank normalizes by itself."""
+        if self._has_whole():
+            return None
+        self._look_for_ranks()
+        return self._sharing.layer(call) if self._sharing else None
+
+    def _has_whole(self) -> bool:
+        """Whether this rank has all of the batch."""
+        return is_alone() or os.getpid() != self._process or self._reads_whole()
+
+    def _look_for_ranks(self) -> None:
+        together = groups.current() or (dist.group.WORLD if dist.is_initialized() and not groups.is_beside() else None)
+        if together is not self._opened_for:
+            self._open(together)
+
+    def _over_replicas(self, call: Norm, replica: Replica) -> torch.Tensor:
+        if self._process_group is not None or self._group_size is not None:
+            raise UsageError(
+                "inside of parwrap.data_parallel, parwrap.sync_bn shares among all replicas, and process_group and group_size are of "
+                "ranks: leave them out."
+            )
+        if not self._is_plain(call):
+            return call.run()
+        self._has_replicas = True
+        return shared_over_replicas(call, replica)
+
+    def _open(self, together: Any) -> None:
+        """Find out who shares with whom in ``together``: parwrap's group, or torch's where the user's own code has started it."""
+        self._opened_for, self._sharing = together, None
+        if together is None:
+            return
+        ours = isinstance(together, Group)
+        ranks = self._ranks(together.world.size if ours else dist.get_world_size())
+        if ours:
+            self._sharing = shared_among(together, ranks)
+        elif len(ranks) > 1:
+            self._sharing = Sharing(self._process_group or own_group(ranks))
+
+    def _ranks(self, size: int) -> tuple[int, ...]:
+        """The ranks that this one shares with."""
+        if self._process_group is not None:
+            if self._process_group is dist.GroupMember.NON_GROUP_MEMBER:
+                raise UsageError(
+                    f"rank {groups.rank()} is not in the process_group of parwrap.sync_bn. Give each rank a group that it is in, or use "
+                    "group_size."
+                )
+            return tuple(dist.get_process_group_ranks(self._process_group))
+        each = self._group_size or size
+        if size % each:
+            fitting = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+            raise UsageError(f"group_size={each} does not divide the {size} ranks into groups of the same size: take one of {fitting}.")
+        first = groups.rank() // each * each
+        return tuple(range(first, first + each))
+
+    def _is_plain(self, call: Norm) -> bool:
+        """Whether ``call`` can be shared: it is no trace or transform of torch's, and of tensors that collectives can carry."""
+        x = call.input
+        plain = (
+            type(x) in (torch.Tensor, nn.Parameter)
+            and x.device.type in ("cpu", "cuda")
+            and x.is_floating_point()
+            and x.dim() > 1
+            and (call.running_mean is None) == (call.running_var is None)
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and torch._C._get_tracing_state() is None
+        )
+        if not plain and not self._warned:
+            self._warned = True
+            warn(
+                f"parwrap: a batch norm of {type(x).__name__} {[int(size) for size in x.shape]} on {x.device} uses this rank's part of the "
+                "batch only: "
+                "parwrap.sync_bn shares those of plain floating point tensors outside of torch.func and torch.jit. This is said once."
+            )
+        return plain

@@ -1,0 +1,152 @@
+"""Places in the user's script: where a running call comes from, read off the call stack."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import os
+import sys
+import threading
+import warnings
+from types import FrameType
+
+import torch
+
+from parwrap.patching.imported_names import is_installed, is_standard
+
+__all__ = ["call_site", "from_script", "innermost", "is_ours", "location", "outside", "trail", "warn", "worth_a_look"]
+
+DEPTH = 10
+"""Frames that tell one call site from another: enough to see through a script's own helper functions."""
+
+_OURS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sys.modules["parwrap"]))
+
+
+_PASSING_ON = (contextlib.__file__, functools.__file__)
+"""Through these a scope is left, and a function called that is wrapped: they are nobody's place in a script."""
+
+
+def call_site() -> tuple:
+    """A key for where in the user's script the running call comes from; two callers of one helper have different keys."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_ours(frame):
+        frame = frame.f_back  # as many as there are actors
+    key: list[int] = []
+    while frame is not None and len(key) < 2 * DEPTH:
+        key += (id(frame.f_code), frame.f_lasti)  # a code object hashes all that is in it, which takes longer than the walk
+        frame = frame.f_back
+    return tuple(key)
+
+
+def trail() -> tuple[str, ...]:
+    """The same place as :func:`call_site`'s, in lines of files, which other ranks know too; the innermost comes first."""
+    frame: FrameType | None = sys._getframe(1)
+    lines: list[str] = []
+    while frame is not None and len(lines) < DEPTH:
+        if lines or not is_ours(frame):
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        frame = frame.f_back
+    return tuple(lines)
+
+
+def worth_a_look(visits: int) -> bool:
+    """Whether to look closely at the ``visits``-th visit of a call site: ever more rarely, so that it costs nothing in the end.
+
+    >>> [visits for visits in range(1, 20) if worth_a_look(visits)]
+    [1, 2, 4, 8, 16]
+    """
+    return visits & (visits - 1) == 0
+
+
+def location() -> str:
+    """File and line in the user's script that the running call comes from."""
+    return innermost(sys._getframe(1))
+
+
+def innermost(frame: FrameType) -> str:
+    """File and line of the innermost of the frames around ``frame`` that is neither torch's nor parwrap's nor only passes on to these."""
+    while frame.f_back is not None and (is_ours(frame) or frame.f_code.co_filename in _PASSING_ON):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Whether ``frame`` runs code of torch or of parwrap."""
+    return frame.f_code.co_filename.startswith(_OURS)
+
+
+def outside(frame: FrameType, level: int) -> int:
+    """``level``, which counts frames from ``frame`` outwards as ``warnings.warn`` does, raised to the first that is not parwrap's."""
+    around: FrameType | None = frame
+    for _ in range(level - 1):
+        around = around and around.f_back
+    while around is not None and around.f_code.co_filename.startswith(_OURS[1]):
+        around, level = around.f_back, level + 1
+    return level
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the script's innermost line that the running call comes from; at the script's last line once it has ended."""
+    frame = _script_frame(sys._getframe(1)) or _script_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+    if frame is None:
+        warnings.warn_explicit(text, category, sys.argv[0], len(linecache.getlines(sys.argv[0])))
+        return
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, frame.f_globals["__name__"], registry)
+
+
+def _script_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the script around ``frame``, in a module: that of the fork server's command is in none."""
+    while frame is not None and not (frame.f_globals.get("__name__") and _is_script(frame)):
+        frame = frame.f_back
+    return frame
+
+
+def from_script(frame: FrameType | None) -> bool:
+    """Whether ``frame`` runs the script's code: ``__main__``, its package, and modules that are not installed.
+
+    The standard library passes calls on, as ``threading`` does: there the frames around it decide. While ``torch.compile`` traces code,
+    that code decides.
+    """
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename)
+        if kind == TRACER and (traced := getattr(frame.f_locals.get("self"), "f_code", None)):
+            kind = _kind(traced.co_filename)
+        if kind == SCRIPT:
+            return True
+        if kind == LIBRARY:
+            return not is_ours(frame) and _in_main_package(frame)
+        frame = frame.f_back
+    return True
+
+
+def _is_script(frame: FrameType) -> bool:
+    kind = _kind(frame.f_code.co_filename)
+    return kind == SCRIPT or (kind == LIBRARY and not is_ours(frame) and _in_main_package(frame))
+
+
+SCRIPT, LIBRARY, PASSING, TRACER = range(4)
+_DYNAMO = os.path.join(os.path.dirname(str(torch.__file__)), "_dynamo", "")
+
+
+@functools.cache
+def _kind(file: str) -> int:
+    """Whose code the source ``file`` has."""
+    if file == _DYNAMO + "symbolic_convert.py":
+        return TRACER  # its frames have the code that they trace in ``self.f_code``
+    if file.startswith(("<frozen ", _DYNAMO + "variables")) or is_standard(file) or f"{os.sep}wrapt{os.sep}" in file:
+        return PASSING
+    return LIBRARY if file.startswith(_OURS) or is_installed(file) or not _is_beside_script(file) else SCRIPT
+
+
+def _is_beside_script(file: str) -> bool:
+    """Whether ``file`` lies below the working directory or the script's: others may be installed elsewhere, and found by ``PYTHONPATH``."""
+    folders = os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))
+    return any(os.path.abspath(file).startswith(os.path.join(folder, "")) for folder in folders)
+
+
+def _in_main_package(frame: FrameType) -> bool:
+    """Whether ``frame`` is of ``__main__`` or a module of its package: ``python -m`` runs installed ones too."""
+    name, main = frame.f_globals.get("__name__") or "", getattr(sys.modules["__main__"], "__package__", None)
+    return name == "__main__" or bool(main and name.partition(".")[0] == main.partition(".")[0])

@@ -1,0 +1,92 @@
+"""Python's signal handlers wait while a backward is under way.
+
+A Ctrl-C that is raised between the moment when a rank enters a backward and the moment when it has sent its gradients would leave the
+other ranks waiting for them, in a collective that no signal ends.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from parwrap.patching.patch import Patch, installed
+
+__all__ = ["HeldSignals"]
+
+
+class HeldSignals:
+    """Signals that arrive between :meth:`hold` and :meth:`release` are handled by :meth:`release`."""
+
+    def __init__(self) -> None:
+        self._held = False
+        self._arrived: dict[int, Callable[[FrameType | None], Any]] = {}
+
+    def hold(self) -> None:
+        """Let handlers wait from now on; in another thread than the main one, where Python runs them, they do not."""
+        self._held = threading.current_thread() is threading.main_thread()
+
+    def release(self) -> None:
+        """Run the handlers of the signals that have arrived, which may raise."""
+        if self._held:
+            self._held = False
+            while self._arrived:
+                self._arrived.pop(next(iter(self._arrived)))(sys._getframe(1))
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While this is held, the handlers that there are and those that a script sets can wait."""
+        if threading.current_thread() is not threading.main_thread():  # where Python refuses to set handlers
+            yield
+            return
+        patches = [Patch(signal, "signal", self._set), Patch(signal, "getsignal", self._get)]
+        change = signal.signal
+        for number in signal.valid_signals():
+            if callable(handler := signal.getsignal(number)):
+                change(number, self._waiting(handler))
+        try:
+            with installed(patches):
+                yield
+        finally:
+            try:
+                self.release()
+            finally:
+                for number in signal.valid_signals():
+                    if isinstance(handler := signal.getsignal(number), _Waiting):
+                        change(number, handler.handler)
+
+    def _set(self, wrapped: Callable, instance: object, args: tuple, kwargs: dict) -> Any:
+        number, handler = args if len(args) == 2 else (None, None)
+        if not callable(handler):
+            return _as_set(wrapped(*args, **kwargs))
+        return _as_set(wrapped(number, self._waiting(handler)))
+
+    def _get(self, wrapped: Callable, instance: object, args: tuple, kwargs: dict) -> Any:
+        return _as_set(wrapped(*args, **kwargs))
+
+    def _waiting(self, handler: Any) -> _Waiting:
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self._held:
+                self._arrived[number] = lambda frame: handler(number, frame)  # once, as Python does with signals that it has not handled
+            else:
+                handler(number, frame)
+
+        return _Waiting(handler, handle)
+
+
+class _Waiting:
+    """A handler that waits, and the one that was set."""
+
+    def __init__(self, handler: Any, handle: Callable[[int, FrameType | None], Any]) -> None:
+        self.handler, self._handle = handler, handle
+
+    def __call__(self, number: int, frame: FrameType | None) -> Any:
+        return self._handle(number, frame)
+
+
+def _as_set(handler: Any) -> Any:
+    return handler.handler if isinstance(handler, _Waiting) else handler

@@ -1,0 +1,388 @@
+"""How ranks meet: who goes ahead, who waits, and who answers for having nothing to contribute.
+
+A backward is entered without waiting, so a regular run pays only the writing of an entry. At every other meeting a rank waits until
+all have come. While it waits it *answers* the others: it takes part in the backwards that they begin with nothing to contribute, so
+nobody hangs when ranks part ways. Once all wait, the meeting that counts most takes place; ranks that came for another one
+answer it and wait on. Ranks that have answered backwards are *stale*: before anything else they take over the state of a rank that has not.
+
+What it means to answer a meeting is known to the actor that holds such meetings. Nothing is sent here; see ``status_board.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+
+from parwrap.coordination.call_site import location, warn
+from parwrap.coordination.held_signals import HeldSignals
+from parwrap.coordination.rank_positions import Whereabouts
+from parwrap.coordination.status_board import PART, Entry, Mailbox, Meeting, State
+from parwrap.coordination.subgroup_sync import Lane, answered_beside
+from parwrap.errors import RankMismatchError
+from parwrap.system.remote_exception import in_one_line
+
+__all__ = ["BACKWARD", "END", "FIRST_BACKWARD", "THEN_AVERAGED", "Meetings"]
+
+BACKWARD = "backward"
+THEN_AVERAGED = "backward, averaged afterwards"
+FIRST_BACKWARD = "its first backward here"
+END = "the end of its script or function"
+FILE = "a file that another rank is to write"
+
+POLLING = 5e-5
+"""Seconds between two looks at the others, at first."""
+LONGEST_POLLING = 2e-3
+GRACE = 5.0
+"""Seconds for a launcher to end the ranks after one has failed; its error is the one to be shown."""
+
+Answer = Callable[[int, list[int]], bool | Callable[[], bool] | None]
+"""Called with the meeting's detail and the ranks that hold it; what is true, or gives true afterwards, says that it has missed nothing."""
+
+_Hooks = tuple[Callable[[], int], Callable[[int], None], Callable[[], bool], Callable[..., None], Callable[[], Collection[int]]]
+_ALONE: _Hooks = (lambda: 0, lambda source: None, lambda: False, lambda waits, step=0: None, tuple)
+
+
+class Meetings:
+    """The meetings of this rank with the others, in the order in which they take place.
+
+    Args:
+        mailbox: what the ranks have written.
+        timeout: how long to wait for another rank.
+
+    Attributes:
+        part: of the run, which is another one after each :meth:`begin`.
+        immediate: whether all ranks see at once what one has written.
+        phase: called to know how far this rank's script has come: ranks in different phases do not meet, but those who are ahead
+            answer the others. A number that grows.
+        whereabouts: of every rank.
+        stale: whether the others have trained on without this rank, which has not taken over their state yet.
+        waits_for: the meeting that this rank waits for, if it does.
+        alike: whether all ranks that came to the last meeting gave the same ``detail``.
+        signals: those that arrive while this rank is in a meeting that it went ahead to are handled after it.
+        take_state: called with the rank whose state the stale ones shall take over; on all ranks.
+        at_work: called when a rank has waited too long: whether the others get on without it, so that it shall wait on.
+        waits, lost: called with whether this rank begins or ends to wait for others, and with the step of another that is held up by
+            that; gives those that have died.
+    """
+
+    def __init__(self, mailbox: Mailbox, timeout: timedelta) -> None:
+        self._mailbox, self.timeout = mailbox, timeout
+        self._rank, self._ranks = mailbox.world.rank, range(mailbox.world.size)
+        self.immediate = mailbox.immediate
+        self.waits_for: Meeting | None = None
+        self.alike = True
+        self.signals = HeldSignals()
+        self.part, self._number, self._fetching, self.stale, self._warned, self._seen = 0, 1, False, False, False, 0
+        self._answers, self._lasting = dict[str, Answer](), dict[str, Answer]()
+        self._lanes: list[Lane] = []
+        self.whereabouts = Whereabouts(mailbox, self._lanes)
+        self.phase, self.take_state, self.at_work, self.waits, self.lost = _ALONE
+
+    @property
+    def number(self) -> int:
+        """The number of the next meeting, the same on all ranks that wait for it."""
+        return self._number
+
+    def answer(self, kind: str, answer: Answer, lasting: bool = False) -> None:
+        """Have ``answer`` called when others meet for ``kind`` and this rank for something else; if ``lasting``, in later parts too."""
+        self._answers[kind] = answer
+        if lasting:
+            self._lasting[kind] = answer
+
+    def add_lane(self, lane: Lane) -> None:
+        """From now on answer what others do in ``lane`` whenever this rank waits."""
+        lane.begin(self.part)
+        self._lanes.append(lane)
+
+    def answering(self) -> AbstractContextManager[None]:
+        """While this is held, another thread answers what others do in lanes within this rank's meeting; its error is raised in the end."""
+        return answered_beside(self._lanes, self._number) if self._lanes else nullcontext()
+
+    def go_ahead(self, meeting: Meeting) -> None:
+        """Enter ``meeting`` without waiting for the others.
+
+        Raises:
+            RankMismatchError: another rank has gone ahead to another meeting.
+        """
+        self.signals.hold()
+        try:
+            self._mailbox.write(self._number, meeting, State.CONTRIBUTING)
+            self.compare(meeting)
+        except BaseException:
+            self.signals.release()
+            raise
+
+    def compare(self, meeting: Meeting) -> bool:
+        """Find out how the others are doing in this meeting, which goes on.
+
+        Returns:
+            Whether none of them has anything to tell; known once nothing is left to be sent, and only if :attr:`immediate`.
+
+        Raises:
+            RankMismatchError: a rank is known to be in another meeting than this one.
+        """
+        if self._mailbox.regular(self._number, meeting):
+            return True
+        if not self._mailbox.agreed(self._number, meeting):
+            elsewhere = [entry for entry in self._mailbox.read_all(self._number) if entry and entry.state is State.CONTRIBUTING]
+            kinds = {(entry.meeting.kind, entry.meeting.detail) for entry in elsewhere}
+            if len(kinds) == 1 and len({entry.meeting.identity for entry in elsewhere}) > 1:
+                raise RankMismatchError(
+                    f"the ranks are in backwards of different batches: {_told(elsewhere)}. With batch='global' a rank cannot leave "
+                    "out its part of a batch alone, as by `if not torch.isfinite(loss): continue`, or break off a pass alone. Have all "
+                    "ranks decide alike, by parwrap.reduce_mean(loss), or give batch='per_rank'."
+                )
+            if len(kinds) > 1:
+                raise RankMismatchError(
+                    f"the ranks are in different backwards at the same time: {_told(elsewhere)}. Their gradients cannot be averaged with "
+                    "each other. Have all ranks call the same backward in the same order, or sum the losses and call it once."
+                )
+        return False
+
+    def tell(self) -> None:
+        """In the backward that this rank went ahead to, it has something to tell the others, which goes with its gradients."""
+        self._mailbox.tell(self._number)
+
+    def go_astray(self) -> None:
+        """In the backward that this rank went ahead to, it does something that the others must follow."""
+        self._mailbox.go_astray(self._number)
+
+    def any_astray(self) -> bool:
+        """Whether a rank does, in the backward that runs, once nothing is left to be sent; asked only if :attr:`immediate`."""
+        return self._mailbox.any_astray(self._number)
+
+    def through(self, over: bool = True) -> None:
+        """This rank is through with the meeting that it went ahead to; if it is not ``over``, more may come before :meth:`past`."""
+        self._number += 1
+        if over:
+            self.past()
+        self.signals.release()
+
+    def past(self) -> None:
+        """All meetings until now are over."""
+        self._mailbox.done(self._number - 1)
+
+    def answer_next(self, rank: int) -> bool:
+        """Answer the meeting to which ``rank`` has come and this one has not, if that can be answered."""
+        entry = self._mailbox.read(rank, self._number)
+        if entry is None or entry.meeting.kind not in self._answers or threading.current_thread() is not threading.main_thread():
+            return False
+        self.wait(FILE, until_answered=True)
+        return True
+
+    def wait(
+        self,
+        kind: str,
+        place: str | None = None,
+        until_answered: bool = False,
+        detail: int = 0,
+        answers_backwards: bool = True,
+        unless_begun: bool = False,
+    ) -> list[int]:
+        """Meet all other ranks for ``kind``, answering what they do before they come.
+
+        Args:
+            kind: what for.
+            place: where in the user's script; found if left out.
+            until_answered: return when one meeting was answered.
+            detail: a number that ranks compare, of 64 bits; they meet also if it differs, and :attr:`alike` is then ``False``.
+            answers_backwards: whether ranks may part ways here; else it is an error if another begins a backward.
+            unless_begun: return, with no ranks, when another has gone ahead to a meeting, which is not answered.
+
+        Returns:
+            The ranks that came for it; the others answer it.
+
+        Raises:
+            RankMismatchError: the ranks have come for different things, one has failed, or one does not come in time.
+        """
+        place = location() if place is None else place
+        if detail:
+            meeting = Meeting(kind, place, detail, Meeting(kind).identity)
+        else:
+            meeting = Meeting(kind, place, self.phase() if kind in self._answers else 0)
+        deadline, polling = time.monotonic() + self.timeout.total_seconds(), POLLING
+        self._wait(True, meeting)
+        try:
+            while True:
+                if self._mailbox.written != (self._number, meeting):
+                    self._mailbox.write(self._number, meeting, State.WAITING, self.stale)
+                entries = self._mailbox.read_all(self._number, without=self.lost())
+                if unless_begun and any(entry and entry.state is State.CONTRIBUTING for entry in entries):
+                    self._mailbox.take_back(self._number)
+                    return []
+                if self._answer_begun(entries, answers_backwards):
+                    if until_answered:
+                        return []
+                    deadline = time.monotonic() + self.timeout.total_seconds()
+                    continue
+                came = self._all_came(entries)
+                if came:
+                    present = self._meet(came)
+                    if self._rank in present or until_answered or unless_begun:
+                        return present
+                    deadline = time.monotonic() + self.timeout.total_seconds()
+                    continue
+                if self._answer_lanes(meeting):
+                    deadline = time.monotonic() + self.timeout.total_seconds()
+                    continue
+                self._raise_if_failed(entries)
+                if time.monotonic() > deadline and not self.at_work():
+                    raise self.in_vain(str(meeting), None)
+                time.sleep(polling)
+                polling = min(1.5 * polling, LONGEST_POLLING)
+        finally:
+            self._wait(False)
+
+    def fetching(self, purpose: str, step: int = 0) -> None:
+        """This rank waits for another's file, or in that ``step``: tell, unless it is in a meeting, or not in its main thread."""
+        inside = self._mailbox.written is not None and self._mailbox.written[0] == self._number
+        if not self._fetching and not inside and threading.current_thread() is threading.main_thread():
+            self._fetching = self._mailbox.waiting = True
+            self._mailbox.write(self._number, Meeting(purpose, location(), step), State.FETCHING)
+
+    def hold_up(self, rank: int) -> None:
+        """This rank still waits for a file of ``rank``: if that waits in a step, tell that it shall not wait for this one."""
+        entry = self._mailbox.read(rank, self._number) if self._fetching and threading.current_thread() is threading.main_thread() else None
+        step = entry.meeting.detail if entry and entry.state is State.FETCHING else 0
+        if step and step == self._seen:  # seen before this rank looked for the file again, which was there if it is from before the step
+            self.waits(True, step)
+        self._seen = step
+
+    def fetched(self) -> None:
+        """The waiting is over."""
+        if self._fetching and threading.current_thread() is threading.main_thread():
+            self._fetching = self._mailbox.waiting = False
+            self.waits(False)
+            self._mailbox.take_back(self._number)
+
+    def passed(self, rank: int) -> bool:
+        """Whether ``rank`` has come to the meeting that is the next for this one, and so has passed this point of the script."""
+        entry = self._mailbox.read(rank, self._number)
+        self._raise_if_failed([entry])
+        return (entry is not None and entry.state not in (State.FETCHING, State.FAILED)) or any(lane.passed(rank) for lane in self._lanes)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank leaves with ``error``: tell those who would wait for it."""
+        self._mailbox.write(self._number, Meeting(in_one_line(error)), State.FAILED)
+
+    def miss(self) -> None:
+        """The others have taken a step that this rank has not."""
+        self.stale = True
+
+    def begin(self) -> None:
+        """Begin another part of the run, with only what lasts to answer; numbers start afresh, wherever an error has ended the last."""
+        self.part += 1
+        self._number = (self.part << PART) + 1
+        self.stale = False
+        self._answers = {**self._lasting}
+        self.phase, self.take_state, self.at_work, self.waits, self.lost = _ALONE
+        for lane in self._lanes:
+            lane.begin(self.part)
+
+    def raise_if_failed(self) -> None:
+        """Raise an error if another rank has failed, and so comes nowhere any more."""
+        self._raise_if_failed(self._mailbox.read_all(self._number))
+
+    def in_vain(self, what: str, owner: int | None) -> RankMismatchError:
+        """The error of having waited too long, for rank ``owner`` or for any."""
+        whom = "the other ranks" if owner is None else f"rank {owner}"
+        return RankMismatchError(
+            f"rank {self._rank} waited {self.timeout.total_seconds():g} s for {whom} at the same point ({what}), in vain. "
+            f"{self.whereabouts.told()} Who is missing has ended, is stuck or took another way; if it is only slow, raise timeout=."
+        )
+
+    def _wait(self, waiting: bool, meeting: Meeting | None = None) -> None:
+        self._mailbox.waiting, self.waits_for = waiting, meeting
+        self.waits(waiting)
+        for lane in self._lanes:
+            lane.wait(waiting)
+
+    def _answer_lanes(self, meeting: Meeting) -> bool:
+        """Answer what others do in lanes before they come to ``meeting``, for which this rank waits."""
+        begun = [lane for lane in self._lanes if lane.begun(self._number)]
+        if begun and not self.stale:
+            # they must read that before they come there themselves
+            self.stale = True
+            self._mailbox.write(self._number, meeting, State.WAITING, stale=True)
+        return any(lane.answer_begun(self._number) for lane in begun)
+
+    def _answer_begun(self, entries: list[Entry | None], answers: bool) -> bool:
+        """Answer the meeting to which another rank has gone ahead, if there is one."""
+        begun = next((entry for entry in entries if entry and entry.state is State.CONTRIBUTING), None)
+        if begun is None:
+            return False
+        if not answers:
+            raise RankMismatchError(
+                f"the ranks are at different points of the script, and their gradients cannot be averaged with each other: "
+                f"{_told([entry for entry in entries if entry])}. Have all ranks make their gradients in the same way in each step, and "
+                "step together."
+            )
+        self.signals.hold()
+        try:
+            self._mailbox.write(self._number, begun.meeting, State.ANSWERING)
+            kept_up = self._answers[begun.meeting.kind](begun.meeting.detail, [])
+            self.through()
+        finally:
+            self.signals.release()
+        if callable(kept_up):
+            waits_for, kept_up = self.waits_for, kept_up()
+            self._wait(True, waits_for)  # it may have waited itself
+        self.stale = self.stale or not kept_up
+        return True
+
+    def _all_came(self, entries: list[Entry | None]) -> list[Entry]:
+        """The entries of all ranks once all of them wait, or have been found waiting; else an empty list."""
+        came = [entry for entry in entries if entry and entry.state in (State.WAITING, State.MET)]
+        return came if len(came) == len(entries) else []
+
+    def _meet(self, came: list[Entry]) -> list[int]:
+        """Hold the meeting that counts most among those that ranks ``came`` for; returns the ranks that came for it."""
+        chosen = max((entry.meeting for entry in came), key=self._precedence)
+        present = [entry.rank for entry in came if entry.meeting.identity == chosen.identity]
+        others = [entry for entry in came if entry.rank not in present]
+        if others and chosen.kind not in self._answers:
+            raise RankMismatchError(
+                f"the ranks have come to different points of the script, and each would wait for the others for ever: {_told(came)}. "
+                "Have all ranks take the same way there, or guard what only one shall do with @parwrap.rank_zero_only."
+            )
+        self.alike = len({entry.meeting.detail for entry in came if entry.rank in present}) == 1
+        mine = next(entry.meeting for entry in came if entry.rank == self._rank)
+        self._mailbox.write(self._number, mine, State.MET, self.stale)
+        if any(entry.stale for entry in came):
+            self._catch_up(came)
+        self.through()
+        if self._rank not in present and chosen.kind in self._answers:
+            self._answers[chosen.kind](chosen.detail, present)
+        return present
+
+    def _precedence(self, meeting: Meeting) -> tuple[int, int, bool, str]:
+        """Most is what the others can answer, by phase and backwards first; then what users call; last leaving, and waiting for a file."""
+        importance = {FILE: -1, END: 0}.get(meeting.kind, 2 if meeting.kind in self._answers else 1)
+        return importance, -meeting.detail, meeting.kind == FIRST_BACKWARD, meeting.kind
+
+    def _catch_up(self, came: list[Entry]) -> None:
+        """The stale ranks take over the state of the lowest that is not."""
+        behind = [entry for entry in came if entry.stale]
+        source = min(entry.rank for entry in came if not entry.stale)
+        if self._rank == 0 and not self._warned:
+            self._warned = True
+            warn(
+                f"parwrap: {_told(behind)}, and other ranks have trained on in the meantime: it ran fewer batches (by a break, a continue, "
+                "a return or an exception of its own, or because its part of a stream is shorter). Their gradients were averaged "
+                f"without it, and it now has the weights, buffers, optimizers and schedulers of rank {source}. This is said once."
+            )
+        self.take_state(source)
+        # who has ended sees nothing of what the others' scripts do after this, such as loading weights, and takes it at the end
+        self.stale = self.stale and any(entry.rank == self._rank and entry.meeting.kind == END for entry in came)
+
+    def _raise_if_failed(self, entries: list[Entry | None]) -> None:
+        failed = next((entry for entry in entries if entry and entry.state is State.FAILED and entry.rank not in self.lost()), None)
+        if failed and time.time() > failed.since + GRACE:
+            raise RankMismatchError(f"rank {failed.rank} has failed with {failed.meeting}, and rank {self._rank} waits for it in vain.")
+
+
+def _told(entries: list[Entry]) -> str:
+    return "; ".join(f"rank {entry.rank} is at {entry.meeting}" for entry in entries)

@@ -1,0 +1,155 @@
+"""Which batches of an evaluation pass are a rank's, so that no sample is read twice and none is missing.
+
+Where batches are made of indices each rank reads a block of consecutive ones, so that the ranks' results in a row are in the order of
+a single process; of a stream, whose end is not known, each takes its turn. Batches are those of one process, never cut. What is done
+with the results is left to ``merging.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from parwrap.loop.random_streams import get_state, set_state
+
+__all__ = ["MOST", "Blocks", "Counted", "Turns", "block", "is_endless", "is_stream", "regular_sizes", "rows_of"]
+
+MOST = 10**7
+"""Batches of one pass; a sampler that draws for ever is never through."""
+
+
+def block(batches: int, rank: int, readers: int) -> range:
+    """What ``rank`` reads of so many ``batches``, or samples: as many as the other ``readers``, the first of them one more.
+
+    >>> [list(block(5, rank, 3)) for rank in range(3)]
+    [[0, 1], [2, 3], [4]]
+    """
+    small, larger = divmod(batches, readers)
+    start = rank * small + min(rank, larger)
+    return range(start, start + small + (rank < larger))
+
+
+class Blocks:
+    """A sampler that draws all that ``within`` does, at once and on the streams that all ranks share, and yields what is ``chosen``.
+
+    Args:
+        within: the loader's own sampler.
+        shared: gives the streams to draw on.
+        chosen: called with all that was drawn; gives this rank's.
+    """
+
+    def __init__(self, within: Iterable, shared: Callable[[], AbstractContextManager], chosen: Callable[[list], list]) -> None:
+        self.within, self._shared, self._chosen = within, shared, chosen
+
+    def __iter__(self) -> Iterator:
+        with self._shared():
+            drawn = list(islice(self.within, MOST + 1))
+        yield from self._chosen(drawn)
+
+
+class Counted:
+    """A ``collate_fn`` that tells how many samples are in the batch that ``collate`` makes."""
+
+    def __init__(self, collate: Callable[[list], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list) -> tuple[int, Any]:
+        return len(samples), self._collate(samples)
+
+
+class Turns:
+    """Every ``readers``-th batch of a stream, from the ``rank``-th on; all ranks draw the whole of it.
+
+    A rank whose turn does not come before the end yields the first batch, for it to stand in with.
+
+    Args:
+        batches: the stream.
+        most: the number of ranks.
+        begin: called with the first ``most`` batches, or all there are; gives ``rank`` and ``readers``.
+        ended: called with the number of batches when the stream has ended.
+    """
+
+    def __init__(self, batches: Iterator, most: int, begin: Callable[[list], tuple[int, int]], ended: Callable[[int], None]) -> None:
+        self._batches, self._most, self._begin, self._ended = batches, most, begin, ended
+        self._turns: Iterator | None = None
+        self._state: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._turns is None:
+            self._turns = self._taken()
+        return next(self._turns)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def _taken(self) -> Iterator:
+        first = self._drawn(self._most)
+        rank, readers = self._begin(first)
+        drawn = len(first)
+        yield from first[rank::readers] if rank < readers else first[:1]
+        del first
+        while turn := self._drawn(readers - drawn % readers):
+            ours = (rank - drawn) % readers
+            drawn += len(turn)
+            if rank < readers and ours < len(turn):
+                yield turn[ours]
+        set_state(self._state)
+        self._ended(drawn)
+
+    def _drawn(self, most: int) -> list:
+        """The next batches, drawn where the stream has left the random numbers: what the user draws in between differs by rank."""
+        running = get_state()
+        set_state(self._state or running)
+        drawn = list(islice(self._batches, most))
+        self._state = get_state()
+        set_state(running)
+        return drawn
+
+
+def regular_sizes(loader: DataLoader) -> list[int] | None:
+    """The samples in each batch of a pass over ``loader``, where that is known before they are drawn.
+
+    >>> regular_sizes(DataLoader(range(5), batch_size=2)), regular_sizes(DataLoader(range(5), batch_size=2, drop_last=True))
+    ([2, 2, 1], [2, 2])
+    """
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if batches is None:
+        return [1] * len(sampler) if hasattr(sampler, "__len__") else None  # type: ignore[arg-type]
+    if not isinstance(batches, BatchSampler) or not hasattr(batches.sampler, "__len__"):
+        return None
+    if type(batches) is not BatchSampler and not type(batches).__module__.startswith("torchdata."):  # which may do anything
+        return None
+    whole, left = divmod(len(batches.sampler), batches.batch_size)  # type: ignore[arg-type]
+    return [batches.batch_size] * whole + [left] * (left > 0 and not batches.drop_last)
+
+
+def is_stream(loader: DataLoader) -> bool:
+    """Whether there are no indices to share out."""
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def is_endless(drawn: Any) -> bool:
+    """Whether ``drawn``, or what a sampler is going to draw, is too much for one pass."""
+    return hasattr(drawn, "__len__") and len(drawn) > MOST
+
+
+def rows_of(item: Any) -> int:
+    """The size of the first dimension of what a loader yields; 1 where there is none.
+
+    >>> rows_of({"x": [torch.zeros(3, 2)]}), rows_of("text")
+    (3, 1)
+    """
+    if isinstance(item, (torch.Tensor, np.ndarray)):
+        return item.shape[0] if item.ndim else 1
+    inner = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
+    found = (each for each in inner if isinstance(each, (torch.Tensor, np.ndarray, dict, list, tuple)))
+    return next((rows_of(each) for each in found), 1)

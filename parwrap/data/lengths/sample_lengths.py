@@ -1,0 +1,139 @@
+"""How long the samples of a dataset are: told by the user, or found by reading each sample once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from parwrap.errors import UsageError
+from parwrap.loop.random_streams import get_state, set_state
+
+__all__ = ["Lengths", "read_lengths"]
+
+
+class Lengths:
+    """The lengths of datasets, each read once, and again when it has another number of samples.
+
+    Args:
+        length, pad_value: see :func:`read_lengths`.
+    """
+
+    def __init__(self, length: Any = None, pad_value: float | None = None) -> None:
+        self._length, self._pad_value = length, pad_value
+        self._known: dict[int, tuple[Any, int, np.ndarray | None]] = {}
+
+    def of(self, loader: DataLoader) -> np.ndarray | None:
+        """The lengths of the samples of ``loader``; ``None`` if all are the same."""
+        dataset: Any = loader.dataset
+        key, samples = id(dataset), len(dataset)
+        known, count, lengths = self._known.get(key, (lambda: None, -1, None))
+        if known() is None or count != samples:
+            lengths = read_lengths(dataset, self._length, self._pad_value)
+            try:
+                known = weakref.ref(dataset, lambda _: self._known.pop(key, None))
+            except TypeError:  # as of a plain list, which its loader keeps alive
+                known = weakref.ref(loader, lambda _: self._known.pop(key, None))
+            self._known[key] = known, samples, lengths
+        return lengths
+
+
+def read_lengths(dataset: Any, length: Any = None, pad_value: float | None = None) -> np.ndarray | None:
+    """The length of each sample of ``dataset``; ``None`` if all are the same.
+
+    Args:
+        dataset: with a length and samples by index. Reading it leaves the random streams where they were.
+        length: a sequence of the lengths; or what takes a sample and returns its length; or the name or place of the field in a sample.
+            By default what ``attention_mask`` counts, or the first sequence whose length differs.
+        pad_value: what does not count at the end of a sequence. Without ``length``, it is then looked for in whole numbers only.
+
+    Raises:
+        UsageError: ``length`` does not fit the samples.
+
+    >>> read_lengths([(torch.tensor([5, 6, 0]), 1), (torch.tensor([7, 0, 0]), 0)], pad_value=0)
+    array([2, 1])
+    """
+    if isinstance(length, (Sequence, torch.Tensor, np.ndarray)) and not isinstance(length, str):
+        lengths: np.ndarray | None = _told(length, len(dataset))
+    else:
+        before = get_state()
+        try:
+            lengths = _read(dataset, length, pad_value)
+        finally:
+            set_state(before)
+    return None if lengths is None or not len(lengths) or lengths.min() == lengths.max() else lengths
+
+
+def _told(lengths: Any, samples: int) -> np.ndarray:
+    if len(lengths) != samples:
+        raise UsageError(
+            f"length= has {len(lengths)} lengths, and the dataset of a shuffled DataLoader {samples} samples. Where a script has several, "
+            "give what takes a sample and returns its length."
+        )
+    return np.asarray(lengths)
+
+
+def _read(dataset: Any, length: Any, pad_value: float | None) -> np.ndarray | None:
+    samples = (dataset[i] for i in range(len(dataset)))
+    if callable(length):
+        return np.array([_number(length(sample), length) for sample in samples])
+    if length is not None:
+        return np.array([_real_length(_field(sample, length), pad_value) for sample in samples])
+    found = [_found(sample, pad_value) for sample in samples]
+    for name in found[0] if found else ():
+        lengths = np.array([each.get(name, 0) for each in found])
+        if lengths.min() < lengths.max():
+            return lengths
+    return None
+
+
+def _number(value: Any, length: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"length={length!r} has returned {value!r} for a sample, which is not a number of tokens.") from None
+
+
+def _field(sample: Any, name: Any) -> Any:
+    try:
+        found = sample[name]
+        len(found)
+    except (KeyError, IndexError, TypeError):
+        raise UsageError(f"length={name!r} is no field with a length in a sample, which is a {type(sample).__name__}.") from None
+    return found
+
+
+def _found(sample: Any, pad_value: float | None) -> dict[Any, int]:
+    """The lengths that a sample may be said to have, the likeliest first."""
+    if isinstance(sample, Mapping):
+        fields = dict(sample)
+    else:
+        fields = dict(enumerate(sample)) if isinstance(sample, (tuple, list)) and not _is_row(sample) else {None: sample}
+    fields = {name: field for name, field in fields.items() if _is_row(field)}
+    found: dict[Any, int] = {}
+    if isinstance(sample, Mapping) and "attention_mask" in fields:
+        found["mask"] = int(np.count_nonzero(np.asarray(fields["attention_mask"])))
+    found |= {("whole", name): len(field) for name, field in fields.items()}
+    whole_numbers = {name: field for name, field in fields.items() if np.asarray(field).dtype.kind in "iu"}
+    if pad_value is not None:
+        found |= {("real", name): _real_length(field, pad_value) for name, field in whole_numbers.items()}
+    return found
+
+
+def _is_row(value: Any) -> bool:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.ndim > 0
+    return isinstance(value, list) and all(isinstance(each, (bool, int, float, np.number)) for each in value)
+
+
+def _real_length(sequence: Any, pad_value: float | None) -> int:
+    """The length of a sequence up to the last that is no padding."""
+    if pad_value is None or isinstance(sequence, str):
+        return len(sequence)
+    array = np.asarray(sequence)
+    real = (array != pad_value).reshape(len(array), -1).any(axis=1)
+    return int(real.nonzero()[0].max(initial=-1)) + 1

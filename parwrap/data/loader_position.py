@@ -1,0 +1,277 @@
+"""Where the training passes over one loader are: what a checkpoint keeps of it, and what a later run goes on from.
+
+What is counted is what all ranks together have trained on, so that any number of ranks can go on. The rest of a pass is dealt out by
+``training_share.py``; which loaders there are is known to ``loaders.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader
+
+from parwrap.data.sampler_state import get_sources, set_sources
+from parwrap.data.unread import Unread
+from parwrap.errors import RankMismatchError, UsageError
+from parwrap.group.group import Group
+from parwrap.loop.random_streams import Streams
+
+__all__ = ["EPOCH", "LENGTH", "MARK", "RANKS", "Plan", "Position", "check_drawn", "digest"]
+
+MARK = "parwrap"
+"""The entry that a state is known by; its value is the version of what else is in it."""
+
+LOADED = "the position that a training loader goes on from"
+
+LENGTH, RANKS, EPOCH = "dataset's length", "number of ranks", "sampler's epoch"
+
+HINTS = {
+    RANKS: " Only passes whose indices parwrap deals out can go on with another number of ranks.",
+    EPOCH: " Call the set_epoch of its DistributedSampler before the pass, as in the run that the state is of.",
+}
+"""What can be done about facts that are others than they were."""
+
+MEANINGS = {
+    "samples": "one that takes each sample once, in order or shuffled",
+    "batches": "one with a sampler of its own",
+    "draws": "one whose ranks take their samples together",
+    "own": "one with a DistributedSampler for as many replicas as there are ranks",
+    "stream": "one over an IterableDataset",
+}
+"""The kinds of loaders, by what a position in them is counted in: samples, whole batches, and each rank's own batches."""
+
+
+class Plan(NamedTuple):
+    """How a pass reads a loader.
+
+    Attributes:
+        kind: one of ``MEANINGS``.
+        per_step: how much a step takes, of all ranks together.
+        takes: the kinds whose positions it can go on from.
+        facts: what must be the same in the run that goes on, by what an error calls it.
+    """
+
+    kind: str
+    per_step: int
+    takes: tuple[str, ...]
+    facts: dict[str, Any]
+
+
+class Position:
+    """Where the training passes over one loader are; what :func:`parwrap.loaders` lists.
+
+    Args:
+        loader: it is kept alive only while a pass is open.
+        streams: what its sampler may draw from.
+        plan: gives how a loader is read, and how for a position of the ``kind`` that is given.
+
+    Attributes:
+        number: of the loader, in the order of the first training passes; ``None`` before.
+        epoch: of the pass that began last, from 0; -1 before.
+        seed: what the loader is shared out by, and how many loaders had got one then.
+        given: the same of a state that was loaded, until it is used.
+        draws: what counts the draws of the sampler in the pass that began last.
+        unread: what that pass does not see of the whole; ``None`` where that cannot be read, or is not to be.
+        looked_at: how many passes are open that do not train.
+    """
+
+    def __init__(self, loader: DataLoader, streams: Streams, plan: Callable[..., Plan]) -> None:
+        self._loader, self._streams, self._plan_of = weakref.ref(loader), streams, plan
+        self.number: int | None = None
+        self.epoch = -1
+        self.seed: tuple[int, int] | None = None
+        self.given: tuple[int, int] | None = None
+        self.draws: Any = None
+        self.unread: Unread | None = None
+        self.looked_at = 0
+        self._plan: Plan | None = None
+        self._held: DataLoader | None = None
+        self._open = self._done = 0
+        self._several = False
+        self._began: list[Any] = []
+        self._loaded: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        loaded = self._loaded
+        epoch, done, per_step = (
+            (loaded["epoch"], loaded["done"], loaded["per_step"]) if loaded else (self._next, self._done, self._per_step)
+        )
+        which = "not trained on yet" if self.number is None else str(self.number)
+        return f"<parwrap loader {which}: epoch {epoch}, {math.ceil(done / per_step)} batches done>"
+
+    @property
+    def _next(self) -> int:
+        """The epoch that the next batch is of, from 0."""
+        return self.epoch if self._open else self.epoch + 1
+
+    @property
+    def kind(self) -> str | None:
+        """What the place in the pass that began last is counted in."""
+        return self._plan.kind if self._plan else None
+
+    @property
+    def _per_step(self) -> int:
+        return self._plan.per_step if self._plan else 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is: after the batch that the loop has drawn last, whatever its workers have read ahead.
+
+        Numbers and texts, a few kilobytes, the same on all ranks. No rank waits for another.
+
+        Raises:
+            UsageError: two training passes over the loader are open, or were until one was left; or one that is not for training.
+        """
+        if self._loaded is not None:
+            return self._loaded
+        if self.looked_at and self.number is None:
+            raise UsageError(
+                "a DataLoader is read as one that is only looked at: in eval() mode, without gradients or before there is an optimizer. "
+                "Its place is not kept in such a pass."
+            )
+        if self._several:
+            raise UsageError(
+                "two training passes over one DataLoader are open, so that it is at no one place. Give each its own DataLoader."
+            )
+        loader, inside = self._alive(), self._open > 0
+        plan = self._plan or self._plan_of(loader)
+        drawn = self.draws.drawn if inside and self.draws else 0
+        with self._streams.shared():
+            now = get_sources(loader)
+        return {
+            MARK: 1,
+            "kind": plan.kind,
+            "epoch": self._next,
+            "done": self._done,
+            "per_step": plan.per_step,
+            "seed": self.seed,
+            "facts": plan.facts,
+            "drawn": drawn,
+            "last": digest(self.draws.last) if drawn else None,
+            "began": self._began if inside else now,
+            "now": now,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next pass that begins go on from ``state``; call it on every rank.
+
+        Args:
+            state: what ``state_dict()`` has returned, on the same or another number of ranks.
+
+        Raises:
+            UsageError: it is no such state, or that of another kind of loader, or of a dataset of another length.
+        """
+        loader = self._alive()
+        if not isinstance(state, dict) or state.get(MARK) != 1:
+            raise UsageError(f"load_state_dict takes what state_dict() of parwrap.loaders() has returned, not {_described(state)}.")
+        self._check_kind(state, self._plan_of(loader))
+        self._loaded = state
+
+    def begin(self, loader: DataLoader, group: Group | None) -> dict[str, Any] | None:
+        """A pass begins: the state that it goes on from; ``None`` if it has all its batches before it."""
+        state, self._loaded = self._loaded, None
+        if state is not None:
+            self._agree(state, group)
+            self._check_kind(state, self._plan_of(loader))
+            _compare(state["facts"], self._plan_of(loader).facts)
+            self.epoch = state["epoch"] - 1
+            self.seed = self.given = tuple(state["seed"]) if state["seed"] else None
+            with self._streams.shared():
+                set_sources(loader, state["began"])
+        inside = state is not None and state["done"] > 0
+        self._plan = self._plan_of(loader, state["kind"]) if state and inside else self._plan_of(loader)
+        self._done = state["done"] if state else 0
+        self._open, self.epoch, self.draws, self._held = self._open + 1, self.epoch + 1, None, loader
+        self.unread = None
+        self._several = self._open > 1
+        with self._streams.shared():
+            self._began = get_sources(loader)
+        return state if inside else None
+
+    def set_back(self, loader: DataLoader) -> None:
+        """Have the streams where the pass began again."""
+        with self._streams.shared():
+            set_sources(loader, self._began)
+
+    def went_on(self, loader: DataLoader, state: dict[str, Any]) -> None:
+        """The pass is where ``state`` says, and so are the streams from now on, whatever else was drawn from them then."""
+        with self._streams.shared():
+            set_sources(loader, state["now"])
+
+    def drew(self) -> None:
+        """The loop has got a batch."""
+        self._done += self._per_step
+
+    def take_back(self, epoch: int) -> None:
+        """The pass of this ``epoch`` was none that trains."""
+        self.end()
+        if self.epoch == epoch:
+            self.epoch -= 1
+
+    def end(self) -> None:
+        """A pass is over."""
+        self._open -= 1
+        if not self._open:
+            self._done, self._several, self._held = 0, False, None
+
+    def _alive(self) -> DataLoader:
+        loader = self._loader()
+        if loader is None:
+            raise UsageError("the DataLoader of this position is gone. List the loaders anew: parwrap.loaders().")
+        return loader
+
+    def _check_kind(self, state: dict[str, Any], plan: Plan) -> None:
+        if state["kind"] not in plan.takes:
+            raise UsageError(
+                f"the state is of another kind of DataLoader, {MEANINGS[state['kind']]}; this is {MEANINGS[plan.kind]}. "
+                "parwrap.loaders() lists in the order of the first training passes: load the states in the same."
+            )
+        _compare(state["facts"], plan.facts, only=LENGTH)
+
+    def _agree(self, state: dict[str, Any], group: Group | None) -> None:
+        """A rank that has loaded nothing, or something else, would train on what others train on too."""
+        if group is None:
+            return
+        places = group.exchange(LOADED, {"epoch": state["epoch"], "done": state["done"], "seed": state["seed"]})
+        if len({repr(place) for place in places.values()}) > 1:
+            listed = ", ".join(f"epoch {place['epoch']} after {place['done']} on rank {rank}" for rank, place in places.items())
+            raise RankMismatchError(
+                f"the states that were loaded for a DataLoader differ between ranks: {listed}. Load the same on every rank."
+            )
+
+
+def digest(drawn: Any) -> str:
+    """A few letters that are the same for the same indices.
+
+    >>> digest([1, 2]) == digest([1, 2]), digest([1, 2]) == digest([2, 1])
+    (True, False)
+    """
+    return hashlib.blake2b(repr(drawn).encode(), digest_size=8).hexdigest()
+
+
+def check_drawn(rest: dict[str, Any], drawn: Any) -> None:
+    """Raise if a sampler draws something else than it did before the state of ``rest`` was taken."""
+    if drawn is None or digest(drawn) != rest["last"]:
+        raise UsageError(
+            f"a DataLoader's sampler does not draw again what it drew before its state was taken: number {rest['drawn']} of the pass is "
+            "another, so there is no place to go on from. Its batch_size, weights and indices must be what they were, and it must draw "
+            "from torch, np.random or random while nothing else does, or from a generator that is an attribute of it."
+        )
+
+
+def _compare(before: dict[str, Any], now: dict[str, Any], only: str | None = None) -> None:
+    """Raise if a fact, or the ``only`` one that is asked for, is another now."""
+    for name in before.keys() & now.keys() if only is None else {only} & before.keys():
+        if before[name] != now[name]:
+            raise UsageError(
+                f"the state is of a DataLoader whose {name} was {before[name]}; this one's is {now[name]}.{HINTS.get(name, '')}"
+            )
+
+
+def _described(state: Any) -> str:
+    if not isinstance(state, dict):
+        return f"a {type(state).__name__}"
+    return f"a dict with {', '.join(map(repr, list(state)[:3]))}" if state else "an empty dict"

@@ -1,0 +1,90 @@
+"""The rest of a pass, as samplers: what comes after what was trained on before, shared out among as many ranks as there are now.
+
+Only indices are skipped, no sample is read. What was trained on before is ``loader_position.py``'s to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, cycle, islice
+from typing import Any
+
+__all__ = ["RestOfBatches", "RestOfSamples", "Skipping"]
+
+
+class RestOfSamples:
+    """This rank's part of what comes after the first ``done`` samples of an ``order``.
+
+    Ranks get equally many: as in ``DistributedSampler``, which deals in the same way, a last round that is not full is filled up from the
+    first samples, or left out with ``uneven="drop"``.
+
+    >>> [list(RestOfSamples("abcdefg", 4, rank, 2)) for rank in (0, 1)]
+    [['e', 'g'], ['f', 'a']]
+    """
+
+    def __init__(self, order: Sequence, done: int, rank: int, size: int, uneven: str = "pad") -> None:
+        rest = list(order[done:])
+        if uneven == "drop":
+            del rest[len(rest) - len(rest) % size :]
+        self._indices = [*rest, *islice(cycle(order), -len(rest) % size)][rank::size]
+
+    def __iter__(self) -> Iterator:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+class RestOfBatches:
+    """What comes after the first ``done`` of ``batches``, for one pass.
+
+    Args:
+        batches: what a sampler draws.
+        done: how many are left out.
+        drawn: how many are drawn at once: loaders read ahead, and had done so.
+        kept: how many of the first are kept as ``first``, which the last round is filled up from.
+
+    >>> rest = RestOfBatches("abcde", done=2, drawn=3, kept=1)
+    >>> list(rest), rest.first
+    (['c', 'd', 'e'], ['a'])
+    """
+
+    def __init__(self, batches: Any, done: int, drawn: int, kept: int) -> None:
+        self.within = batches
+        self.first: list = []
+        self._done, self._kept = done, kept
+        self._drawing = enumerate(batches)
+        self._ahead = [batch for batch in map(self._noted, islice(self._drawing, drawn)) if batch is not _LEFT_OUT]
+
+    def _noted(self, drawn: tuple[int, Any]) -> Any:
+        number, batch = drawn
+        if number < self._kept:
+            self.first.append(batch)
+        return batch if number >= self._done else _LEFT_OUT
+
+    def __iter__(self) -> Iterator:
+        later = map(self._noted, self._drawing)
+        return chain(self._ahead, (batch for batch in later if batch is not _LEFT_OUT))
+
+    def __len__(self) -> int:
+        return max(0, len(self.within) - self._done)
+
+
+_LEFT_OUT = object()
+
+
+class Skipping:
+    """``batches`` without the first ``done``.
+
+    >>> list(Skipping("abc", 2))
+    ['c']
+    """
+
+    def __init__(self, batches: Iterable, done: int) -> None:
+        self.within, self._done = batches, done
+
+    def __iter__(self) -> Iterator:
+        return islice(iter(self.within), self._done, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.within) - self._done)  # type: ignore[arg-type]

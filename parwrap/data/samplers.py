@@ -1,0 +1,233 @@
+"""A rank's share of a loader's indices, as samplers; nothing is drawn before it is asked for.
+
+A plain sequential or shuffled loader gets torch's ``DistributedSampler``. Every other sampler is kept: its batches are dealt
+out to the ranks in turn, or each is split among them. Loaders without end are common, so indices are never listed.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from parwrap.data.evaluation_blocks import block
+from parwrap.errors import UsageError
+
+__all__ = [
+    "DealtBatches",
+    "SplitBatches",
+    "arranged",
+    "distributed_sampler",
+    "is_plain",
+    "last_part",
+    "read_for",
+    "refuse_nothing",
+    "samples_in",
+    "share_length",
+    "shuffles",
+    "users_own",
+    "with_indices",
+    "with_others",
+]
+
+READ_FOR = "_parwrap_read_for"
+
+
+class DealtBatches:
+    """Every ``size``-th batch, from the ``rank``-th on; all ranks get equally many.
+
+    What does not go round is filled up from the first round (``uneven="pad"``, as ``DistributedSampler`` does), left out (``"drop"``),
+    or given to as many ranks as it is enough for (``"join"``): the others repeat a batch, and ``weights`` gets, as in
+    :class:`SplitBatches`, how much each batch counts. The rest of a pass has the batches that it began with as ``first``.
+
+    >>> [list(DealtBatches("abcde", rank, 2)) for rank in (0, 1)]
+    [['a', 'c', 'e'], ['b', 'd', 'a']]
+    >>> [list(DealtBatches("abcde", rank, 2, uneven="drop")) for rank in (0, 1)]
+    [['a', 'c'], ['b', 'd']]
+    >>> joined = DealtBatches([[0, 1], [2, 3], [4, 5]], rank=1, size=2, uneven="join")
+    >>> list(joined), list(joined.weights)
+    ([[2, 3], [4, 5]], [1.0, 0.0])
+    """
+
+    def __init__(self, batches: Iterable, rank: int, size: int, uneven: str = "pad") -> None:
+        self.batches, self.rank, self.size, self.uneven = batches, rank, size, uneven
+        self.weights: deque[float] | None = deque() if uneven == "join" else None
+
+    def __iter__(self) -> Iterator:
+        first: list = getattr(self.batches, "first", [])
+        turn: list = []
+        if self.weights is not None:
+            self.weights.clear()
+        for batch in self.batches:
+            turn.append(batch)
+            if len(turn) == self.size:
+                first = first or turn
+                yield self._mine(turn)
+                turn = []
+        if turn and self.uneven != "drop":
+            yield self._mine(turn + (first or turn) * self.size if self.uneven == "pad" else turn)
+
+    def _mine(self, turn: list) -> Any:
+        mine = turn[self.rank] if self.rank < len(turn) else None
+        if self.weights is not None:
+            samples = [len(batch) if isinstance(batch, Sized) and not isinstance(batch, str) else 1 for batch in turn]
+            self.weights.append(0.0 if mine is None else samples[self.rank] * self.size / (sum(samples) or 1))
+        return turn[0] if mine is None else mine
+
+    def __len__(self) -> int:
+        return _in_rounds(len(self.batches), self.size, self.uneven)  # type: ignore[arg-type]
+
+
+class SplitBatches:
+    """This rank's part of every batch, in order.
+
+    ``weights`` gets, for each batch that is drawn, how much this rank's part counts in an average over ranks: its samples
+    times the number of ranks over all samples. A rank for which nothing is left gets the first sample at weight 0, so that
+    it takes part.
+
+    >>> split = SplitBatches([[1, 2, 3], [4]], rank=1, size=2)
+    >>> list(split), list(split.weights)
+    ([[3], [4]], [0.6666666666666666, 0.0])
+    """
+
+    def __init__(self, batches: Iterable, rank: int, size: int) -> None:
+        self.batches = self.within = batches
+        self.rank, self.size = rank, size
+        self.weights: deque[float] = deque()
+
+    def __iter__(self) -> Iterator[list]:
+        self.weights.clear()
+        for batch in self.batches:
+            whole = list(batch)
+            mine = block(len(whole), self.rank, self.size)
+            part = whole[mine.start : mine.stop]
+            self.weights.append(len(part) * self.size / len(whole))
+            yield part or whole[:1]
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+
+def shuffles(loader: DataLoader) -> bool:
+    """Whether the order is new in every pass, which is what training loaders do."""
+    return not isinstance(getattr(loader.batch_sampler, "sampler", loader.sampler), SequentialSampler)
+
+
+def is_plain(loader: DataLoader) -> bool:
+    """Whether each pass takes every sample once, in order or shuffled, so that ``DistributedSampler`` can do it."""
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler:
+        once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    else:
+        once = type(sampler) is SequentialSampler
+    batches: Any = loader.batch_sampler  # which some put another in the place of, to read a loader without end
+    batches_by_size = batches is None or (
+        loader.batch_size is not None and isinstance(batches, BatchSampler) and batches.sampler is sampler
+    )
+    return once and batches_by_size and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+
+
+def arranged(draws: Any, size: int) -> Any:
+    """What a sampler ``draws``, in the order to deal it out to ``size`` ranks, if it says that it knows one."""
+    return draws.for_ranks(size) if hasattr(draws, "for_ranks") else draws
+
+
+def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad") -> int:
+    """How many batches one of ``size`` ranks gets of a loader that has ``whole``."""
+    if hasattr(loader.batch_sampler, "for_ranks"):
+        whole = len(arranged(loader.batch_sampler, size))
+    stream = isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, IterDataPipe)
+    if loader.batch_size is None or not (stream or is_plain(loader)):
+        return _in_rounds(whole, size, uneven)
+    samples, batch_size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
+    if uneven == "join" and not stream:
+        return len(BatchSampler(range(samples), batch_size * size, loader.drop_last))
+    return len(BatchSampler(range(_in_rounds(samples, size, uneven)), batch_size, loader.drop_last))
+
+
+def refuse_nothing(loader: DataLoader, size: int) -> None:
+    """With ``uneven="drop"``, a loader that is too short would not be trained on at all."""
+    try:
+        whole = len(loader.sampler if is_plain(loader) or loader.batch_sampler is None else loader.batch_sampler)  # type: ignore[arg-type]
+    except TypeError:
+        return  # who does not know its length has a batch for every rank, or none
+    if whole < size:
+        what = "samples" if is_plain(loader) or loader.batch_sampler is None else "batches"
+        raise UsageError(
+            f'uneven="drop" leaves nothing to train on: a DataLoader has {whole} {what} for {size} ranks. '
+            'Give uneven="pad", which repeats some, or uneven="join", or start fewer ranks.'
+        )
+
+
+def _in_rounds(pieces: int, size: int, uneven: str) -> int:
+    """How many of ``pieces`` each of ``size`` ranks gets when they are dealt out in turn."""
+    return pieces // size if uneven == "drop" else math.ceil(pieces / size)
+
+
+def last_part(batches: Any) -> float:
+    """How full the last of a sampler's ``batches`` is: less than 1 where the samples do not fill it.
+
+    What stands around a sampler has it as ``within``.
+
+    >>> last_part(BatchSampler(range(10), 4, drop_last=False)), last_part(SplitBatches(BatchSampler(range(8), 4, drop_last=False), 0, 2))
+    (0.5, 1.0)
+    """
+    while hasattr(batches, "within"):
+        batches = batches.within
+    if type(batches) is not BatchSampler or batches.drop_last or not hasattr(batches.sampler, "__len__"):
+        return 1.0
+    left = len(batches.sampler) % batches.batch_size  # type: ignore[arg-type]
+    return left / batches.batch_size if left else 1.0
+
+
+def with_indices(loader: DataLoader, indices: Iterable, **others: Any) -> DataLoader:
+    """A shallow copy of ``loader`` that draws its batches (or samples, if it does not batch) from ``indices``."""
+    drawn = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    return with_others(loader, **{drawn: indices, **others})
+
+
+def with_others(loader: DataLoader, **others: Any) -> DataLoader:
+    """A shallow copy of ``loader`` with ``others`` in the place of some of its attributes.
+
+    Everything else is kept, also of subclasses. ``DataLoader`` refuses new samplers by ``__setattr__``, hence ``vars``;
+    ``copy.copy`` would leave a cache behind on the class.
+    """
+    copied = loader.__class__.__new__(loader.__class__)
+    vars(copied).update({**vars(loader), "_iterator": None, **others})
+    return copied
+
+
+def read_for(copied: DataLoader, loader: DataLoader) -> None:
+    """Note that ``copied`` is what is read where the user reads ``loader``."""
+    vars(copied)[READ_FOR] = weakref.ref(loader)
+
+
+def users_own(loader: DataLoader) -> DataLoader:
+    """The user's loader for which ``loader`` is read, or else that itself."""
+    known = vars(loader).get(READ_FOR)
+    return (known() if known else None) or loader
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples a collated ``batch`` holds: the length of the first tensor or list in it.
+
+    >>> samples_in({"x": (torch.zeros(3, 2), torch.zeros(3))})
+    3
+    """
+    if isinstance(batch, Mapping):
+        return samples_in(next(iter(batch.values()), ()))
+    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], (torch.Tensor, Mapping, tuple, list)):
+        return samples_in(batch[0])
+    return len(batch) if isinstance(batch, Sized) and not (isinstance(batch, torch.Tensor) and batch.dim() == 0) else 1
+
+
+def distributed_sampler(loader: DataLoader, rank: int, size: int, seed: int, uneven: str = "pad") -> DistributedSampler:
+    """torch's sampler for a loader that :func:`is_plain`."""
+    dataset: Sized = loader.dataset  # type: ignore[assignment]
+    return DistributedSampler(dataset, size, rank, shuffle=shuffles(loader), seed=seed, drop_last=uneven == "drop")  # type: ignore[arg-type]

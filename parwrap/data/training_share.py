@@ -1,0 +1,414 @@
+"""A rank's share of one training pass: a shallow copy of the loader that draws this rank's batches.
+
+Whether a pass trains at all is decided by ``loaders.py``, that ranks share out the same data by ``dataset_agreement.py``, and which
+indices are whose by ``samplers.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data.distributed import DistributedSampler
+
+from parwrap.coordination.call_site import location, warn
+from parwrap.data.dataset_agreement import Agreement, SameDraws
+from parwrap.data.dataset_summaries import length_of
+from parwrap.data.evaluation_blocks import Counted
+from parwrap.data.iterables import part_of
+from parwrap.data.loader_position import EPOCH, LENGTH, RANKS, Plan, Position, check_drawn
+from parwrap.data.own_sampler import OwnSamplers
+from parwrap.data.passes import SharedDraws
+from parwrap.data.resumed_pass import RestOfBatches, RestOfSamples
+from parwrap.data.samplers import (
+    DealtBatches,
+    SplitBatches,
+    arranged,
+    distributed_sampler,
+    is_plain,
+    refuse_nothing,
+    samples_in,
+    share_length,
+    shuffles,
+    with_indices,
+    with_others,
+)
+from parwrap.data.sharing_rules import OwnPart, Sharing, TrainingData, replicated
+from parwrap.data.unread import unread_of
+from parwrap.group.group import Group
+from parwrap.loop.random_streams import Streams
+
+__all__ = ["Shares"]
+
+END_OF_STREAM = "the end of a pass over an IterableDataset"
+END_OF_SHARE = "the end of a pass over a DataLoader without a backward"
+
+ANOTHER_LOADER = 1_000_003
+"""Apart by this, the seeds of two loaders never meet in a later epoch; zipped loaders must not pair a sample with itself."""
+
+
+@dataclass
+class _Shared:
+    """What is known of one loader that has been shared out.
+
+    Attributes:
+        position: where its training passes are.
+        seeds: the seed to share out by, for each length that the dataset has had.
+        draws: whether the ranks' samplers were found to draw the same.
+        lasting: the copy whose persistent workers stay from pass to pass.
+        draws_of_lasting: what its sampler draws, if it has one of its own.
+    """
+
+    position: Position
+    seeds: dict[int, int] = field(default_factory=dict)
+    draws: dict[str, bool] = field(default_factory=dict)
+    lasting: DataLoader | None = None
+    draws_of_lasting: SharedDraws | None = None
+
+
+class Shares:
+    """Makes this rank's share of a loader.
+
+    Args:
+        group: the ranks to share with; ``None`` for a single rank.
+        streams: the random streams; what samplers draw must be drawn from the shared ones.
+        sharing: gives how to share out now.
+        began: called at the first training pass.
+    """
+
+    def __init__(
+        self, group: Group | None, streams: Streams, sharing: Callable[[], Sharing], began: Callable[[TrainingData], None]
+    ) -> None:
+        self._group, self._streams, self._sharing, self._began = group, streams, sharing, began
+        self._rank, self._size = (group.world.rank, group.world.size) if group else (0, 1)
+        self._agreement = Agreement(group) if group else None
+        if group:
+            for kind in (END_OF_STREAM, END_OF_SHARE):
+                group.meetings.answer(kind, lambda detail, present: None)
+        self._own = OwnSamplers(self._agreement, self._rank, self._size)
+        self._loaders: weakref.WeakKeyDictionary[DataLoader, _Shared] = weakref.WeakKeyDictionary()
+        self._sharded = 0
+        self._warned = self._warned_of_units = self._closed = False
+
+    def close(self) -> None:
+        """Passes that outlive the session meet no rank any more."""
+        self._closed = True
+
+    def batches(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], position: Position) -> tuple[Iterator, Any]:
+        """This rank's batches of a training pass, and the weights of them if each is a part of a larger batch.
+
+        Where the loader was put at a ``position``, they are those that come after it.
+        """
+        rest = position.begin(loader, self._group)
+        try:
+            return self._read(loader, original, self._loaders.setdefault(loader, _Shared(position)), rest)
+        except BaseException:
+            position.end()
+            raise
+
+    def _read(self, loader: DataLoader, original: Callable, shared: _Shared, rest: dict[str, Any] | None) -> tuple[Iterator, Any]:
+        if not isinstance(loader.dataset, IterableDataset):
+            return self._batches_by_index(loader, shared, original, rest)
+        batches, weights = self._stream(loader, shared, original)
+        if rest:
+            for _ in itertools.islice(batches, rest["done"]):
+                if weights is not None:
+                    weights.popleft()
+            shared.position.went_on(loader, rest)
+        return batches, weights
+
+    def _stream(self, loader: DataLoader, shared: _Shared, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
+        if self.keeps():
+            return original(loader), None
+        if loader in replicated or isinstance(loader.dataset, IterDataPipe):
+            with self._streams.shared():
+                whole = SharedDraws(original(loader), self._streams)
+            if loader in replicated:
+                return iter(whole), None
+            self._announce(loader, None)
+            return iter(DealtBatches(whole, self._rank, self._size)), None
+        return self._part_of_stream(loader, shared, original)
+
+    def _batches_by_index(
+        self, loader: DataLoader, shared: _Shared, original: Callable, rest: dict[str, Any] | None
+    ) -> tuple[Iterator, Any]:
+        position = shared.position
+        if shared.lasting is not None and not rest:
+            position.draws = shared.draws_of_lasting
+            return self._begun(shared.lasting, loader, original, position)
+        lasting = loader.persistent_workers and position.epoch > 0  # their seed was drawn for the first pass, in the run before
+        seed = None if self._whole(loader) and not rest and not lasting else self._workers_seed(loader, rest)
+        if lasting:
+            position.set_back(loader)
+        shard = self._shard(loader, shared, rest)
+        if seed is not None:
+            shard.generator = torch.Generator().manual_seed(seed)
+        if rest:
+            position.went_on(loader, rest)
+        elif loader.persistent_workers:
+            shared.lasting, shared.draws_of_lasting = shard, position.draws
+        return self._begun(shard, loader, original, position, inside=bool(rest))
+
+    def rest(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], indices: list) -> Iterator:
+        """The batches of ``indices``, which this rank has not seen in a pass that only looks."""
+        # no stream moves on by it: in hand-written code there is no such pass
+        own = torch.Generator().manual_seed(ANOTHER_LOADER * (self._rank + 1))
+        return original(with_indices(loader, indices, generator=own, persistent_workers=False))
+
+    def all_look(self, trains: bool) -> bool:
+        """Meet the others at the end of a share in which this rank has not trained: whether no rank ``trains`` in this pass."""
+        if self._group is None or self._closed or threading.current_thread() is not threading.main_thread():
+            return False  # a thread draws ahead
+        present = self._group.meetings.wait(END_OF_SHARE, unless_begun=True)
+        return self._rank in present and not any(self._group.share(END_OF_SHARE, trains, present).values())
+
+    def take_back(self, loader: DataLoader) -> None:
+        """``loader`` has not been trained on yet: the next that is gets its seed."""
+        shared = self._loaders[loader]
+        if shared.position.seed and shared.position.seed[1] == self._sharded and len(shared.seeds) == 1 and shared.lasting is None:
+            self._sharded -= 1
+            shared.seeds.clear()
+            shared.position.seed = None
+
+    def _begun(
+        self, shard: DataLoader, loader: DataLoader, original: Callable, position: Position, inside: bool = False
+    ) -> tuple[Iterator, Any]:
+        if self._group and not (inside or self._whole(loader) or self.shares_out_itself(loader)):
+            position.unread = unread_of(shard)
+        if isinstance(shard.sampler, DistributedSampler) and not isinstance(loader.sampler, DistributedSampler):
+            shard.sampler.set_epoch(position.epoch)
+        with self._streams.shared() if self._whole(loader) else nullcontext():
+            batches = original(shard)
+        drawn = shard.sampler if shard.batch_sampler is None else shard.batch_sampler
+        return batches, drawn.weights if isinstance(drawn, (DealtBatches, SplitBatches)) else None
+
+    def _workers_seed(self, loader: DataLoader, rest: dict[str, Any] | None) -> int:
+        """What this rank's workers are seeded from in a pass.
+
+        Augmentation must differ by rank, also where the user's generator is the same on all, and not be that of the pass's beginning
+        where it goes on from the middle.
+        """
+        with self._streams.shared():
+            # what the loader's own iterator draws in a single process, so that the shared streams stay where they would be
+            drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
+        rank = 0 if self._whole(loader) else self._rank
+        return (drawn + rank + (ANOTHER_LOADER * rest["done"] if rest else 0)) % 2**63
+
+    def plan(self, loader: DataLoader, kind: str | None = None) -> Plan:
+        """How a training pass over ``loader`` is read, and from what ``kind`` of position, if that is not the loader's own."""
+        sharing, size = self._sharing(), loader.batch_size
+        of = {"batch_size": size, "sharing": f"batch={sharing.batch}, uneven={sharing.uneven}"} if self._size > 1 else {"batch_size": size}
+        if isinstance(loader.dataset, IterableDataset):
+            return Plan("stream", 1, ("stream",), {RANKS: self._size, "number of workers": loader.num_workers, **of})
+        facts = {LENGTH: length_of(loader.dataset), "order": "shuffled" if shuffles(loader) else "as it is"}
+        if hasattr(loader.batch_sampler, "for_ranks"):
+            facts[RANKS] = self._size  # it draws in another order for others
+        if self.shares_out_itself(loader) and loader not in replicated:
+            sampler: Any = loader.sampler
+            return Plan("own", 1, ("own",), facts | of | {RANKS: self._size, "sampler's seed": sampler.seed, EPOCH: sampler.epoch})
+        plain, whole = is_plain(loader), self._whole(loader) or self._splits(loader)
+        kind = kind or ("samples" if self._by_sample(loader) else "draws" if self._joins(loader) else "batches")
+        per_step = (1 if whole else self._size) * (1 if kind == "batches" else size or 1)
+        return Plan(kind, per_step, ("samples", "batches", "draws") if plain else ("batches",), facts)
+
+    def _part_of_stream(self, loader: DataLoader, shared: _Shared, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
+        self._announce(loader, None)
+        weighs = self._sharing().weighs_streams
+        part = shared.lasting
+        if part is None:
+            part = self._part(loader, counted=weighs and loader.batch_sampler is not None)
+        if loader.persistent_workers:
+            shared.lasting = part
+        with self._streams.shared():
+            batches = original(part)
+        weights: deque[float] | None = deque() if weighs else None
+        samples = (loader.batch_size or 1) / (self._size if self._splits(loader) else 1)
+        counted = isinstance(part.collate_fn, Counted)
+
+        def drawn() -> Iterator:
+            nothing: Any = object()
+            while True:
+                # who shards itself may draw more often on one rank than on another
+                with nullcontext() if getattr(part.dataset, "shards_itself", False) else self._streams.shared():
+                    batch = next(batches, nothing)
+                if batch is nothing:
+                    break
+                count, batch = batch if counted else (None, batch)
+                if weights is not None:
+                    weights.append((samples_in(batch) if count is None else count) / samples)
+                yield batch
+            if self._group and threading.current_thread() is threading.main_thread():
+                self._group.meet(END_OF_STREAM)  # parts may differ in length: who is through answers the others
+
+        return drawn(), weights
+
+    def _part(self, loader: DataLoader, counted: bool) -> DataLoader:
+        """A copy of a stream's loader that reads this rank's part; if it is ``counted``, with the number of samples in each batch."""
+        others = part_of(loader, self._rank, self._size, self._sharing())
+        return with_others(loader, **others, **({"collate_fn": Counted(loader.collate_fn)} if counted else {}))
+
+    def agree(self, loader: DataLoader) -> None:
+        """Have all ranks hold the same samples behind ``loader``, which is not shared out here."""
+        if self._agreement and (changed := self._agreement.changed(loader)):
+            self._agreement.agree(loader, changed, 0)
+
+    def take_first(self, loader: DataLoader) -> None:
+        """Have all ranks look at the same samples of ``loader``, where a training pass around has let each draw its own."""
+        if self._agreement and not self._closed and threading.current_thread() is threading.main_thread():
+            self._agreement.take_first(loader)
+
+    def length(self, loader: DataLoader, whole: int) -> int:
+        """How many of a training pass's ``whole`` batches this rank gets."""
+        if self._whole(loader) or self.shares_out_itself(loader) or self._splits(loader):
+            return whole
+        return share_length(loader, whole, self._size, self._sharing().uneven)
+
+    def shares_out_itself(self, loader: DataLoader) -> bool:
+        """Whether the user's own sampler shares out ``loader`` to as many ranks as there are."""
+        return self._own.shares_out(loader)
+
+    def _splits(self, loader: DataLoader) -> bool:
+        batches = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
+        return self._sharing().batch == "global" and batches and not isinstance(loader.dataset, IterDataPipe)
+
+    def keeps(self) -> bool:
+        """Whether there is nothing to share out: a single rank has the loader's own batches."""
+        return self._group is None and self._sharing().batch != "global"
+
+    def reads_all(self, loader: DataLoader) -> bool:
+        """Whether this rank's share is all that the loader has, or all that is its own."""
+        return self._size == 1 or self._whole(loader)
+
+    def _whole(self, loader: DataLoader) -> bool:
+        """Whether every rank has all batches."""
+        return self.keeps() or loader in replicated or isinstance(loader.dataset, OwnPart)
+
+    def _shard(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None) -> DataLoader:
+        """A copy for one pass: another pass over the same loader may be open, and options and dataset may have changed since."""
+        if not self._whole(loader):
+            self._share_seed(loader, shared)
+            if isinstance(loader.sampler, DistributedSampler):
+                self._own.note(loader.sampler)
+            if self.shares_out_itself(loader):
+                return self._own.shard(loader, rest["done"] if rest else 0)
+            if self._sharing().uneven == "drop" and not self._splits(loader):
+                refuse_nothing(loader, self._size)
+        kind, size = shared.position.kind, loader.batch_size or 1
+        if kind == "batches":
+            return with_indices(loader, self._dealt(loader, self._drawn(loader, shared, rest)))
+        if kind == "samples" and self._by_sample(loader):
+            sampler = self._samples(loader, shared, rest, self._rank, self._size)
+            indices = sampler if loader.batch_sampler is None else BatchSampler(sampler, size, loader.drop_last)
+            return with_indices(loader, indices, sampler=sampler)
+        order = self._samples(loader, shared, rest, 0, 1) if kind == "samples" else self._drawn(loader, shared, rest, loader.sampler)
+        if loader.batch_sampler is None:
+            return with_indices(loader, self._dealt(loader, order))
+        if self._joins(loader):
+            # the batches of all ranks together, as one process with a batch that large would take them
+            together = BatchSampler(order, size * self._size, loader.drop_last)
+            return with_indices(loader, SplitBatches(together, self._rank, self._size))
+        return with_indices(loader, self._dealt(loader, BatchSampler(order, size, loader.drop_last)))
+
+    def _joins(self, loader: DataLoader) -> bool:
+        """Whether the ranks take samples together, which count by how many a rank has."""
+        whole = self._whole(loader) or self._splits(loader) or loader.batch_sampler is None
+        return self._sharing().uneven == "join" and not whole and is_plain(loader)
+
+    def _by_sample(self, loader: DataLoader) -> bool:
+        """Whether samples are dealt out one by one, as ``DistributedSampler`` does."""
+        return is_plain(loader) and not (self._whole(loader) or self._splits(loader) or self._sharing().uneven == "join")
+
+    def _dealt(self, loader: DataLoader, batches: Any) -> Any:
+        """This rank's of ``batches`` that are the same on all ranks."""
+        if self._whole(loader):
+            return batches
+        if self._splits(loader):
+            return SplitBatches(batches, self._rank, self._size)
+        return DealtBatches(batches, self._rank, self._size, self._sharing().uneven)
+
+    def _samples(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None, rank: int, size: int) -> Any:
+        """Samples in the order that ``DistributedSampler`` has them in; of that the ``rest``."""
+        seed, uneven = shared.seeds.get(len(loader.dataset), 0), self._sharing().uneven  # type: ignore[arg-type]
+        if not rest:
+            return distributed_sampler(loader, rank, size, seed, uneven)
+        order = distributed_sampler(loader, 0, 1, rest["seed"][0])
+        order.set_epoch(rest["epoch"])
+        return RestOfSamples(list(order), rest["done"], rank, size, uneven)
+
+    def _share_seed(self, loader: DataLoader, shared: _Shared) -> None:
+        """Agree on what is shared out, and by which seed; a position that was loaded has one."""
+        position, samples = shared.position, length_of(loader.dataset)
+        changed = self._agreement.changed(loader) if self._agreement else []
+        given, position.given = position.given, None
+        if given:
+            self._sharded = max(self._sharded, given[1])
+        new = samples not in shared.seeds
+        seed = given[0] if given else self._seed(loader) if new else shared.seeds[samples]
+        if self._agreement and (new or changed):
+            seed = self._agreement.agree(loader, changed, seed)
+        if new:
+            self._announce(loader, samples if samples >= 0 else None)
+            position.seed = position.seed if given else (seed, self._sharded)
+        shared.seeds[samples] = seed
+
+    def _seed(self, loader: DataLoader) -> int:
+        """The seed of one more loader."""
+        generator = getattr(loader.sampler, "generator", None) or loader.generator
+        with self._streams.shared():
+            seed = self._streams.seed() + ANOTHER_LOADER * self._sharded if generator is None else generator.initial_seed()
+        self._sharded += 1
+        return seed % 2**62
+
+    def _drawn(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None, sampler: Any = None) -> Any:
+        """What ``sampler``, or else what the loader draws from, draws, the same on all ranks; of that the ``rest``."""
+        source = sampler or (loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+        draws = SharedDraws(arranged(source, 1 if self._splits(loader) else self._size), self._streams)
+        shared.position.draws = draws
+        if rest:
+            draws.check = rest["drawn"], partial(check_drawn, rest)  # which shows too that all ranks draw the same
+            return RestOfBatches(draws, rest["done"], rest["drawn"], self._size)
+        if self._group is None or self._whole(loader):
+            return draws
+        return SameDraws(draws, self._group, shared.draws, type(loader.sampler).__name__)
+
+    def _warn_of_items(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(
+                f'parwrap: batch="global" cannot split what a DataLoader with batch_size=None yields ({location()}): each rank takes whole '
+                f"items in turn, so a step is over {self._size} of them. Have the loader make the batches, by batch_size or "
+                'sampler=BatchSampler(...), or give batch="per_rank". This is said once.'
+            )
+
+    def _warn_of_units(self, sampler: Any) -> None:
+        """What a sampler of the script's yields may be a whole, which no rank can have a part of."""
+        if self._size > 1 and type(sampler) is not BatchSampler and not hasattr(sampler, "for_ranks") and not self._warned_of_units:
+            self._warned_of_units = True
+            warn(
+                f'parwrap: batch="global" cuts each batch of a {type(sampler).__name__} into {self._size} parts, one for each rank '
+                f"({location()}). That is exact for a loss that is a mean over samples. Where a batch is a unit, as an episode of few-shot "
+                'learning is, give batch="per_rank", which deals out whole batches. This is said once.'
+            )
+
+    def _announce(self, loader: DataLoader, samples: int | None) -> None:
+        size = loader.batch_size
+        if size is None and loader.batch_sampler is not None and self._splits(loader):
+            self._warn_of_units(loader.batch_sampler)
+        if loader.batch_sampler is None and self._sharing().batch == "global" and self._group and not self._splits(loader):
+            self._warn_of_items()
+        if size is None:
+            self._began(TrainingData(samples, None, None))
+        elif self._splits(loader) and not self.shares_out_itself(loader):
+            self._began(TrainingData(samples, math.ceil(size / self._size), size))
+        else:
+            self._began(TrainingData(samples, size, size * self._size))

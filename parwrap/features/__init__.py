@@ -1,1 +1,0 @@
-"""One public decorator a file."""

@@ -1,0 +1,96 @@
+"""The device and the backend of this rank: one visible GPU each and nccl, or the CPU and gloo.
+
+A process that sees a single GPU can run ``.cuda()``, ``"cuda:0"`` and ``if torch.cuda.device_count() > 1`` unchanged, so
+the choice is made through ``CUDA_VISIBLE_DEVICES``, before CUDA starts. Where it has started, it is made by torch's current device.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from parwrap.coordination.call_site import warn
+from parwrap.errors import LaunchError
+from parwrap.world.world import World
+
+__all__ = ["choose_backend", "choose_device", "cores", "torch_backend", "uses_nccl", "visible_gpu"]
+
+
+def visible_gpu(local_rank: int, visible: list[str]) -> str:
+    """Which of the ``visible`` GPUs a rank may see.
+
+    Raises:
+        LaunchError: the node has more ranks than GPUs.
+
+    >>> visible_gpu(1, ["0", "3"])
+    '3'
+    """
+    if local_rank >= len(visible):
+        raise LaunchError(
+            f"local rank {local_rank} has no GPU of its own: {len(visible)} visible ({', '.join(visible)}). "
+            f"Start at most {len(visible)} ranks a node, or pass backend='gloo' to train on the CPU or to share GPUs."
+        )
+    return visible[local_rank]
+
+
+def choose_device(world: World, backend: str | None) -> torch.device:
+    """The device that this rank trains on; leaves it one visible GPU where there are any.
+
+    Ranks share GPUs where there are fewer, if the backend asked for is ``"gloo"``: nccl cannot do that.
+    """
+    gpus = torch.cuda.device_count()  # not is_available(), which starts the driver: it would not look at the variable again
+    if gpus == 0:
+        return torch.device("cpu")
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = ([name for name in variable.split(",") if name] or [str(index) for index in range(gpus)])[:gpus]
+    # torchrun's ranks see all GPUs of the node; other launchers may have given each its own (srun --gpus-per-task), of which it takes one
+    mine = world.local_rank if world.launcher == "torchrun" and backend != "gloo" else world.local_rank % len(visible)
+    gpu = visible_gpu(mine, visible)
+    if not torch.cuda.is_initialized():
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        if len(visible) == 1 or _seen_by_the_driver() == 1:
+            return torch.device("cuda", 0)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+    if len(visible) > 1:
+        torch.cuda.set_device(mine)
+        warn(
+            "parwrap: CUDA had started before the ranks were told apart, so 'cuda:0' written in the script means the same GPU "
+            "on every rank. Start CUDA inside the decorated function (torch.cuda.is_available() starts it too), or run with "
+            "`python -m parwrap.run`."
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _seen_by_the_driver() -> int:
+    """How many GPUs this process can use: the driver reads ``CUDA_VISIBLE_DEVICES`` once, when it is first asked, and torch asks NVML."""
+    return torch._C._cuda_getDeviceCount()
+
+
+def choose_backend(backend: str | None, device: torch.device) -> str:
+    """``backend`` if it is given, else nccl for a GPU and gloo for the CPU.
+
+    >>> choose_backend(None, torch.device("cpu"))
+    'gloo'
+    """
+    return backend or ("nccl" if device.type == "cuda" else "gloo")
+
+
+def torch_backend(backend: str) -> str:
+    """What ``backend`` is for torch: nccl carries nothing that is on the CPU, such as a model that was left there, so gloo does.
+
+    >>> torch_backend("nccl")
+    'cpu:gloo,cuda:nccl'
+    """
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+
+
+def uses_nccl(process_group: dist.ProcessGroup | None = None) -> bool:
+    """Whether nccl carries what is on GPUs in ``process_group``, by default in that of all ranks."""
+    return "cuda:nccl" in dist.get_backend_config(process_group)
+
+
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,313 @@
+"""The process group of a :class:`World`: starting and stopping it, who this rank is, and telling the others by way of its store.
+
+Only this file starts a process group. Who meets whom is in ``sync_points.py``; what users call to reduce and gather in ``collectives.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parwrap.coordination import status_board
+from parwrap.coordination.sync_points import Meetings
+from parwrap.group.device import choose_backend, choose_device, torch_backend, uses_nccl
+from parwrap.group.first_failure import first_failure_told
+from parwrap.group.rendezvous import on_loopback, placed
+from parwrap.system.background import in_background
+from parwrap.world.world import World, detect
+
+__all__ = [
+    "Group",
+    "alone",
+    "current",
+    "is_alone",
+    "is_beside",
+    "is_rank_zero",
+    "local_rank",
+    "open_group",
+    "opened",
+    "rank",
+    "together",
+    "within",
+    "world_size",
+]
+
+PATIENCE = timedelta(minutes=30)
+"""How long ranks wait for each other unless a timeout is given; what torch takes for gloo."""
+
+TELLING = 30.0
+"""Seconds after which a rank that waits for others to begin says so."""
+
+POLLING = 0.005
+"""Seconds between two looks into the store, which can only wait for all of several keys."""
+
+NO_THREAD = 0
+"""Stands for the thread where each rank runs something by itself, and files stay rank 0's."""
+
+
+@dataclass
+class Group:
+    """A started process group.
+
+    Attributes:
+        world: this process's place in it.
+        backend: ``"gloo"``, ``"nccl"``, ...
+        device: where this rank trains, and where its numbers are put to be reduced.
+        store: a key-value store that all ranks share, for what must not cost a collective.
+        timeout: how long to wait for another rank.
+        meetings: this rank's meetings with the others; ``None``, as ``store``, for a group that the user's own code has started.
+    """
+
+    world: World
+    backend: str
+    device: torch.device
+    store: Any
+    timeout: timedelta
+    meetings: Any
+    _made: dict[Hashable, Any] = field(default_factory=dict)
+    _ends: ExitStack = field(default_factory=ExitStack)
+
+    def once(self, key: Hashable, make: Callable[[], AbstractContextManager]) -> Any:
+        """What ``make()`` gives when it is entered, made when it is first asked for and left when the process group stops."""
+        if key not in self._made:
+            self._made[key] = self._ends.enter_context(make())
+        return self._made[key]
+
+    def meet(self, kind: str, detail: int = 0) -> list[int]:
+        """Wait for the other ranks, as in :meth:`Meetings.wait`; returns those that came for ``kind``."""
+        return self.meetings.wait(kind, detail=detail) if self.meetings else list(range(self.world.size))
+
+    def key(self, topic: str) -> str:
+        """A key in the store for ``topic``, the same on all ranks and new after each meeting."""
+        return f"{topic}/{self.meetings.number}"
+
+    def exchange(self, topic: str, value: Any) -> dict[int, Any]:
+        """Meet for ``topic``, and have the ``value`` of every rank that came for it, by rank.
+
+        Args:
+            topic: what the value is, for the error text.
+            value: anything small that pickles.
+
+        Raises:
+            RankMismatchError: a rank did not come in time, or came for something that cannot be put off.
+        """
+        return self.share(topic, value, self.meet(topic))
+
+    def share(self, topic: str, value: Any, among: Iterable[int]) -> dict[int, Any]:
+        """The ``value`` of each rank ``among`` those that are at the same point, by rank; this rank's own may be left out."""
+        key = self.key(topic)
+        self.store.set(f"{key}/{self.world.rank}", pickle.dumps(value))
+        return {rank: pickle.loads(self.fetch(f"{key}/{rank}", rank, topic)) for rank in among}
+
+    def fetch(self, key: str, owner: int, purpose: str) -> bytes:
+        """What rank ``owner``, which is at the same point, stores under ``key``."""
+        try:
+            self.store.wait([key], self.timeout)
+        except RuntimeError as error:
+            # each kind of store has an exception of its own
+            if "timeout" not in str(error).lower():
+                raise
+            raise self.meetings.in_vain(purpose, owner) from None
+        return self.store.get(key)
+
+    @property
+    def clock(self) -> int:
+        """How often this rank has met the others: at the same point of the script the same on all ranks."""
+        return self.meetings.number + dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+
+    def wait_until(self, ready: Callable[[], bool], owner: int, purpose: str) -> None:
+        """Return when ``ready()``, which looks into the store for what rank ``owner`` puts there."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        try:
+            while not ready():
+                self.meetings.fetching(purpose)
+                self.meetings.hold_up(owner)
+                if time.monotonic() > deadline:
+                    raise self.meetings.in_vain(purpose, owner)
+                time.sleep(POLLING)
+        finally:
+            self.meetings.fetched()
+
+
+_current: Group | None = None
+_beside: World | None = None
+_opened = 0
+_alone: list[int] = []
+
+
+@contextmanager
+def opened(world: World, backend: str | None = None, timeout: timedelta | None = None) -> Iterator[Group | None]:
+    """Start the process group of ``world`` for the length of the block; ``None`` and nothing started for a single rank."""
+    global _current, _opened
+    if world.size == 1:
+        yield None
+        return
+    device = choose_device(world, backend)
+    backend = choose_backend(backend, device)
+    waiting = timeout or PATIENCE
+    # without a timeout of its own the process group keeps torch's, which is 30 minutes for all backends but NCCL alone
+    meeting = dist.rendezvous(world.meeting, world.rank, world.size, timeout=waiting)
+    with _told_of_a_long_wait(world):
+        store, _, _ = next(meeting)
+        # a launcher's store outlives a process group, and the next one must not read what the last has left
+        _opened += 1
+        torchs, store = dist.PrefixStore(f"torch/{_opened}", store), dist.PrefixStore(f"parwrap/{_opened}", store)
+        world = placed(world, store)
+    with closing(meeting), on_loopback(world), _excepthook_kept():
+        try:
+            with _told_of_a_long_wait(world):
+                dist.init_process_group(torch_backend(backend), store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
+            with status_board.opened(world, store) as entries:
+                _current = Group(world, backend, device, store, waiting, Meetings(entries, waiting))
+                with _current._ends, first_failure_told(world, store):
+                    yield _current
+        finally:
+            _current = None
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _excepthook_kept() -> Iterator[None]:
+    """Torch puts a hook of its own around ``sys.excepthook`` with each process group; after an error it stays, for it names the rank."""
+    before = sys.excepthook
+    yield
+    if getattr(sys.excepthook, "__module__", None) == dist.distributed_c10d.__name__:  # else the user's own
+        sys.excepthook = before
+
+
+@contextmanager
+def _told_of_a_long_wait(world: World) -> Iterator[None]:
+    """While this is held, ranks wait for each other to begin; the first says so if it takes long, for it may be the only one."""
+
+    def tell(stopped: threading.Event) -> None:
+        if not stopped.wait(TELLING):
+            print(
+                f"parwrap: rank 0 waits for the others of {world.size} to begin. That there are so many is told by {world.launcher}; if "
+                "this process is the only one, set PARWRAP_WORLD_SIZE=1.",
+                file=sys.stderr,
+            )
+
+    with nullcontext() if world.rank else in_background(tell, "parwrap beginning"):
+        yield
+
+
+def current() -> Group | None:
+    """The process group that parwrap has started, if any."""
+    return _current
+
+
+@contextmanager
+def within(group: Group | None, process_group: Any, world: World) -> Iterator[None]:
+    """While this is held, ``group`` is the one that is open; without one this process does by itself what it does.
+
+    Args:
+        group: some of the ranks of the one that was open.
+        process_group: torch's, of those ranks, in which collectives run that are not told another.
+        world: what a process beside that ``group`` is, and how many there are in it.
+    """
+    global _current, _beside
+    before, default = (_current, _beside), dist.group.WORLD
+    _current, _beside = group, world if group is None else None
+    if group is not None:
+        dist.distributed_c10d._update_default_pg(process_group)
+    try:
+        yield
+    finally:
+        _current, _beside = before
+        if group is not None:
+            dist.distributed_c10d._update_default_pg(default)
+
+
+def is_beside() -> bool:
+    """Whether this process is beside the ranks that run the loop, as a parameter server is: what they do together it does by itself."""
+    return _beside is not None
+
+
+@contextmanager
+def alone(each: bool = False) -> Iterator[None]:
+    """While only this rank runs the block: nothing in it may wait for the others. With ``each``, every rank does, by itself."""
+    _alone.append(NO_THREAD if each else threading.get_ident())
+    try:
+        yield
+    finally:
+        _alone.pop()
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Within ``alone(each=True)``: for the length of the block, what all ranks do together after all."""
+    lifted = _alone.count(NO_THREAD)
+    _alone[:] = [thread for thread in _alone if thread != NO_THREAD]
+    try:
+        yield
+    finally:
+        _alone.extend([NO_THREAD] * lifted)
+
+
+def is_alone(here: bool = False) -> bool:
+    """Whether this rank waits for no other now; with ``here``, whether it is the only one to run what this very thread runs."""
+    return bool(_alone) and (not here or threading.get_ident() in _alone)
+
+
+def _world() -> World:
+    group = open_group()
+    return group.world if group else _beside or detect(os.environ)
+
+
+def rank() -> int:
+    """This process among all ranks, from 0.
+
+    >>> rank()
+    0
+    """
+    return _world().rank
+
+
+def world_size() -> int:
+    """The number of ranks.
+
+    >>> world_size()
+    1
+    """
+    return dist.get_world_size() if open_group() else _world().size  # torch's function tells who shards by it
+
+
+def local_rank() -> int:
+    """This process among the ranks of its node, from 0.
+
+    >>> local_rank()
+    0
+    """
+    return _world().local_rank
+
+
+def is_rank_zero() -> bool:
+    """Whether this is the rank that speaks and saves.
+
+    >>> is_rank_zero()
+    True
+    """
+    return rank() == 0
+
+
+def open_group() -> Group | None:
+    """The process group that parwrap or the user's own code has started, if any."""
+    if _current is not None or _beside is not None:
+        return _current
+    if not dist.is_initialized():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    backend = "nccl" if uses_nccl() else dist.get_backend()
+    return Group(World(dist.get_rank(), dist.get_world_size()), backend, device, store=None, timeout=PATIENCE, meetings=None)

@@ -1,0 +1,270 @@
+"""A function on ranks that this process launches: started, watched, and ended for sure.
+
+Ranks are forked by ``forking.py``, or are interpreters of their own, by ``spawning.py``. What a rank does is ``rank_process.py``'s; what
+it sends back is packed by ``object_sync.py``, and what it writes is shown by ``child_output.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO, NoReturn, cast
+
+from parwrap.errors import RankMismatchError
+from parwrap.inline.child_output import Heard
+from parwrap.inline.forking import Forks, starting
+from parwrap.inline.object_sync import CallersObjects
+from parwrap.inline.rank_process import WORD, Job
+from parwrap.inline.spawning import Spawns
+from parwrap.system.processes import how_ended
+from parwrap.system.shared_memory import private_file
+from parwrap.world.world import World
+
+__all__ = ["run_on_ranks"]
+
+GRACE = 5.0
+"""Seconds that ranks have to end by themselves, once one has failed, Ctrl-C was pressed, or all are through."""
+
+MOMENT = 0.05
+"""Seconds in which a rank that has died is noticed after what others have raised because of that."""
+
+
+def run_on_ranks(
+    function: Callable[[], Any],
+    size: int,
+    timeout: timedelta | None = None,
+    backend: str | None = "gloo",
+    environ: Mapping[str, str] = MappingProxyType({}),
+    start_method: str = "fork",
+    who: str = "this",
+) -> Any:
+    """Call ``function`` on ``size`` ranks that this process launches, in a process group, and wait for all of them.
+
+    The tensors, models, optimizers and schedulers of this process have become what they are on rank 0 when this returns, and when it
+    raises, as far as a rank lives to tell; of ranks that are spawned, those that the function reaches. So have other objects that the
+    function reaches. Ctrl-C is passed on to the ranks.
+
+    Args:
+        function: what to call; it need not pickle.
+        size: the number of ranks.
+        timeout: for how long a rank waits for another; by default torch's.
+        backend: of the process group; ``None`` to choose by the device.
+        environ: environment variables of the ranks.
+        start_method: ``"fork"``, or ``"spawn"`` for interpreters of their own, which are sent ``function`` by cloudpickle.
+        who: launches them, for error texts.
+
+    Returns:
+        What it has returned on rank 0.
+
+    Raises:
+        UsageError: that cannot be sent, or ``function`` cannot.
+        RankMismatchError: a rank has ended without a word.
+
+    What the first rank that fails has raised, this raises too, with its traceback as the cause.
+
+    >>> import torch
+    >>> from parwrap import group as groups
+    >>> run_on_ranks(lambda: torch.ones(2) * groups.world_size(), size=2)
+    tensor([2., 2.])
+    """
+    with ExitStack() as opened:
+        meeting = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="parwrap-")), "meeting").as_uri()
+        files = [(opened.enter_context(private_file()), opened.enter_context(private_file())) for _ in range(size)]
+        jobs = []
+        for rank, (failure, end) in enumerate(files):
+            world = World(rank, size, rank, size, launcher=start_method, init_method=meeting)
+            job = partial(Job, world=world, backend=backend, timeout=timeout, parent=os.getpid())
+            jobs.append(partial(job, failure=failure.fileno(), end=end.fileno()))
+        starter: Forks | Spawns
+        if start_method == "fork":
+            starter = Forks(function, environ)
+        else:
+            starter = Spawns(function, environ, size, opened.enter_context(private_file()), who)
+        with _started(starter, jobs) as ranks:
+            interrupted = _watch(ranks)
+        return _outcome(ranks, interrupted, starter.callers, files)
+
+
+class _Rank:
+    """The process of one rank.
+
+    Attributes:
+        failed_at: when it has raised something, or 0 if it has ended without a word; ``None`` if neither.
+        through: whether it has said how it ended.
+        gone: whether its process has ended.
+        how: it has ended, if without a word.
+    """
+
+    def __init__(self, starter: Forks | Spawns, job: Callable[..., Job]) -> None:
+        self.failed_at: float | None = None
+        self.through = self.gone = self._told_to_end = False
+        self.how = ""
+        self._heard = Heard()
+        self._words, theirs = os.pipe()
+        try:
+            self.process = starter.start(job, self._heard, theirs)
+        except BaseException:
+            os.close(self._words)
+            self._heard.close()
+            raise
+        finally:
+            os.close(theirs)
+            self._heard.started()
+        self._pid = cast(int, self.process.pid)
+        try:
+            self.sentinel = os.pidfd_open(self._pid)
+        except (AttributeError, OSError):  # an older system; multiprocessing's lives on in what the rank itself has started
+            self.sentinel = os.dup(self.process.sentinel)
+
+    @property
+    def sources(self) -> list[Any]:
+        """What to wait for."""
+        words = [] if self.through or self.failed_at is not None else [self._words]
+        return [self.sentinel, *words, *self._heard.sources]
+
+    def receive(self) -> None:
+        """Take in its words, and show what it has written."""
+        if self.gone:
+            return
+        self._heard.show()
+        while wait([self._words], 0) and (word := os.read(self._words, WORD.size)):
+            (when,) = WORD.unpack(word)
+            if when:
+                self.failed_at = when
+            else:
+                self.through = True
+
+    def end(self) -> None:
+        """Its process has ended, or is killed, with all that it has started, if it did not say how it ended."""
+        if not self.gone:
+            if not self.through:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._pid, signal.SIGKILL)
+                self.process.kill()
+            self.process.join(GRACE)
+            self.process.kill()
+            self.process.join()
+            self.receive()
+            self.gone = True
+            if not self.through and self.failed_at is None and not self._told_to_end:
+                self.how = _told_by(self.process.exitcode)
+                self.failed_at = 0.0
+            try:
+                self.process.close()
+            except ValueError:  # it has been waited for by something else, and is taken to live on
+                cast(Any, self.process)._popen.close()
+            self._heard.close()
+            os.close(self._words)
+            os.close(self.sentinel)
+
+    def signal(self, number: int) -> None:
+        """Have it end by itself; Ctrl-C is for what it has started, too, which that of a terminal does not reach."""
+        if not self.gone:
+            self._told_to_end = True
+            for send in (os.killpg, os.kill) if number == signal.SIGINT else (os.kill,):
+                with suppress(ProcessLookupError):  # it may not lead a group yet
+                    send(self._pid, number)
+                    break
+
+
+def _told_by(code: int | None) -> str:
+    """How a process has ended."""
+    if code is None:
+        return "ended, with an exit code that something else in this process has taken, such as a handler of SIGCHLD that waits for all,"
+    return how_ended(code)
+
+
+@contextmanager
+def _started(starter: Forks | Spawns, jobs: Sequence[Callable[..., Job]]) -> Iterator[list[_Rank]]:
+    """The ranks, none of which lives on after the block."""
+    ranks: list[_Rank] = []
+    ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    try:
+        if ignored:  # so that the system would keep no exit code
+            with suppress(ValueError):  # in another thread
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        with starting():
+            for job in jobs:
+                ranks.append(_Rank(starter, job))
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.end()
+        if ignored:
+            with suppress(ValueError):
+                signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def _watch(ranks: Sequence[_Rank]) -> bool:
+    """Wait until all have ended, or the grace of those that are late is over; returns whether Ctrl-C was pressed."""
+    deadline, interrupted = None, False
+    while waiting := [rank for rank in ranks if not rank.gone]:
+        try:
+            _wait(waiting, deadline)
+            if deadline is not None:
+                if time.monotonic() > deadline:
+                    break
+            elif any(rank.failed_at is not None for rank in ranks):
+                _wait(waiting, time.monotonic() + MOMENT)
+                deadline = time.monotonic() + GRACE
+                for rank in ranks:
+                    if rank.failed_at is None:
+                        rank.signal(signal.SIGTERM)
+            elif all(rank.through for rank in ranks):
+                deadline = time.monotonic() + GRACE
+        except KeyboardInterrupt:
+            if interrupted:
+                raise
+            interrupted, deadline = True, time.monotonic() + GRACE
+            for rank in ranks:
+                rank.signal(signal.SIGINT)
+    return interrupted
+
+
+def _wait(ranks: Sequence[_Rank], deadline: float | None) -> None:
+    """Take in what comes first from ``ranks``, if anything does before ``deadline``."""
+    sources = [source for rank in ranks for source in rank.sources]
+    ready = wait(sources, None if deadline is None else max(0.0, deadline - time.monotonic()))
+    ended = [rank for rank in ranks if rank.sentinel in ready]
+    for rank in ranks:
+        rank.receive()
+    for rank in ended:
+        rank.end()
+
+
+def _outcome(ranks: Sequence[_Rank], interrupted: bool, callers: CallersObjects, files: Sequence[tuple[BinaryIO, BinaryIO]]) -> Any:
+    """Return or raise what rank 0 has returned, or the first rank that has failed has raised, with the caller's objects changed."""
+    told = [number for number, rank in enumerate(ranks) if rank.through]
+    ends = {number: _read(files[number][1], callers) for number in told}
+    changes = next((end.changes for end in ends.values() if end.changes is not None), None)
+    if changes is not None:
+        callers.take(changes)
+    failed = [(rank.failed_at, number) for number, rank in enumerate(ranks) if rank.failed_at is not None]
+    if failed:
+        number = min(failed)[1]
+        _raise(ranks[number], f"rank {number} of {len(ranks)}", files[number][0], callers)
+    if interrupted and len(told) < len(ranks):
+        raise KeyboardInterrupt
+    if ends[0].leaves:
+        raise SystemExit
+    return ends[0].value
+
+
+def _raise(rank: _Rank, who: str, failure: BinaryIO, callers: CallersObjects) -> NoReturn:
+    if rank.how:
+        raise RankMismatchError(f"{who} {rank.how}{' (out of memory?)' if 'SIGKILL' in rank.how else ''} before it was through.")
+    raise _read(failure, callers).error(who)
+
+
+def _read(file: BinaryIO, callers: CallersObjects) -> Any:
+    file.seek(0)
+    return callers.unpack(file)

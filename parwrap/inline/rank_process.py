@@ -1,0 +1,195 @@
+"""One rank that a process has launched: what runs in the rank's own process. Starting and watching it is ``launching.py``'s.
+
+A rank that was forked has all that the caller has, so nothing need be sent to it. It computes with one thread, since OpenMP does not
+survive a fork in a process that has computed with several.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import torch
+
+from parwrap.coordination.call_site import is_ours
+from parwrap.errors import UsageError
+from parwrap.group import group as groups
+from parwrap.inline.child_output import refuse_stdin, show_in_notebook, speak_through
+from parwrap.inline.object_sync import CallersObjects
+from parwrap.loop.random_streams import set_state
+from parwrap.system.processes import die_with_parent
+from parwrap.system.remote_exception import Raised
+from parwrap.world.world import World
+
+__all__ = ["ENDING", "WORD", "End", "Job", "failed", "run"]
+
+WORD = struct.Struct("d")
+"""How the time of a failure, or the 0 at the end, is sent."""
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+"""What ends a rank: Ctrl-C, and that another has failed. They are blocked when it begins."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is to run.
+
+    Attributes:
+        load: gives the function to call, without arguments, and what the caller has too, for a rank that trains on that device.
+        world: the rank's place.
+        backend: of the process group; ``None`` to choose by the device.
+        timeout: for how long it waits for another rank; ``None`` for torch's.
+        environ: variables to set first.
+        threads: how many to compute with; ``None`` for what the environment says.
+        streams: the states of the random streams to go on from; ``None`` for those that are there.
+        outputs: descriptors that stand for stdout and stderr, by the numbers of these.
+        failure: the descriptor of the file for a packed :class:`Raised`; when it is there, its time is sent through ``word``.
+        end: that of the file for a packed :class:`End`, which a 0 is sent for.
+        word: that of a pipe to the caller.
+        parent: the caller's process.
+    """
+
+    load: Callable[[torch.device], tuple[Callable[[], Any], CallersObjects]]
+    world: World
+    backend: str | None
+    timeout: timedelta | None
+    environ: Mapping[str, str]
+    threads: int | None
+    streams: dict[str, Any] | None
+    outputs: Mapping[int, int]
+    failure: int
+    end: int
+    word: int
+    parent: int
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ended.
+
+    Attributes:
+        value: what it has returned, on rank 0.
+        changes: of the caller's objects: on rank 0, and on all ranks that were not to the end.
+        leaves: whether it was by ``sys.exit()``.
+    """
+
+    value: Any = None
+    changes: dict[str, list] | None = None
+    leaves: bool = False
+
+
+class _Stopped(BaseException):
+    """Raised in a rank's function to end it, because another rank has failed."""
+
+
+_job: Job | None = None
+_callers = CallersObjects(())
+_told = False
+
+
+def run(job: Job) -> None:
+    """Run ``job`` in this process, which was started for it."""
+    global _job
+    with suppress(PermissionError):
+        os.setpgid(0, 0)  # what it starts is ended with it, and Ctrl-C reaches it by way of the caller
+    die_with_parent(job.parent)
+    signal.set_wakeup_fd(-1)  # an event loop of the caller's is not to hear of this rank's signals
+    signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    os.environ.update(job.environ)
+    speak_through(job.outputs)
+    refuse_stdin("ask before, and pass the answer")
+    show_in_notebook(job.world.rank)
+    if job.streams is not None:
+        set_state(job.streams)
+    _job = job
+    end = _run(job)
+    try:
+        _pack(end, job.end)
+    except Exception as error:
+        failed(
+            UsageError(
+                f"what was returned on rank {job.world.rank}, or put into a model of the caller, cannot be sent to the caller: {error}. "
+                "Return tensors, models, numbers and containers of them, and define their classes outside of the function."
+            )
+        )
+        os.ftruncate(job.end, 0)
+        _pack(End(), job.end)
+    _tell(job, 0.0)
+
+
+def _run(job: Job) -> End:
+    global _callers
+    value, leaves, through = None, False, False
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        with groups.opened(job.world, job.backend, job.timeout) as group:
+            try:
+                function, _callers = job.load(group.device if group else torch.device("cpu"))
+                value = function()
+            except BaseException as error:
+                failed(error)
+                raise
+        through = True
+    except SystemExit as error:
+        leaves = through = not error.code
+    except BaseException as error:
+        _take_no_notice()
+        failed(error)
+    _take_no_notice()
+    changes = _callers.changes(value) if job.world.rank == 0 or not through else None
+    return End(value if job.world.rank == 0 else None, changes, leaves)
+
+
+def failed(error: BaseException) -> None:
+    """Tell the caller of the launched ranks, if this is one, what was raised here, before what is around it is left.
+
+    Leaving the process group may take other ranks along, whose errors are then not the first.
+    """
+    global _told
+    job = _job
+    if job is None or _told or isinstance(error, _Stopped) or (isinstance(error, SystemExit) and not error.code):
+        return
+    _told = True
+    when = time.monotonic()
+    _pack(Raised.of(error, _users(error.__traceback__), _callers.can_pack), job.failure)
+    _tell(job, when)
+
+
+def _take_no_notice() -> None:
+    """This rank is through, and is to tell of it whatever others do."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _pack(thing: Any, descriptor: int) -> None:
+    with open(descriptor, "w+b", closefd=False) as file:
+        file.seek(0)
+        _callers.pack(thing, file)
+
+
+def _tell(job: Job, word: float) -> None:
+    os.write(job.word, WORD.pack(word))
+
+
+def _users(traceback: TracebackType | None) -> TracebackType | None:
+    """``traceback`` from the first line of the user's on, if there is one."""
+    inner = traceback
+    while inner is not None and is_ours(inner.tb_frame):
+        inner = inner.tb_next
+    return inner or traceback
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Stopped

@@ -1,0 +1,114 @@
+"""``loss.backward()`` and ``torch.autograd.backward(losses)``: hand the call to ``actor.backward``.
+
+``Tensor.backward`` looks ``torch.autograd.backward`` up when it is called, so one patch catches both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from parwrap.patching.patch import Patch, is_patched
+
+__all__ = ["Backward", "patches"]
+
+
+class Backward(NamedTuple):
+    """The arguments of one ``torch.autograd.backward``.
+
+    Attributes:
+        tensors: what is differentiated.
+        grad_tensors: the gradient of each; ``None`` stands for 1.
+        options: ``retain_graph``, ``create_graph`` and ``inputs``, as far as they were given.
+        original: torch's own function.
+        averaged: whether what it leaves in gradients is to be averaged over the ranks now; else it is added to later.
+        weight: how much this rank counts in that average, where ``tensors`` were multiplied by it already; ``None`` leaves both to
+            the strategy.
+        holding: parameters whose ``.grad`` of before is averaged with it for the first time, whether or not it reaches them.
+    """
+
+    tensors: tuple[torch.Tensor | GradientEdge, ...]
+    grad_tensors: tuple[torch.Tensor | None, ...]
+    options: dict[str, Any]
+    original: Callable[..., None]
+    averaged: bool = True
+    weight: float | None = None
+    holding: tuple[torch.Tensor, ...] = ()
+
+    def run(self) -> None:
+        """Do what torch does, or hand the call on to the next actor."""
+        options = self.options
+        if is_patched(self.original):
+            options = {**options, "averaged": self.averaged, "weight": self.weight, "holding": self.holding}
+        self.original(self.tensors, self.grad_tensors, **options)
+
+    @property
+    def beginnings(self) -> tuple[torch.Tensor | GradientEdge, ...]:
+        """The tensors behind which the leaves that get a gradient are found."""
+        return self.options.get("inputs") or self.tensors
+
+    def with_root(self, scalar: torch.Tensor, *leaves: torch.Tensor) -> Backward:
+        """The same backward with one more tensor to start from, whose gradient goes to ``leaves``."""
+        options = {**self.options, "inputs": (*self.options["inputs"], *leaves)} if "inputs" in self.options else self.options
+        return self._replace(tensors=(*self.tensors, scalar), grad_tensors=(*self.grad_tensors, None), options=options)
+
+    def scaled(self, factor: float) -> Backward:
+        """The same backward with what it leaves in gradients multiplied by ``factor``."""
+        with torch.enable_grad():
+            pairs = [_scaled(tensor, grad, factor) for tensor, grad in zip(self.tensors, self.grad_tensors, strict=True)]
+        return self._replace(tensors=tuple(tensor for tensor, _ in pairs), grad_tensors=tuple(grad for _, grad in pairs))
+
+
+def _scaled(
+    tensor: torch.Tensor | GradientEdge, grad: torch.Tensor | None, factor: float
+) -> tuple[torch.Tensor | GradientEdge, torch.Tensor | None]:
+    """What is differentiated and its gradient, multiplied by ``factor``; an edge has no value that could be."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor * factor, grad
+    if grad is None:
+        kind = tensor.node._input_metadata[tensor.output_nr]
+        if math.prod(kind.shape) != 1:
+            return tensor, None  # which torch refuses
+        grad = torch.ones(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
+    return tensor, grad * factor
+
+
+def patches(actor: Any) -> list[Patch]:
+    def backward(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        actor.backward(_bound(wrapped, *args, **kwargs))
+
+    return [Patch(torch.autograd, "backward", backward)]
+
+
+def _bound(
+    original: Callable,
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+    averaged: bool = True,
+    weight: float | None = None,
+    holding: tuple[torch.Tensor, ...] = (),
+) -> Backward:
+    """The call with torch's own signature taken apart; its deprecated ``grad_variables`` is an older ``grad_tensors``.
+
+    The last three are those of an actor that hands the call on.
+    """
+    tensors = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
+    grad_tensors = grad_variables if grad_tensors is None else grad_tensors
+    if not isinstance(grad_tensors, (tuple, list)):
+        grad_tensors = (grad_tensors,) * len(tensors)
+    options: dict[str, Any] = {"retain_graph": retain_graph, "create_graph": create_graph}
+    if inputs is not None:
+        options["inputs"] = (
+            (inputs,)
+            if isinstance(inputs, (torch.Tensor, GradientEdge))
+            else tuple(inputs.values() if isinstance(inputs, dict) else inputs)
+        )
+    return Backward(tensors, tuple(grad_tensors), options, original, averaged, weight, holding)

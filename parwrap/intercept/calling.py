@@ -1,0 +1,23 @@
+"""``module(...)``: hand the call of a module to ``actor.call``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from parwrap.patching.patch import Patch
+
+__all__ = ["patches"]
+
+
+def patches(actor: Any) -> list[Patch]:
+    def call(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> Any:
+        if torch.compiler.is_compiling():  # which would trace into the actor
+            return wrapped(*args, **kwargs)
+        return actor.call(instance, args, kwargs, wrapped)
+
+    # which __call__ calls: torch.fx puts its own __call__ there for a while, and what it puts back would not be this patch
+    return [Patch(nn.Module, "_call_impl", call)]

@@ -1,0 +1,61 @@
+"""``cross_entropy`` and ``nll_loss``: hand each loss that is a mean to ``actor.criterion``, with the number that it was divided by.
+
+The modules end there too. With weights of classes or targets that are ignored that number is not how many targets there are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from parwrap.patching.patch import Patch
+
+__all__ = ["Criterion", "patches"]
+
+
+class Criterion(NamedTuple):
+    """A mean over classified targets.
+
+    Attributes:
+        loss: the mean.
+        target: the class of each.
+        weight: of the classes.
+        ignore_index: the class of targets that do not count.
+    """
+
+    loss: torch.Tensor
+    target: torch.Tensor
+    weight: torch.Tensor | None
+    ignore_index: int
+
+    @torch.no_grad()
+    def divisor(self) -> torch.Tensor:
+        """What the sum was divided by."""
+        counted = self.target != self.ignore_index
+        if self.weight is None:
+            return counted.sum()
+        return (self.weight[torch.where(counted, self.target, 0).long()] * counted).sum()
+
+
+def patches(actor: Any) -> list[Patch]:
+    def patch(name: str) -> Patch:
+        signature = inspect.signature(getattr(functional, name))
+
+        def criterion(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+            loss = wrapped(*args, **kwargs)
+            if torch.compiler.is_compiling() or not (isinstance(loss, torch.Tensor) and loss.requires_grad):
+                return loss
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            target, named = given.arguments["target"], given.arguments
+            if named["reduction"] != "mean" or named["reduce"] is False or named["size_average"] is False or target.is_floating_point():
+                return loss
+            return actor.criterion(Criterion(loss, target, named["weight"], named["ignore_index"]))
+
+        return Patch(functional, name, criterion)
+
+    return [patch("cross_entropy"), patch("nll_loss")]

@@ -1,0 +1,161 @@
+"""``open`` and the calls of ``os`` that open, change or look at paths: hand them to the actor.
+
+pathlib, shutil, json, numpy, pandas, matplotlib and the like all end in these. Some modules hold ``open`` under a name of
+their own. What native code opens by itself passes by.
+"""
+
+from __future__ import annotations
+
+import builtins
+import bz2
+import io
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from numpy.lib._datasource import _FileOpeners  # type: ignore[attr-defined]
+
+from parwrap.patching.patch import Patch
+
+__all__ = [
+    "WRITING",
+    "Change",
+    "attribute_patches",
+    "change_patches",
+    "close_descriptor_patches",
+    "listing_patches",
+    "look_patches",
+    "open_descriptor_patches",
+    "open_patches",
+    "temporary_name_patches",
+]
+
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+"""The flags of ``os.open`` of which one is set for a file that may be changed."""
+
+OPENS = ((builtins, "open"), (io, "open"), (tarfile, "bltn_open"), (bz2, "_builtin_open"))
+LOOKS = ("stat", "lstat", "access", "readlink", "chdir", "statvfs", "getxattr", "listxattr")
+ATTRIBUTES = ("chmod", "lchmod", "chown", "lchown", "utime", "setxattr", "removexattr", "chflags", "lchflags")
+
+
+class Change(NamedTuple):
+    """A call that makes, removes or moves paths.
+
+    Attributes:
+        name: of the function: ``"mkdir"``, ``"truncate"``, ``"rmdir"``, ``"remove"``, ``"unlink"``, ``"rmtree"``, ``"rename"``,
+            ``"replace"``, ``"link"`` or ``"symlink"``.
+        run: does what the function does.
+        gone: a path that is not there afterwards and the descriptor that it is relative to, or ``None``.
+        made: the same of a path that is there, or another, afterwards.
+        source: the same of a path that ``made`` is afterwards what it was.
+        target: what a symbolic link leads to.
+        options: what else was given.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    gone: tuple[Any, int | None] | None = None
+    made: tuple[Any, int | None] | None = None
+    source: tuple[Any, int | None] | None = None
+    target: Any = None
+    options: tuple[tuple, dict] = ((), {})
+
+
+def open_patches(actor: Any) -> list[Patch]:
+    def open(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        return actor.open(wrapped, *args, **kwargs)
+
+    def opener(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Callable:
+        found = wrapped(*args, **kwargs)
+        return builtins.open if found is original else found
+
+    original = builtins.open
+    patches = [Patch(owner, name, open) for owner, name in OPENS if hasattr(owner, name)]
+    return [*patches, Patch(_FileOpeners, "__getitem__", opener)]
+
+
+def open_descriptor_patches(actor: Any) -> list[Patch]:
+    def open(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> int:
+        return actor.open_descriptor(wrapped, *args, **kwargs)
+
+    return [Patch(os, "open", open)]
+
+
+def close_descriptor_patches(actor: Any) -> list[Patch]:
+    def close(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        actor.close_descriptor(wrapped, *args, **kwargs)
+
+    return [Patch(os, "close", close)]
+
+
+def change_patches(actor: Any) -> list[Patch]:
+    def made(name: str, run: Callable, path: Any, *args: Any, dir_fd: int | None = None) -> Change:
+        return Change(name, run, made=(path, dir_fd), options=(args, {}))
+
+    def gone(name: str, run: Callable, path: Any, *args: Any, dir_fd: int | None = None, **options: Any) -> Change:
+        return Change(name, run, gone=(path, dir_fd), options=(args, options))
+
+    def moved(name: str, run: Callable, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> Change:
+        return Change(name, run, gone=(src, src_dir_fd), made=(dst, dst_dir_fd), source=(src, src_dir_fd))
+
+    def link(
+        name: str, run: Callable, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None, **options: Any
+    ) -> Change:
+        return Change(name, run, made=(dst, dst_dir_fd), source=(src, src_dir_fd))
+
+    def symlink(name: str, run: Callable, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> Change:
+        return Change(name, run, made=(dst, dir_fd), target=src)
+
+    def patch(owner: Any, name: str, taken_apart: Callable[..., Change]) -> Patch:
+        def change(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+            return actor.change(taken_apart(name, partial(wrapped, *args, **kwargs), *args, **kwargs))
+
+        return Patch(owner, name, change)
+
+    forms: dict[Callable[..., Change], tuple[str, ...]] = {
+        made: ("mkdir", "truncate"),
+        gone: ("rmdir", "remove", "unlink"),
+        moved: ("rename", "replace"),
+        link: ("link",),
+        symlink: ("symlink",),
+    }
+    return [patch(os, name, form) for form, names in forms.items() for name in names] + [patch(shutil, "rmtree", gone)]
+
+
+def attribute_patches(actor: Any) -> list[Patch]:
+    return _on_paths("attribute", ATTRIBUTES, actor)
+
+
+def look_patches(actor: Any) -> list[Patch]:
+    return _on_paths("look", LOOKS, actor)
+
+
+def listing_patches(actor: Any) -> list[Patch]:
+    return _on_paths("listing", ("listdir", "scandir"), actor)
+
+
+def temporary_name_patches(actor: Any) -> list[Patch]:
+    def name(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> str:
+        return actor.temporary_name(wrapped())
+
+    return [Patch(tempfile._RandomNameSequence, "__next__", name)]  # type: ignore[attr-defined]
+
+
+def _on_paths(verb: str, names: tuple[str, ...], actor: Any) -> list[Patch]:
+    """Patches of the functions ``names``, as far as this system has them, whose first argument is a path."""
+    method = getattr(actor, verb)
+
+    def patch(name: str) -> Patch:
+        def on_path(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+            if args:
+                return method(name, wrapped, args[0], args[1:], kwargs)
+            path = kwargs.get("path", ".")
+            return method(name, wrapped, path, (), {key: value for key, value in kwargs.items() if key != "path"})
+
+        return Patch(os, name, on_path)
+
+    return [patch(name) for name in names if hasattr(os, name)]

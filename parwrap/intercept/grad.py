@@ -1,0 +1,32 @@
+"""``torch.autograd.grad(outputs, inputs)``: tell ``actor.grad`` about the leaf tensors among its inputs, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from parwrap.patching.patch import Patch
+
+__all__ = ["patches"]
+
+
+def patches(actor: Any) -> list[Patch]:
+    def grad(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        if torch.compiler.is_compiling():  # which would trace into the actor
+            return wrapped(*args, **kwargs)
+        inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
+        # exactly these types: tracing and functional transforms pass tensors of their own through here
+        if leaves := [each for each in _several(inputs) if type(each) in (torch.nn.Parameter, torch.Tensor) and each.is_leaf]:
+            actor.grad(leaves)
+        return wrapped(*args, **kwargs)
+
+    return [Patch(torch.autograd, "grad", grad)]
+
+
+def _several(inputs: Any) -> Any:
+    """The single tensors among what torch takes: one, a sequence or a dict of them."""
+    if isinstance(inputs, dict):
+        return inputs.values()
+    return inputs if isinstance(inputs, (tuple, list)) else (inputs,)

@@ -1,0 +1,46 @@
+"""Batch normalization: hand each ``torch.nn.functional.batch_norm`` to ``actor.norm``; ``torch.compile`` reads ``actor.traced_norm`` there.
+
+Every BatchNorm module ends there, lazy ones and subclasses too, and so do functional calls; InstanceNorm does not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from parwrap.patching.patch import Patch
+
+__all__ = ["Norm", "patches"]
+
+
+class Norm(NamedTuple):
+    """The arguments of one ``torch.nn.functional.batch_norm``, and torch's own function."""
+
+    original: Callable[..., torch.Tensor]
+    input: torch.Tensor
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+    def run(self) -> torch.Tensor:
+        """Do what torch does."""
+        return self.original(*self[1:])
+
+    def run_by_itself(self) -> torch.Tensor:
+        """Do what torch does, whatever other actors would."""
+        return inspect.unwrap(self.original)(*self[1:])
+
+
+def patches(actor: Any) -> list[Patch]:
+    def batch_norm(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        return actor.norm(Norm(wrapped, *args, **kwargs))
+
+    return [Patch(functional, "batch_norm", batch_norm, getattr(actor, "traced_norm", None))]

@@ -1,0 +1,171 @@
+"""``optimizer.step()``: ask ``actor.skips(optimizer)`` whether this one is to do nothing.
+
+A hook cannot leave a step out, but it can exchange the ``self`` that the step gets: a step that is skipped runs on an image of the
+optimizer that has no parameters. So the optimizer is never changed, and nothing has to be put back, also if the step raises. What the
+image cannot hide is noticed afterwards, by the versions of the parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torchs
+
+from parwrap.coordination.call_site import location
+from parwrap.errors import UsageError
+from parwrap.loop.loop_state import parameters_of
+
+__all__ = ["handed_on", "has_inner", "is_image", "patches", "stepping", "steps_running"]
+
+MARK = "_parwrap_image"
+
+STEP = Optimizer.profile_hook_step(print).__code__
+"""Of the function that torch puts around the ``step`` of every class, which calls the hooks."""
+
+
+def patches(actor: Any) -> list[AbstractContextManager]:
+    """While ``actor.skips(optimizer)`` is true, a step leaves parameters, state and gradients as they are.
+
+    A closure is still called, once, and its loss returned, unless ``actor.refuse_closure()`` raises; learning rate schedulers count the
+    step. The actor that was installed last is asked first, and the others only if it lets the step through.
+    """
+
+    before: dict[int, list[tuple[torch.Tensor, int]]] = {}
+
+    def exchange(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        # what a subclass hands on to super().step() is an image already, and so it is after another actor has skipped
+        if is_image(args[0]) or handed_on(optimizer):
+            return None
+        before.clear()  # a step that has raised is not seen to end
+        if hasattr(actor, "refuse_closure") and any(callable(each) for each in (*args[1:], *kwargs.values())):
+            actor.refuse_closure()
+        if not actor.skips(optimizer):
+            return None
+        several = _with_inner(optimizer, [])
+        owned = {id(p): p for each in several for p in parameters_of(each)}
+        if len(args) == 1 and not kwargs:  # a closure may change them in its forward
+            before[id(optimizer)] = [(p, p._version) for p in owned.values()]
+        return (_image(optimizer, owned, {}), *args[1:]), kwargs
+
+    def check(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        for p, version in before.pop(id(optimizer), ()):
+            if p._version != version:
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step() at {location()} has changed a parameter of shape {tuple(p.shape)} in a step that "
+                    "parwrap has to leave out, so it does not go by self.param_groups, or a hook on it changes weights. Let step() go over "
+                    "the parameters in self.param_groups, or train this part without parwrap.amp and parwrap.accumulate."
+                )
+
+    return [_hooked_first(exchange), _hooked_first(check, after=True)]
+
+
+def is_image(optimizer: Any) -> bool:
+    """Whether ``optimizer`` is what a step that is left out runs on."""
+    return hasattr(optimizer, MARK)
+
+
+def handed_on(optimizer: Optimizer) -> bool:
+    """For a hook: whether this is ``super().step()`` of a step that it was called for already; torch may have put hooks around both."""
+    if sum(hasattr(vars(cls).get("step"), "hooked") for cls in type(optimizer).__mro__) < 2:
+        return False
+    frame = sys._getframe(2).f_back  # 2 is the function that asks now
+    while frame is not None:
+        if frame.f_code is STEP and frame.f_locals["self"] is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def has_inner(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` is around another that it steps, as Lookahead is."""
+    return len(_with_inner(optimizer, [])) > 1
+
+
+def _with_inner(optimizer: Optimizer, known: list[Optimizer]) -> list[Optimizer]:
+    """``known``, ``optimizer`` and those that it has in its attributes, as Lookahead has the one that it is around."""
+    known.append(optimizer)
+    for attribute in vars(optimizer).values():
+        for value in _values(attribute):
+            if isinstance(value, Optimizer) and hasattr(value, "param_groups") and all(value is not each for each in known):
+                _with_inner(value, known)
+    return known
+
+
+def _values(attribute: Any) -> Collection[Any]:
+    if isinstance(attribute, dict):
+        return attribute.values()
+    return attribute if isinstance(attribute, (list, tuple)) else (attribute,)
+
+
+def _image(optimizer: Optimizer, owned: Collection[int], images: dict[int, Any]) -> Any:
+    """An optimizer with the same options and no parameters; what its ``step`` counts or remembers is lost.
+
+    Args:
+        optimizer: what it is an image of.
+        owned: the ids of all parameters, which it has in no attribute either.
+        images: those that there are already, by the id of the optimizer; another is added.
+    """
+    image = images[id(optimizer)] = object.__new__(type(optimizer))
+    empty: dict[int, list] = {id(group["params"]): [] for group in optimizer.param_groups}
+    groups = [{**group, "params": empty[id(group["params"])]} for group in optimizer.param_groups]
+
+    def hidden(value: Any) -> bool:
+        return id(value) in owned or isinstance(value, Optimizer)
+
+    def without(value: Any) -> Any:
+        if isinstance(value, Optimizer) and hasattr(value, "param_groups"):
+            return images[id(value)] if id(value) in images else _image(value, owned, images)
+        if id(value) in empty:  # LBFGS keeps the list of its first group, and wants something in it: a parameter without a gradient
+            return [torch.zeros(1)]
+        if value is optimizer.param_groups:
+            return groups
+        if isinstance(value, (list, tuple)) and any(map(hidden, value)):
+            left = [without(each) for each in value if id(each) not in owned]
+            return left if isinstance(value, list) else tuple(left)
+        if isinstance(value, dict) and any(hidden(key) or hidden(each) for key, each in value.items()):
+            return {key: without(each) for key, each in value.items() if id(key) not in owned and id(each) not in owned}
+        return value
+
+    attributes = {name: without(value) for name, value in vars(optimizer).items() if name != "state"}
+    vars(image).update({**attributes, "param_groups": groups, "state": copy.copy(optimizer.state), MARK: True})
+    return image
+
+
+def steps_running() -> int:
+    """How many steps of optimizers, each a part of the one before, run where this is called.
+
+    >>> steps_running()
+    0
+    """
+    return len(stepping())
+
+
+def stepping() -> list[Optimizer]:
+    """The optimizers whose steps run where this is called, each a part of the step of the next.
+
+    >>> stepping()
+    []
+    """
+    running, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is STEP:
+            running.append(frame.f_locals["self"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return running
+
+
+@contextmanager
+def _hooked_first(hook: Any, after: bool = False) -> Iterator[None]:
+    handle = (torchs.register_optimizer_step_post_hook if after else torchs.register_optimizer_step_pre_hook)(hook)
+    hooks: Any = torchs._global_optimizer_post_hooks if after else torchs._global_optimizer_pre_hooks
+    hooks.move_to_end(handle.id, last=False)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,42 @@
+"""``optimizer.step()``, where it is really taken: tell ``actor.takes_step(optimizer)`` before, and ``took_step`` after it.
+
+A step that an actor leaves out is none, and one that a class hands on to that of its base is a single one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from parwrap.intercept.skipping import handed_on, is_image
+
+__all__ = ["takes_patches", "took_patches"]
+
+
+def takes_patches(actor: Any) -> list[AbstractContextManager]:
+    def takes(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if not (is_image(args[0]) or handed_on(optimizer)):
+            actor.takes_step(optimizer)
+
+    return [_hooked(takes, register_optimizer_step_pre_hook)]
+
+
+def took_patches(actor: Any) -> list[AbstractContextManager]:
+    def took(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if not (is_image(args[0]) or handed_on(optimizer)):
+            actor.took_step(optimizer)
+
+    return [_hooked(took, register_optimizer_step_post_hook)]
+
+
+@contextmanager
+def _hooked(hook: Any, register: Callable) -> Iterator[None]:
+    handle = register(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

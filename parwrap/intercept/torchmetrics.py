@@ -1,0 +1,65 @@
+"""torchmetrics, once it is imported: which batches a metric is updated with, and whether its states are summed over ranks.
+
+A metric keeps its ``update`` as an attribute of its own, also in a clone, so this file knows the private method that makes it; that of 1.9.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+from parwrap.patching.patch import Patch, when_imported
+
+__all__ = ["collection_patches", "sync_patches", "update_patches"]
+
+MODULE, COLLECTIONS = "torchmetrics.metric", "torchmetrics.collections"
+
+
+def update_patches(actor: Any) -> list[AbstractContextManager]:
+    """``actor.update_metric(metric)``: ``metric`` is about to be updated."""
+
+    def make_update(wrapped: Callable, metric: Any, args: tuple, kwargs: dict) -> Callable:
+        update = wrapped(*args, **kwargs)
+
+        @functools.wraps(update)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            actor.update_metric(metric)
+            return update(*args, **kwargs)
+
+        return noted
+
+    def patches(module: ModuleType) -> list[Patch]:
+        return [Patch(module.Metric, "_wrap_update", make_update)]
+
+    return [when_imported(MODULE, patches)]
+
+
+def collection_patches(actor: Any) -> list[AbstractContextManager]:
+    """``actor.share_states(metrics)``: members of a ``MetricCollection`` that the first of them is updated for are about to be computed."""
+
+    def compute(wrapped: Callable, collection: Any, args: tuple, kwargs: dict) -> Any:
+        for names in collection.compute_groups.values():
+            actor.share_states([collection._modules[name] for name in names])
+        return wrapped(*args, **kwargs)
+
+    def patches(module: ModuleType) -> list[Patch]:
+        return [Patch(module.MetricCollection, "compute", compute)]
+
+    return [when_imported(COLLECTIONS, patches)]
+
+
+def sync_patches(actor: Any) -> list[AbstractContextManager]:
+    """``actor.syncs_metric(metric)``: whether the states of ``metric`` are to be put together over the ranks."""
+
+    def sync(wrapped: Callable, metric: Any, args: tuple, kwargs: dict) -> None:
+        if actor.syncs_metric(metric):
+            return wrapped(*args, **kwargs)
+        return wrapped(*args[:3], **{**kwargs, "distributed_available": lambda: False})
+
+    def patches(module: ModuleType) -> list[Patch]:
+        return [Patch(module.Metric, "sync", sync)]
+
+    return [when_imported(MODULE, patches)]

@@ -1,0 +1,356 @@
+"""From a command line to a launch plan, without any effect: what to run, on how many ranks, with which variables.
+
+The options are torchrun's own and a few of ours. Facts about the machine are passed in, so a plan can be tested and shown;
+carrying it out is left to ``run.py`` and ``agent.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import parwrap
+from parwrap.errors import LaunchError, UsageError
+from parwrap.launching.command.command_line import UnknownOptionError, parse_options, split_at_script
+from parwrap.launching.command.feature_options import AMP_VALUES, add_feature_options, features_of, number, refuse_missing_gpus, whole
+from parwrap.launching.command.node_options import meets_alone, node_counts
+from parwrap.launching.command.outer_launcher import NOT_GIVEN, fill_in
+from parwrap.launching.command.script import Script
+from parwrap.launching.command.strategy_options import STRATEGY_OPTIONS, add_strategy_options
+from parwrap.world.launchers import LOOPBACK
+from parwrap.world.world import World
+
+__all__ = ["LaunchPlan", "columns", "command_parser", "describe", "describe_script", "plan_launch", "unknown_option"]
+
+SCOPE_OPTIONS = ("backend", "seed", "batch", "uneven", "lr", "loss", "timeout", "hang_after", *STRATEGY_OPTIONS)
+ONE_NODE = "parwrap"
+"""The rendezvous backend of a node that need not wait for others; see ``agent.py``."""
+DOCTOR = "parwrap.doctor"
+"""The module that opens the process group itself, to tell what is wrong with it: it is only launched."""
+OF_OTHERS = ("-n", "-np", "--np", "--ntasks", "--num-processes", "--num_processes", "--gpus")
+"""What other launchers call ``--nproc-per-node``."""
+FOR_SEVERAL_RANKS = ("--nproc-per-node", "--nnodes")
+"""The options without which one rank runs."""
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What a command line asks for.
+
+    Attributes:
+        argv: the command line, with options in full.
+        script: what every rank runs.
+        ranks: how many of them on this node.
+        nodes: the least and the largest number of nodes.
+        threads: how many each rank computes with; ``None`` leaves it to the user's ``OMP_NUM_THREADS``.
+        variables: the environment variables to set for the ranks.
+        torchrun: torchrun's options, as its own parser gives them.
+        everyone: show what every rank says, not only rank 0.
+        log_dir: the directory for a file of each rank; ``None`` for none, or for torchrun's own logs.
+        in_this_process: one rank that needs no other process.
+        outer: which, if another launcher has started this process as a rank.
+        dry_run: only show the plan.
+        notice: what to say before anything runs; empty for nothing.
+    """
+
+    argv: tuple[str, ...]
+    script: Script
+    ranks: int
+    nodes: tuple[int, int]
+    threads: int | None
+    variables: Mapping[str, str]
+    torchrun: argparse.Namespace
+    everyone: bool
+    log_dir: str | None
+    in_this_process: bool
+    outer: World | None
+    dry_run: bool
+    notice: str
+
+
+def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, cores: int, here: bool = True) -> LaunchPlan:
+    """The plan for ``python -m parwrap.run ARGV``.
+
+    Args:
+        argv: the command line without the program's name.
+        environ: the environment variables; torchrun's parser reads most of its own ``PET_*`` from ``os.environ``.
+        gpus: how many GPUs torch can use here.
+        cores: how many CPU cores this process may use.
+        here: whether the script is among the files of this machine, and so can be looked for.
+
+    Raises:
+        UsageError: an option or a value that does not exist, or options that exclude each other.
+        LaunchError: what is asked for is not there: the script, the GPUs.
+    """
+    parser = command_parser()
+    parser.set_defaults(
+        **NOT_GIVEN, start_method=environ.get("PET_START_METHOD", "forkserver"), rdzv_backend=environ.get("PET_RDZV_BACKEND")
+    )
+    try:
+        given, command = split_at_script(parser, argv)
+    except UnknownOptionError as unknown:
+        raise UsageError(unknown_option(str(unknown), parser)) from None
+    arguments = parse_options(parser, given, command)
+    if arguments.launcher:
+        raise UsageError("--launcher is to be written in full.")  # else it was noticed before
+    arguments.rdzv_backend = arguments.rdzv_backend or ("c10d" if arguments.rdzv_endpoint else "static")
+    options = {name: getattr(arguments, name) for name in SCOPE_OPTIONS if hasattr(arguments, name)}
+    outer = fill_in(arguments, environ, gpus)
+    nodes = node_counts(arguments)
+    one_process = hasattr(arguments, "data_parallel")
+    alone_by_default = not (arguments.nproc_per_node or one_process or outer)
+    asked = arguments.nproc_per_node or str(1 if one_process or outer else gpus or 1)
+    ranks = _ranks(asked, gpus, cores)
+    if one_process and (ranks, nodes[-1]) != (1, 1):
+        raise UsageError("--data-parallel runs one process on several devices, and more ranks are asked for: leave one of them out.")
+    if one_process:
+        refuse_missing_gpus(arguments.data_parallel or (), gpus)
+    if gpus and ranks > gpus and not arguments.plain and options.get("backend") != "gloo":
+        raise LaunchError(
+            f"--nproc-per-node {ranks} is more than the GPUs that torch can use on this node ({gpus}). "
+            f"Start at most {gpus} ranks there, or add --backend gloo to let ranks share GPUs."
+        )
+    script = _script(arguments, options, features_of(arguments), here)
+    if arguments.all_ranks and _torchrun_logs(arguments):
+        raise UsageError("--all-ranks shows what ranks say, and so do --redirects, --tee and --local-ranks-filter: leave it or them out.")
+    if meets_alone(arguments, nodes):
+        arguments.rdzv_backend, arguments.rdzv_endpoint = ONE_NODE, "localhost"
+    arguments.master_addr = arguments.master_addr or "127.0.0.1"  # torchrun's own defaults, which its parser leaves open
+    arguments.master_port = 29500 if arguments.master_port is None else arguments.master_port
+    arguments.nproc_per_node = str(ranks)
+    in_this_process = ranks == 1 and _needs_no_agent(arguments)
+    if outer and not in_this_process:
+        raise UsageError(
+            f"by {outer.launcher} this process is itself rank {outer.rank} of {outer.size}, and options are given for ranks to be started: "
+            "leave out --plain, --max-restarts and those for logs and rendezvous, or add --standalone for each to have a run of its own."
+        )
+    threads = max(1, cores // ranks)
+    return LaunchPlan(
+        argv=(*given, *command),
+        script=script,
+        ranks=ranks,
+        nodes=nodes,
+        threads=None if "OMP_NUM_THREADS" in environ else threads,
+        variables={name: value for name, value in _variables(arguments, threads).items() if name not in environ},
+        torchrun=arguments,
+        everyone=arguments.all_ranks,
+        log_dir=None if _torchrun_logs(arguments) else arguments.log_dir,
+        in_this_process=in_this_process,
+        outer=outer,
+        dry_run=arguments.dry_run,
+        notice=_option_after_script(script) if alone_by_default and in_this_process else "",
+    )
+
+
+def describe(plan: LaunchPlan) -> str:
+    """The plan for people to read: what ``--dry-run`` prints."""
+    torchrun = plan.torchrun
+    many = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
+    where = "1 node" if plan.nodes == (1, 1) else f"each of {'-'.join(map(str, dict.fromkeys(plan.nodes)))} nodes"
+    facts = {"ranks": f"{many} on {where}", **describe_script(plan.script)}
+    if plan.outer:
+        facts["ranks"] = f"rank {plan.outer.rank} of {plan.outer.size}, as {plan.outer.launcher} has started them"
+    if plan.in_this_process:
+        return columns({**facts, "started": "in this process"})
+    alone = torchrun.rdzv_backend == ONE_NODE
+    endpoint = torchrun.rdzv_endpoint or f"{torchrun.master_addr}:{torchrun.master_port}"
+    restarts = f", and again after a failure up to {torchrun.max_restarts} times" if torchrun.max_restarts else ""
+    facts |= {
+        "started": f"by {torchrun.start_method}{restarts}",
+        "meeting": "at a free port of 127.0.0.1" if alone else f"by {torchrun.rdzv_backend} rendezvous at {endpoint}",
+        "variables": " ".join(f"{name}={value}" for name, value in plan.variables.items()) or "as they are",
+    }
+    return columns(facts)
+
+
+def describe_script(script: Script) -> dict[str, str]:
+    """What is run, and in which scope."""
+    scope = None if script.scope is None else ", ".join(f"{name}={value!r}" for name, value in script.scope.items())
+    features = [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in script.features.items()]
+    return {
+        {"file": "script", "module": "module", "program": "program"}[script.kind]: shlex.join([script.target, *script.args]),
+        "inside": "nothing: it is only launched" if scope is None else " ".join([f"parwrap.distributed({scope})", *features]),
+    }
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(
+            "there is no script to run: name it after the options, then its own arguments." if "training_script" in message else message
+        )
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """The parser of ``python -m parwrap.run``."""
+    from torch.distributed.run import get_args_parser  # with torch, which the command starts to import later than its fork server
+
+    parser = _Parser(
+        prog="python -m parwrap.run",
+        description="Run a plain single-GPU training script on many ranks, unchanged. Takes every option of torchrun; other than there, "
+        "--nproc-per-node is by default the number of GPUs, or 1, and --start-method is forkserver.",
+        parents=[get_args_parser()],
+        add_help=False,
+    )
+    parser.add_argument("--version", action="version", version=f"parwrap {parwrap.__version__}", help="Print the version.")
+    parser.add_argument(
+        "--use-env",
+        "--use_env",
+        action="store_true",
+        help="As for torch.distributed.launch. Without it a script that is only launched (--plain) and has an option --local-rank or "
+        "--local_rank in its source is handed its local rank by that option. A script inside the scope is never handed it.",
+    )
+    ours = parser.add_argument_group("parwrap")
+    ours.add_argument(
+        "--plain", action="store_true", help="Only launch the script: no scope around it, and torchrun's variables for it to see."
+    )
+    ours.add_argument(
+        "--all-ranks", "--all_ranks", action="store_true", help="Show what every rank says, with its number before each line."
+    )
+    ours.add_argument("--dry-run", "--dry_run", action="store_true", help="Print the plan and start nothing.")
+    ours.add_argument(
+        "--launcher",
+        metavar="NAME",
+        help="Start it on other machines, by slurm, kubeflow or ray; `--launcher NAME --help` lists its options.",
+    )
+    absent = argparse.SUPPRESS
+    ours.add_argument("--backend", default=absent, help="Backend of the process group; by default nccl for GPUs and gloo for the CPU.")
+    ours.add_argument("--seed", default=absent, type=whole, help="Seed of torch, numpy and python on all ranks.")
+    ours.add_argument(
+        "--batch", default=absent, help="per_rank: each rank takes whole batches; global: each takes its part of every batch."
+    )
+    ours.add_argument(
+        "--uneven", default=absent, help="Where samples do not go round: pad takes some twice; drop leaves some out; join takes each once."
+    )
+    ours.add_argument("--lr", default=absent, help="Learning rates, as the global batch grows with the ranks: keep, linear or sqrt.")
+    ours.add_argument("--loss", default=absent, help="What the loss is over the samples of a batch: mean or sum.")
+    ours.add_argument("--timeout", default=absent, type=number, help="Seconds that a rank waits for another.")
+    ours.add_argument(
+        "--hang-after",
+        "--hang_after",
+        default=absent,
+        type=number,
+        help="Seconds after which rank 0 says where every rank is, if one still waits; by default 60.",
+    )
+    add_strategy_options(ours)
+    add_feature_options(ours)
+    return parser
+
+
+def unknown_option(option: str, parser: argparse.ArgumentParser) -> str:
+    """What to say of an option that ``parser`` does not have."""
+    from parwrap.launching.command.job_launchers import launchers_with
+
+    name = option.partition("=")[0]
+    if launchers := launchers_with(name):
+        return f"{name} is an option of --launcher {' and '.join(launchers)}: add that, or leave {name} out."
+    known = [option for option in parser._option_string_actions if "_" not in option]
+    begin = [option for option in known if option.startswith(name[:7])]  # so that --nprocs is not taken for --nnodes
+    close = difflib.get_close_matches(name, begin, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1)
+    if name in OF_OTHERS:
+        close = ["--nproc-per-node"]
+    hint = f"did you mean {close[0]}?" if close else "`python -m parwrap.run --help` lists the options; those of the script come after it."
+    return f"there is no option {name}; {hint}"
+
+
+def _ranks(asked: str, gpus: int, cores: int) -> int:
+    if asked == "gpu" and not gpus:
+        raise LaunchError(
+            "--nproc-per-node gpu asks for a rank on each GPU, and torch can use none here: give a number to train on the CPU."
+        )
+    here = {"gpu": gpus, "cpu": cores, "auto": gpus or cores}
+    if asked in here:
+        return here[asked]
+    if not asked.isdecimal() or int(asked) == 0:
+        known = ", ".join(f"{name} ({count} here)" for name, count in here.items())
+        raise UsageError(f"--nproc-per-node {asked} is not a number of ranks: give one above 0, or {known}.")
+    return int(asked)
+
+
+def _script(arguments: argparse.Namespace, options: dict[str, Any], features: dict[str, dict[str, Any]], here: bool) -> Script:
+    target = arguments.training_script
+    doctor = arguments.module and target == DOCTOR
+    if (arguments.plain or doctor) and (options or features):
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in [*options, *features])
+        who = DOCTOR if doctor else "--plain"
+        raise UsageError(f"{who} opens no scope, so there is nothing for {given} to act on: leave one of them out.")
+    if arguments.no_python and arguments.module:
+        raise UsageError("--no-python runs a program and --module a Python module: leave one of them out.")
+    if arguments.no_python and not arguments.plain:
+        raise UsageError(
+            "--no-python runs a program that is not Python, in which parwrap can change nothing: add --plain to only launch it."
+        )
+    if here:
+        _look_for(target, arguments, features)
+    if options or features:
+        for name, chosen in {"distributed": options, **features}.items():
+            try:
+                getattr(parwrap, name)(**chosen)
+            except UsageError as error:
+                raise UsageError(f"{error} Your script's own options go after its name.") from None
+    return Script(
+        target=target,
+        args=tuple(arguments.training_script_args),
+        kind="module" if arguments.module else "program" if arguments.no_python else "file",
+        scope=None if arguments.plain or doctor else options,
+        features=features,
+        hand_local_rank=arguments.plain and not arguments.no_python and not arguments.use_env,
+    )
+
+
+def _option_after_script(script: Script) -> str:
+    """What to say of an option for several ranks that stands after the script, which has got it instead."""
+    given = [argument for argument in script.args if argument.partition("=")[0].replace("_", "-") in FOR_SEVERAL_RANKS]
+    if not given or (script.kind == "file" and "nproc" in Path(script.target).read_text(errors="replace")):
+        return ""  # a script with such an option is a launcher itself
+    return (
+        f"1 rank runs: {given[0]} stands after {script.target}, so it is an option of the script. "
+        f"To start several ranks, put it before {'-m' if script.kind == 'module' else script.target}."
+    )
+
+
+def _look_for(target: str, arguments: argparse.Namespace, features: dict[str, dict[str, Any]]) -> None:
+    if arguments.no_python and shutil.which(target) is None:
+        raise LaunchError(f"there is no program {target} to run: give its path, or the name of one on the PATH.")
+    if not arguments.no_python and not arguments.module and not os.path.exists(target):
+        hint = "" if target.endswith(".py") else " To run a module, put -m before its name."
+        if features.get("amp") == {"dtype": "auto"} and not target.endswith(".py"):
+            hint += f" If it is meant for --amp: that takes {', '.join(AMP_VALUES)}."
+        raise LaunchError(f"there is no script {target}: its path is taken from the directory that the command runs in.{hint}")
+    if not arguments.no_python and not arguments.module and os.path.isdir(target) and not os.path.exists(f"{target}/__main__.py"):
+        raise LaunchError(f"{target} is a directory without a __main__.py, so there is nothing to run: name the script in it.")
+    if arguments.module and importlib.util.find_spec(target.partition(".")[0]) is None:
+        raise LaunchError(
+            f"there is no module {target}: it is looked for in the directory that the command runs in and among what is installed."
+        )
+
+
+def _needs_no_agent(arguments: argparse.Namespace) -> bool:
+    """Whether nothing is asked for beyond running the script."""
+    logs = arguments.log_dir or _torchrun_logs(arguments)
+    return arguments.rdzv_backend == ONE_NODE and not arguments.plain and not arguments.max_restarts and not logs
+
+
+def _torchrun_logs(arguments: argparse.Namespace) -> bool:
+    """Whether torchrun's own logs are asked for."""
+    return (arguments.redirects, arguments.tee, arguments.local_ranks_filter) != ("0", "0", "")
+
+
+def _variables(arguments: argparse.Namespace, threads: int) -> dict[str, str]:
+    """Unless the user has set them: cores shared out, sets in the same order everywhere, no listener beyond one node."""
+    variables = {"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"}
+    if arguments.rdzv_backend == ONE_NODE:
+        variables |= LOOPBACK
+    return variables
+
+
+def columns(facts: Mapping[str, str]) -> str:
+    """``facts`` in lines, a name and a value each."""
+    return "\n".join(f"{name:<10} {value}" for name, value in facts.items())

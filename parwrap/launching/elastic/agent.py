@@ -1,0 +1,263 @@
+"""Carries out a launch plan with torch's elastic agent, which starts the ranks, watches them and starts them again.
+
+What is added here: a single node meets without waiting and without listening beyond its loopback, and a rank ends with its exit code,
+as a script does, rather than by returning a value. What several nodes need is ``network_route.py``'s and ``node_monitor.py``'s,
+what ranks say ``rank_output.py``'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed import DistError, TCPStore
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.run import config_from_args
+
+from parwrap.errors import LaunchError, UsageError
+from parwrap.launching.command.plan import ONE_NODE, LaunchPlan
+from parwrap.launching.elastic.failure_report import Failure, read_failures, report, unexplained
+from parwrap.launching.elastic.forwarded_signals import forward_once
+from parwrap.launching.elastic.network_route import endpoint, met
+from parwrap.launching.elastic.node_monitor import Nodes
+from parwrap.launching.elastic.rank_output import RankOutput
+from parwrap.launching.elastic.script_run import run_rank
+from parwrap.launching.elastic.waiting_for_nodes import told
+from parwrap.patching.patch import Patch, installed
+
+__all__ = ["launch"]
+
+FOLLOWING = 0.3
+"""Seconds in which ranks end that leave at the same place as the first."""
+
+
+def launch(plan: LaunchPlan) -> int:
+    """Run all ranks of this node to their end, and tell how they failed if they did; returns the exit code for that.
+
+    Raises:
+        UsageError: torch refuses the value of one of torchrun's options.
+        LaunchError: the nodes have not met, or ranks would be forked from a process that has started CUDA.
+    """
+    if plan.torchrun.start_method == "fork" and torch.cuda.is_initialized():
+        raise LaunchError("--start-method fork does not go with CUDA, which this process has started already: leave it out, or use spawn.")
+    if "LOGLEVEL" not in os.environ:
+        _silence("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run", "torch.multiprocessing")
+    plan = met(plan, os.environ)
+    os.environ.update(plan.variables)  # for ranks that are spawned; those of a fork server are handed them
+    rendezvous_handler_registry.register(ONE_NODE, lambda parameters: _OneNode(parameters.run_id))
+    directory = tempfile.mkdtemp(prefix="parwrap-")  # TemporaryDirectory would remove it at the end of a forked rank
+    try:
+        failures = Path(directory, "failures")
+        failures.mkdir()
+        return _tell(plan, *_run(plan, Path(directory), failures), read_failures(failures))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _run(plan: LaunchPlan, directory: Path, failures: Path) -> tuple[int, bool]:
+    """Run the ranks; returns the exit code as far as it is known without their ``failures``, and whether these have been explained."""
+    config = _config(plan, directory)
+    ranks = elastic_launch(config, run_rank)
+    variables = dict(plan.variables)
+    processes: list[Any] = []
+    nodes = Nodes(failures, variables, (plan.script.scope or {}).get("timeout", math.inf), partial(told, plan))
+    meetings = [] if plan.torchrun.rdzv_backend == ONE_NODE else [nodes.rendezvous]
+    pipes = None
+    with ExitStack() as stack:
+        if plan.everyone or plan.log_dir is not None:
+            output = RankOutput(directory, plan.ranks, plan.everyone, plan.log_dir)
+            stack.enter_context(output.passed_on())
+            meetings, pipes = [*meetings, output.rendezvous], output.pipes
+        poll = _ends_by_exit_code(failures, _may_die(plan), nodes, processes)
+        patches = [Patch(SimpleElasticAgent, "_rendezvous", each) for each in meetings]
+        stack.enter_context(
+            installed([Patch(MultiprocessContext, "_poll", poll), Patch(MultiprocessContext, "_close", forward_once(failures)), *patches])
+        )
+        try:
+            ranks(plan.script, variables, plan.threads, str(failures), pipes)
+        except ChildFailedError:
+            return 1, nodes.lost
+        except SignalException as signalled:
+            nodes.leave(signalled.sigval)
+            handled = processes and all(process.exitcode == 0 for process in processes)  # by the script, on every rank
+            return 0 if handled else 128 + signalled.sigval, False
+        except (RendezvousError, DistError) as error:
+            raise LaunchError(_not_met(plan, error)) from error
+    return 0, False
+
+
+def _tell(plan: LaunchPlan, status: int, explained: bool, failed: list[Failure]) -> int:
+    """Tell of the failures; returns the exit code for them."""
+    if not failed:
+        if status == 128 + signal.SIGINT:  # ranks that take no notice of it, or were not there yet
+            print("parwrap.run: interrupted", file=sys.stderr)
+        return status
+    may_die = _may_die(plan)
+    survived = [str(failure) for failure in failed if may_die(failure.rank, failure.size)]
+    if text := report(failed, explained) if status else "\n".join(survived):  # who failed before a restart is no news
+        print(text, file=sys.stderr)
+    return failed[0].status if status == 1 else status
+
+
+class _OneNode(RendezvousHandler):
+    """The meeting of a single node: nobody to wait for, and a new store on a free port of the loopback at each start."""
+
+    use_agent_store = True
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = socket.create_server(("127.0.0.1", 0))
+        address, port = listener.getsockname()
+        store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(address, port))
+
+    def get_backend(self) -> str:
+        return ONE_NODE
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
+    changes = {"log_dir": str(directory) if plan.log_dir else plan.torchrun.log_dir or str(directory)}
+    signals = plan.torchrun.signals_to_handle.split(",")
+    if unknown := [name for name in signals if name not in signal.Signals.__members__]:
+        raise UsageError(f"--signals-to-handle {plan.torchrun.signals_to_handle}: there is no signal of the name {unknown[0]!r}.")
+    changes["signals_to_handle"] = ",".join(
+        name for name in signals if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
+    )  # by nohup
+    if plan.torchrun.rdzv_backend == ONE_NODE and plan.torchrun.rdzv_id == "none":
+        changes["rdzv_id"] = str(uuid.uuid4())
+    try:
+        return config_from_args(argparse.Namespace(**{**vars(plan.torchrun), **changes}))[0]
+    except (ValueError, AssertionError, OSError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _may_die(plan: LaunchPlan) -> Callable[[int, int], bool]:
+    """Whether a rank, of that many, may fail without the end of the others: workers of parameter servers if they are to be survived."""
+    scope = plan.script.scope or {}
+    return lambda rank, size: bool(scope.get("survive")) and 0 < rank < size - scope.get("servers", 1)
+
+
+def _not_met(plan: LaunchPlan, error: Exception) -> str:
+    """Why the nodes have not met, as far as torch's ``error`` tells."""
+    host, port = endpoint(plan.torchrun)
+    said = str(error.__cause__ or error)
+    if "EADDRINUSE" in said:
+        return (
+            f"port {port} of this machine is taken, by another job or by a node of the same --node-rank: name another one, the same on "
+            "all nodes."
+        )
+    if isinstance(error, RendezvousClosedError):
+        return f"the job that met at {host} port {port} has ended; to start another there, give all its nodes a new --rdzv-id."
+    if isinstance(error, RendezvousTimeoutError) or "timed out" in said.lower():
+        return (
+            f"fewer than {plan.nodes[0]} nodes have met at {host} port {port} in time: check that all have been started, "
+            "with the same --nnodes and --rdzv-id, and that the first one is at that address."
+        )
+    return f"the nodes have lost each other, at {host} port {port}: {said.partition(chr(10))[0]}"
+
+
+def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], nodes: Nodes, started: list[Any]) -> Callable:
+    """A wrapper for torch's look at the processes, which by itself waits for ever for a value from one that has ended with 0.
+
+    It also writes down who ended without a word, before torch ends the others too. At those that ``may_die`` torch does not look. What
+    has failed on one of the ``nodes`` has failed on all, and none is through before the others are. The processes are put into ``started``.
+    """
+    looked = time.time()
+
+    def tell(environ: dict[str, str], code: int, since: float) -> None:
+        failure = unexplained(environ, code, since)
+        if failure.write(failures) and environ["TORCHELASTIC_RESTART_COUNT"] != environ["TORCHELASTIC_MAX_RESTARTS"]:
+            print(failure, file=sys.stderr)  # what is reported in the end is of the last attempt
+
+    def codes_told(context: MultiprocessContext, lived: float) -> list[int | None]:
+        codes = [process.exitcode for process in cast(Any, context._pc).processes]
+        for local_rank, code in enumerate(codes):
+            if code:  # what others have raised since it lived may be because of that, unless it is torch that has given up
+                tell(context.envs[local_rank], code, time.time() if code == -signal.SIGABRT else lived)
+        return codes
+
+    def poll(wrapped: Callable, context: MultiprocessContext, args: tuple, kwargs: dict) -> RunProcsResult | None:
+        nonlocal looked
+        lived, looked = looked, time.time()
+        processes: Any = context._pc
+        started[:] = processes.processes
+        passed_over = {each for each, environ in context.envs.items() if may_die(int(environ["RANK"]), int(environ["WORLD_SIZE"]))}
+        for local_rank in passed_over:
+            processes.sentinels.pop(processes.processes[local_rank].sentinel, None)
+        codes = codes_told(context, lived)
+        if any(codes[each] for each in {*context.envs} - passed_over) and _all_left(failures):
+            until = time.monotonic() + FOLLOWING
+            for process in processes.processes:
+                process.join(max(0.0, until - time.monotonic()))
+            codes = codes_told(context, looked)
+        result = wrapped(*args, **kwargs)
+        for local_rank, failed in (result.failures if result else {}).items():  # right after that look
+            if failed.exitcode:
+                tell(context.envs[local_rank], failed.exitcode, lived)
+        if result is None and nodes.failed:
+            context.close()
+            result = RunProcsResult(failures={0: ProcessFailure(0, processes.processes[0].pid, 1, "")})
+        if result is not None:
+            nodes.exchange()
+        elif all(code == 0 or (code and each in passed_over) for each, code in enumerate(codes)) and nodes.through():
+            context.close()
+            return RunProcsResult(dict.fromkeys(range(context.nprocs)), stdouts=context.stdouts, stderrs=context.stderrs)
+        return result
+
+    return poll
+
+
+def _all_left(failures: Path) -> bool:
+    """Whether the ranks that have failed have done so by ``sys.exit`` or its like, as others then may be about to."""
+    return all(failure.ending == "exited" for failure in read_failures(failures))
+
+
+def _silence(*names: str) -> None:
+    for name in names:
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False

@@ -1,0 +1,208 @@
+"""How this machine reaches the node where a job meets: by which of its addresses and interfaces, and whether anything answers there.
+
+torch's agents find each other without more where the name of every machine resolves to the address that the others see. Elsewhere gloo
+connects to 127.0.0.1, or no node feels meant by the address of the meeting. So what follows from the route there is found out here.
+What nodes then tell each other is left to ``node_monitor.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import math
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from parwrap.errors import LaunchError, UsageError
+from parwrap.launching.command.plan import LaunchPlan
+from parwrap.launching.elastic.network_interfaces import interface_of, is_loopback
+from parwrap.world.launchers import LOOPBACK
+
+__all__ = ["Way", "endpoint", "met", "patience", "towards", "unreachable", "way_to", "with_way"]
+
+PORTS = {"static": 29500, "c10d": 29400}
+"""Where nodes meet if the command line names no port, by the backend of the rendezvous."""
+
+PATIENCE = 900.0
+"""Seconds that a node waits for the others where neither ``--timeout`` nor ``--rdzv-conf`` says otherwise; torch's for a static meeting."""
+
+TELLING = 10.0
+"""Seconds after which a node that waits says so."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """The way from here to an address.
+
+    Attributes:
+        here: this machine's address on it.
+        interface: the name of the network interface that has ``here``; ``None`` if it cannot be told.
+        own: whether the address is one of this machine itself.
+    """
+
+    here: str
+    interface: str | None
+    own: bool
+
+
+def way_to(host: str, port: int) -> Way:
+    """The way to ``host``, as the machine's routing table has it. Nothing is sent.
+
+    Raises:
+        OSError: there is no such name, or no way.
+
+    >>> way_to("127.0.0.1", 29500).own
+    True
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        here = probe.getsockname()[0]
+    return Way(here, interface_of(here), own=is_loopback(here) or here == address[0])
+
+
+def endpoint(torchrun: argparse.Namespace) -> tuple[str, int]:
+    """Host and port of the meeting that torchrun's options name.
+
+    Raises:
+        UsageError: they cannot be read from it.
+
+    >>> endpoint(argparse.Namespace(rdzv_backend="c10d", rdzv_endpoint="[fd00::1]:29400"))
+    ('fd00::1', 29400)
+    """
+    by_address = torchrun.rdzv_backend == "static" and not torchrun.rdzv_endpoint
+    named = f"{torchrun.master_addr}:{torchrun.master_port}" if by_address else torchrun.rdzv_endpoint
+    try:
+        return parse_rendezvous_endpoint(named, PORTS.get(torchrun.rdzv_backend, 0))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def with_way(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
+    """``plan`` with what follows from the way to its meeting, as far as the user has not said it; unchanged where there is none.
+
+    That is the interface for gloo and NCCL, this node's address for the others, and whether it is this node that hosts the meeting.
+    """
+    if plan.torchrun.rdzv_backend not in PORTS or plan.in_this_process:
+        return plan
+    host, port = endpoint(plan.torchrun)
+    try:
+        way = way_to(host, port)
+    except OSError:
+        return plan
+    torchrun = argparse.Namespace(**vars(plan.torchrun))
+    # a machine's own name often leads to its loopback, as Debian has it, and only on itself
+    by_name = is_loopback(way.here) and host != "localhost" and not is_loopback(host)
+    torchrun.local_addr = torchrun.local_addr or (host if by_name else way.here)
+    if torchrun.rdzv_backend == "c10d" and "is_host" not in _conf(torchrun) and not is_loopback(way.here):  # torch knows loopbacks
+        hosts = way.own and _is_free(host, port)  # else another node of this job, on the same machine, hosts it
+        _add_conf(torchrun, {"is_host": int(hosts)})
+    variables = {} if by_name else _interface_variables(way, environ)
+    return replace(plan, variables={**plan.variables, **variables}, torchrun=torchrun)
+
+
+def towards(others: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables for gloo and NCCL that say which interface leads to the first of ``others`` on another machine, where none is said.
+
+    Args:
+        others: the addresses of other nodes, as ``local_addr`` of each.
+        environ: the environment variables; what they say stays.
+    """
+    for other in others:
+        with suppress(OSError):
+            way = way_to(other, 0)
+            if not way.own:
+                return _interface_variables(way, environ)
+    return {}
+
+
+def _interface_variables(way: Way, environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: way.interface for name in LOOPBACK if way.interface and name not in environ}
+
+
+def met(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
+    """``plan`` as by :func:`with_way`, once the node where the job meets can be reached.
+
+    Raises:
+        LaunchError: it could not, for as long as nodes wait for each other.
+    """
+    if plan.torchrun.rdzv_backend not in PORTS:
+        return plan
+    seconds = patience(plan)
+    _wait_for(plan, seconds)
+    plan = with_way(plan, environ)
+    _add_conf(plan.torchrun, dict.fromkeys(("timeout", "join_timeout"), math.ceil(seconds)))
+    return plan
+
+
+def _wait_for(plan: LaunchPlan, seconds: float) -> None:
+    """Return when something listens at the meeting, or when it is for this node to listen there."""
+    host, port = endpoint(plan.torchrun)
+    static = plan.torchrun.rdzv_backend == "static"
+    is_host = plan.torchrun.node_rank == 0 if static else _conf(plan.torchrun).get("is_host", "").lower() in ("1", "true", "t", "yes", "y")
+    began, told = time.monotonic(), False
+    while True:
+        left = began + seconds - time.monotonic()
+        try:
+            own = way_to(host, port).own
+            if is_host or (own and not static):
+                return
+            with socket.create_connection((host, port), timeout=max(0.1, min(left, 5.0))):
+                return
+        except OSError as error:
+            if left <= 0:
+                raise LaunchError(unreachable(host, port, seconds, error, static)) from None
+        if not told and time.monotonic() > began + TELLING:
+            told = True
+            print(f"parwrap: waiting for the first node, at {host} port {port}", file=sys.stderr)
+        time.sleep(min(0.2, max(0.0, left)))
+
+
+def unreachable(host: str, port: int, seconds: float, error: OSError, static: bool) -> str:
+    """What to tell the user when nothing has answered at ``host``."""
+    option, first = ("--master-addr", "the node with --node-rank 0") if static else ("--rdzv-endpoint", "the node with that address")
+    if isinstance(error, socket.gaierror):
+        why, check = "this machine cannot look up that name", f"that {option} is spelt as the first node is called"
+    elif error.errno == errno.ECONNREFUSED:
+        why, check = "the machine is there, but nothing listens on that port", f"that {first} has been started, with the same port"
+    else:
+        why = f"no answer ({error.strerror or error})"
+        check = f"that {option} is an address that `ping {host}` reaches from here, and that no firewall keeps TCP port {port} shut"
+    return f"no first node at {host} port {port}, tried for {seconds:g} s: {why}. Check {check}."
+
+
+def patience(plan: LaunchPlan) -> float:
+    """Seconds that this node waits for the others."""
+    said = _conf(plan.torchrun)
+    asked = (plan.script.scope or {}).get("timeout")
+    with suppress(KeyError, ValueError):
+        asked = asked or float(said["timeout"])
+    return asked or PATIENCE
+
+
+def _conf(torchrun: argparse.Namespace) -> dict[str, str]:
+    pairs = (pair.partition("=") for pair in (torchrun.rdzv_conf or "").split(",") if pair)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _add_conf(torchrun: argparse.Namespace, values: Mapping[str, int]) -> None:
+    ours = [f"{name}={value}" for name, value in values.items() if name not in _conf(torchrun)]
+    torchrun.rdzv_conf = ",".join([torchrun.rdzv_conf, *ours] if torchrun.rdzv_conf else ours)
+
+
+def _is_free(host: str, port: int) -> bool:
+    """Whether nobody listens on ``port`` of this machine yet."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError:
+            return False
+    return True

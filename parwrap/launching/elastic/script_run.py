@@ -1,0 +1,228 @@
+"""What one rank does: run a script as plain ``python`` would, inside ``distributed`` unless it is only to be launched.
+
+The same goes for the only rank, which needs no process of its own. How ranks come to be is left to ``agent.py``; what
+becomes of a failure to ``failure_report.py``. Nothing here may import torch before a script runs: the fork server loads this file
+first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import gc
+import importlib.util
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import NoReturn, TextIO, cast
+from zipfile import is_zipfile
+
+from parwrap.inline.child_output import refuse_stdin
+from parwrap.launching.command.script import Script
+from parwrap.launching.elastic.failure_report import Recorder, exit_status
+from parwrap.launching.elastic.fork_server import BLOCKED
+from parwrap.launching.elastic.forwarded_signals import note_signals
+from parwrap.launching.elastic.rank_output import Pipes
+from parwrap.system.processes import die_with_parent
+
+__all__ = ["run_alone", "run_rank"]
+
+
+def run_alone(script: Script) -> None:
+    """Run ``script`` in this process; leaves it as plain ``python`` would, with the same traceback and exit code."""
+    try:
+        _run(script, nullcontext())
+    except SystemExit:
+        raise
+    except BaseException as error:
+        traceback = script_traceback(error)
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        sys.exit(exit_status(error))
+
+
+def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, failures: str, pipes: Pipes | None = None) -> NoReturn:
+    """Run ``script`` in this process, which was started to be one rank.
+
+    Args:
+        script: what to run.
+        variables: environment variables to set first.
+        threads: how many to compute with; ``None`` for what torch took from the environment.
+        failures: the directory where a failure is written down.
+        pipes: where to write instead of stdout and stderr.
+    """
+    die_with_parent()
+    if (launcher := multiprocessing.parent_process()) and not launcher.is_alive():  # it has ended before that
+        os._exit(1)
+    import torch
+
+    aside = pipes.open(int(os.environ["LOCAL_RANK"])) if pipes else None
+    os.environ.update(variables)
+    if threads is not None:
+        torch.set_num_threads(threads)  # OpenMP has read the variable in the fork server
+    _forget_the_fork()
+    note_signals(Path(failures))
+    refuse_stdin("make the answer an argument of the script")
+    status = 0
+    recorder = Recorder(Path(failures), os.environ, script_traceback, aside)
+    ending = _Ending()
+    try:
+        with recorder:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
+            _run(script, recorder, ending)
+    except BaseException as error:
+        status = exit_status(error)
+    with ending.replica():
+        _end_like_an_interpreter()
+    sys.exit(status or None)  # torch's agent has a process wait that says 0
+
+
+def script_traceback(error: BaseException) -> TracebackType | None:
+    """The traceback of ``error`` from the script's first line on, as plain ``python`` shows it."""
+    traceback = error.__traceback__
+    while traceback and traceback.tb_frame.f_code.co_filename.startswith((__file__, runpy.__file__, signal.__file__, "<frozen ")):
+        traceback = traceback.tb_next
+    return traceback
+
+
+class _Ending:
+    """What a script leaves to its end: threads and exit handlers run in its scope, each ``__del__`` after it under the same rules."""
+
+    _rank = 0
+
+    @contextmanager
+    def reached(self) -> Iterator[None]:
+        """Around the script, in its scope: at a good end, what ends an interpreter runs before the scope closes."""
+        try:
+            yield
+        except BaseException as error:
+            self._note_replica()
+            if exit_status(error) == 0:
+                _run_exit_handlers()
+            raise
+        self._note_replica()
+        _run_exit_handlers()
+
+    def _note_replica(self) -> None:
+        from parwrap.api.distributed import parts
+
+        if shared := parts():
+            self._rank = shared.group.world.rank
+
+    @contextmanager
+    def replica(self) -> Iterator[None]:
+        """After the scope: ranks above 0 write no files and are not heard, unless every rank was a run of its own."""
+        if not self._rank:
+            yield
+            return
+        from parwrap.intercept import acting
+        from parwrap.rank_zero.output import Voices
+        from parwrap.rank_zero.private_files import FilesAside
+
+        with Voices(self._rank).silenced(), acting([files := FilesAside(self._rank)]):
+            yield
+        files.close()
+
+
+def _run(script: Script, recorder: AbstractContextManager, ending: _Ending | None = None) -> None:
+    if script.kind == "program":
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)  # Python ignores them, and a program would too
+        os.execvp(script.target, [script.target, *script.args])
+    local_rank = _local_rank_option(script) if script.hand_local_rank else []
+    sys.argv[:] = [script.target, *local_rank, *script.args]
+    # a failure is written down before the scope closes: leaving the process group may take the other ranks along
+    with _scope(script), ending.reached() if ending and script.scope is not None else nullcontext(), recorder, _errors_noted(script):
+        if script.kind == "module":
+            runpy.run_module(script.target, run_name="__main__", alter_sys=True)
+        elif Path(script.target).is_dir() or is_zipfile(script.target):
+            runpy.run_path(os.path.abspath(script.target), run_name="__main__")
+        else:
+            _run_file(script.target)
+
+
+@contextmanager
+def _scope(script: Script) -> Iterator[None]:
+    if script.scope is None:
+        yield
+        return
+    import parwrap
+    from parwrap.api.distributed import distributed
+
+    with distributed.script_scope(**script.scope), ExitStack() as scopes:
+        features = [getattr(parwrap, name)(**options) for name, options in script.features.items()]
+        for feature in sorted(features, key=lambda feature: feature.layer):
+            scopes.enter_context(feature)
+        yield
+
+
+def _errors_noted(script: Script) -> AbstractContextManager:
+    if script.scope is None:
+        return nullcontext()
+    from parwrap.api.distributed import errors_noted
+
+    return errors_noted()
+
+
+def _run_file(path: str) -> None:
+    """What ``runpy.run_path`` does, but ``__main__`` stays for what runs at exit, and ``sys.argv[0]`` as it was given."""
+    main = ModuleType("__main__")
+    main.__file__ = os.path.abspath(path)
+    main.__loader__ = loader = SourceFileLoader("__main__", main.__file__)
+    vars(main).update(__builtins__=builtins, __cached__=None)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    sys.modules["__main__"] = main
+    exec(loader.source_to_code(loader.get_data(main.__file__), main.__file__), vars(main))
+
+
+def _local_rank_option(script: Script) -> list[str]:
+    """The local rank as an argument, in the script's own spelling, if its source has any."""
+    spelling = re.search(r"--local[-_]rank\b", _source(script))
+    return [f"{spelling[0]}={os.environ['LOCAL_RANK']}"] if spelling else []
+
+
+def _source(script: Script) -> str:
+    if script.kind == "file":
+        return Path(script.target).read_text(errors="replace") if Path(script.target).is_file() else ""
+    spec = importlib.util.find_spec(script.target)
+    if spec and spec.submodule_search_locations:
+        spec = importlib.util.find_spec(f"{script.target}.__main__")
+    return (cast(SourceFileLoader, spec.loader).get_source(spec.name) if spec else None) or ""
+
+
+def _forget_the_fork() -> None:
+    """Put right what would tell a script that its process came from multiprocessing."""
+    multiprocessing.set_start_method(None, force=True)  # else loaders would start their workers as this rank was started
+    multiprocessing.current_process().name = "MainProcess"
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # the launcher's, when it has forked itself
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if sys.stdout is not None:  # it was closed
+        cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]  # a rank may be killed at any time
+    if os.environ["WORLD_SIZE"] == "1":
+        gc.unfreeze()  # it may launch ranks of its own, and all that it has is to come back from them
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # else all ranks would go on from the fork server's state
+
+
+def _run_exit_handlers() -> None:
+    """Wait for the script's threads, then run what it has registered with ``atexit``, as an interpreter does when a script is through."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
+def _end_like_an_interpreter() -> None:
+    """Do what a process of multiprocessing leaves out at its end: threads, exit handlers, objects with something to write."""
+    _run_exit_handlers()
+    if not any(thread.daemon for thread in threading.enumerate()):  # one that still runs would miss its globals
+        vars(sys.modules["__main__"]).clear()
+        gc.collect()

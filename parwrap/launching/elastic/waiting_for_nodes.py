@@ -1,0 +1,175 @@
+"""How a node waits for others of its job, and what it says meanwhile: how many have come, who is missing, and the command to run there.
+
+One node speaks, the first; what the others say while they look for it is in ``network_route.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+from parwrap.errors import LaunchError
+from parwrap.launching.command.plan import LaunchPlan
+from parwrap.launching.elastic.failure_report import node_name
+from parwrap.launching.elastic.network_route import PORTS, endpoint, patience, way_to
+from parwrap.system.background import in_background
+
+__all__ = ["command_there", "told"]
+
+TELLING = 5.0
+"""Seconds after which it says so."""
+
+AGAIN = 600.0
+"""Seconds after which it says so again."""
+
+LOOKING = 0.05
+"""Seconds between two looks at who has come."""
+
+MEETING = ("nnodes", "node-rank", "master-addr", "master-port", "local-addr", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
+"""The options by which nodes find each other, which are to be in the command for another node."""
+
+MOST = 4
+"""How many missing nodes are listed."""
+
+
+@contextmanager
+def told(plan: LaunchPlan, handler: Any) -> Iterator[None]:
+    """For the time in which nodes meet: those that have numbers are waited for at first, and it is said of those that take long to come.
+
+    Args:
+        plan: what this node does.
+        handler: torch's rendezvous, which waits.
+
+    Raises:
+        RendezvousTimeoutError: they have not come in time.
+    """
+    missing = {"static": _missing_by_number, "c10d": _missing_by_arrival}.get(plan.torchrun.rdzv_backend)
+    if missing is None or plan.nodes[-1] == 1:
+        yield
+        return
+    with in_background(lambda stopped: _tell(plan, handler, missing, stopped), "parwrap waiting"):
+        store = _all_numbers_come(plan) if plan.torchrun.rdzv_backend == "static" else None
+        yield
+        del store  # until here it is the one that torch's is a client of
+
+
+def command_there(plan: LaunchPlan, node: int | None) -> str:
+    """The command line for another node, from that of this one.
+
+    Args:
+        plan: what this node does.
+        node: its number; ``None`` where they are numbered as they come.
+    """
+    torchrun = plan.torchrun
+    meeting = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in MEETING:
+        meeting.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
+    of_script = len(plan.script.args) + 1
+    _, options = meeting.parse_known_args(plan.argv[:-of_script])
+    place = {"nnodes": torchrun.nnodes}
+    if node is not None:
+        place["node-rank"] = str(node)
+    if torchrun.rdzv_endpoint:
+        backend = {} if torchrun.rdzv_backend == "c10d" else {"rdzv-backend": torchrun.rdzv_backend}
+        place |= {**backend, "rdzv-endpoint": torchrun.rdzv_endpoint}
+    else:
+        port = {} if torchrun.master_port == PORTS["static"] else {"master-port": str(torchrun.master_port)}
+        place |= {"master-addr": torchrun.master_addr, **port}
+    if torchrun.rdzv_id != "none":
+        place["rdzv-id"] = torchrun.rdzv_id
+    said = [word for name, value in place.items() for word in (f"--{name}", value)]
+    return shlex.join(["python", "-m", "parwrap.run", *said, *options, *plan.argv[-of_script:]])
+
+
+def _tell(plan: LaunchPlan, handler: Any, missing: Callable[[LaunchPlan, Any], str], stopped: threading.Event) -> None:
+    pause = TELLING
+    while not stopped.wait(pause):
+        with suppress(DistError, OSError):  # where they meet cannot be reached, which is told of elsewhere
+            if text := missing(plan, handler):
+                pause = AGAIN
+                print(f"parwrap: {text}", file=sys.stderr)
+
+
+def _all_numbers_come(plan: LaunchPlan) -> TCPStore:
+    """Wait until they have, as torch would by itself, deaf to signals; returns the store where they meet."""
+    host, port = endpoint(plan.torchrun)
+    number = plan.torchrun.node_rank
+    until = time.monotonic() + patience(plan)
+    if number == 0:
+        store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    else:
+        store = _connected(host, port, until)
+    store.set(_has_come(number), "")
+    while not store.check([_has_come(each) for each in range(plan.nodes[0])]):
+        if time.monotonic() > until:
+            raise RendezvousTimeoutError
+        time.sleep(LOOKING)
+    return store
+
+
+def _connected(host: str, port: int, until: float) -> TCPStore:
+    """The store that is kept there. If a server of another kind is, torch waits for its answer for ever."""
+    outcome: Future[TCPStore] = Future()
+
+    def connect() -> None:
+        try:
+            outcome.set_result(TCPStore(host, port, wait_for_workers=False, multi_tenant=True))
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=connect, name="parwrap connecting", daemon=True).start()
+    while not outcome.done():
+        if time.monotonic() > until:
+            raise LaunchError(
+                f"something listens at {host} port {port}, and it does not answer as the first node of a job does: check that "
+                "--master-addr and --master-port are those of --node-rank 0, and that no other server has this port."
+            )
+        time.sleep(LOOKING)
+    return outcome.result()
+
+
+def _missing_by_number(plan: LaunchPlan, handler: Any) -> str:
+    """Who has not come of nodes that have their numbers; empty where all have, or it is not for this one to say."""
+    if plan.torchrun.node_rank:
+        return ""
+    host, port = endpoint(plan.torchrun)
+    store = TCPStore("localhost", port, wait_for_workers=False, timeout=timedelta(seconds=TELLING))
+    missing = [str(node) for node in range(1, plan.nodes[0]) if not store.check([_has_come(node)])]
+    if not missing:
+        return ""
+    more = [f"{len(missing) - MOST} more"] if len(missing) > MOST else []
+    *listed, last = [*missing[:MOST], *more]
+    who = f"nodes {', '.join(listed)} and {last}" if listed else f"node {last}"
+    elsewhere = "" if way_to(host, port).own else f"{host} is no address of this machine, as it should be of --node-rank 0. "
+    return (
+        f"{node_name(0, socket.gethostname())} waits at {host} port {port} for {who}; come so far: {plan.nodes[0] - len(missing)} of "
+        f"{plan.nodes[0]}. {elsewhere}The command on node {missing[0]}: {command_there(plan, int(missing[0]))}"
+    )
+
+
+def _missing_by_arrival(plan: LaunchPlan, handler: Any) -> str:
+    """How many have not come of nodes that are numbered as they come; empty where enough have, or another came first."""
+    come = list(handler._state_holder.state.participants)
+    if not come or come[0] != handler._this_node or len(come) >= plan.nodes[0]:
+        return ""
+    host, port = endpoint(plan.torchrun)
+    return (
+        f"{socket.gethostname()} waits at {host} port {port} for {plan.nodes[0] - len(come)} more; come so far: {len(come)} of "
+        f"{plan.nodes[0]}. The command on each: {command_there(plan, None)}"
+    )
+
+
+def _has_come(node: int) -> str:
+    return f"parwrap/come/{node}"

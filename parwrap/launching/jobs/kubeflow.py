@@ -1,0 +1,160 @@
+"""``--launcher kubeflow``: the manifest of a job for Kubeflow on Kubernetes; handing it to the cluster is left to ``kubectl``.
+
+The operator tells every pod where the nodes meet, by torchrun's own variables ``PET_*``, which ``parwrap.run`` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from parwrap.errors import LaunchError, UsageError
+from parwrap.launching.command.job_launchers import add_node_options
+from parwrap.launching.jobs.job import Job
+
+__all__ = ["SHARES_FILES", "add_options", "launch", "manifest"]
+
+SHARES_FILES = False
+KINDS = {"pytorchjob": "v1, of the Training Operator from 1.7", "trainjob": "v2, of Kubeflow Trainer"}
+RUNTIME = "torch-distributed"
+LONGEST_NAME = 46
+"""A label holds 63 characters, and pods are called after the job, with a suffix such as ``-worker-99`` or ``-node-0-999-abcde``."""
+LIKE_A_NUMBER = re.compile(r"[-+.]*[0-9]|[yYnN]$")
+"""What Kubernetes may read as a number or a truth value where it is not quoted: more than YAML 1.1, as ``1e-3``, ``08`` and ``y``."""
+
+
+def add_options(group: argparse._ActionsContainer) -> None:
+    """Tell argparse of this launcher's options."""
+    add_node_options(group)
+    group.add_argument("--image", help="Container image, with parwrap and the script in it.")
+    group.add_argument("--print", action="store_true", help="Print the manifest, for `kubectl apply -f -`.")
+    kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
+    group.add_argument("--kind", choices=KINDS, default="pytorchjob", help=f"What to write. {kinds}. By default pytorchjob.")
+    group.add_argument("--name", help="Name of the job; by default the script's.")
+    group.add_argument("--namespace", help="Its namespace; by default that of `kubectl`.")
+    group.add_argument("--runtime", help=f"With --kind trainjob: the ClusterTrainingRuntime; by default {RUNTIME}.")
+
+
+def launch(job: Job) -> int:
+    """Print the manifest of ``job``.
+
+    Raises:
+        UsageError: an option is missing, or its value is none that Kubernetes takes.
+        LaunchError: PyYAML is not installed.
+    """
+    if job.options.runtime and job.options.kind != "trainjob":
+        raise UsageError(f"--runtime {job.options.runtime} is of --kind trainjob: add that, or leave --runtime out.")
+    if not (job.options.print or job.dry_run):
+        raise UsageError(
+            "--launcher kubeflow writes a manifest and submits nothing: add --print, and hand what it prints to `kubectl apply -f -`."
+        )
+    try:
+        import yaml
+    except ImportError:
+        raise LaunchError(
+            "--launcher kubeflow writes YAML with PyYAML, which is not installed: pip install PyYAML, which is what parwrap[kubeflow] adds."
+        ) from None
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def quoted(dumper: Any, text: str) -> Any:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if LIKE_A_NUMBER.match(text) else None)
+
+    Dumper.add_representer(str, quoted)
+    print(yaml.dump(manifest(job), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000), end="")
+    return 0
+
+
+def manifest(job: Job) -> dict[str, Any]:
+    """The manifest of ``job`` as plain dicts and lists.
+
+    Raises:
+        UsageError: an option is missing, or its value is none that Kubernetes takes.
+    """
+    options = job.options
+    if not options.image:
+        raise UsageError("--launcher kubeflow needs --image, the container image that has parwrap and the script in it.")
+    name = options.name or _name_of(job.plan.script.target)
+    if not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", name):
+        raise UsageError(
+            f"--name {name} is no name for a job on Kubernetes: give up to {LONGEST_NAME} small letters, digits and '-', a letter first."
+        )
+    group, form = ("kubeflow.org/v1", _pytorchjob) if options.kind == "pytorchjob" else ("trainer.kubeflow.org/v1alpha1", _trainjob)
+    return {
+        "apiVersion": group,
+        "kind": "PyTorchJob" if options.kind == "pytorchjob" else "TrainJob",
+        "metadata": {"name": name} | ({"namespace": options.namespace} if options.namespace else {}),
+        "spec": form(job),
+    }
+
+
+def _name_of(script: str) -> str:
+    """What the job of ``script`` is called."""
+    name = re.sub(r"[^a-z0-9]+", "-", Path(script).name.removesuffix(".py").lower()).lstrip("-0123456789")[:LONGEST_NAME].rstrip("-")
+    if not name:
+        raise UsageError(f"no name for a job on Kubernetes can be made of the script's, {script}: add --name.")
+    return name
+
+
+def _pytorchjob(job: Job) -> dict[str, Any]:
+    """Pods that all start again when one fails if ``--max-restarts`` asks for it, else a first one where the others meet it."""
+    common = {
+        "runPolicy": {"cleanPodPolicy": "Running"},  # pods that wait for one that has failed do not stay
+        "nprocPerNode": job.ranks_per_node or "1",
+    }
+    if job.max_restarts:
+        elastic = {"rdzvBackend": "c10d", "minReplicas": job.nodes, "maxReplicas": job.nodes, "maxRestarts": job.max_restarts}
+        return {**common, "elasticPolicy": elastic, "pytorchReplicaSpecs": {"Worker": _pods(job, job.nodes)}}
+    others = {"Worker": _pods(job, job.nodes - 1)} if job.nodes > 1 else {}
+    return {**common, "pytorchReplicaSpecs": {"Master": _pods(job, 1), **others}}
+
+
+def _pods(job: Job, replicas: int) -> dict[str, Any]:
+    container = {
+        "name": "pytorch",  # the operator looks for this name
+        "image": job.options.image,
+        **_command(job),
+        **_resources(job),
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    # a pod has 64 MB of shared memory by itself, too little for NCCL and for the workers of loaders
+    shared_memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+    return {
+        "replicas": replicas,
+        "restartPolicy": "OnFailure" if job.max_restarts else "Never",
+        "template": {"spec": {"containers": [container], "volumes": [shared_memory]}},
+    }
+
+
+def _trainjob(job: Job) -> dict[str, Any]:
+    if job.max_restarts:
+        raise UsageError(
+            "--max-restarts has nothing to act on with --kind trainjob, whose nodes cannot start again together: leave it out, or choose "
+            "--kind pytorchjob."
+        )
+    if not (job.ranks_per_node or "1").isdecimal():
+        raise UsageError(f"--nproc-per-node {job.ranks_per_node} is no number, as --kind trainjob needs it.")
+    resources = {"resourcesPerNode": resources["resources"]} if (resources := _resources(job)) else {}
+    return {
+        "runtimeRef": {"name": job.options.runtime or RUNTIME},
+        "trainer": {
+            "image": job.options.image,
+            **_command(job),
+            "numNodes": job.nodes,
+            "numProcPerNode": int(job.ranks_per_node or 1),
+            **resources,
+        },
+    }
+
+
+def _command(job: Job) -> dict[str, Any]:
+    """Kubernetes puts variables in for ``$(NAME)``, unless the dollar is written twice."""
+    command = job.command if job.ranks_per_node else ("--nproc-per-node", "1", *job.command)
+    return {"command": ["python", "-m", "parwrap.run"], "args": [argument.replace("$", "$$") for argument in command]}
+
+
+def _resources(job: Job) -> dict[str, Any]:
+    return {"resources": {"limits": {"nvidia.com/gpu": job.gpus_per_node}}} if job.gpus_per_node else {}

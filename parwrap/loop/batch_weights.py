@@ -1,0 +1,200 @@
+"""How much this rank's part of a batch counts in an average over ranks: a weight stays with its batch until the backward.
+
+Most loops draw a batch and run its backwards before they draw another. A prefetcher is a batch or more ahead: then the order tells which
+batch a backward is of, or the sizes in the graph do. They are only read where batches that could be meant have different weights.
+They also tell which batch it is where a loop trains again on batches that it has kept, as with ``itertools.cycle``.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from parwrap.coordination.call_site import location, warn
+
+__all__ = ["BatchWeights", "Reading", "Weighed"]
+
+MOST_AHEAD = 64
+"""Batches that are remembered of a pass."""
+
+MOST_KEPT = 4096
+"""Batches that are looked for among those that a script has kept."""
+
+
+class Weighed(NamedTuple):
+    """A batch.
+
+    Attributes:
+        weight: how much this rank's part counts in an average over ranks.
+        loss_factor: what its loss is multiplied by beside that weight.
+        samples: in this rank's part.
+        split: whether it is a part of a batch that one process would have whole.
+    """
+
+    weight: float = 1.0
+    loss_factor: float = 1.0
+    samples: int = 0
+    split: bool = False
+
+
+OUTSIDE = Weighed()
+"""What no loader has yielded."""
+
+
+@dataclass(eq=False)
+class Reading:
+    """A pass over a loader.
+
+    Attributes:
+        batches: those drawn last.
+        drawn: how many were.
+        new: how many of them were drawn between the last two backwards.
+        seen: how many had been drawn at the last backward.
+        ahead: how many batches the loop draws beyond the one it trains on; ``None`` before the first backward.
+        trained: how many batches have had their backwards, with the one at work.
+        backwards, usual: backwards of the batch at work, and of the one before.
+        open: whether there may be more batches.
+        by_thread: whether a thread draws, which may be ahead by another number of batches on each rank.
+    """
+
+    batches: deque[Weighed] = field(default_factory=lambda: deque(maxlen=MOST_AHEAD))
+    drawn: int = 0
+    new: int = 0
+    seen: int = 0
+    ahead: int | None = None
+    trained: int = 0
+    backwards: int = 0
+    usual: int = 0
+    open: bool = True
+    by_thread: bool = False
+
+    def run_backward(self) -> None:
+        """A backward is about to run."""
+        self.new, self.seen = self.drawn - self.seen, self.drawn
+        if self.new:
+            # a loop that leaves batches out, or takes several at once, is not ahead
+            self.ahead = self.new - 1 if self.ahead is None else self.ahead if self.new == 1 else 0
+        if self.new or (not self.open and self.backwards >= self.usual):
+            self.usual, self.backwards = self.backwards, 0
+            self.trained += 1
+        self.backwards += 1
+
+    @property
+    def waits(self) -> bool:
+        """Whether a batch that was drawn ahead is still to be trained on."""
+        return bool(self.ahead) and (self.trained < self.drawn or self.backwards < self.usual)
+
+    def candidates(self) -> list[Weighed]:
+        """The batches that the running backward may be of; the expected one comes first if the loop is ahead, and else last."""
+        count = self.drawn - self.trained + 1 if self.ahead else max(self.new, 1)
+        return list(self.batches)[-max(count, 1) :]
+
+
+class BatchWeights:
+    """The weights of the batches that are trained on.
+
+    Attributes:
+        current: what counts now: the batch of the last backward, or the one that was drawn since.
+        last: what was drawn last.
+    """
+
+    def __init__(self) -> None:
+        self.current = self.last = OUTSIDE
+        self._readings: list[Reading] = []
+        self._differ = False
+        self._drawn: deque[tuple[weakref.ref[Any], Reading, Weighed]] = deque(maxlen=MOST_KEPT)
+        self._warned = False
+
+    @property
+    def number(self) -> int:
+        """Which batch of its pass the loop is at, if ranks split it: the same on all of them. Else 0."""
+        reading = self._readings[-1] if self._readings else None
+        return reading.drawn if reading and self.current.split and not reading.by_thread else 0
+
+    def draw(self, reading: Reading, batch: Weighed, tensor: Any = None) -> None:
+        """A pass has yielded ``batch``, which holds ``tensor``."""
+        self._readings = [each for each in self._readings if each.open and each is not reading] + [reading]
+        reading.drawn += 1
+        reading.by_thread |= threading.current_thread() is not threading.main_thread()
+        reading.batches.append(batch)
+        if tensor is not None:
+            self._drawn.append((weakref.ref(tensor), reading, batch))
+        self._differ |= batch[:2] != OUTSIDE[:2]
+        self.current = self.last = batch
+
+    def close(self, reading: Reading) -> None:
+        """A pass is over; one around it goes on with its batch."""
+        reading.open = False
+        self._readings = [each for each in self._readings if each.open or each.waits]
+        self.current = self._readings[-1].batches[-1] if self._readings else OUTSIDE
+
+    def find(self, sizes: Callable[[], Collection[int]]) -> Weighed:
+        """The batch that a backward is of, which is about to run.
+
+        Args:
+            sizes: gives the first dimensions of what is in its graph.
+        """
+        if self._readings:
+            for reading in self._readings:
+                reading.run_backward()
+            self.current = self._chosen(self._readings, sizes)
+            self._readings = [each for each in self._readings if each.open or each.waits]
+        else:
+            self.current = self._kept(sizes)
+        return self.current
+
+    def upcoming(self, sizes: Callable[[], Collection[int]]) -> Weighed:
+        """What :meth:`find` would give for the next backward."""
+        readings = [replace(each) for each in self._readings]
+        for reading in readings:
+            reading.run_backward()
+        return self._chosen(readings, sizes) if readings else self._kept(sizes)
+
+    def check_kept(self) -> None:
+        """Gradients that no backward made are used: outside of all passes it is not known which batch they are of."""
+        if not self._readings and self._differ:
+            self._warn()
+
+    def _kept(self, sizes: Callable[[], Collection[int]]) -> Weighed:
+        """The batch of a backward outside of all passes: one of a pass that is over, which the script has kept, or none."""
+        if not self._differ or not (kept := self._alive()):
+            return OUTSIDE  # as a rule
+        known = sizes()
+        found = sorted((each for each in kept if each.samples in known), key=lambda each: each.samples)
+        if len({each[:2] for each in found}) > 1:
+            self._warn()
+        return found[-1] if found else OUTSIDE
+
+    def _alive(self) -> set[Weighed]:
+        """The batches that the script has kept: of the last one of a pass its variables hold the tensors as well."""
+        alive = [(reading, batch) for tensor, reading, batch in self._drawn if tensor() is not None]
+        counts = Counter(id(reading) for reading, _ in alive)
+        return {batch for reading, batch in alive if counts[id(reading)] > 1}
+
+    def _chosen(self, readings: list[Reading], sizes: Callable[[], Collection[int]]) -> Weighed:
+        last = readings[-1]
+        batches = last.candidates()
+        expected = batches[0 if last.ahead else -1]
+        batches += [each for reading in readings[:-1] if reading.new for each in reading.candidates()]
+        if len({each[:2] for each in batches}) == 1:
+            return expected  # as a rule
+        known = sizes()
+        found = {each.samples: each for each in (*batches, expected) if each.samples in known}
+        if len({each[:2] for each in found.values()}) == 1:
+            return found.popitem()[1]
+        if len(found) > 1 or not (found or last.ahead):
+            self._warn()
+        return expected
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(
+                f"parwrap: the loss at {location()} may be over several batches, or one of several that were kept, and this rank's "
+                "parts of them count differently, as where the last batch is smaller. It counts by one of them. Give the DataLoader "
+                "drop_last=True, or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once."
+            )

@@ -1,0 +1,286 @@
+"""What the user's training loop has done so far: facts that several actors act on.
+
+Optimizers built, backwards run, modules set to train or to eval, passes over loaders that are open. Nothing here changes
+what the loop does.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from parwrap.group.group import is_alone
+from parwrap.loop.batch_weights import BatchWeights
+
+__all__ = ["Loop", "parameters_of"]
+
+
+class Loop:
+    """The facts of one running loop.
+
+    Attributes:
+        backwards: how many backwards have run.
+        steps: how many steps optimizers have taken.
+        trained: whether one has run since the last optimizer was built.
+        batches: how many batches passes over loaders have yielded.
+        passes: how many training passes over loaders are open.
+        passes_in_for: how many of those a ``for`` statement reads; others may stay open when the loop around them is over.
+        by_hand: whether the last backward was in no ``for`` statement over a loader.
+        evaluations: how many passes are open that only look at data, which all ranks do alike.
+        parts: whether what is looked at is shared out already, each rank having a part of its own.
+        looped: whether there has been a training pass at all.
+        weights: how much this rank's parts of batches count in an average over ranks.
+        generation: how many times an optimizer has got new parameters, or a module was moved or cast.
+        looking: called with no arguments when a pass begins that only looks at data.
+        drew: called with no arguments when a pass has yielded a batch.
+        changed: called with no arguments when training begins, or a pass or another optimizer does.
+        ran_by_hand: called with no arguments after each backward that is :attr:`by_hand`.
+    """
+
+    def __init__(self) -> None:
+        self.backwards = self.steps = 0
+        self.trained = False
+        self.batches = 0
+        self.passes = 0
+        self.passes_in_for = 0
+        self.by_hand = False
+        self.evaluations = 0
+        self.parts = False
+        self._whole = False
+        self.looped = False
+        self.weights = BatchWeights()
+        self.generation = 0
+        self.looking: Callable[[], None] = lambda: None
+        self.changed: Callable[[], None] = lambda: None
+        self.drew: Callable[[], None] = lambda: None
+        self.ran_by_hand: Callable[[], None] = lambda: None
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._parameters: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
+        self._sizes: dict[int, int] = {}
+        self._training: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._known = 0
+
+    def find_optimizers(self) -> None:
+        """Take note of the optimizers that were built before anybody watched, in the order in which they were."""
+        if not any(getattr(kind.step, "hooked", False) for kind in _kinds(torch.optim.Optimizer)):
+            return  # building the first of a kind leaves this mark; the list of all that is alive takes megabytes
+        if not any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects()):
+            return  # going through the list takes a fraction of the time of the collection
+        gc.collect()  # which leaves all that is alive in one list, the oldest first
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.optim.Optimizer) and hasattr(thing, "param_groups"):
+                self.own_parameters(thing)
+
+    def own_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` owns new parameters: it is being built, or it got another group; what only this rank builds has no number."""
+        if is_alone():
+            return
+        if not any(known() is optimizer for known in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+        self._remember_parameters()
+        self._sizes = {number: _size(each) for number, each in self.numbered_optimizers()}
+        self.trained = False
+        self.generation += 1
+        self.changed()
+
+    def optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """The optimizers that are alive, in the order in which they were built."""
+        return (optimizer for _, optimizer in self.numbered_optimizers())
+
+    def numbered_optimizers(self) -> Iterator[tuple[int, torch.optim.Optimizer]]:
+        """The optimizers that are alive, with the number that each was built as, the same on all ranks."""
+        return ((number, optimizer) for number, known in enumerate(self._optimizers) if (optimizer := known()) is not None)
+
+    def owned(self) -> dict[tuple[int, int], torch.Tensor]:
+        """The parameters of all optimizers, numbered alike on every rank: by optimizer built, and by place in it.
+
+        Optimizers that are dead on one rank may live on another, until its garbage is collected.
+        """
+        return {(number, place): p for number, optimizer in self.numbered_optimizers() for place, p in enumerate(parameters_of(optimizer))}
+
+    def once_owned(self) -> dict[tuple[int, int], torch.Tensor]:
+        """As :meth:`owned`, with the parameters that outlive their optimizer: a function may have returned that had it."""
+        return {number: p for number, known in self._parameters.items() if (p := known()) is not None} | self.owned()
+
+    def sharing(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """The numbers of all optimizers that have or had one of the parameters of ``optimizer``, its own among them."""
+        mine = {id(p) for p in parameters_of(optimizer)}
+        return {number for (number, _), p in self.once_owned().items() if id(p) in mine}
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        """``module.train(training)`` was called."""
+        self._training.pop(module, None)
+        self._training[module] = training
+        self.know(module)
+
+    def know(self, module: nn.Module) -> None:
+        """Give ``module`` a number, the same on all ranks, for :meth:`strangers`."""
+        if module not in self._numbers and not is_alone():
+            self._known += 1
+            self._numbers[module] = self._known
+
+    def look_for_parameters(self) -> None:
+        """Notice parameters that were put into the groups of an optimizer by hand."""
+        sizes = {number: _size(optimizer) for number, optimizer in self.numbered_optimizers()}
+        if sizes == self._sizes:  # as a rule, at every step
+            return
+        grown = any(size > self._sizes.get(number, 0) for number, size in sizes.items())
+        self._sizes = sizes
+        if grown:
+            self._remember_parameters()
+            self.generation += 1
+
+    def _remember_parameters(self) -> None:
+        self._parameters |= {number: weakref.ref(p) for number, p in self.owned().items()}
+
+    def moved(self) -> None:
+        """Parameters are of another dtype or on another device than before."""
+        self.generation += 1
+
+    def ran_backward(self) -> None:
+        self.backwards += 1
+        self.by_hand = not (self.passes_in_for or self.evaluations)
+        if not self.trained:
+            self.trained = True
+            self.changed()
+        if self.by_hand:
+            self.ran_by_hand()
+
+    def count_step(self) -> None:
+        """An optimizer has taken a step; not a verb, for one rank has no need to know."""
+        self.steps += 1
+
+    def opened_pass(self) -> None:
+        self.passes += 1
+        self.looped = True
+        self.changed()
+
+    def closed_pass(self) -> None:
+        self.passes -= 1
+        self.changed()
+
+    def reads_in_for(self, begins: bool) -> None:
+        """A ``for`` statement begins to read a training pass, or has ceased to."""
+        self.passes_in_for += 1 if begins else -1
+        self.changed()
+
+    def drew_batch(self, whole: bool = False) -> None:
+        """A pass has yielded a batch, which is ``whole`` if all ranks have the same."""
+        self.batches += 1
+        self._whole = whole
+        self.drew()
+
+    @property
+    def weight(self) -> float:
+        """How much this rank's part of the current batch counts in an average over ranks."""
+        return self.weights.current.weight
+
+    @property
+    def loss_factor(self) -> float:
+        """What its loss is multiplied by beside that weight."""
+        return self.weights.current.loss_factor
+
+    def opened_evaluation(self) -> None:
+        self.looking()
+        self.evaluations += 1
+        self.changed()
+
+    def closed_evaluation(self) -> None:
+        self.evaluations -= 1
+        self.changed()
+
+    @property
+    def phase(self) -> int:
+        """How many optimizers have been built: what loaders were for may be over when there is another."""
+        return len(self._optimizers)
+
+    def a_gradient(self) -> torch.Tensor | None:
+        """The gradient of the first parameter that has one."""
+        return next((p.grad for optimizer in self.optimizers() for p in parameters_of(optimizer) if p.grad is not None), None)
+
+    def versions(self) -> int:
+        """A number that is another one once a parameter of an optimizer was changed, as by a step without a backward."""
+        return sum(p._version for optimizer in self.optimizers() for p in parameters_of(optimizer))
+
+    def can_train(self) -> bool:
+        """Whether there is anything to train yet."""
+        return bool(self.backwards) or any(self.optimizers())
+
+    def evaluating(self) -> bool:
+        """Whether a pass that begins now reads data to look at it: in eval mode, or while there is nothing yet to train."""
+        return self.in_eval_mode() or not self.can_train()
+
+    def in_eval_mode(self) -> bool:
+        """Whether gradients are off, or the root that was last set to train or eval is in eval."""
+        if not torch.is_grad_enabled():
+            return True
+        held: dict[bool, list[nn.Module]] = {True: [], False: []}
+        for module, training in reversed(list(self._training.items())):
+            held[training].append(module)
+            if self.is_root(*held[training]):
+                return not training
+        return False
+
+    def is_root(self, *modules: nn.Module) -> bool:
+        """Whether ``modules`` together hold every parameter of some optimizer; without optimizers, any module counts.
+
+        The ``eval()`` of a frozen backbone is not that of a root.
+        """
+        held = {id(p) for module in modules for p in module.parameters()}
+        owned = self._owned_by_each()
+        return not owned or any(parameters <= held for parameters in owned)
+
+    def evaluated_with(self, module: nn.Module) -> list[nn.Module]:
+        """The root, or the modules that are one together, of which ``module`` was set to eval last; none if others still train."""
+        if self.is_root(module):
+            return [module]
+        in_eval = [(each, {id(p) for p in each.parameters()}) for each, training in self._training.items() if not training]
+        for parameters in self._owned_by_each():
+            parts = [each for each, held in in_eval if held & parameters]
+            if any(each is module for each in parts) and self.is_root(*parts):
+                return parts
+        return []
+
+    def strangers(self) -> dict[int, nn.Module]:
+        """The modules that are evaluated and that no optimizer knows, such as averages of a model, by number."""
+        owned = {id(p) for p in self.once_owned().values()}
+        in_eval = ((number, module) for module, number in self._numbers.items() if not module.training)
+        return {number: module for number, module in in_eval if not any(id(p) in owned for p in module.parameters())}
+
+    def _owned_by_each(self) -> list[set[int]]:
+        """The ids of the parameters of each optimizer."""
+        return [{id(p) for p in parameters_of(optimizer)} for optimizer in self.optimizers()]
+
+    def reads_whole(self) -> bool:
+        """Whether what the script looks at now are batches that all ranks read whole, in a pass that is open."""
+        return self._whole and self.evaluations > 0
+
+    def drawing(self) -> bool:
+        """Whether all random numbers are drawn for data and dropout now, rather than for what ranks build and arrange alike.
+
+        In a loop without a ``for`` statement over a loader it depends on the draw: see ``step_draws.py``.
+        """
+        return self.trained and not self.evaluations and self.passes_in_for > 0
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Those in all its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _size(optimizer: torch.optim.Optimizer) -> int:
+    """How many parameters there are in all its groups."""
+    return sum([len(group["params"]) for group in optimizer.param_groups])
+
+
+def _kinds(kind: Any) -> Iterator[Any]:
+    """``kind`` and all that derive from it."""
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _kinds(derived)

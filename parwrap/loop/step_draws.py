@@ -1,0 +1,170 @@
+"""Random draws of a loop without a ``for`` statement over a loader: what is drawn for every step differs by rank, all else is shared.
+
+A line of the script that draws before each of several consecutive steps draws data or noise, and from then on draws from the rank's
+generators. A line that draws less often arranges something: it splits, permutes or searches, and all ranks must get the same. So it is
+with a line that is new. Forwards in training mode draw from the rank's generators too, since that is dropout.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+from parwrap.coordination.call_site import DEPTH, is_ours
+from parwrap.group.group import is_alone
+from parwrap.loop.loop_state import Loop
+from parwrap.loop.random_streams import Streams
+
+__all__ = ["StepDraws"]
+
+STEPS = 2
+"""Consecutive steps that a line must have drawn for; it draws from the rank's generators at the next."""
+
+MOST_LINES = 4096
+"""A script that makes a new line for every draw must not fill the memory."""
+
+
+@dataclass
+class _Line:
+    """What is known of one line that draws, with the calls that lead there.
+
+    Attributes:
+        codes: keeps the code objects alive by whose ids the line is known.
+        streak: for how many consecutive steps it has drawn.
+        backwards, forwards, generation: the loop's, when it drew last.
+        optimizer: the first that has taken a step since.
+        steps: how many that had taken before.
+    """
+
+    codes: list[CodeType] = field(default_factory=list)
+    streak: int = 0
+    backwards: int = -1
+    forwards: int = 0
+    generation: int = -1
+    optimizer: int | None = None
+    steps: int = 0
+
+
+class StepDraws:
+    """Gives each draw the shared streams or the rank's.
+
+    Args:
+        loop: what the training loop has done so far.
+        streams: the random streams.
+    """
+
+    def __init__(self, loop: Loop, streams: Streams) -> None:
+        self._loop, self._streams = loop, streams
+        self._lines: dict[tuple[int, ...], _Line] = {}
+        self._since_step: list[_Line] = []
+        self._steps: defaultdict[int, int] = defaultdict(int)
+        self._forwards = self._backwards_before_step = 0
+        self._in_forward = self._ranks_differ = False
+
+    def draw(self, library: str, name: str, original: Callable, args: tuple, kwargs: dict) -> Any:
+        """A call of the function ``name`` of ``library``."""
+        if not self._may_differ() or (not self._in_forward and _in_checkpoint()):
+            return original(*args, **kwargs)
+        if not self._in_forward:
+            line = self._line()
+            if line is None or not self._draws_for_each_step(line):
+                return original(*args, **kwargs)
+        self._ranks_differ = True
+        if library != "torch":
+            return getattr(self._streams.own_generator(library), name)(*args, **kwargs)
+        if self._in_forward:
+            return original(*args, **kwargs)
+        with self._streams.own_torch():
+            return original(*args, **kwargs)
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
+        """A forward of ``module``."""
+        if self._in_forward or not (module.training and self._loop.trained and self._loop.by_hand and self._may_differ()):
+            return original(*args, **kwargs)
+        self._forwards += 1
+        if not torch.is_grad_enabled() or _in_checkpoint():
+            return original(*args, **kwargs)
+        self._in_forward = True
+        try:
+            with self._streams.own_torch() as drew:
+                result = original(*args, **kwargs)
+        finally:
+            self._in_forward = False
+        self._ranks_differ = self._ranks_differ or drew()
+        return result
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` is about to take a step."""
+        self._backwards_before_step = self._loop.backwards
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has taken a step; one that calls a closure may train a whole fold, so it counts as several."""
+        key = id(optimizer)
+        for line in self._since_step:
+            line.optimizer, line.steps = key, self._steps[key]
+        self._since_step.clear()
+        self._steps[key] += 1 if self._loop.backwards == self._backwards_before_step else 2
+
+    def ran_backward(self) -> None:
+        """Ranks that may have drawn different numbers from the shared streams are put in step again."""
+        if self._ranks_differ and self._streams.may_draw_own:
+            self._streams.renew(self._loop.backwards)
+
+    def _may_differ(self) -> bool:
+        """Whether draws may be the rank's now; a checkpoint that computes again in a backward must draw what it drew before."""
+        return (
+            (self._in_forward or self._streams.may_draw_own)
+            and not self._loop.evaluations
+            and torch._C._current_graph_task_id() == -1
+            and not is_alone()
+        )
+
+    def _line(self) -> _Line | None:
+        """The line that draws now; ``None`` if there are too many."""
+        codes: list[CodeType] = []
+        places: list[int] = []
+        frame = sys._getframe(2)
+        while is_ours(frame) and frame.f_back is not None:
+            frame = frame.f_back
+        walked: Any = frame
+        while walked is not None and len(codes) < DEPTH:
+            codes.append(walked.f_code)
+            places += (id(walked.f_code), walked.f_lasti)
+            walked = walked.f_back
+        key = tuple(places)
+        if key not in self._lines and len(self._lines) < MOST_LINES:
+            self._lines[key] = _Line(codes)
+        return self._lines.get(key)
+
+    def _draws_for_each_step(self, line: _Line) -> bool:
+        """Whether ``line``, which draws now, has drawn for each of the last steps; takes note of this draw."""
+        loop = self._loop
+        backwards, forwards = loop.backwards - line.backwards, self._forwards - line.forwards
+        if not (backwards or forwards or line.optimizer):
+            return line.streak >= STEPS  # one more draw for the same step
+        times = backwards if line.optimizer is None else self._steps[line.optimizer] - line.steps
+        if times > 1 or (line.generation != loop.generation and line.streak < STEPS):
+            line.streak = 0
+        elif line.generation == loop.generation:
+            line.streak += 1
+        line.backwards, line.forwards, line.generation, line.optimizer = loop.backwards, self._forwards, loop.generation, None
+        self._since_step.append(line)
+        return line.streak >= STEPS
+
+
+def _in_checkpoint() -> bool:
+    """Whether a checkpoint calls, which has kept the state of the streams that ran before."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,87 @@
+"""Names that a module has imported by value, as ``from torch import save`` leaves behind: what is patched is exchanged there too.
+
+Looked through are the modules of the user, and all of the package that the running function is from; the standard library and what is
+installed work as they are. Names in other places (defaults of arguments, attributes of classes) stay what they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+__all__ = ["Namespaces", "is_installed", "is_standard"]
+
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
+_NEVER = ("torch", "parwrap")
+
+
+def is_installed(file: str) -> bool:
+    """Whether the source ``file`` is of an installed package."""
+    return any(folder in file for folder in _INSTALLED)
+
+
+def is_standard(file: str) -> bool:
+    """Whether the source ``file`` is of the standard library."""
+    return file.startswith(_STANDARD) and not is_installed(file)
+
+
+class Namespaces:
+    """The names of the modules to look through, as they are loaded now.
+
+    Args:
+        module: the name of the one that the running function is from.
+
+    >>> import math
+    >>> sys.modules["script"] = script = ModuleType("script")
+    >>> script.__file__, script.root = "script_run.py", math.sqrt
+    >>> Namespaces().exchange({id(math.sqrt): print})
+    >>> script.root is print
+    True
+    >>> del sys.modules["script"]
+    """
+
+    def __init__(self, module: str | None = None) -> None:
+        self._package = (module or "").partition(".")[0]
+        self._names = tuple(sys.modules)
+        self._looked_through = _namespaces(_users(self._names, self._package))
+
+    def exchange(self, instead: Mapping[int, Any]) -> None:
+        """Put others in the place of objects, which are given by their ids."""
+        _exchange(self._looked_through, instead)
+
+    def exchange_in_new(self, instead: Mapping[int, Any]) -> None:
+        """The same, also in all modules that were loaded since, whosever they are: they have imported what was there."""
+        names = tuple(sys.modules)
+        new = () if names == self._names else {*names}.difference(self._names)
+        _exchange([*self._looked_through, *_namespaces(new), vars(sys.modules["__main__"])], instead)  # a script is run in another
+
+
+@functools.lru_cache(maxsize=8)
+def _users(names: tuple[str, ...], package: str) -> tuple[str, ...]:
+    """Those of the loaded modules ``names`` that are to be looked through: asked again only when others are loaded."""
+    return tuple(name for name in names if _is_users(name, package))
+
+
+def _is_users(name: str, package: str) -> bool:
+    top = name.partition(".")[0]
+    file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
+    if name == "__main__":
+        return True  # it has no file in a notebook
+    if top in _NEVER or not isinstance(file, str):
+        return False
+    return top == package if is_installed(file) else not is_standard(file)
+
+
+def _namespaces(names: Iterable[str]) -> list[dict[str, Any]]:
+    return [vars(module) for name in names if isinstance(module := sys.modules.get(name), ModuleType)]
+
+
+def _exchange(namespaces: Iterable[dict[str, Any]], instead: Mapping[int, Any]) -> None:
+    for names in namespaces:
+        if not instead.keys().isdisjoint(map(id, list(names.values()))):
+            names.update({name: instead[id(value)] for name, value in names.items() if id(value) in instead})

@@ -1,0 +1,155 @@
+"""Change what an attribute does for the length of a ``with`` block, and put the identical object back.
+
+A patch is data: an owner, a name and a wrapper. Installing and undoing are wrapt's; this is the only file that imports
+it. What the wrappers do is left to ``verbs/``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pkgutil import resolve_name
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import wrapt
+
+from parwrap.patching.import_hooks import imports_watched
+from parwrap.patching.imported_names import Namespaces
+
+__all__ = ["Measured", "Patch", "installed", "is_patched", "when_imported"]
+
+
+class Patch(NamedTuple):
+    """``owner.name`` is to be wrapped by ``wrapper(wrapped, instance, args, kwargs)``.
+
+    Attributes:
+        traced: the function that ``torch.compile`` compiles in its place, if not the one that is wrapped; a function of a module.
+    """
+
+    owner: Any
+    name: str
+    wrapper: Callable[[Callable, Any, tuple, dict], Any]
+    traced: Callable | None = None
+
+
+class _Wrapped(wrapt.FunctionWrapper):
+    """A wrapped function that copies and pickles as functions do, by reference: a model may hold ``print`` as its logger."""
+
+    def __init__(self, wrapped: Any, patch: Patch) -> None:
+        super().__init__(wrapped, patch.wrapper)
+        owner = patch.owner
+        place = f"{owner.__module__}:{owner.__qualname__}." if isinstance(owner, type) else f"{owner.__name__}:"
+        self._self_reference = place + patch.name
+
+    def __copy__(self) -> _Wrapped:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> _Wrapped:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return resolve_name, (self._self_reference,)
+
+
+@functools.cache
+def _wrapping(traced: Callable | None) -> type[_Wrapped]:
+    """The class of wrapped functions in whose place ``traced`` is compiled; torch guards compiled code by the class."""
+    return _Wrapped if traced is None else type("_Traced", (_Wrapped,), {"_torchdynamo_inline": staticmethod(traced)})
+
+
+class Measured(wrapt.ObjectProxy):
+    """``thing`` in all but its length, for what is of a type that cannot be patched, such as a list.
+
+    >>> [len(Measured(["a", "b"], lambda: 1)), Measured(["a", "b"], lambda: 1)[1]]
+    [1, 'b']
+    """
+
+    def __init__(self, thing: Any, length: Callable[[], int]) -> None:
+        super().__init__(thing)
+        self._self_length = length
+
+    def __len__(self) -> int:
+        return self._self_length()
+
+
+def is_patched(function: Any) -> bool:
+    """Whether a call of ``function`` goes to a wrapper that is installed here.
+
+    >>> is_patched(print)
+    False
+    """
+    return isinstance(function, _Wrapped)
+
+
+@contextmanager
+def installed(patches: Iterable[Patch | AbstractContextManager], module: str | None = None) -> Iterator[None]:
+    """Install ``patches`` in their order and take them off again in reverse, also when the block raises.
+
+    Functions of modules are patched under the names too by which others have imported them. A context manager among the patches is
+    entered in its place: that is how a verb for which torch sells a hook takes part.
+
+    Args:
+        patches: what to install.
+        module: the name of the module that the block runs a function of.
+
+    >>> import math
+    >>> before = math.sqrt
+    >>> with installed([Patch(math, "sqrt", lambda wrapped, instance, args, kwargs: -wrapped(*args))]):
+    ...     math.sqrt(4)
+    -2.0
+    >>> math.sqrt is before
+    True
+    """
+    with ExitStack() as stack:
+        places: dict[tuple[int, str], list[Any]] = {}
+        names = Namespaces(module)
+        stack.callback(lambda: names.exchange_in_new({id(each): place[1].__wrapped__ for place in places.values() for each in place[1:]}))
+        for patch in patches:
+            if isinstance(patch, Patch):
+                original = getattr(patch.owner, patch.name)
+                wrapped = wrapt.wrap_object(patch.owner, patch.name, _wrapping(patch.traced), (patch,))
+                stack.callback(_unwrap, patch, wrapped)
+                if isinstance(patch.owner, ModuleType):
+                    places.setdefault((id(patch.owner), patch.name), [original]).append(wrapped)
+            else:
+                stack.enter_context(patch)
+        names.exchange({id(place[0]): place[-1] for place in reversed(places.values())})
+        yield
+
+
+def _unwrap(patch: Patch, wrapped: Any) -> None:
+    with suppress(wrapt.WrapperNotFoundError):  # the script has put something of its own there, as logging.captureWarnings does
+        wrapt.unwrap_object(patch.owner, patch.name, wrapped)
+
+
+@contextmanager
+def when_imported(name: str, patches: Callable[[ModuleType], Iterable[Patch]]) -> Iterator[None]:
+    """Install the ``patches`` on a module once it is there: at once, or as soon as something in the block imports it.
+
+    Args:
+        name: of the module.
+        patches: makes them, of the module. Where several wait for one module, they are installed in the order of their blocks.
+
+    >>> _ = sys.modules.pop("colorsys", None)
+    >>> def patched(module):
+    ...     return [Patch(module, "rgb_to_hsv", lambda wrapped, instance, args, kwargs: "patched")]
+    >>> with when_imported("colorsys", patched):
+    ...     import colorsys
+    ...     colorsys.rgb_to_hsv(0, 0, 0)
+    'patched'
+    >>> colorsys.rgb_to_hsv(0, 0, 0)
+    (0.0, 0.0, 0)
+    """
+    with ExitStack() as stack:
+
+        def install(module: ModuleType) -> None:
+            stack.enter_context(installed(patches(module)))
+
+        if name in sys.modules:
+            install(sys.modules[name])
+        else:
+            stack.enter_context(imports_watched(name, install))
+        yield

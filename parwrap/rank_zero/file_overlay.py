@@ -1,0 +1,362 @@
+"""What a clone sees of files: rank 0's at the same point of the script, or else what the clone itself has written, its scratch.
+
+The disk is never changed here; scratch files lie in a temporary directory. Which calls ask for what is left to ``replica_files.py``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from parwrap.errors import RankMismatchError
+from parwrap.rank_zero.file_versions import Awaited, Outcome, Saving
+from parwrap.rank_zero.path_rules import Places, ancestors
+from parwrap.rank_zero.per_thread import passing
+
+__all__ = ["Entry", "View", "missing"]
+
+PATIENCE = 10
+"""Seconds that a child process, which has no store, waits for a folder to be made by rank 0."""
+
+
+@dataclass
+class Entry:
+    """A path that this rank has changed.
+
+    Attributes:
+        version: how many versions of it there are, by this rank's count.
+        clock: when this rank closed the latest.
+        own: how many it has closed since the ranks had last met before that.
+        kind: ``"file"``, ``"folder"``, ``"link"`` or ``"gone"``.
+        scratch: where this rank's own copy is; a checkpoint has none.
+        writers: how many open files write to it.
+        whole: it stands for all that was below it too, as a folder that was moved or removed.
+        expected: it is a checkpoint, which rank 0 saves too once it comes to this point of the script.
+    """
+
+    version: int
+    clock: int = -1
+    own: int = 0
+    kind: str = "file"
+    scratch: str | None = None
+    writers: int = 0
+    whole: bool = False
+    expected: bool = False
+
+    @property
+    def changeable(self) -> bool:
+        """Whether the scratch is this rank's own, and not what it has moved."""
+        return self.scratch is not None and not os.path.islink(self.scratch)
+
+
+class View:
+    """The view of one clone; every method takes paths by their keys.
+
+    Args:
+        awaited: what rank 0 announces.
+        places: learns that the scratch directory is this rank's own.
+    """
+
+    def __init__(self, awaited: Awaited, places: Places) -> None:
+        self._awaited, self._places = awaited, places
+        self._entries: dict[str, Entry] = {}
+        self._inside: defaultdict[str, set[str]] = defaultdict(set)
+        self._scratch: str | None = None
+        self._scratches = 0
+        self._elsewhere: dict[str, bool] = {}
+        self._saves: Counter[str] = Counter()
+        self.lock = threading.RLock()
+        self.names = {"", ".", ".."}
+        """The last parts of all paths that this rank has changed: whatever else is asked for need not be looked up."""
+        self.whole: set[str] = set()
+        """The entries that stand for all below them."""
+        self.since = places.since
+
+    def get(self, key: str) -> Entry | None:
+        return self._entries.get(key)
+
+    def concerns(self, name: str) -> bool:
+        """Whether a path with the last part ``name`` may have been changed by this rank."""
+        return name in self.names or bool(self.whole)
+
+    def changed(self, key: str, kind: str, scratch: str | None = None, target: str | None = None, whole: bool = False) -> None:
+        """Another version of the path, closed."""
+        with self.lock:
+            entry = self.entry(key)
+            self._count(entry)
+            if entry.scratch and entry.scratch != scratch:
+                _drop(entry.scratch)
+            entry.kind, entry.scratch, entry.whole, entry.expected = kind, scratch, whole, False
+            (self.whole.add if whole else self.whole.discard)(key)
+            self._places.link(key, target)
+
+    def saved(self, key: str, place: str) -> bool:
+        """A checkpoint is saved at the path, at ``place`` in the script; whether rank 0 is known to save it too."""
+        self.changed(key, "file")
+        with self.lock:
+            self._saves[place] += 1
+            entry, number = self._entries[key], self._saves[place]
+        saving = self._awaited.saving(key, entry.version, self._own(entry), place, number)
+        entry.expected = saving is not Saving.OTHERWISE
+        return saving is Saving.SAME
+
+    def lost_elsewhere(self, key: str) -> bool:
+        """Whether this rank would not find a file that it has saved as rank 0 has, on another node; found out once for each folder."""
+        folder, entry = os.path.dirname(key), self._entries[key]
+        if self._awaited.apart and folder not in self._elsewhere:
+            outcome, record, _ = self._awaited.wait(key, entry.version, self._own(entry))
+            if outcome is not Outcome.THERE:
+                return False
+            self._elsewhere[folder] = not record.is_at(key)
+        return self._elsewhere.get(folder, False)
+
+    def keep(self, key: str, scratch: str) -> None:
+        """What this rank has saved last at the path is at ``scratch`` too."""
+        self._entries[key].scratch = scratch
+
+    def entry(self, key: str) -> Entry:
+        """The entry of a path that this rank is about to change."""
+        with self.lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = Entry(self._awaited.before(key))
+                folder, name = os.path.split(key)
+                self._inside[folder].add(name)
+                self.names.update((name, os.path.basename(folder)))
+            return entry
+
+    def below(self, folder: str) -> list[str]:
+        """The paths below ``folder`` that this rank has changed."""
+        return [key for key in self._entries if key.startswith(f"{folder}/")]
+
+    def inside(self, folder: str) -> set[str]:
+        """The names in ``folder`` that this rank has changed."""
+        return self._inside.get(folder, set())
+
+    def followed(self, key: str) -> str:
+        """Where ``key`` leads to by way of links that this rank has made."""
+        return self._places.followed(key)
+
+    def exists(self, key: str) -> bool:
+        """Whether the path is there, for this rank; does not wait for a path that it has changed."""
+        entry = self._entries.get(key)
+        return entry.kind != "gone" if entry else self._real(key) is not None
+
+    def readable(self, key: str, waits: bool = True) -> str:
+        """Where to read what the path is for this rank.
+
+        Args:
+            key: the path.
+            waits: for rank 0, if this rank has changed the path.
+
+        Raises:
+            FileNotFoundError: it is not there, for this rank.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            found = self._real(key, waits)
+            if found is None:
+                raise missing(key)
+            return found
+        if entry.kind == "gone":
+            raise missing(key)
+        if entry.writers and entry.scratch:
+            return entry.scratch
+        return self._awaited_file(key, entry) if waits else entry.scratch or key
+
+    def replaced(self, key: str, path: str) -> bool:
+        """Whether rank 0 has begun to replace what :meth:`readable` has found at ``path``, which was opened in the meantime."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return self._real(key) != path
+        return path == key and self._awaited.replaced(key, entry.version, self._own(entry))
+
+    def _awaited_file(self, key: str, entry: Entry) -> str:
+        outcome, record, version = self._awaited.wait(key, entry.version, self._own(entry), needs_it=entry.expected)
+        with self.lock:
+            entry.version = version  # rank 0 may decide otherwise, by its own numbers: count on from there
+        if outcome is not Outcome.REPLACED:
+            with self.lock:
+                if entry.kind == "folder" and entry.whole:
+                    entry.whole = False
+                    self.whole.discard(key)
+            if os.path.lexists(key) and (outcome is Outcome.NEVER or record.is_at(key)):
+                return key
+        elif os.path.exists(kept := record.kept.get(str(version), "")):
+            return kept
+        if entry.scratch and os.path.lexists(entry.scratch):
+            return entry.scratch
+        if outcome is not Outcome.REPLACED:
+            raise missing(key)
+        raise RankMismatchError(
+            f"this rank is at version {entry.version} of {key}, and rank 0, which is ahead, has replaced or removed that one already. "
+            "Read it in `with parwrap.rank_zero_first():`, or call parwrap.barrier() before it is replaced."
+        )
+
+    def _real(self, key: str, waits: bool = True) -> str | None:
+        """The path itself, if it is on the disk and not only because rank 0 is ahead."""
+        for folder in ancestors(key) if self.whole else ():
+            entry = self._entries.get(folder)
+            if not entry or not entry.whole:
+                continue
+            if entry.kind == "gone":
+                return None
+            if waits:
+                self._awaited_file(folder, entry)
+            break
+        try:
+            changed = os.lstat(key).st_ctime
+        except OSError:
+            changed = self.since  # rank 0 may have removed it
+        return self._awaited.present(key) if waits and changed >= self.since else key
+
+    def hidden(self, key: str, changed: float) -> bool:
+        """Whether the path, which the disk says was ``changed`` then, is there only since rank 0 is ahead, or is another rank's."""
+        return changed >= self.since and (self._places.of_another_rank(key) or self._awaited.present(key) is None)
+
+    def settle(self) -> None:
+        """Forget of removed folders that they stand for all below, once rank 0 has removed them too."""
+        for key in list(self.whole):
+            entry = self._entries[key]
+            record = self._awaited.record(key) if entry.kind == "gone" else None
+            if record and record.closed >= entry.version:
+                entry.whole = False
+                self.whole.discard(key)
+
+    def begin(self, key: str, keep: bool) -> str:
+        """A file is about to be written: where to, with what is there now in it if ``keep``."""
+        entry = self._entries.get(key)
+        present = entry.scratch if keep and entry and entry.kind == "file" and entry.changeable else None
+        if keep and present is None and self.exists(key):
+            suffix = os.path.splitext(key)[1]
+            present = self.read_current(key, lambda place: self.fresh(place, suffix=suffix), _drop)
+        with self.lock:
+            present = present or self.fresh(suffix=os.path.splitext(key)[1])
+            entry = self.entry(key)
+            if entry.scratch and entry.scratch != present:
+                _drop(entry.scratch)
+            entry.kind, entry.scratch, entry.whole, entry.expected = "file", present, False, False
+            entry.writers += 1
+            return present
+
+    def read_current(self, key: str, read: Callable[[str], Any], discard: Callable[[Any], Any], waits: bool = True) -> Any:
+        """``read`` applied to where the path is to be read, and again while rank 0 replaces what is there.
+
+        Args:
+            key: of the path.
+            read: takes a place on the disk.
+            discard: takes what was read a moment too late.
+            waits: whether this process can wait for rank 0; else it reads once.
+        """
+        while True:
+            place = self.readable(key, waits=waits)
+            try:
+                result = read(place)
+            except Exception:  # what is half written is refused in many ways
+                if not (waits and self.replaced(key, place)):
+                    raise
+            else:
+                if not (waits and self.replaced(key, place)):
+                    return result
+                discard(result)
+
+    def finish(self, key: str, failed: bool = False) -> None:
+        """A file that was written is closed, or has ``failed`` to open."""
+        with self.lock:
+            entry = self._entries[key]
+            entry.writers -= 1
+            if not failed:
+                self._count(entry)
+
+    def make(self, folder: str, waits: bool) -> None:
+        """Have a folder that this rank has made on the disk too, once rank 0 has made it or will not."""
+        entry = self._entries.get(folder)
+        if entry is None or entry.kind != "folder" or os.path.isdir(folder):
+            return
+        if waits:
+            self._awaited.wait(folder, entry.version, self._own(entry))
+        else:  # a child process, which cannot ask
+            deadline = time.monotonic() + PATIENCE
+            while not os.path.isdir(folder) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        os.makedirs(folder, exist_ok=True)
+
+    def _count(self, entry: Entry) -> None:
+        """Another version is closed."""
+        now = self._awaited.clock
+        entry.own = entry.own + 1 if entry.clock == now else 1
+        entry.version += 1
+        entry.clock = now
+
+    def _own(self, entry: Entry) -> int:
+        return entry.own if entry.clock == self._awaited.clock else 0
+
+    def moved(self, source: str, key: str) -> None:
+        """``source``, with all below it, is now at ``key``."""
+        with self.lock:
+            pairs = [(source, key), *((below, key + below[len(source) :]) for below in self.below(source) if self.exists(below))]
+            folder = self._is_folder(source)
+            for old, new in pairs:
+                entry = self._entries.get(old)
+                if entry:
+                    kind, scratch, expected, entry.scratch = entry.kind, entry.scratch, entry.expected, None
+                else:  # it stays where it was until rank 0 moves it
+                    kind, scratch, expected = "folder" if folder else "file", self.fresh(), False
+                    os.symlink(old, scratch)
+                self.changed(new, kind, scratch, self._places.target(old), whole=folder and old == source)
+                self._entries[new].expected = expected
+                self.changed(old, "gone", whole=folder and old == source)
+
+    def copied(self, key: str) -> str | None:
+        """A copy of this rank's own file, if there is one."""
+        entry = self._entries.get(key)
+        return self.fresh(copy_of=entry.scratch) if entry and entry.scratch else None
+
+    def removed_ahead(self, key: str) -> bool:
+        """Whether the path is not there only since rank 0 is ahead."""
+        return self._awaited.removed_ahead(key)
+
+    def _is_folder(self, key: str) -> bool:
+        entry = self._entries.get(key)
+        return entry.kind == "folder" if entry else os.path.isdir(key)
+
+    def fresh(self, copy_of: str | None = None, folder: bool = False, suffix: str = "") -> str:
+        """A new place in the scratch directory; some libraries choose the format by the ``suffix``."""
+        with self.lock, passing():
+            if self._scratch is None:
+                self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="parwrap-scratch-"))
+                self._places.own(self._scratch)
+            self._scratches += 1
+            path = os.path.join(self._scratch, f"{self._scratches}{suffix}")
+            if folder:
+                os.mkdir(path)
+            elif copy_of is not None:
+                shutil.copyfile(copy_of, path)
+            return path
+
+    def close(self) -> None:
+        """Remove all scratch."""
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def missing(path: Any) -> FileNotFoundError:
+    """What the system raises for a path that is not there."""
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+def _drop(scratch: str) -> None:
+    try:
+        os.unlink(scratch)
+    except IsADirectoryError:
+        os.rmdir(scratch)
+    except OSError:
+        pass

@@ -1,0 +1,84 @@
+"""The actors on output: rank 0 speaks, and of the other ranks only errors are heard and what is printed with ``force=True``.
+
+The launcher may have it otherwise. How it passes on what ranks say is ``rank_output.py``'s; what becomes of files is left to ``files/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TextIO
+
+from parwrap.coordination.call_site import outside
+from parwrap.system.progress_bars import bars_cleared
+
+__all__ = ["Voice", "Voices", "settle"]
+
+_everyone, _aside = False, os.devnull
+
+
+def settle(everyone: bool, aside: str) -> None:
+    """For all that comes in this process: whether ``everyone`` speaks, and else the file ``aside`` for what the silent ranks say."""
+    global _everyone, _aside
+    _everyone, _aside = everyone, aside
+
+
+class Voice:
+    """What a single rank needs: ``print`` takes ``force=`` there too."""
+
+    def speak(self, say: Callable[..., None], file: TextIO | None, force: bool) -> None:
+        say()
+
+
+class Voices(Voice):
+    """Lets rank 0 speak for all.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._process = os.getpid()
+        self._rank, self._speaks = rank, rank == 0 or _everyone
+        self._streams = (sys.stdout, sys.stderr)
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Above rank 0, what is written to stdout and stderr is put aside: by print, tqdm, warnings and logging alike."""
+        if self._speaks:
+            yield
+            return
+        with open(_aside, "w", buffering=1) as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            yield
+
+    def speak(self, say: Callable[..., None], file: TextIO | None, force: bool) -> None:
+        """``print``; with ``force=True`` on every rank."""
+        if self._speaks or not force:
+            say()
+        elif file in (None, sys.stdout, sys.stderr):
+            stdout, stderr = self._streams
+            say(file=stderr if file is sys.stderr else stdout, flush=True)
+        else:
+            say()
+
+    def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
+        """A log record: who speaks has it go where it went; of the others only errors are heard, with their rank."""
+        if self._speaks:
+            handle()
+        elif record.levelno >= logging.ERROR:
+            text = logging.Formatter("%(levelname)s:%(name)s:%(message)s").format(record)
+            print(f"[rank {self._rank}] {text}", file=self._streams[1], flush=True)
+
+    def points_to(self, caller: FrameType, stacklevel: int) -> int:
+        """The level of the line that a warning means: a patched function is called by parwrap, which is called by that line."""
+        return outside(caller, stacklevel)
+
+    def show_warning(self, show: Callable[[], None]) -> None:
+        # a process that was forked has copies of the bars, and of a lock that another thread may hold
+        with bars_cleared() if os.getpid() == self._process else contextlib.nullcontext():
+            show()

@@ -1,0 +1,377 @@
+"""The actor on the files of a rank above 0: what it changes is changed in its own view, what it reads is as rank 0 has it.
+
+What the view holds, and how it waits for rank 0, is left to ``file_overlay.py``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from parwrap.coordination.call_site import location
+from parwrap.group.group import Group
+from parwrap.intercept.disk import WRITING, Change
+from parwrap.rank_zero.atomic_save import on_own_gpu
+from parwrap.rank_zero.directory_listing import Entries, seen, seen_entries
+from parwrap.rank_zero.file_overlay import View, missing
+from parwrap.rank_zero.file_versions import Awaited
+from parwrap.rank_zero.open_files import is_too_large, is_valid, opened, writes
+from parwrap.rank_zero.path_rules import Places
+from parwrap.rank_zero.per_thread import passing
+
+__all__ = ["CloneFiles"]
+
+
+class CloneFiles:
+    """Keeps a clone's effects on files to the clone.
+
+    Args:
+        group: the process group.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._places = Places(group.world.rank)
+        self._view = View(Awaited(group, group.key("files")), self._places)
+        self._descriptors: dict[int, str] = {}
+
+    def close(self) -> None:
+        """Let everything through from now on; what only this rank has seen is gone."""
+        self._places.open = False
+        self._view.close()
+
+    def save(self, file: Any, write: Callable[[Any], None]) -> None:
+        """``torch.save``: to a path nothing is written, since checkpoints are large, unless rank 0's will not be there for this rank."""
+        key = self._written(file) if isinstance(file, (str, os.PathLike)) else None
+        if key is None:
+            write(file)
+            return
+        if missing_folder := self._missing_folder(key):
+            write(missing_folder)
+            return
+        with passing():
+            key = self._view.followed(key)
+            if not self._view.saved(key, location()) or self._view.lost_elsewhere(key):
+                scratch = self._view.fresh()
+                with suppress(OSError):  # the disk for temporary files may be small
+                    write(scratch)
+                    self._view.keep(key, scratch)
+
+    def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
+        """Native code that reads a file: what rank 0 has at the same point."""
+        try:
+            return self._read(path, lambda place: self._read_named(place, path, read))
+        except FileNotFoundError:  # the native code says by itself what is wrong
+            return read(self._view.fresh() if os.path.lexists(path) else path)  # what is there is of rank 0, which is ahead
+
+    def write_native(self, path: Any, write: Callable[[Any], Any]) -> Any:
+        """Native code that writes a whole file: a scratch file."""
+
+        def write_whole(place: Any, closed: Callable[[], None] | None) -> Any:
+            result = write(place)
+            if closed:
+                closed()
+            return result
+
+        return self.open_native(path, "w", write_whole)
+
+    def update_native(self, path: Any, update: Callable[[Any], Any]) -> Any:
+        """Native code that reads and writes a file for nobody knows how long: a copy, which stays this rank's own."""
+        if is_too_large(path):
+            return update(path)
+        return self.open_native(path, "a", lambda place, closed: update(place))
+
+    def open_native(self, path: Any, mode: str, open_at: Callable[[Any, Callable[[], None] | None], Any]) -> Any:
+        """Native code that opens a file: ``open_at`` takes where, and what to call when it is closed."""
+        if not writes(mode):
+            return self.read_native(path, lambda place: open_at(place, None))
+        key = self._written(path)
+        if key is None:
+            return open_at(path, None)
+        if missing_folder := self._missing_folder(key):
+            return open_at(missing_folder, None)
+        key, scratch = self._begin(key, path, keep="a" in mode or "r" in mode, new="x" in mode or "-" in mode, must_exist="r" in mode)
+        try:
+            with passing():
+                return open_at(scratch, partial(self._finish, key))
+        except BaseException:
+            self._view.finish(key, failed=True)
+            raise
+
+    def _read_named(self, place: Any, path: Any, read: Callable[[Any], Any]) -> Any:
+        """``read`` of a file that has a name, which some libraries want: what rank 0 keeps has none."""
+        if not str(place).startswith("/proc/"):
+            return read(place)
+        copy = self._view.fresh(place, suffix=os.path.splitext(os.fsdecode(path))[1])
+        try:
+            return read(copy)
+        finally:
+            os.unlink(copy)
+
+    def _missing_folder(self, key: str) -> str | None:
+        """A path where writing fails as it does for rank 0, if the folder of ``key`` is not there."""
+        folder, name = os.path.split(self._view.followed(key))
+        with passing():
+            return None if self._view.exists(folder) else os.path.join(self._view.fresh(), name)
+
+    def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
+        """``torch.load``, which opens its file by ``open``; the weights go to this rank's own device."""
+        return read(on_own_gpu(location))
+
+    def open(
+        self,
+        original: Callable,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: Any = None,
+        errors: Any = None,
+        newline: Any = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        """``open``: for writing a scratch file, for reading what rank 0 has at the same point."""
+        rest = buffering, encoding, errors, newline
+        if not writes(mode):
+            if isinstance(file, int) or opener is not None:
+                return original(file, mode, *rest, closefd, opener)
+            if not self._may_differ(file):
+                with suppress(FileNotFoundError):
+                    stream = original(file, mode, *rest)
+                    if os.fstat(stream.fileno()).st_ctime < self._view.since:
+                        return stream
+                    stream.close()
+            return self._read(file, lambda path: original(path, mode, *rest))
+        if opener is not None or not is_valid(mode, encoding, errors, newline):
+            return original(file, mode, *rest, closefd, opener)
+        if isinstance(file, int):
+            known = self._descriptors.pop(file, None) if closefd else None
+            return opened(file, file, partial(self._finish, known), mode, *rest) if known else original(file, mode, *rest, closefd)
+        known = self._written(file)
+        if known is None:
+            return original(file, mode, *rest)
+        key, scratch = self._begin(known, file, keep="a" in mode or "r" in mode, new="x" in mode, must_exist="r" in mode)
+        try:
+            return opened(scratch, file, partial(self._finish, key), mode.replace("x", "w"), *rest)
+        except BaseException:
+            self._view.finish(key, failed=True)
+            raise
+
+    def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        """``os.open``."""
+        if not flags & WRITING:
+            return original(path, flags, mode, dir_fd=dir_fd) if dir_fd else self.look("open", original, path, (flags, mode), {})
+        key = self._written(path, dir_fd)
+        if key is None:
+            return original(path, flags, mode, dir_fd=dir_fd)
+        new = flags & os.O_CREAT and flags & os.O_EXCL
+        key, scratch = self._begin(key, path, keep=not flags & os.O_TRUNC, new=bool(new), must_exist=not flags & os.O_CREAT)
+        descriptor = original(scratch, (flags | os.O_CREAT) & ~os.O_EXCL, mode)
+        self._descriptors[descriptor] = key
+        return descriptor
+
+    def close_descriptor(self, original: Callable, descriptor: int) -> None:
+        """``os.close``."""
+        key = self._descriptors.pop(descriptor, None)
+        original(descriptor)
+        if key is not None:
+            self._finish(key)
+
+    def look(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
+        """``os.stat`` and the like: of what rank 0 has at the same point."""
+        if isinstance(path, int) or kwargs.get("dir_fd") is not None or not self._may_differ(path):
+            result = original(path, *args, **kwargs)
+            if type(result) is not os.stat_result or result.st_ctime < self._view.since or isinstance(path, int) or "dir_fd" in kwargs:
+                return result
+        follow = name not in ("lstat", "readlink") and kwargs.get("follow_symlinks", True)
+        try:
+            return self._read(path, lambda place: original(place, *args, **kwargs), follow)
+        except FileNotFoundError:
+            if name == "access":
+                return False
+            raise
+
+    def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
+        """``os.listdir`` and ``os.scandir``."""
+        path = "." if path is None else path
+        if isinstance(path, int) or not self._places.acts() or self._places.exempt(key := self._places.key(path)):
+            return original(path)
+        with passing():
+            key = self._view.followed(key)
+            if not self._view.concerns(os.path.basename(key)) and os.stat(path).st_ctime < self._view.since:
+                return original(path)
+            found = seen(self._view, key)
+        if name == "scandir":
+            return Entries(seen_entries(path, found))
+        return [os.fsencode(each) for each in found] if isinstance(os.fspath(path), bytes) else list(found)
+
+    def temporary_name(self, name: str) -> str:
+        """The random part of a temporary file's name."""
+        return self._places.temporary_name(name)
+
+    def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
+        """``os.chmod``, ``os.utime`` and the like: of scratch only."""
+        key = self._written(path, kwargs.get("dir_fd"))
+        if key is None:
+            return original(path, *args, **kwargs)
+        with passing():
+            key = self._existing(key, path)
+            entry = self._view.get(key)
+            if entry and entry.changeable:
+                return original(entry.scratch, *args, **{name: value for name, value in kwargs.items() if name != "dir_fd"})
+            return None
+
+    def change(self, change: Change) -> Any:
+        """A call that makes, removes or moves paths: in the view."""
+        gone, made = (self._written(*path) if path else None for path in (change.gone, change.made))
+        if change.name in ("rename", "replace"):
+            return self._move(change, gone, made)
+        if gone is None and made is None:
+            return change.run()
+        if change.name == "rmtree" and not self._is_there(gone):  # type: ignore[arg-type]
+            return change.run()  # which finds nothing, and fails as it is asked to
+        with passing():
+            return getattr(self, f"_{change.name}")(change, gone or made)
+
+    def _mkdir(self, change: Change, key: str) -> None:
+        key = self._free(key, change.made)
+        before = self._view.get(key)
+        # what was below a folder that was removed is gone only when rank 0 has removed it
+        self._view.changed(key, "folder", self._view.fresh(folder=True), whole=before is not None and before.whole)
+
+    def _truncate(self, change: Change, key: str) -> None:
+        key, scratch = self._begin(key, change.made, keep=True, must_exist=True)
+        os.truncate(scratch, *change.options[0])
+        self._view.finish(key)
+
+    def _remove(self, change: Change, key: str) -> None:
+        entry = self._view.get(key)
+        if (entry is None or entry.kind == "gone") and not self._view.exists(key) and not self._view.removed_ahead(key):
+            raise missing(change.gone[0])  # type: ignore[index]
+        self._view.changed(key, "gone")
+
+    _unlink = _remove
+
+    def _rmdir(self, change: Change, key: str) -> None:
+        if self._view.exists(key) and seen(self._view, key, waits=False):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), change.gone[0])  # type: ignore[index]
+        self._remove(change, key)
+
+    def _rmtree(self, change: Change, key: str) -> None:
+        self._remove_all(key)
+
+    def _remove_all(self, key: str) -> None:
+        for below in self._view.below(key):
+            if self._view.exists(below):
+                self._view.changed(below, "gone")
+        self._view.changed(key, "gone", whole=True)
+
+    def _symlink(self, change: Change, key: str) -> None:
+        key = self._free(key, change.made)
+        scratch = self._view.fresh()
+        os.symlink(change.target, scratch)
+        self._view.changed(key, "link", scratch, os.fsdecode(change.target))
+
+    def _link(self, change: Change, key: str) -> None:
+        key = self._free(key, change.made)
+        path, descriptor = change.source  # type: ignore[misc]
+        source = self._view.followed(self._existing(self._places.key(path, descriptor), path))
+        self._view.changed(key, "file", self._view.copied(source))
+
+    def _move(self, change: Change, gone: str | None, made: str | None) -> Any:
+        """``os.rename`` and ``os.replace``, where either path may be exempt."""
+        if gone is None and made is None:
+            return change.run()
+        with passing():
+            if gone is None:
+                scratch = self._view.fresh()
+                shutil.move(change.gone[0], scratch)  # type: ignore[index]
+                self._view.changed(made, "file", scratch)  # type: ignore[arg-type]
+                return None
+            gone = self._existing(gone, change.gone[0])  # type: ignore[index]
+            if made is None:
+                shutil.copyfile(self._view.readable(gone), change.made[0])  # type: ignore[index]
+                self._view.changed(gone, "gone")
+                return None
+            self._view.moved(gone, made)
+            return None
+
+    def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
+        """The key of a path that is about to be changed, or ``None`` if that happens as it is: then its folder is really there."""
+        key = self._places.writes(path, dir_fd)
+        if key is None and self._view.names and self._places.looks() and not isinstance(path, int):
+            folder = os.path.dirname(self._places.key(path, dir_fd))
+            with passing():
+                self._view.make(folder, waits=self._places.in_process())
+        return key
+
+    def _may_differ(self, path: Any) -> bool:
+        """Whether this rank may see something else at ``path`` than what is on the disk; quick, since it is asked of every path."""
+        return self._view.concerns((path if type(path) is str else os.fsdecode(path)).rpartition("/")[2])
+
+    def _read(self, path: Any, read: Callable[[Any], Any], follow: bool = True) -> Any:
+        """``read`` applied to where ``path`` is to be read."""
+        child = not self._places.in_process()
+        if not self._places.looks() or not (child or self._places.acts()):
+            return read(path)
+        with passing():
+            key = self._places.key(path)
+            if self._places.exempt(key):
+                return read(path)
+            view = self._view
+            if not child:
+                view.settle()
+            try:
+                named, key = key, view.followed(key) if follow else key
+                return view.read_current(key, lambda place: read(path if place == named else place), _close, waits=not child)
+            except FileNotFoundError:
+                raise missing(path) from None
+
+    def _existing(self, key: str, path: Any) -> str:
+        if not self._is_there(key):
+            raise missing(path)
+        return key
+
+    def _is_there(self, key: str) -> bool:
+        """Whether this rank can change what is at ``key``, though rank 0 may have removed it already."""
+        with passing():
+            return self._view.exists(key) or self._view.removed_ahead(key)
+
+    def _free(self, key: str, path: Any) -> str:
+        """``key``, at which something new can be made."""
+        if self._view.exists(key):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path[0])
+        self._check_folder(key, path[0])
+        return key
+
+    def _check_folder(self, key: str, path: Any) -> None:
+        if not self._view.exists(self._view.followed(os.path.dirname(key))):
+            raise missing(path)
+
+    def _begin(self, key: str, path: Any, keep: bool, new: bool = False, must_exist: bool = False) -> tuple[str, str]:
+        """The key of a file that is about to be written, and where."""
+        with passing():
+            key = self._view.followed(key)
+            entry = self._view.get(key)
+            if entry is None or entry.kind == "gone" or new:  # else a log that is appended to would be looked up each time
+                there = self._view.exists(key)
+                if new and there:
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+                if must_exist and not there:
+                    raise missing(path)
+                self._check_folder(key, path)
+            return key, self._view.begin(key, keep)
+
+    def _finish(self, key: str) -> None:
+        if self._places.open and self._places.in_process():
+            self._view.finish(key)
+
+
+def _close(result: Any) -> None:
+    """Close what was read of a path, if it is a file."""
+    if hasattr(result, "close"):
+        result.close()

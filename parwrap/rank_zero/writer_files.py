@@ -1,0 +1,198 @@
+"""The actor on rank 0's files: every call acts as it is, and what becomes of which path is announced to the clones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from parwrap.coordination.call_site import location, warn
+from parwrap.group.group import Group
+from parwrap.intercept.disk import WRITING, Change
+from parwrap.rank_zero.atomic_save import on_own_gpu, write_beside
+from parwrap.rank_zero.child_processes import Processes
+from parwrap.rank_zero.directory_listing import Entries
+from parwrap.rank_zero.file_versions import Announced
+from parwrap.rank_zero.open_files import is_too_large, is_valid, opened, writes
+from parwrap.rank_zero.path_rules import Places
+from parwrap.rank_zero.per_thread import here, passing
+
+__all__ = ["RankZeroFiles"]
+
+
+class RankZeroFiles:
+    """Announces every version of a file that clones may wait for.
+
+    Args:
+        group: the process group.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._places = Places(group.world.rank)
+        self._announced = Announced(group, group.key("files"))
+        self._processes = Processes(group.world.size)
+        self._descriptors: dict[int, str] = {}
+
+    def close(self) -> None:
+        """Let everything through from now on, and let nobody wait any more."""
+        self._places.open = False
+        self._announced.close()
+
+    def save(self, file: Any, write: Callable[[Any], None]) -> None:
+        """``torch.save``: a file appears whole or not at all."""
+        if not isinstance(file, (str, os.PathLike)):
+            write(file)
+            return
+        key = self._written(file)
+        with self._version(key), passing():
+            if key is not None:
+                self._announced.saves(location())
+            write_beside(os.fspath(file), write)
+
+    def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
+        """Native code that reads a file."""
+        return read(path)
+
+    def write_native(self, path: Any, write: Callable[[Any], Any]) -> Any:
+        """Native code that writes a whole file."""
+        with self._version(self._written(path)), passing():
+            return write_beside(os.fsdecode(path), write)
+
+    def update_native(self, path: Any, update: Callable[[Any], Any]) -> Any:
+        """Native code that changes a file for nobody knows how long: what was there is kept for slower ranks."""
+        key = self._written(path)
+        if key and is_too_large(path):
+            warn(
+                f"parwrap: {location()} opens {os.fsdecode(path)} on every rank, and it is too large for ranks above 0 to have a copy. To "
+                "read it is fine. If the script writes to it, open it in a function under @parwrap.rank_zero_only."
+            )
+            return update(path)
+        with self._version(key, replaces=False):
+            return update(path)
+
+    def open_native(self, path: Any, mode: str, open_at: Callable[[Any, Callable[[], None] | None], Any]) -> Any:
+        """Native code that opens a file: ``open_at`` takes where, and what to call when it is closed."""
+        key = self._written(path) if writes(mode) else None
+        if key is None:
+            return open_at(path, None)
+        with self._begun(key, replaces="w" in mode, in_place=True):
+            return open_at(path, partial(self._finish, key))
+
+    def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
+        """``torch.load``, which opens its file by ``open``."""
+        return read(on_own_gpu(location))
+
+    def open(
+        self,
+        original: Callable,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: Any = None,
+        errors: Any = None,
+        newline: Any = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        """``open``: what is written is announced when it is closed."""
+        # what an opener opens need not be at this path: tempfile names the folder
+        if not writes(mode) or opener is not None or not is_valid(mode, encoding, errors, newline):
+            return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        key = self._descriptors.pop(file, None) if isinstance(file, int) and closefd else self._written(file)
+        if key is None:
+            return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        if isinstance(file, int):
+            return opened(file, file, partial(self._finish, key), mode, buffering, encoding, errors, newline)
+        with self._begun(key, replaces="w" in mode, in_place=True):
+            return opened(file, file, partial(self._finish, key), mode, buffering, encoding, errors, newline)
+
+    def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        """``os.open``."""
+        key = self._written(path, dir_fd) if flags & WRITING else None
+        if key is None:
+            return original(path, flags, mode, dir_fd=dir_fd)
+        with self._begun(key, replaces=bool(flags & os.O_TRUNC), in_place=True):
+            descriptor = original(path, flags, mode, dir_fd=dir_fd)
+        self._descriptors[descriptor] = key
+        return descriptor
+
+    def close_descriptor(self, original: Callable, descriptor: int) -> None:
+        """``os.close``."""
+        key = self._descriptors.pop(descriptor, None)
+        original(descriptor)
+        if key is not None:
+            self._finish(key)
+
+    def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
+        """``os.listdir`` and ``os.scandir``: all but the temporary files of the other ranks."""
+        path = "." if path is None else path
+        found = original(path)
+        if isinstance(path, int) or not self._places.acts():
+            return found
+        if name == "listdir":
+            return [each for each in found if not self._places.of_another_rank(os.path.join(path, each))]
+        return Entries((entry for entry in found if not self._places.of_another_rank(entry.path)), found.close)
+
+    def temporary_name(self, name: str) -> str:
+        """The random part of a temporary file's name."""
+        return self._places.temporary_name(name)
+
+    def change(self, change: Change) -> Any:
+        """A call that makes, removes or moves paths."""
+        gone, made = (self._places.writes(*path) if path else None for path in (change.gone, change.made))
+        if change.name == "mkdir" and made and os.path.lexists(made):
+            return change.run()  # which fails
+        moved = [key for key in self._announced.below(gone) if os.path.lexists(key)] if gone else []
+        with passing(), ExitStack() as versions:
+            for key in [made, *(made + key[len(gone) :] for key in moved)] if made else ():  # type: ignore[arg-type]
+                versions.enter_context(self._version(key, replaces=change.name != "truncate"))
+            for key in [gone, *moved] if gone else ():
+                versions.enter_context(self._version(key, gone=True))
+            result = change.run()
+            self._keep_links(change, gone, made)
+            return result
+
+    def _keep_links(self, change: Change, gone: str | None, made: str | None) -> None:
+        target = self._places.target(gone) if gone else change.target and os.fsdecode(change.target)
+        if made:
+            self._places.link(made, target)
+        if gone:
+            self._places.link(gone, None)
+
+    def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
+        """The key of the file that is written when ``path`` is opened for it."""
+        key = self._places.writes(path, dir_fd)
+        if key is None and self._places.in_child(path):
+            self._processes.written(os.fsdecode(path))
+        return key and self._places.followed(key)
+
+    def run_command(self, command: Any) -> None:
+        """``subprocess`` and ``os.system``, on every rank."""
+        if self._places.acts() and not here.every_rank:
+            self._processes.command(command)
+
+    @contextmanager
+    def _begun(self, key: str, replaces: bool, in_place: bool = False) -> Iterator[None]:
+        """A version that is begun, unless the block fails."""
+        self._announced.begin(key, replaces, in_place)
+        try:
+            yield
+        except BaseException:
+            self._announced.cancel(key)
+            raise
+
+    @contextmanager
+    def _version(self, key: str | None, gone: bool = False, replaces: bool = True) -> Iterator[None]:
+        """A version of ``key``, if it is subject to the rule, that is there after the block."""
+        if key is None:
+            yield
+            return
+        with self._begun(key, replaces):
+            yield
+        self._announced.finish(key, gone)
+
+    def _finish(self, key: str) -> None:
+        if self._places.open and self._places.in_process():
+            self._announced.finish(key)

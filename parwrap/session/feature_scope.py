@@ -1,0 +1,77 @@
+"""The base of the decorators that contribute an actor to what runs inside of them.
+
+What the actor does with the verbs that it has methods for is its own. On one function and in one script, the scopes open in the
+order of ``layer``, so that the actor of the highest is asked first, whatever order the user wrote. Here is what happens when one opens
+inside of another of its kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from parwrap.decorator import ScopeDecorator, module_of
+from parwrap.intercept import acting
+
+__all__ = ["ActingDecorator", "batches_per_step", "described"]
+
+_open: list[ActingDecorator] = []
+"""Of all kinds, the innermost last."""
+
+
+class ActingDecorator(ScopeDecorator):
+    """A decorator whose actor acts around those of lower layers, with or without ``distributed``.
+
+    Inside of another of its kind it does nothing more if it asks for the same, or for nothing in particular.
+
+    Attributes:
+        batches_per_step: how many batches of a loop make an optimizer step.
+    """
+
+    batches_per_step = 1
+
+    def actor(self) -> Any:
+        """A new actor, for one call."""
+        raise NotImplementedError
+
+    def asked(self) -> Any:
+        """What is asked for, in a form that compares; ``None`` if nothing in particular."""
+        raise NotImplementedError
+
+    def described(self) -> str:
+        """What it does, for the line at the start of training."""
+        return type(self).__name__
+
+    def check_within(self, around: ActingDecorator) -> None:
+        """Raise :class:`UsageError` if it cannot be opened inside ``around``, which asks for something else."""
+
+    def opened(self, module: str | None) -> AbstractContextManager:
+        """The scope of a function of ``module``, where it is not open yet."""
+        return acting([self.actor()], module)
+
+    @contextmanager
+    def scope(self, function: Callable | None) -> Iterator[None]:
+        around = next((each for each in reversed(_open) if isinstance(each, type(self))), None)
+        if around is not None:
+            if self.asked() in (None, around.asked()):
+                yield
+                return
+            self.check_within(around)
+        _open.append(self)
+        try:
+            with self.opened(module_of(function)):
+                yield
+        finally:
+            _open.pop()
+
+
+def described() -> list[str]:
+    """What is open, for the line at the start of training."""
+    return list(dict.fromkeys(each.described() for each in _open))
+
+
+def batches_per_step() -> int:
+    """How many batches of a loop make an optimizer step in what is open."""
+    return math.prod(each.batches_per_step for each in _open)

@@ -1,0 +1,31 @@
+"""The process group, hidden from a plain script: it sees none, as in one process, and its own distributed branch stays off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from parwrap.coordination.call_site import from_script
+
+__all__ = ["HiddenGroup"]
+
+
+class HiddenGroup:
+    """Hides the group from the script's own code; torch, parwrap and installed libraries see it."""
+
+    def __init__(self) -> None:
+        self._shown = 0
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While this is held, the script sees the group too: a function of it asked parwrap for ranks."""
+        self._shown += 1
+        try:
+            yield
+        finally:
+            self._shown -= 1
+
+    def hides_group(self, frame: FrameType) -> bool:
+        """Whether the code of ``frame`` must not see the group."""
+        return not self._shown and from_script(frame)

@@ -1,0 +1,128 @@
+"""The actor that has optimizers step at a larger learning rate, because ranks together take a larger batch.
+
+What the user and the schedules see in ``param_groups`` is never touched beyond the step itself. An optimizer of the user's may set its own
+rate in ``step``: what it computes from the larger rate is divided again, and any other number is kept as it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from parwrap.coordination.call_site import warn
+from parwrap.intercept import acting
+
+__all__ = ["learning_rates_times"]
+
+
+@contextmanager
+def learning_rates_times(factor: Callable[[], float]) -> Iterator[None]:
+    """While this is held, optimizers step at their learning rate times ``factor()``."""
+    rates = _LearningRates(factor)
+    try:
+        with acting([rates]):
+            yield
+    finally:
+        rates.put_back()
+
+
+class _Scaled(float):
+    """A rate times the factor; so is every number computed from it."""
+
+
+def _computed(name: str) -> Callable[..., Any]:
+    operation = getattr(float, name)
+
+    def compute(self: _Scaled, *others: Any) -> Any:
+        result = operation(self, *others)
+        return _Scaled(result) if type(result) is float else result
+
+    return compute
+
+
+for _name in ("mul", "rmul", "truediv", "add", "radd", "sub", "rsub"):
+    setattr(_Scaled, f"__{_name}__", _computed(f"__{_name}__"))
+
+
+class _Changed(NamedTuple):
+    """What stands in a group for the length of a step.
+
+    Attributes:
+        group: of the optimizer.
+        before: its own rate.
+        during: the rate to step at.
+        version: of that, if it is a tensor.
+    """
+
+    group: dict[str, Any]
+    before: Any
+    during: Any
+    version: int
+
+
+class _LearningRates:
+    def __init__(self, factor: Callable[[], float]) -> None:
+        self._factor = factor
+        self._times = 1.0
+        self._changed: list[_Changed] = []
+        self._sets_own: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def step(self, optimizer: Optimizer) -> None:
+        """``optimizer`` is about to step."""
+        self.put_back()
+        self._times = self._factor()
+        marked = not _is_torchs(optimizer)
+        for group in optimizer.param_groups:
+            if isinstance(before := group.get("lr"), (int, float, torch.Tensor)):  # Adafactor's may be None
+                scaled = before * self._times
+                group["lr"] = _Scaled(scaled) if marked and isinstance(scaled, float) else scaled
+                self._changed.append(_Changed(group, before, group["lr"], getattr(scaled, "_version", 0)))
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """It has stepped."""
+        if self.put_back() and self._times != 1:
+            steps = self._sets_own[optimizer] = self._sets_own.get(optimizer, 0) + 1
+            if steps == 2:  # a decay now and then is for the steps after it
+                self._warn(optimizer)
+
+    def put_back(self) -> bool:
+        """Undo what is left of the last step, which may have raised.
+
+        Returns:
+            Whether the optimizer has set a rate that does not come from the larger one.
+        """
+        changed, self._changed = self._changed, []
+        own = [self._put_back(each) for each in changed]
+        return any(own)
+
+    def _put_back(self, changed: _Changed) -> bool:
+        group, before, during, version = changed
+        now = group.get("lr")
+        if now is during:
+            group["lr"] = before
+            if isinstance(during, torch.Tensor) and during._version != version:  # changed in place
+                before.copy_(during / self._times)
+            return False
+        if isinstance(now, _Scaled):
+            group["lr"] = float(now) / self._times
+            return False
+        return now is not None
+
+    def _warn(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        warn(
+            f"parwrap: {name} sets lr in its step(), to a number that is not computed from the lr in its param_groups. It stays as it is "
+            f"set, so lr='linear' or 'sqrt' may have no effect on {name}: multiply the rate there yourself by {self._times:.4g}, and give "
+            "lr='keep'. This is said once."
+        )
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Whether nothing but torch's own code runs in a step, which never sets the rate."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return type(optimizer).step.__module__.startswith("torch.") and not hooks

@@ -1,0 +1,270 @@
+"""What is open while a distributed function runs: the actors, what they share, and how ranks come and go together.
+
+Which session that is, and the process group around it, is ``distributed.py``'s. What each verb then does is the actors' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from parwrap.coordination.hang_report import watched
+from parwrap.coordination.sync_points import END
+from parwrap.data.dali import Pipelines
+from parwrap.data.loaders import Loaders
+from parwrap.data.sharing_rules import Sharing, TrainingData
+from parwrap.errors import UsageError, explain
+from parwrap.group import group as groups
+from parwrap.group.group import Group
+from parwrap.inline.rank_process import failed
+from parwrap.intercept import acting
+from parwrap.loop.loop_state import Loop
+from parwrap.loop.random_streams import Streams, get_state, seed_all, set_state
+from parwrap.loop.step_draws import StepDraws
+from parwrap.options import Options
+from parwrap.rank_zero.output import Voice, Voices
+from parwrap.rank_zero.replica_files import CloneFiles
+from parwrap.rank_zero.writer_files import RankZeroFiles
+from parwrap.session.fixed_batch_sizes import note_fixed_size
+from parwrap.session.hidden_environment import without_variables
+from parwrap.session.hidden_group import HiddenGroup
+from parwrap.session.learning_rate import learning_rates_times
+from parwrap.session.start_line import stand_aside, start_line
+from parwrap.session.torchmetrics import Metrics
+from parwrap.strategies.common.counts import Counts
+from parwrap.strategies.common.reducer import Reducer
+from parwrap.strategies.common.strategy import Strategy
+from parwrap.strategies.common.weighted_means import WeightedMeans
+from parwrap.strategies.named import strategy_of
+from parwrap.strategies.single import Single
+from parwrap.system.progress_bars import write_line
+
+__all__ = ["Parts", "Session"]
+
+
+class Parts(NamedTuple):
+    """What other features act on, of a distributed function that runs on several ranks."""
+
+    group: Group
+    loop: Loop
+    strategy: Strategy
+    counts: Counts
+    loaders: Loaders
+
+
+class Session:
+    """What is open while a distributed function runs: it makes the actors and holds what they share.
+
+    Args:
+        group: the process group; ``None`` for a single rank.
+        options: those of the innermost function that runs.
+        leave_group: stops the process group, if it was started for this session.
+        returns: whether anything runs after it.
+        beside: makes what a rank is that does not run the loop.
+    """
+
+    def __init__(
+        self, group: Group | None, options: Options, leave_group: Callable[[], None], returns: bool, beside: Callable | None = None
+    ) -> None:
+        self._returns = returns
+        self._group, self._options, self._leave_group = group, options, leave_group
+        self._loop = Loop()
+        self._beside = beside(self._loop) if beside else None
+        self.strategy: Strategy | None = None
+        self._streams = Streams(group.world.rank if group else 0)
+        self._module: str | None = None
+        self._step_draws: StepDraws | None = None
+        self._hidden_group: HiddenGroup | None = None
+        self._data: TrainingData | None = None
+        self._announced = self._aside = False
+        self.parts: Parts | None = None
+        self.loaders: Loaders | None = None
+        self._undo = ExitStack()
+
+    @contextmanager
+    def patched(self, module: str | None, hidden: Iterable[str]) -> Iterator[None]:
+        """Everything installed, for a function of ``module``; the variables ``hidden``, and then the process group, are not to be seen."""
+        with self._undo:
+            self._module = module
+            if self._group is not None:
+                self._undo.enter_context(self._group.meetings.signals.installed())
+            self._undo.enter_context(without_variables(hidden))
+            actors = self._start()
+            if hidden and self._group is not None:
+                self._hidden_group = HiddenGroup()
+                actors.append(self._hidden_group)
+            self._undo.enter_context(acting(actors, module))
+            yield
+
+    @contextmanager
+    def met(self) -> Iterator[None]:
+        """Ranks leave together: those that are through first answer the others until they are."""
+        group = self._group
+        if group is None:
+            with self._beside or nullcontext():
+                yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            self.note(error)
+            explain(error)
+            failed(error)  # one inside would have been caught
+            if isinstance(error, SystemExit) and not error.code:
+                self._leave(group)
+            else:
+                group.meetings.fail(error)
+                if self.strategy is not None:
+                    self.strategy.failed(error)
+            raise
+        else:
+            self._leave(group)
+
+    def note(self, error: BaseException) -> None:
+        """Add to an ``error`` of the function what it may come from."""
+        if self._group is not None:
+            note_fixed_size(error, self._loop.weights.last, self._group.world.size)
+
+    def _leave(self, group: Group) -> None:
+        if self.loaders is not None:
+            self.loaders.left()
+        if groups.current() is group and not self._aside:
+            group.meetings.wait(END, place="")
+            self.strategy.leave(self._returns)  # type: ignore[union-attr]
+
+    @contextmanager
+    def joined(self, given: dict[str, Any]) -> Iterator[None]:
+        """The options ``given`` to a function inside, for as long as it runs."""
+        before = self._options
+        if self._group and given.get("backend", self._group.backend) != self._group.backend:
+            raise UsageError(
+                f"backend={given['backend']!r} cannot be had: the process group is open already, with {self._group.backend!r}. "
+                "Give the backend to the outermost parwrap.distributed or to parwrap.run."
+            )
+        after = replace(before, **given)
+        if strategy_of(after) is not strategy_of(before):
+            raise UsageError(
+                f"strategy={after.strategy!r} cannot be had inside of strategy={before.strategy!r}: give it to the outermost "
+                "parwrap.distributed or to parwrap.run."
+            )
+        if given.get("seed") not in (None, before.seed):
+            with self._streams.shared():
+                seed_all(given["seed"])
+        self._options = after
+        # where learning rates stayed as they are, nobody is on the verb
+        adjusts = self._group is not None and before.lr == "keep" != self._options.lr
+        splits = self._group is not None and before.batch == "per_rank" != self._options.batch
+        steps_together = self._group is not None and self.strategy is not None and self.strategy.steps_together
+        means = acting([WeightedMeans(self._group, self._loop)]) if splits and steps_together and self._group else nullcontext()
+        try:
+            with (
+                learning_rates_times(self._lr_factor) if adjusts else nullcontext(),
+                means,
+                self._hidden_group.shown() if self._hidden_group else nullcontext(),
+            ):
+                yield
+        finally:
+            self._options = before
+
+    def foreign(self, what: str, instance: Any) -> None:
+        """The script distributes itself: take everything off and let it."""
+        if isinstance(instance, Reducer):
+            return
+        self._aside, self.parts, self.loaders, self.strategy = True, None, None, None
+        self._undo.close()
+        if instance is None:
+            self._leave_group()
+        stand_aside(what)
+
+    def _start(self) -> list[Any]:
+        """Put the random streams in step and make the actors."""
+        group, loop = self._group, self._loop
+        if group is not None:
+            group.meetings.begin()
+            self._undo.callback(group.meetings.begin)
+            self.strategy = strategy_of(self._options)(group, loop, lambda: self._options)
+        if self._options.seed is not None:
+            seed_all(self._options.seed)
+        elif group is not None:
+            set_state(group.exchange("random state", get_state() if group.world.rank == 0 else None)[0])
+        loop.find_optimizers()
+        if group is not None or self._options.batch == "global":
+            loop.changed = self._changed
+            loop.ran_by_hand = self._ran_by_hand if group is not None else loop.ran_by_hand
+            self._undo.callback(self._stop)
+        together = self.strategy.together if self.strategy else None
+        self.loaders = loaders = Loaders(together, loop, self._streams, self._sharing, self.began)
+        self._undo.callback(self.loaders.numbers.close)
+        self._undo.callback(loaders.close)
+        if self._beside is not None:
+            return [loop, self.loaders, *self._undo.enter_context(self._beside.quiet())]
+        if group is None or self.strategy is None:
+            return [loop, self.loaders, *([Single(loop)] if self._options.batch == "global" else []), Voice()]
+        voices = Voices(group.world.rank)
+        self._undo.enter_context(voices.silenced())
+        self._undo.callback(self.strategy.close)
+        self._undo.enter_context(
+            watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after, group.timeout.total_seconds())
+        )
+        shared = [] if together is None else self._shared(together, self.strategy, self.loaders)
+        return [loop, self.loaders, *shared, *self.strategy.actors(), voices, self]
+
+    def _shared(self, group: Group, strategy: Strategy, loaders: Loaders) -> list[Any]:
+        """The actors by which ranks that train one model share out the rest."""
+        self.parts = Parts(group, self._loop, strategy, Counts(group, self._loop), loaders)
+        files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
+        self._undo.callback(files.close)
+        if self._options.lr != "keep":
+            self._undo.enter_context(learning_rates_times(self._lr_factor))
+        means = [WeightedMeans(group, self._loop)] if self._options.batch == "global" and strategy.steps_together else []
+        pipelines = Pipelines(group, self._loop, self._streams, lambda: self._options.batch == "global", self.began)
+        return [pipelines, *means, Metrics(self._loop), files]
+
+    def _sharing(self) -> Sharing:
+        return Sharing(self._options.batch, self._options.uneven, self._options.loss)
+
+    def _lr_factor(self) -> float:
+        return self._options.lr_factor(self._group.world.size if self._group else 1)
+
+    def _stop(self) -> None:
+        """Passes that outlive the session must not switch streams any more."""
+        self._loop.changed = self._loop.ran_by_hand = lambda: None
+        self._streams.use(own=False)
+
+    def _changed(self) -> None:
+        self._streams.use(self._loop.drawing())
+        if self._loop.backwards and not self._announced:
+            self._announce()
+
+    def _ran_by_hand(self) -> None:
+        """A backward was the first in no ``for`` statement over a loader: from now on each draw is looked at."""
+        self._step_draws = draws = StepDraws(self._loop, self._streams)
+        self._loop.ran_by_hand = draws.ran_backward
+        self._undo.enter_context(acting([draws], self._module))
+
+    def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` is about to take a step: the draws that are looked at are not patched in there, since hooks of it run."""
+        if self._step_draws:
+            self._step_draws.begin_step(optimizer)
+
+    def took_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has taken a step."""
+        self._loop.count_step()
+        if self._step_draws:
+            self._step_draws.end_step(optimizer)
+
+    def began(self, data: TrainingData) -> None:
+        self._data = self._data or data
+
+    def _announce(self) -> None:
+        """The one line at the start of training."""
+        self._announced = True
+        group, data = self._group, self._data
+        if group is None or self.strategy is None or group.world.rank > 0:
+            return
+        told = start_line(group, self.strategy, self._options, data, self._lr_factor())
+        write_line(f"parwrap: {told}, seed {self._streams.seed()}")

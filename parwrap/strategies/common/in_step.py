@@ -1,0 +1,123 @@
+"""What else must be the same on all ranks, so that they go on in step: buffers, learning rates, the loss of a closure.
+
+The actor on the verbs by which a loop decides something from numbers of its own rank. Gradients are a strategy's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from parwrap.group.collectives import all_reduced
+from parwrap.group.group import Group, is_alone
+from parwrap.loop.loop_state import Loop
+from parwrap.strategies.common.training_buffers import SENT, fingerprint, send
+
+__all__ = ["InStep"]
+
+EVALUATION = "evaluation"
+METRIC = "ReduceLROnPlateau.step"
+CLOSURE = "loss of a closure"
+
+Key = tuple[int, int, str]
+"""Of a buffer, the same on all ranks: the place of its module among those that are set to eval, or the module's number, and its path."""
+
+
+class InStep:
+    """Keeps ranks in step where their own numbers would lead them apart.
+
+    Args:
+        group: the process group.
+        loop: what the training loop has done so far.
+    """
+
+    def __init__(self, group: Group, loop: Loop) -> None:
+        self._group, self._loop = group, loop
+        self._synced: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._values: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        group.meetings.answer(EVALUATION, lambda detail, present: self._take_buffers([], present))
+        for kind in (METRIC, CLOSURE):
+            group.meetings.answer(kind, lambda detail, present: self._weighted_sum(0.0, weight=0.0))
+
+    def metric(self, metric: Any) -> Any:
+        """The mean over ranks of what ``ReduceLROnPlateau`` looks at, or learning rates drift apart."""
+        return metric if is_alone() else self._mean(METRIC, float(metric))
+
+    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure whose loss is the mean over ranks: LBFGS decides by it how often it goes on."""
+
+        def with_mean() -> Any:
+            loss = closure()
+            if loss is None or is_alone():
+                return loss
+            value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+            mean = self._mean(CLOSURE, value * self._loop.weight * self._loop.loss_factor, self._loop.weight)
+            return torch.full_like(loss, mean, requires_grad=False) if isinstance(loss, torch.Tensor) else mean
+
+        return with_mean
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        """When a root is set to eval after training, its buffers become rank 0's, as in DDP (BatchNorm's statistics)."""
+        if training or is_alone():
+            return
+        modules = self._loop.evaluated_with(module)
+        if any(self._synced.get(each, 0) != self._loop.backwards for each in modules):
+            self._take_buffers(modules, self._group.meet(EVALUATION))
+        elif any(module is stranger for stranger in self._loop.strangers().values()):
+            self.evaluation_begins()
+
+    def evaluation_begins(self) -> None:
+        """The script begins to evaluate: models that no optimizer knows, such as moving averages, get rank 0's buffers too."""
+        if is_alone() or not self._loop.backwards or self._loop.parts:
+            return
+        if any(self._values.get(module, 0) != _values(module) for module in self._loop.strangers().values()):
+            self._take_buffers([], self._group.meet(EVALUATION))
+
+    def _mean(self, kind: str, weighted: float, weight: float = 1.0) -> float:
+        self._group.meet(kind)
+        total, weights = self._weighted_sum(weighted, weight)
+        return total / weights
+
+    def _weighted_sum(self, value: float, weight: float) -> list[float]:
+        return all_reduced([torch.tensor([value, weight], dtype=torch.float64)], self._group)[0].tolist()
+
+    @torch.no_grad()
+    def _take_buffers(self, modules: list[nn.Module], present: list[int]) -> None:
+        """Take the buffers of the lowest rank that is there, of ``modules`` and of those that no optimizer knows.
+
+        A rank that has come for something else lets them pass.
+        """
+        source = min(present)
+        here = self._group.world.rank in present
+        strangers = self._loop.strangers() if here else {}
+        mine: dict[Key, torch.Tensor] = {}
+        numbered = [*((place, 0, each) for place, each in enumerate(modules)), *((-1, *each) for each in strangers.items())]
+        for place, number, module in numbered:
+            mine |= {(place, number, path): buffer for path, buffer in module.named_buffers() if _is_sendable(buffer)}
+        layout = {key: (tuple(buffer.shape), buffer.dtype, fingerprint(buffer) if key[0] < 0 else 0) for key, buffer in mine.items()}
+        told = self._group.share("buffers at evaluation", layout, present)
+        # those of the modules are statistics, which differ; of the others most are constants
+        sent = [key for key in told[source] if key[0] >= 0 or any(view.get(key) != told[source][key] for view in told.values())]
+        kinds = [told[source][key][:2] for key in sent]
+        for key, values in zip(sent, send(self._group, [mine.get(key) for key in sent], kinds, source), strict=True):
+            buffer = mine.get(key)
+            if buffer is not None and (buffer.shape, buffer.dtype) == (values.shape, values.dtype) and self._group.world.rank != source:
+                buffer.data.copy_(values)  # .data: it is no change by the script, which would be sent after the next backward
+        for module in modules:
+            self._synced[module] = self._loop.backwards
+        for module in strangers.values():
+            self._values[module] = _values(module)
+
+
+def _is_sendable(buffer: torch.Tensor) -> bool:
+    """What a collective cannot carry (sparse, expanded, rare dtypes) is no running statistic."""
+    return buffer.layout == torch.strided and buffer.is_contiguous() and buffer.dtype in SENT
+
+
+def _values(module: nn.Module) -> int:
+    """A number that shows whether buffers of ``module`` have changed."""
+    return hash(tuple(fingerprint(buffer) for buffer in module.buffers() if _is_sendable(buffer)))

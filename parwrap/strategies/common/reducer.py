@@ -1,0 +1,91 @@
+"""torch's ``DistributedDataParallel`` as an average of gradients of a list of parameters, armed by hand.
+
+It gets a holder of the parameters instead of the user's model. What is averaged when is left to ``gradient_averager.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from parwrap.group.device import uses_nccl
+from parwrap.options import Options
+
+__all__ = ["Reducer", "reducer_options"]
+
+
+def reducer_options(options: Options) -> dict[str, Any]:
+    """What :class:`Reducer` is given, of the options of a distributed function."""
+    # given 25, DDP would make the first bucket as large as the others; left to its default, it starts to send at 1 MB
+    capacity = None if options.bucket_cap_mb == Options.bucket_cap_mb else options.bucket_cap_mb
+    given = {"bucket_cap_mb": capacity, "gradient_as_bucket_view": options.gradient_as_bucket_view}
+    if options.compress:  # of torch's hooks, nothing is loaded that is not used
+        given["compressed"] = resolve_name("parwrap.strategies.ddp.compression:compressed")(options)
+    return given
+
+
+class Reducer(DistributedDataParallel):
+    """parwrap's own use of DDP, to be told from the user's.
+
+    Args:
+        parameters: the leaf tensors, those first whose gradients come last.
+        sparse: the ids of those that get sparse gradients.
+        signal: that of the parameters whose gradient must not be compressed.
+        compressed: makes what sends buckets in another way than DDP does, for a signal.
+        options: for ``DistributedDataParallel``, such as ``bucket_cap_mb``.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], sparse: frozenset[int], signal: torch.Tensor, compressed: Any = None, **options: Any
+    ) -> None:
+        super().__init__(_Holder(parameters, sparse), init_sync=False, **options)
+        if compressed is not None:
+            self.register_comm_hook(None, compressed(signal).send)
+        elif sparse and uses_nccl():
+            self.register_comm_hook(None, resolve_name("parwrap.strategies.ddp.sparse_gradients:send"))
+
+    def arm(self) -> None:
+        """Have the reducer expect every parameter in the next backward."""
+        if self._has_rebuilt_buckets:
+            # all that is left of DDP's forward then, and 40 us less
+            self.reducer.prepare_for_forward()
+            self.reducer.prepare_for_backward([])
+        else:
+            with torch.enable_grad():
+                self()
+
+    def finished(self) -> bool:
+        """Whether every parameter has taken part in the backward that has run."""
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return False
+        return True
+
+
+class _SparselyUsed(nn.Embedding):
+    """By this DDP can tell that the gradient of ``weight`` will be sparse."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        nn.Module.__init__(self)
+        self.sparse = True
+        self._parameters["weight"] = weight  # type: ignore[assignment]
+
+
+class _Holder(nn.Module):
+    def __init__(self, parameters: Sequence[torch.Tensor], sparse: frozenset[int]) -> None:
+        super().__init__()
+        # register_parameter takes nothing but nn.Parameter, and a hand-written SGD has bare tensors
+        for index, parameter in enumerate(parameters):
+            if id(parameter) in sparse:
+                self.add_module(f"sparse {index}", _SparselyUsed(parameter))
+            else:
+                self._parameters[str(index)] = parameter  # type: ignore[assignment]
+
+    def forward(self) -> None:
+        """DDP arms its reducer around this call."""

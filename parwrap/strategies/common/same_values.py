@@ -1,0 +1,47 @@
+"""Having one rank's values of parameters on all ranks, and telling real differences from those that rounding makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from parwrap.group.collectives import all_reduced
+from parwrap.group.group import Group
+from parwrap.strategies.common.agreement import is_stand_in
+
+__all__ = ["BUILT_APART", "take_values"]
+
+ULPS = 256
+"""Roundings of a parameter's largest value that linear algebra in an initialisation (qr, svd, lstsq) may differ by between processes."""
+
+BUILT_APART = (
+    "Build the model inside the decorated function, or seed before it is built. If you do, look for what is drawn from elsewhere: a "
+    "generator of its own that is seeded otherwise, the time, or the rank."
+)
+"""What to do where ranks have built different parameters."""
+
+
+@torch.no_grad()
+def take_values(different: Sequence[torch.Tensor], source: int, group: Group) -> bool:
+    """Take rank ``source``'s values of the parameters that are ``different``; called on all ranks.
+
+    Returns:
+        Whether they differ by more than rounding on any rank, the same on all.
+    """
+    apart = False
+    for p in different:
+        values = p.detach().contiguous()
+        mine = values.clone()
+        dist.broadcast(values, source)
+        apart |= not (is_stand_in(p) or _is_rounding(mine, values))
+        p.data.copy_(values)  # .data: the graph of the running step has saved these tensors, and must not find them changed
+    return bool(all_reduced([torch.tensor(float(apart), dtype=torch.float64)], group)[0].item())
+
+
+def _is_rounding(mine: torch.Tensor, others: torch.Tensor) -> bool:
+    if not mine.is_floating_point() or not mine.numel():
+        return torch.equal(mine, others)
+    most = float(others.abs().max()) * ULPS * torch.finfo(mine.dtype).eps
+    return bool(((mine - others).abs() <= min(most, 1e-3 * float(others.abs().max()))).all())

@@ -1,0 +1,32 @@
+"""The hint that BatchNorm suffers from a rank's batches: so few samples have statistics that are mostly noise."""
+
+from __future__ import annotations
+
+import gc
+
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from parwrap.coordination.call_site import warn
+from parwrap.patching.patch import is_patched
+
+__all__ = ["warn_of_small_batches"]
+
+FEW = 2
+"""Samples by which nobody would normalize."""
+
+
+def warn_of_small_batches(batch_size: int | None) -> None:
+    """Warn if this rank takes batches of ``batch_size`` samples, and a BatchNorm trains on each rank's alone.
+
+    Objects are only searched for one if the batches are that small.
+    """
+    if batch_size is None or batch_size > FEW or is_patched(functional.batch_norm):
+        return
+    layers = (thing for thing in gc.get_objects() if issubclass(type(thing), _BatchNorm) and type(thing) is not nn.SyncBatchNorm)
+    if any(getattr(layer, "training", False) for layer in layers):
+        warn(
+            f"parwrap: BatchNorm layers train on batches of {batch_size} on each rank, whose statistics are mostly noise. With "
+            "@parwrap.sync_bn (--sync-bn on the command line) they use those of all ranks together."
+        )

@@ -1,0 +1,121 @@
+"""Taking over another rank's state of training: what a rank needs that has missed steps and goes on with the others.
+
+Parameters with their gradients, buffers of the models around them, optimizers and schedulers. What a script keeps in variables of its own
+(a step counter, a copy of the weights for averaging) is not known here. Rare, so it is simple rather than fast.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from parwrap.group.collectives import CPU
+from parwrap.group.group import Group
+from parwrap.loop.loop_state import Loop
+from parwrap.strategies.common.reducer import Reducer
+
+__all__ = ["alive", "optimizers_and_schedulers", "take_state", "tensors_by_name"]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def take_state(group: Group, loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor], source: int, takes: bool = True) -> None:
+    """Make this rank's state that of rank ``source``; called on all ranks, and changes nothing on that one.
+
+    Args:
+        group: the process group.
+        loop: knows the optimizers.
+        averaged: the parameters whose gradients are averaged, numbered alike on all ranks.
+        source: a rank that has missed nothing.
+        takes: whether this rank takes it over, or only lets others do so.
+    """
+    sends = group.world.rank == source
+    tensors = tensors_by_name(loop, averaged)
+    objects = optimizers_and_schedulers(loop)
+    names: dict[int, list[Any]] = {}
+    for name, named in tensors.items():
+        names.setdefault(id(named), []).append(name)
+    mine = [(tensors[known[0]], known) for known in names.values()]
+
+    told: list[Any] = [None, None]
+    if sends:
+        told = [[_Told(known, t.shape, t.dtype, t.grad is not None if t.is_leaf else False) for t, known in mine]]
+        told += [{name: each.state_dict() for name, each in objects.items()}]
+    dist.broadcast_object_list(told, source)
+    layout, states = told
+    for index, each in enumerate(layout):
+        tensor: torch.Tensor | None = mine[index][0] if sends else next((tensors[name] for name in each.names if name in tensors), None)
+        values = _broadcast(group, tensor if sends else None, each, source)
+        grad = _broadcast(group, tensor.grad if sends and tensor is not None else None, each, source) if each.has_grad else None
+        if takes and not sends and tensor is not None and tensor.shape == values.shape:
+            tensor.data.copy_(values)
+            if tensor.requires_grad or tensor.grad is not None:
+                tensor.grad = None if grad is None else grad.to(tensor)
+    if takes and not sends:
+        for name, state in states.items():
+            if name in objects and _sizes(objects[name].state_dict()) == _sizes(state):
+                objects[name].load_state_dict(state)
+
+
+def _sizes(state: Mapping[str, Any]) -> list[int]:
+    """How many parameters there are in each group of an optimizer, which may have got more on another rank."""
+    return [len(group["params"]) for group in state.get("param_groups", ())]
+
+
+class _Told(NamedTuple):
+    """What is told of a tensor before it is sent; a rank knows it by one of its names, or not at all."""
+
+    names: list[Any]
+    shape: torch.Size
+    dtype: torch.dtype
+    has_grad: bool
+
+
+def _broadcast(group: Group, tensor: torch.Tensor | None, told: _Told, source: int) -> torch.Tensor:
+    """The values of ``tensor``, which is given on rank ``source``."""
+    home = group.device if group.backend == "nccl" else CPU
+    values = torch.empty(told.shape, dtype=told.dtype, device=home) if tensor is None else tensor.detach().to_dense().to(home, copy=True)
+    dist.broadcast(values, source)
+    return values
+
+
+def tensors_by_name(loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor]) -> dict[Any, torch.Tensor]:
+    """Parameters and buffers by names that are the same on all ranks: by their place in a model, in an optimizer or in an average.
+
+    A model is known by the first of its parameters that an optimizer has had, for one rank may own more of it than another.
+    """
+    owned = loop.once_owned()
+    number_of = {id(p): number for number, p in owned.items()}
+    modules = alive(nn.Module)
+    inner = {id(child) for module in modules for child in module.children()}
+    tensors: dict[Any, torch.Tensor] = {}
+    for module in modules:
+        known = [(number_of[id(p)], path) for path, p in module.named_parameters() if id(p) in number_of]
+        if known and id(module) not in inner and not isinstance(module, Reducer):
+            for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+                tensors["model", min(known), path] = tensor
+    tensors |= {("owned", number): p for number, p in owned.items()}
+    return tensors | {("averaged", number): p for number, p in averaged.items()}
+
+
+def optimizers_and_schedulers(loop: Loop) -> dict[Any, Any]:
+    """Those that are alive, by the number of the optimizer, and of the scheduler among those of its optimizer, in the order of age."""
+    found: dict[Any, Any] = {}
+    schedulers = alive(LRScheduler)
+    for number, optimizer in loop.numbered_optimizers():
+        found[number] = optimizer
+        own = [scheduler for scheduler in schedulers if getattr(scheduler, "optimizer", None) is optimizer]
+        found |= {(number, place): scheduler for place, scheduler in enumerate(own)}
+    return found
+
+
+def alive(kind: type) -> list[Any]:
+    """Every living object of a class, the oldest first."""
+    gc.collect()  # which leaves all that is alive in one list, the oldest first
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]

@@ -1,0 +1,255 @@
+"""Buffers that training changes and forwards read, such as codebooks and running normalizers: rank 0's on every rank, as in DDP.
+
+DDP sends all buffers before each forward. Here those that have changed are sent after the backward, where all ranks are together anyway: to
+the next forward it is the same. A change shows by the version of a buffer, or because another tensor has its place; one by ``.data`` or by
+numpy only by its values, which are looked at in the first backwards, and later ever more rarely. What the ranks must know of each other
+for this travels with the gradients, so nothing is sent where nothing changes. BatchNorm reads its statistics only in evaluation, which is
+``in_step.py``'s.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from parwrap.coordination.call_site import worth_a_look
+from parwrap.group.collectives import CPU
+from parwrap.group.group import Group
+
+__all__ = ["SENT", "TrainingBuffers", "fingerprint", "send"]
+
+SENT = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
+"""What collectives can carry."""
+
+Name = tuple[int, str]
+"""Of a buffer, the same on all ranks: the place of the first parameter of its model in the averaged set, and its path in the model."""
+
+Kind = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass
+class _Buffer:
+    """One buffer of this rank.
+
+    Attributes:
+        of: the buffers of its module, which holds it by its ``key``.
+        seen: the tensor that was there when it was last the same on all ranks; ``None`` before.
+        version: of that tensor then.
+        values: the fingerprint of its values then, or later; ``None`` where it is not known.
+        by_values: whether it has changed without another version.
+    """
+
+    of: dict[str, Any]
+    key: str
+    seen: torch.Tensor | None = None
+    version: int = -1
+    values: int | None = 0
+    by_values: bool = False
+
+    def now(self) -> torch.Tensor | None:
+        """The tensor, if it can be sent."""
+        tensor = self.held()
+        if tensor is None or tensor.is_inference() or is_lazy(tensor) or tensor.dtype not in SENT or tensor.layout != torch.strided:
+            return None
+        expanded = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return None if expanded else tensor  # several elements in one place cannot take values
+
+    def held(self) -> torch.Tensor | None:
+        return self.of[self.key] if self.key in self.of else None  # noqa: SIM401 - what TorchScript has here knows no get
+
+    def changed(self) -> bool:
+        tensor = self.held()
+        return self.by_values or tensor is not self.seen or (tensor is not None and _version(tensor) != self.version)
+
+    def note(self) -> None:
+        """It is the same on all ranks now."""
+        self.seen = self.held()
+        self.version = -1 if self.seen is None else _version(self.seen)
+
+
+class TrainingBuffers:
+    """The buffers of the models around ``parameters``, but BatchNorm's.
+
+    Args:
+        group: the ranks.
+        parameters: whose gradients are averaged together; in the same order on all ranks.
+    """
+
+    def __init__(self, group: Group, parameters: Sequence[torch.Tensor]) -> None:
+        self._group = group
+        self._places = {id(p): place for place, p in reversed(list(enumerate(parameters)))}
+        self._models = [weakref.ref(model) for model in _models_of(self._places)]
+        self._buffers: dict[Name, _Buffer] = {}
+        self._agreed: dict[Name, Kind] | None = None
+        self._looks = self._taken = 0
+        self._late: list[tuple[_Buffer, torch.Tensor]] = []
+        self._find()
+
+    def __bool__(self) -> bool:
+        return bool(self._buffers or self._agreed)
+
+    def changed(self) -> bool:
+        """Whether a buffer of this rank has changed since all ranks had the same; asked once in each backward."""
+        self._looks += 1
+        if worth_a_look(self._looks):
+            self._find()
+            self._look_at_values()
+        return self._lacks_agreed() or any(buffer.changed() for buffer in self._buffers.values())
+
+    def moves(self) -> bool:
+        """Whether one changes in training, as far as is known."""
+        return any(buffer.changed() for buffer in self._buffers.values()) or bool(self._agreed)
+
+    def asks(self) -> bool:
+        """Whether the ranks must tell each other what they have: something has changed here that they have not agreed on."""
+        agreed = self._agreed
+        return (
+            agreed is None
+            or self._lacks_agreed()
+            or any(buffer.changed() and agreed.get(name) != _kind(buffer.now()) for name, buffer in self._buffers.items())
+        )
+
+    def _lacks_agreed(self) -> bool:
+        """Whether this rank is the one to send, and has not all that was agreed on any more, as where a module was replaced."""
+        return self._group.world.rank == 0 and any(
+            (buffer := self._buffers.get(name)) is None or _kind(buffer.now()) != kind for name, kind in (self._agreed or {}).items()
+        )
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def take(self, asked: bool, contributes: bool, late: bool) -> bool:
+        """Take rank 0's values of what has changed on any rank; called on all ranks.
+
+        Args:
+            asked: whether a rank asks for all to tell what they have.
+            contributes: whether this rank has run the backward itself. The lowest that has is taken for rank 0.
+            late: whether the graph of the running step is needed again, so that values wait for :meth:`settle`.
+
+        Returns:
+            Whether buffers are known to move: some that had changed before have changed again, or values differed; the same on all ranks.
+        """
+        self.settle()
+        source, names, move = 0, self._agreed, True
+        asked = asked or names is None
+        if asked or names is None:
+            source, names, move = self._agree(contributes)
+        tensors = {name: buffer.now() for name in names if (buffer := self._buffers.get(name))}
+        for name, values in zip(names, send(self._group, [tensors.get(name) for name in names], list(names.values()), source), strict=True):
+            if (buffer := self._buffers.get(name)) and self._group.world.rank != source:
+                self._late.append((buffer, values))
+        placed = {id(buffer): values for buffer, values in self._late}
+        if not late:
+            self.settle()
+        for name, buffer in self._buffers.items():
+            buffer.note()
+            if asked and (tensor := placed.get(id(buffer), buffer.now())) is not None:
+                buffer.values = fingerprint(tensor)
+            elif name in names:
+                buffer.values = None  # what was taken is no change by the script
+        return move
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Put the values that were taken in their places."""
+        for buffer, values in self._late:
+            tensor = buffer.now()
+            if _kind(tensor) == _kind(values):
+                tensor.data.copy_(values)  # type: ignore[union-attr]  # .data: its version says nothing of a change by the script
+            elif buffer.held() is not None:
+                buffer.of[buffer.key] = values
+                buffer.note()
+        self._late.clear()
+
+    def _agree(self, contributes: bool) -> tuple[int, dict[Name, Kind], bool]:
+        """Have the ranks tell each other what they have: the rank whose values are taken, what it is to send, and whether any differ."""
+        first = not self._taken
+        self._taken += 1
+        mine = {name: (_kind(tensor), fingerprint(tensor)) for name, each in self._buffers.items() if (tensor := each.now()) is not None}
+        moved = set() if first else {name for name in mine if self._buffers[name].changed()}
+        told = self._group.share("buffers that training changes", (contributes, mine, moved), range(self._group.world.size))
+        source = min(rank for rank, (took_part, _, _) in told.items() if took_part)
+        all_moved = set().union(*(each for _, _, each in told.values()))
+        theirs = told[source][1]
+        differ = {name for name, each in theirs.items() if any(view.get(name, each) != each for _, view, _ in told.values())}
+        names = {name: kind for name, (kind, _) in sorted(theirs.items()) if name in all_moved | differ}
+        # which of them change in each step is known from the second time on
+        self._agreed = None if first else {name: theirs[name][0] for name in {**(self._agreed or {}), **names} if name in theirs}
+        return source, names if first else self._agreed or {}, bool(differ)
+
+    def _find(self) -> None:
+        """Find the buffers, also those that were registered since."""
+        found: dict[Name, _Buffer] = {}
+        for model in (model for ref in self._models if (model := ref()) is not None):
+            place = min((self._places[id(p)] for p in model.parameters() if id(p) in self._places), default=-1)
+            for path, module in model.named_modules() if place >= 0 else ():
+                for key in module._buffers.keys() if not isinstance(module, _NormBase) else ():
+                    name = place, f"{path}.{key}"
+                    known = self._buffers.get(name)
+                    found[name] = known if known and known.of is module._buffers else _Buffer(module._buffers, key)
+        self._buffers = found
+
+    def _look_at_values(self) -> None:
+        """Notice what changes by ``.data`` or by numpy, which give a tensor no other version."""
+        for buffer in self._buffers.values():
+            tensor = buffer.now()
+            if tensor is None or buffer.by_values:
+                continue
+            before, buffer.values = buffer.values, fingerprint(tensor)
+            buffer.by_values = not buffer.changed() and before not in (None, buffer.values) and self._looks > 1
+
+
+def send(group: Group, tensors: Sequence[torch.Tensor | None], kinds: Sequence[Kind], source: int) -> list[torch.Tensor]:
+    """The values of rank ``source``'s ``tensors``, on all ranks; one collective for each dtype and device.
+
+    Args:
+        group: the ranks.
+        tensors: this rank's, of which only those on ``source`` must be there.
+        kinds: their shapes and dtypes there.
+        source: the rank that sends.
+    """
+    received: list[Any] = list(tensors)
+    home = group.device if group.backend == "nccl" else CPU
+    for dtype in dict.fromkeys(dtype for _, dtype in kinds):
+        where = [index for index, kind in enumerate(kinds) if kind[1] == dtype]
+        sizes = [torch.Size(kinds[index][0]).numel() for index in where]
+        if group.world.rank == source:
+            flat = torch.cat([tensors[index].reshape(-1).to(home) for index in where])  # type: ignore[union-attr]
+        else:
+            flat = torch.empty(sum(sizes), dtype=dtype, device=home)
+        dist.broadcast(flat, source)
+        for index, values in zip(where, flat.split(sizes), strict=True):
+            here = tensors[index]
+            received[index] = values.view(kinds[index][0]).to(group.device if here is None else here.device)
+    return received
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """A number that is the same for the same values, and almost surely another for others."""
+    values: Any = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+    return zlib.crc32(values)
+
+
+def _kind(tensor: torch.Tensor | None) -> Kind | None:
+    return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+
+
+def _models_of(ids: Mapping[int, Any]) -> Iterator[nn.Module]:
+    """The outermost modules that hold one of the parameters with these ``ids``."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
+    inner = {id(child) for module in modules for child in module.children()}
+    return (module for module in modules if id(module) not in inner and any(id(p) in ids for p in module.parameters()))

@@ -1,0 +1,99 @@
+"""Classification losses with ``batch="global"`` that are divided by another number than the samples: weights of classes, ignored targets.
+
+The mean over a rank's part counts by its own divisor. Its gradient is multiplied by what makes the average over ranks that of the whole
+batch; its value stays this rank's. That takes the sum of the divisors, one number, at each such loss. A loss over one target for each
+sample, without weights, needs nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from parwrap.coordination.call_site import call_site, location, warn
+from parwrap.group.collectives import all_reduced
+from parwrap.group.group import Group, is_alone
+from parwrap.intercept.criterion import Criterion
+from parwrap.loop.loop_state import Loop
+from parwrap.strategies.common.autograd_graph import leading_sizes
+
+__all__ = ["WeightedMeans"]
+
+DIVISOR = "a cross entropy that is weighted or ignores targets"
+
+JUDGED = "the first cross entropy of its line"
+
+DEFAULT = -100
+"""torch's own ``ignore_index``, which most losses have and few targets."""
+
+LEAST = 1e-30
+"""Where no rank counts a target, there is no gradient."""
+
+
+class WeightedMeans:
+    """Has those losses count by their divisors.
+
+    Args:
+        group: the ranks.
+        loop: knows which batch it is.
+    """
+
+    def __init__(self, group: Group, loop: Loop) -> None:
+        self._group, self._loop = group, loop
+        self._known: dict[tuple, bool] = {}
+        self._warned = False
+        group.meetings.answer(DIVISOR, lambda detail, present: self._total(torch.zeros(())))
+        group.meetings.answer(JUDGED, lambda detail, present: None)
+
+    def criterion(self, call: Criterion) -> torch.Tensor:
+        """The loss of ``call``, with a gradient that counts by its divisor."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(call.loss):
+            self._warn_of_transform(call)
+            return call.loss
+        batch = self._loop.weights.upcoming(lambda: leading_sizes([call.loss]))
+        if is_alone() or self._loop.evaluations or not batch.split:
+            return call.loss
+        if not self._needs_divisor(call, batch.samples):
+            return call.loss
+        self._group.meet(DIVISOR)
+        divisor = call.divisor().to(torch.float32) * bool(batch.weight)
+        factor = divisor * self._group.world.size / self._total(divisor).to(divisor).clamp(min=LEAST)
+
+        def count(grad: torch.Tensor) -> torch.Tensor:
+            weight = self._loop.weight  # by which the strategy multiplies the whole loss
+            return grad * (factor / weight).to(grad) if weight else grad
+
+        call.loss.register_hook(count)
+        return call.loss
+
+    def _warn_of_transform(self, call: Criterion) -> None:
+        """In ``torch.func.grad`` and ``vmap`` there is no tensor that ranks could send, and no hook on the loss."""
+        if not self._warned and call.weight is not None:
+            self._warned = True
+            warn(
+                f"parwrap: the loss at {location()} is divided by the weights of its targets inside torch.func, where ranks cannot compare "
+                "them: with batch='global' this rank's part counts by its samples. Divide by what all ranks count outside of it: "
+                "parwrap.mean_over_ranks(loss_sum, count), or use loss.backward(). This is said once."
+            )
+
+    def _needs_divisor(self, call: Criterion, samples: int) -> bool:
+        """Whether the divisor may be another number than the samples, which all ranks judge alike: they agree on it for each line."""
+        if call.weight is not None or call.ignore_index != DEFAULT:
+            return True
+        site, differs = call_site(), call.target.numel() != samples  # tokens or pixels: a part may have as many by chance
+        if site not in self._known:
+            self._known[site] = any(self._group.exchange(JUDGED, differs).values())
+        if self._known[site]:
+            return True
+        if self._warned or call.target.device.type != "cpu":
+            return False
+        if differs or bool((call.target == call.ignore_index).any()):
+            self._warned = True
+            warn(
+                f"parwrap: some targets are ignored or more than one for a sample at {location()}, so this rank's part counts by another "
+                "number than its samples, which other ranks do not know. Say so by ignore_index=-1, or any other class than the default, "
+                "or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once."
+            )
+        return False
+
+    def _total(self, divisor: torch.Tensor) -> torch.Tensor:
+        return all_reduced([divisor.to(torch.float32)], self._group)[0]

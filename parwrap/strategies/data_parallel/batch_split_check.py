@@ -1,0 +1,261 @@
+"""Whether the parts of a batch give what the whole does: a call is tried both ways on copies of its module, and what comes of it compared.
+
+Nothing of a trial stays: copies have buffers and attributes of their own, what is drawn at random is constant, and the streams go on as
+they would. Batch norms take their running statistics, since what they make of parts is ``sync_bn``'s. When to try is left to others.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from parwrap.errors import UsageError
+from parwrap.strategies.data_parallel.replicas import replicas
+from parwrap.strategies.data_parallel.scatter_gather import cut, is_number
+from parwrap.strategies.data_parallel.sharded_outputs import Pieces, in_whole
+
+__all__ = ["Untried", "note_call", "why_not_in_parts"]
+
+_here = threading.local()
+
+
+class Untried(str):
+    """A reason that is none of the parts': the whole batch has failed."""
+
+
+def why_not_in_parts(
+    module: nn.Module, given: tuple[tuple, dict], sizes: Sequence[int], merge: Callable[[list[Any]], Any], loss: str | None
+) -> str | None:
+    """Why a call of ``module`` must not be cut into parts; ``None`` if that gives the same.
+
+    Args:
+        given: its arguments, those without names and those with.
+        sizes: how many samples each part has.
+        merge: makes one output of those of the parts.
+        loss: what the numbers that it returns are said to be over the samples.
+
+    Raises:
+        torch.OutOfMemoryError: the whole batch does not fit.
+    """
+    device = next(module.parameters()).device
+    given = tree_map_only(torch.Tensor, _detached, given)
+    failed: Exception | None = None
+    for grad in dict.fromkeys((False, torch.is_grad_enabled())):  # some have a backward of their own inside
+        with torch.set_grad_enabled(grad):
+            try:
+                return _compared(module, given, sizes, merge, loss, device)
+            except torch.OutOfMemoryError:
+                raise
+            except _Foreign as error:
+                return str(error)
+            except Exception as error:
+                failed = error
+    return Untried(f"it cannot be tried on a copy ({_short(failed)})")
+
+
+def _compared(
+    module: nn.Module, given: Any, sizes: Sequence[int], merge: Callable[[list[Any]], Any], loss: str | None, device: torch.device
+) -> str | None:
+    near = _near(module, device)
+    taken = tree_map_only(torch.Tensor, torch.clone, given)
+    whole, copy = _tried(module, taken, device)
+    if not _alike(taken, given, 0.0):
+        return "it changes its input in place, and a part has a copy of its own"
+    try:
+        parts = cut(given, sizes, [device] * len(sizes))
+        output, first = _tried(module, parts[0], device)
+        outputs = [output, *(_tried(module, part, device)[0] for part in parts[1:])]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"it fails with a part of the batch ({_short(error)})"
+    try:
+        joined = merge(outputs)
+    except UsageError as error:
+        return f"its outputs for parts of the batch cannot be put together ({error})" if not _numbers(whole) else _number(loss)
+    if loss is None and any(not number for number in _numbers(whole)):  # of which nobody knows what it is of
+        return _number(loss)
+    if not _alike(joined, whole, near):
+        numbers_differ = _numbers(whole) and not all(_alike(*pair, near) for pair in zip(_numbers(joined), _numbers(whole), strict=False))
+        return _number(loss) if numbers_differ else MIXED
+    left = _left_otherwise(copy, first, near)
+    return None if left is None else f"it leaves {left} behind, which a part of the batch leaves otherwise"
+
+
+MIXED = (
+    "its outputs for parts of the batch are not those for the whole, so that it mixes samples, or the first dimension of what it takes or "
+    "returns is not the batch"
+)
+
+
+def _number(loss: str | None) -> str:
+    if loss is not None:
+        return f"a number that it returns for the whole batch is not the {loss} over the samples, as loss={loss!r} says"
+    return (
+        "it returns a number for the whole batch, such as a loss or a count; of a loss that is a mean over the samples, or a sum, in every "
+        "batch, with padding too, say so by loss='mean' or loss='sum'"
+    )
+
+
+def _short(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, Pieces):
+        tensor = in_whole(tensor.pieces) if tensor.is_in_pieces else tensor.whole()
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _tried(module: nn.Module, given: tuple[tuple, dict], device: torch.device) -> tuple[Any, nn.Module]:
+    """What a copy of ``module`` makes of ``given``, and the copy."""
+    _, copy = replicas(module, [device, device])
+    for each in copy.modules():
+        if isinstance(each, _NormBase):
+            each.training = False
+        if isinstance(each, _BatchNorm) and each.running_mean is None:
+            like = next(module.parameters()).new_zeros
+            each.running_mean, each.running_var = like(each.num_features), like(each.num_features) + 1
+    args, kwargs = given
+    with _own_modules(copy), _no_chance(device):
+        return copy(*args, **kwargs), copy
+
+
+class _Foreign(BaseException):
+    """Raised out of a trial, past what a script catches."""
+
+
+@contextmanager
+def _own_modules(copy: nn.Module) -> Iterator[None]:
+    """Meanwhile no module may be called in this thread that is not in ``copy``: it would be run, and changed, by all replicas."""
+    _here.own = {id(each) for each in copy.modules()}
+    try:
+        yield
+    finally:
+        _here.own = None
+
+
+def note_call(module: nn.Module) -> None:
+    """Told of each call of a module that is not divided."""
+    own = getattr(_here, "own", None)
+    if own is not None and id(module) not in own and any(True for held in (module.parameters(), module.buffers()) for _ in held):
+        raise _Foreign(f"it calls a {type(module).__name__} that is not registered in it, so that its replicas would share that")
+
+
+@contextmanager
+def _no_chance(device: torch.device) -> Iterator[None]:
+    """What is drawn meanwhile is always the same, and has not been drawn afterwards."""
+    numpy: Any = sys.modules.get("numpy")
+    drawn, drawn_by_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), _Constant():
+            yield
+    finally:
+        random.setstate(drawn)
+        if numpy is not None:
+            numpy.random.set_state(drawn_by_numpy)
+
+
+class _Constant(TorchDispatchMode):
+    """Random tensors are constant, and nothing is dropped."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.name in ("dropout", "dropout_p") or (argument.name == "p" and "dropout" in name):
+                if place < len(args):
+                    args = (*args[:place], 0.0, *args[place + 1 :])
+                elif argument.name in kwargs:
+                    kwargs[argument.name] = 0.0
+        out = func(*args, **kwargs)
+        if name.startswith(_DRAWS):
+            tree_map_only(torch.Tensor, lambda t: t.fill_(0.5 if t.is_floating_point() else 0), out)
+        return out
+
+
+_DRAWS = (
+    *("rand", "normal", "uniform", "exponential", "geometric", "cauchy", "log_normal", "poisson", "binomial", "bernoulli", "multinomial"),
+    *("_standard_gamma", "_sample_dirichlet"),
+)
+
+
+def _near(module: nn.Module, device: torch.device) -> float:
+    """How far numbers may be apart that were added in another order, relatively."""
+    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
+    if half or torch.is_autocast_enabled(device.type):
+        return 5e-2
+    return 1e-2 if device.type == "cuda" else 1e-3  # where products of matrices may have 10 bits
+
+
+def _numbers(values: Any) -> list[Any]:
+    found = []
+    for leaf in tree_leaves(values):
+        if is_number(leaf):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (torch.Tensor, nn.Module, type)):
+            found += _numbers(dict(leaf) if isinstance(leaf, dict) else vars(leaf))
+    return found
+
+
+def _alike(one: Any, other: Any, near: float) -> bool:
+    """Whether two nested values are the same, in floating-point numbers nearly so."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return _alike_tensors(one.detach(), other.detach(), near)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return math.isclose(one, other, rel_tol=near) or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, dict):
+        if one.keys() != other.keys() or not all(_alike(one[key], other[key], near) for key in one):
+            return False
+    elif isinstance(one, (list, tuple)):
+        if len(one) != len(other) or not all(_alike(*pair, near) for pair in zip(one, other, strict=True)):
+            return False
+    elif not hasattr(one, "__dict__"):
+        same = one == other
+        return bool(same.all() if hasattr(same, "all") else same)
+    own = getattr(one, "__dict__", None)
+    return own is None or own is one or isinstance(one, (nn.Module, type)) or _alike(own, vars(other), near)
+
+
+def _alike_tensors(one: torch.Tensor, other: torch.Tensor, near: float) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other.to(one.device)):
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        enough = 0.9 if near and one.dim() else 1.0  # the largest of numbers that are nearly the same may be another
+        return not one.numel() or (one == other).double().mean().item() >= enough
+    one, other = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (one, other.to(one.device)))
+    sizes = other.abs().nan_to_num(0, 0, 0)
+    if sizes.dim() and sizes.numel():
+        sizes = torch.maximum(sizes.amax(0, keepdim=True), sizes.amax() * 1e-3)  # each feature has a scale of its own
+    return bool(((one == other) | ((one - other).abs() <= near * sizes) | (one.isnan() & other.isnan())).all())
+
+
+def _left_otherwise(copy: nn.Module, part: nn.Module, near: float) -> str | None:
+    """What a forward leaves in its module that is not the same after the whole batch and after a part."""
+    for (path, each), other in zip(copy.named_modules(), part.modules(), strict=False):
+        for held, others in ((vars(each), vars(other)), (each._parameters, other._parameters), (each._buffers, other._buffers)):
+            for name in {**held, **others}:
+                if name in ("_modules", "_parameters", "_buffers", "_flat_weights"):
+                    continue
+                if name not in held or name not in others or not _alike(held[name], others[name], near):
+                    return f"{path}.{name}".removeprefix(".")
+    return None

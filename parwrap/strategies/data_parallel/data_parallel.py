@@ -1,0 +1,212 @@
+"""The actor on module calls that runs one on several devices of this process, each with a part of the batch.
+
+It decides which calls are divided, and what cannot be divided so that the numbers stay right runs as it would without, and says so. Cutting
+and putting together is ``scatter_gather.py``'s, replicas are ``replicas.py``'s, their threads ``replica_threads.py``'s, and whether the
+parts give what the whole does is looked at by ``batch_split_check.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._pytree import tree_map_only
+
+from parwrap.coordination.call_site import location, worth_a_look
+from parwrap.errors import UsageError
+from parwrap.group import group as groups
+from parwrap.strategies.data_parallel.batch_split_check import Untried, note_call, why_not_in_parts
+from parwrap.strategies.data_parallel.replica_threads import is_undivided, run_together, undivided
+from parwrap.strategies.data_parallel.replicas import replicas
+from parwrap.strategies.data_parallel.scatter_gather import cut, items_of_samples, kinds_of, leaves_of, merged, rows_of, sizes_of, why_not
+from parwrap.strategies.data_parallel.sharded_outputs import Pieces, in_whole
+from parwrap.system.progress_bars import write_line
+
+__all__ = ["DataParallel", "refuse_ranks"]
+
+
+class _Known:
+    """What is known of one module: how often it was divided, for which kinds of calls that was tried, and why it must not be."""
+
+    def __init__(self) -> None:
+        self.calls, self.kinds = 0, set[Any]()
+        self.reason: str | None = None
+
+
+class DataParallel:
+    """Divides the calls of models over devices.
+
+    Args:
+        devices: one replica on each; the first has the model. With a single one, calls run as they are.
+        gather: whether outputs are put together on the first.
+        loss: what a number that a model returns is over the samples: ``"mean"`` or ``"sum"``; a model that returns one runs whole if
+            nobody has said.
+        asked: whether the devices were named, rather than all that there are.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], gather: bool, loss: str | None, asked: bool) -> None:
+        self._devices, self._gather, self._loss, self._asked = devices, gather, loss, asked
+        self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+        self._said: set[tuple[str, str]] = set()
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
+        """Run the call of ``module``: on several devices if it is called from outside of any other, and has parameters."""
+        if is_undivided() or _is_aside(module):
+            note_call(module)
+            return run(*args, **kwargs)
+        if isinstance(module, nn.parallel.DistributedDataParallel):  # the script deals with devices itself
+            with undivided():
+                return run(*args, **kwargs)
+        if next(module.parameters(), None) is None:
+            plain = type(module).__module__.startswith("torch.nn.") and module._compiled_call_impl is None
+            return run(*args, **kwargs) if plain else _on_whole(run, args, kwargs)  # those of torch take pieces as they are
+        with undivided():
+            return self._call(module, args, kwargs, run)
+
+    def _call(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
+        if groups.current() is not None:
+            if self._asked and len(self._devices) > 1:
+                refuse_ranks(self._devices, groups.world_size())
+            return run(*args, **kwargs)
+        if len(self._devices) < 2 or any(is_lazy(p) for p in module.parameters()):  # whose shapes the first batch tells
+            return run(*args, **kwargs)
+        self._check_device(module)
+        leaves = leaves_of((args, kwargs))
+        rows = rows_of(leaves)
+        sizes = sizes_of(rows, len(self._devices))
+        known = self._known.setdefault(module, _Known())
+        reason = self._why_not(known, module, (args, kwargs), leaves, sizes)
+        if reason is None and len(sizes) > 1:
+            if known.calls == 1:
+                _say_divided(type(module).__name__, tuple(self._devices[: len(sizes)]), tuple(sizes))
+            return self._divided(module, args, kwargs, run, sizes)
+        if reason is not None and not isinstance(reason, Untried):
+            self._say_whole(module, reason)
+        outputs = _on_whole(run, args, kwargs)
+        if isinstance(reason, Untried):  # else this has failed too, and the script has heard of that alone
+            known.reason = reason
+            self._say_whole(module, reason)
+        return outputs
+
+    def _why_not(self, known: _Known, module: nn.Module, given: tuple[tuple, dict], leaves: list[Any], sizes: list[int]) -> str | None:
+        """Why a call must not be divided; ``None`` if it may, or is too small to be."""
+        rows = sum(sizes)
+        known.reason = known.reason or why_not(leaves, rows)
+        reason = known.reason or _why_whole(module) or items_of_samples([*given[0], *given[1].values()], rows)
+        if reason is not None or len(sizes) < 2:
+            return reason
+        known.calls += 1
+        kind = module.training, *kinds_of(leaves, rows)
+        if not worth_a_look(known.calls) and kind in known.kinds:
+            return None
+        reason = self._tried(module, given, sizes)
+        if isinstance(reason, Untried):
+            return reason
+        known.kinds.add(kind)
+        known.reason = reason
+        return reason
+
+    def _tried(self, module: nn.Module, given: tuple[tuple, dict], sizes: list[int]) -> str | None:
+        """The same, from a trial."""
+        try:
+            return why_not_in_parts(module, given, sizes, self._merge(module, sizes, in_whole), self._loss)
+        except torch.OutOfMemoryError:
+            self._say_once(
+                module, f"is divided without a look at whether that gives the same, since a whole batch does not fit on {self._devices[0]}"
+            )
+            return None
+
+    def _divided(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable, sizes: list[int]) -> Any:
+        devices = self._devices[: len(sizes)]
+        calls = []
+        copies = replicas(module, devices)
+        for replica, (own, named) in zip(copies, cut((args, kwargs), sizes, devices), strict=True):
+            calls.append(lambda run=run if replica is module else replica, own=own, named=named: run(*own, **named))
+        return self._merge(module, sizes, in_whole if self._gather else Pieces)(run_together(devices, calls, copies))
+
+    def _merge(self, module: nn.Module, sizes: list[int], join: Callable) -> Callable[[list[Any]], Any]:
+        weights = {"mean": [size / sum(sizes) for size in sizes], "sum": [1.0] * len(sizes), None: None}[self._loss]
+        return functools.partial(merged, sizes=sizes, weights=weights, join=join, who=type(module).__name__)
+
+    def _check_device(self, module: nn.Module) -> None:
+        first = self._devices[0]
+        for tensor in chain(module.parameters(), module.buffers()):
+            if tensor.device != first:
+                raise UsageError(
+                    f"{type(module).__name__} has a tensor on {tensor.device}, and the first of the devices of parwrap.data_parallel is "
+                    f"{first}, where the model must be: move it there, model.to('{first}'), or name other device_ids."
+                )
+
+    def _say_whole(self, module: nn.Module, reason: str) -> None:
+        does = f"runs on the whole batch on {self._devices[0]} alone, and parwrap.data_parallel does nothing for it"
+        self._say_once(module, f"{does}: {reason}")
+
+    def _say_once(self, module: nn.Module, what: str) -> None:
+        name = type(module).__name__
+        if (name, what) not in self._said:
+            self._said.add((name, what))
+            file, _, line = location().rpartition(":")
+            warnings.warn_explicit(f"parwrap: {name} {what}. This is said once.", UserWarning, file, int(line))
+
+
+@functools.cache
+def _say_divided(model: str, devices: Sequence[torch.device], sizes: Sequence[int]) -> None:
+    """Said once, however often a function opens the scope."""
+    each, parts = ", ".join(map(str, devices)), " + ".join(map(str, sizes))
+    write_line(f"parwrap: 1 process on {each}, {model} is divided, batch {sum(sizes)} as {parts}")
+
+
+def _on_whole(run: Callable, args: tuple, kwargs: dict) -> Any:
+    args, kwargs = tree_map_only(Pieces, Pieces.whole, (args, kwargs))
+    return run(*args, **kwargs)
+
+
+def refuse_ranks(devices: Sequence[torch.device], ranks: int) -> None:
+    """Several devices were named, and each of the ranks has one."""
+    raise UsageError(
+        f"parwrap.data_parallel(device_ids={[str(device) for device in devices]}) is for one process, and there are {ranks} ranks, each of "
+        "which has one device. Leave device_ids out, and it does nothing on several ranks, or run one rank."
+    )
+
+
+def _is_aside(module: nn.Module) -> bool:
+    """Whether a call is one of a replica, or of a model that torch computes again, traces or transforms."""
+    return (
+        isinstance(module, nn.DataParallel)  # which calls its own replicas, or the model
+        or getattr(module, "_is_replica", False)
+        or torch._C._current_graph_task_id() != -1  # a checkpoint computes its part again
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _why_whole(module: nn.Module) -> str | None:
+    """Why ``module`` cannot have replicas, or what they do not be seen as of one."""
+    for each in module.modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            return "it, or a part of it, is compiled by TorchScript"
+        if "_orig_mod" in each._modules or each._compiled_call_impl is not None:  # torch._dynamo takes seconds to load
+            return "it, or a part of it, is compiled"
+        for hooks in (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks):
+            if not _are_known(hooks.values()):
+                return "it, or a part of it, has hooks, which would see parts of the batch"
+    modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    if modes or torch._C._len_torch_dispatch_stack():
+        return "it runs inside of a mode of torch's, which the threads of replicas would not be in"
+    if not _are_known(torch._C._autograd._top_saved_tensors_default_hooks(False) or ()):  # a checkpoint's change no numbers
+        return "it runs inside of hooks on saved tensors, which the threads of replicas would not call"
+    return None
+
+
+def _are_known(hooks: Iterable[Any]) -> bool:
+    """Whether all are torch's or parwrap's own, which may see parts."""
+    return all((getattr(hook, "__module__", None) or "").startswith(("torch.", "parwrap.")) for hook in hooks)

@@ -1,0 +1,67 @@
+"""Batch normalization of a batch that replicas in one process hold parts of.
+
+The mean and the spread of each part go to the first replica's device, and those of the whole come back. All of it is in one autograd
+graph, so a backward needs no meeting: on a CPU a single thread runs it for all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from parwrap.intercept.norm import Norm
+from parwrap.strategies.data_parallel.replica_threads import Replica
+
+__all__ = ["shared_over_replicas"]
+
+
+def shared_over_replicas(call: Norm, replica: Replica) -> torch.Tensor:
+    """``torch.nn.functional.batch_norm`` in training, by the statistics of the whole batch.
+
+    Raises:
+        ValueError: the whole batch has but one value for each channel.
+        UsageError: other replicas are in another layer.
+    """
+    x = call.input if call.input.dtype == torch.float64 else call.input.float()
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    over = [0, *range(2, x.dim())]
+    own = torch.var_mean(x, over, correction=0) if x.numel() else (x.sum(over), x.sum(over))
+    *whole, count = replica.meet(_name(call, replica), (*own, x.numel() // x.size(1)), _whole)
+    var, mean = (each.to(x.device) for each in whole)
+    if call.running_mean is not None and call.running_var is not None and count:
+        with torch.no_grad():
+            _follow(call.running_mean, mean, call.momentum)
+            _follow(call.running_var, var * (count / (count - 1)), call.momentum)
+    scale = (var + call.eps).rsqrt()
+    scale = scale if call.weight is None else scale * call.weight
+    out = (x - mean.view(shape)) * scale.view(shape)
+    out = out if call.bias is None else out + call.bias.view(shape)
+    return out.to(call.input.dtype)
+
+
+def _whole(parts: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    count = sum(number for _, _, number in parts)
+    if count == 1:
+        raise ValueError("Expected more than 1 value per channel when training, got 1 in all replicas together")
+    device = parts[0][0].device
+    variances, means = (torch.stack([part[which].to(device) for part in parts]) for which in (0, 1))
+    weights = means.new_tensor([[number / max(count, 1)] for _, _, number in parts])
+    mean = (weights * means).sum(0)  # no product of matrices, which autocast would round
+    return (weights * (variances + (means - mean).square())).sum(0), mean, count
+
+
+def _follow(running: torch.Tensor, value: torch.Tensor, momentum: float) -> None:
+    running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
+
+
+def _name(call: Norm, replica: Replica) -> str:
+    """Which layer it is, for replicas to know whether they are in the same."""
+    if replica.names is None:
+        replica.names = {}
+        for path, module in replica.module.named_modules() if replica.module is not None else ():
+            for tensor in (module._buffers.get("running_mean"), module._parameters.get("weight")):
+                if tensor is not None:
+                    replica.names.setdefault(id(tensor), f"batch norm {path!r}")
+    return replica.names.get(id(call.weight if call.running_mean is None else call.running_mean), "a batch norm")

@@ -1,0 +1,224 @@
+"""Cutting what a module is called with into parts along the first dimension, and putting together what comes of the parts.
+
+Arguments and outputs may be nested in tuples, lists, dicts and dataclasses. What cannot be cut so that the result is that of the whole is
+named, and what cannot be put together is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel._functions import Scatter
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from parwrap.errors import UsageError
+from parwrap.strategies.data_parallel.sharded_outputs import Pieces, are_different_gpus
+
+__all__ = ["cut", "is_number", "items_of_samples", "kinds_of", "leaves_of", "merged", "rows_of", "sizes_of", "why_not"]
+
+
+def leaves_of(values: Any) -> list[Any]:
+    """What is in nested ``values``."""
+    return tree_leaves(values, is_leaf=_is_packed)
+
+
+def _is_packed(value: Any) -> bool:
+    """Whether it is a batch in another form, which torch would take for a tuple of tensors."""
+    return isinstance(value, PackedSequence)
+
+
+def rows_of(leaves: Iterable[Any]) -> int:
+    """How many samples there are: the first dimension of the first tensor that has one; 0 without such a tensor.
+
+    >>> rows_of([3, torch.ones(()), torch.ones(8, 2)])
+    8
+    """
+    return next((leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+
+
+def sizes_of(rows: int, parts: int) -> list[int]:
+    """How many samples each part gets, where none is empty.
+
+    >>> sizes_of(5, 3), sizes_of(2, 3)
+    ([2, 2, 1], [1, 1])
+    """
+    parts = min(rows, parts)
+    return [rows // parts + (part < rows % parts) for part in range(parts)]
+
+
+def why_not(leaves: Iterable[Any], rows: int) -> str | None:
+    """Why a call with these ``leaves`` cannot be cut into parts of ``rows`` samples; ``None`` if it can."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout is not torch.strided or leaf.is_nested:
+                return "it is given a tensor that is sparse or nested"
+            if leaf.dim() and rows > 1 and leaf.size(0) not in (1, rows):
+                return f"it is given tensors of {rows} and of {leaf.size(0)} rows, so that the samples are not to be told"
+        elif _is_packed(leaf) or _holds_tensors(leaf):
+            return f"it is given a {type(leaf).__name__}, which holds tensors of its own"
+    return None
+
+
+def items_of_samples(values: Any, rows: int) -> str | None:
+    """Why what is no tensor in ``values`` may have to be cut too: there is an item in it for each of several samples.
+
+    >>> items_of_samples((torch.ones(4, 2), [3, 1, 2, 2]), 4)
+    'it is given a list of 4 items for 4 samples, which may have one for each'
+    """
+
+    def is_list(value: Any) -> bool:
+        return _is_packed(value) or (isinstance(value, (list, tuple)) and _items(value) == rows)
+
+    for leaf in tree_leaves(values, is_leaf=is_list):
+        if rows > 1 and not isinstance(leaf, torch.Tensor) and _items(leaf) == rows:
+            return f"it is given a {type(leaf).__name__} of {rows} items for {rows} samples, which may have one for each"
+    return None
+
+
+def _items(value: Any) -> int | None:
+    """How many items a list or an array has that holds no tensors."""
+    if isinstance(value, (list, tuple)):
+        return None if any(isinstance(leaf, (torch.Tensor, PackedSequence)) for leaf in tree_leaves(value)) else len(value)
+    shape = getattr(value, "shape", None)
+    return shape[0] if isinstance(shape, tuple) and shape else None
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    own = () if isinstance(leaf, (torch.nn.Module, type)) else vars(leaf).values() if hasattr(leaf, "__dict__") else ()
+    return any(isinstance(each, torch.Tensor) for each in own)
+
+
+def cut(values: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> list[Any]:
+    """``values`` for each part: of tensors that have a row for each sample its rows, of others all.
+
+    Tensors on the first of ``devices`` are moved to the part's; those elsewhere, as lengths on the CPU, stay where they are.
+    """
+    leaves, structure = tree_flatten(values, is_leaf=_is_packed)
+    parts = [_cut(leaf, sizes, devices) for leaf in leaves]
+    return [tree_unflatten([part[number] for part in parts], structure) for number in range(len(sizes))]
+
+
+def _cut(leaf: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> Sequence[Any]:
+    if not isinstance(leaf, torch.Tensor):
+        return [leaf] * len(sizes)
+    places = [device if leaf.device == devices[0] else leaf.device for device in devices]
+    if isinstance(leaf, Pieces) and leaf.fits(sizes, devices):
+        return leaf.taken()
+    if leaf.dim() == 0 or leaf.size(0) != sum(sizes):
+        return [leaf.to(place) for place in places]
+    if are_different_gpus(places):
+        return Scatter.apply(places, list(sizes), 0, leaf)
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [leaf.narrow(0, start, size).to(place, copy=True) for start, size, place in zip(starts, sizes, places, strict=True)]
+
+
+def kinds_of(leaves: Iterable[Any], rows: int) -> tuple:
+    """Which of the ``leaves`` are cut: what tells one kind of call from another.
+
+    >>> kinds_of([torch.ones(4, 2), torch.ones(1, 2), 3], 4)
+    ('cut', 'whole', 'int')
+    """
+    return tuple(
+        type(leaf).__name__ if not isinstance(leaf, torch.Tensor) else "cut" if leaf.dim() and leaf.size(0) == rows else "whole"
+        for leaf in leaves
+    )
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether it is one number, as a loss or a count."""
+    if isinstance(leaf, torch.Tensor):
+        return not leaf.dim() and leaf.dtype is not torch.bool
+    return isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+
+
+Join = Callable[[list[torch.Tensor]], Any]
+"""What becomes of the tensors of all parts that have a row for each sample."""
+
+
+def merged(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None, join: Join, who: str) -> Any:
+    """One output from the ``outputs`` of parts.
+
+    Args:
+        outputs: of each part.
+        sizes: how many samples each part had.
+        weights: what a number that stands for a whole part counts; ``None`` if nobody has said so, and it must be the same in all.
+        join: puts tensors together that have rows.
+        who: whose outputs they are, for error texts.
+
+    Raises:
+        UsageError: they cannot be put together.
+    """
+    flattened = [tree_flatten(output, is_leaf=_is_packed) for output in outputs]
+    _, structure = flattened[0]
+    for _, other in flattened:
+        if other != structure:
+            raise UsageError(f"{who} has returned outputs of different structure on its replicas: {structure} and {other}.")
+    leaves = zip(*(leaves for leaves, _ in flattened), strict=True)
+    return tree_unflatten([_merged(list(each), sizes, weights, join, who) for each in leaves], structure)
+
+
+def _merged(parts: list[Any], sizes: Sequence[int], weights: Sequence[float] | None, join: Join, who: str) -> Any:
+    first = parts[0]
+    if any(isinstance(part, torch.Tensor) and part.dim() for part in parts):
+        if all(isinstance(part, torch.Tensor) for part in parts):
+            _check_rows(parts, sizes, who)
+            return join(parts)
+    elif all(isinstance(part, float) for part in parts) and weights is not None:
+        return sum(part * weight for part, weight in zip(parts, weights, strict=True))
+    elif all(isinstance(part, torch.Tensor) and (part.is_floating_point() or part.is_complex()) for part in parts):
+        if weights is None and all(_same(first, part) for part in parts):
+            weights = [1 / len(parts)] * len(parts)  # each has its share in the gradients
+        if weights is not None:
+            return torch.stack([part.to(first.device) * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
+    elif len({type(part) for part in parts}) == 1:
+        if is_dataclass(first) and not isinstance(first, type):
+            given = [field.name for field in fields(first) if field.init]
+            return _built(first, {name: [getattr(part, name) for part in parts] for name in given}, sizes, weights, join, who)
+        if isinstance(first, dict) and all(part.keys() == first.keys() for part in parts):  # of a class that torch does not know
+            return _built(first, {key: [part[key] for part in parts] for key in first}, sizes, weights, join, who)
+        if all(part is first or _same(first, part) for part in parts):
+            return first
+    raise UsageError(
+        f"{who} has returned a {type(first).__name__} that differs between its replicas and has no row for each sample, so it cannot be "
+        "put together: return tensors whose first dimension is the batch, or say by loss='mean' or loss='sum' what a loss is."
+    )
+
+
+def _built(first: Any, parts: dict[Any, list[Any]], sizes: Sequence[int], weights: Sequence[float] | None, join: Join, who: str) -> Any:
+    """A new object of the class of ``first``, which may make more of what it is built from."""
+    whole = {name: merged(each, sizes, weights, join, who) for name, each in parts.items()}
+    try:
+        made: Any = type(first)
+        return made(**whole) if is_dataclass(first) else made(whole)
+    except TypeError as error:
+        raise UsageError(f"{who} has returned a {type(first).__name__}, which cannot be built from its values ({error}).") from None
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        if isinstance(one, torch.Tensor):
+            return torch.allclose(one, other.to(one.device), equal_nan=True)
+        return math.isclose(one, other, rel_tol=1e-5) if isinstance(one, float) else bool(one == other)
+    except (ValueError, TypeError, RuntimeError):
+        return False
+
+
+def _check_rows(parts: list[torch.Tensor], sizes: Sequence[int], who: str) -> None:
+    rows = [part.size(0) if part.dim() else 0 for part in parts]
+    shapes = " and ".join(str(list(part.shape)) for part in parts)
+    if any(row % size or row // size != rows[0] // sizes[0] for row, size in zip(rows, sizes, strict=True)):
+        raise UsageError(
+            f"{who} has returned tensors of shape {shapes} for {' and '.join(map(str, sizes))} samples, which have no row for each sample: "
+            "the first dimension of what it takes and returns must be the batch. Run it on one device: with "
+            f"parwrap.data_parallel(device_ids=['{parts[0].device}'])."
+        )
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise UsageError(
+            f"{who} has returned tensors of shape {shapes} for the parts of a batch: they must be as long as each other beyond the first "
+            "dimension. Pad them all to the length that the whole batch has, as total_length does in pad_packed_sequence."
+        )

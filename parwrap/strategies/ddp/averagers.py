@@ -1,0 +1,165 @@
+"""The averagers that are in use, numbered alike on all ranks: finding the one of a set of parameters, or building it.
+
+Every rank builds the same ones in the same order. So does a rank that has left the training loop, with tensors that stand in for those that
+it does not have, and can take part in the others' backwards. When to agree on a set is ``ddp.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from parwrap.coordination.call_site import warn
+from parwrap.group.group import Group
+from parwrap.loop.loop_state import Loop
+from parwrap.strategies.common.agreement import Described, View, alike, checksums, differing, is_stand_in
+from parwrap.strategies.common.same_values import BUILT_APART, take_values
+from parwrap.strategies.common.state_transfer import take_state
+from parwrap.strategies.ddp.following import Following
+from parwrap.strategies.ddp.gradient_averager import Averager
+
+__all__ = ["Averagers"]
+
+
+class Averagers:
+    """The averagers of one strategy.
+
+    Args:
+        group: the process group.
+        loop: what the training loop has done so far.
+        options: gives what each ``Reducer`` shall get, such as ``bucket_cap_mb``.
+
+    Attributes:
+        while_taking: makes what is held while state is taken over.
+        took: called with the parameters whose gradients are then the same on all ranks.
+        following: keeps weights the same that a script changes by itself.
+    """
+
+    def __init__(self, group: Group, loop: Loop, options: Callable[[], dict[str, Any]]) -> None:
+        self._group, self._loop, self._options = group, loop, options
+        self._all: dict[int, Averager] = {}
+        self._shared: dict[int, Any] = {}
+        self._built = 0
+        self.while_taking: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.took: Callable[[list[torch.Tensor]], None] = lambda parameters: None
+        self.following = Following(group, loop, self.take_state)
+        group.meetings.take_state = self.take_state
+
+    def get(self, number: int) -> Averager | None:
+        """The averager of that number, if this rank knows it."""
+        return self._all.get(number)
+
+    def ids(self) -> frozenset[int]:
+        """The ids of all parameters whose gradients are averaged."""
+        return frozenset().union(*(averager.ids for averager in self._all.values()))
+
+    def drop(self, number: int) -> None:
+        """Let go of that one."""
+        self.keep(self._all.keys() - {number})
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Let go of all but ``numbers``."""
+        self._all = {number: averager for number, averager in self._all.items() if number in numbers}
+        self._shared = {number: which for number, which in self._shared.items() if number in numbers}
+
+    def agree(
+        self,
+        views: Mapping[int, View],
+        used: Collection[int],
+        owned: Mapping[tuple[int, int], torch.Tensor],
+        others: list[torch.Tensor],
+        bare: list[torch.Tensor],
+    ) -> tuple[Averager | None, dict[int, torch.Tensor]]:
+        """The averager of what any rank reaches, and the leaf tensors in it that are no ``nn.Parameter``; the same on all ranks.
+
+        Args:
+            views: what the ranks have told, by rank.
+            used: the numbers of the averagers that are used elsewhere too; the others are let go of.
+            owned: this rank's parameters of optimizers, by number.
+            others: its parameters that no optimizer owns.
+            bare: its leaf tensors that are no ``nn.Parameter``.
+        """
+        told = {number: each for view in views.values() for number, each in view.owned.items()}
+        union = sorted(told)
+        agreed = [*(self.own(number, told[number], owned) for number in union), *others]
+        self._take_same_values([agreed[place] for place in differing(views.values(), union)], len(agreed), min(views))
+        made_alike = [bare[place] for place in alike(views.values())]
+        if not (agreed or made_alike or any(view.owns for view in views.values())):
+            return None, {}
+        varies = any(len(view.owned) < len(union) for view in views.values())
+        sparsely = [all(number in view.sparse for view in views.values() if number in view.owned) for number in union]
+        sparse = frozenset(id(p) for p, is_sparse in zip(agreed, sparsely, strict=False) if is_sparse)
+        # sites that reach the same share an averager; which those are must be found alike by a rank that has stand-ins
+        kinds = tuple((number, told[number].kind) for number in union)
+        which = None if others or made_alike or varies else (kinds, tuple(sparsely), next(iter(views.values())).generation)
+        averager = self.build([*agreed, *made_alike], sparse, varies, which)
+        averager.buffers_move = any(view.buffers for view in views.values())
+        self.keep({averager.number, *used})
+        return averager, {id(leaf): leaf for leaf in made_alike}
+
+    def own(self, number: tuple[int, int], told: Described, owned: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+        """This rank's parameter of that number; where it has none like it (frozen, or not built), one that stands in for it."""
+        mine = owned.get(number)
+        if mine is None or (tuple(mine.shape), mine.dtype) != told.kind:
+            return told.stand_in(self._group.device)
+        return mine
+
+    def stand_ins(self, view: View) -> tuple[Mapping[tuple[int, int], torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """What a rank that has left has in the place of what one that has not told of in ``view``."""
+        others, bare = ([each.stand_in(self._group.device) for each in told] for told in (view.others, view.bare))
+        return {number: p for number, p in self._loop.once_owned().items() if p.requires_grad}, others, bare  # DDP passes over frozen ones
+
+    def _take_same_values(self, different: list[torch.Tensor], total: int, source: int) -> None:
+        """Take rank ``source``'s values of parameters that the ranks have built ``different``."""
+        if not different:
+            return
+        apart = take_values(different, source, self._group)
+        if apart and self._loop.trained:
+            self.following.drifted()
+        elif apart:
+            warn(
+                f"parwrap: {len(different)} of {total} parameters have different values on different ranks; rank {source}'s are taken. "
+                f"{BUILT_APART}"
+            )
+        if apart and self._loop.backwards:
+            self.take_state(source)  # they have drifted apart, and so has what the optimizers keep
+
+    def build(self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool, which: Any = None) -> Averager:
+        """An averager of ``parameters``; the one that is in use, if it is of ``which`` and that says all about them."""
+        shared = next((number for number, known in self._shared.items() if known == which), None)
+        if shared is not None:
+            return self._all[shared]
+        self._built += 1
+        self._all[self._built] = Averager(self._group, self._built, parameters, sparse, varies, **self._options())
+        if which is not None:
+            self._shared[self._built] = which
+        return self._all[self._built]
+
+    def compare_at_end(self) -> None:
+        """All ranks leave: have rank 0's weights everywhere if a rank has taken steps of its own."""
+        owned = self._loop.once_owned()
+        mine = dict(zip(owned, checksums(owned.values()), strict=True))
+        told = self._group.share("weights at the end", mine, range(self._group.world.size)).values()
+        different = [number for number, value in mine.items() if any(each.get(number, value) != value for each in told)]
+        # all ranks do this alike, whichever of the parameters they know
+        if any(len({each[number] for each in told if number in each}) > 1 for number in set().union(*told)):
+            warn(
+                f"parwrap: {len(different)} parameters have different values on different ranks in the end, though their gradients were "
+                "averaged: an optimizer has stepped, or weights or a learning rate were changed, by a decision of one rank alone, such as "
+                "random.random() or its part of the loss. Rank 0's are taken. Have parwrap.broadcast(decision) decide for all."
+                if self._loop.backwards
+                else f"parwrap: {len(different)} parameters have different values on different ranks in the end, and no gradient was "
+                "averaged: they were built differently, or changed by each rank alone. Rank 0's are taken. Seed before they are built, and "
+                "average what changes them: parwrap.reduce_mean(change)."
+            )
+            self.take_state(0)
+
+    def take_state(self, source: int, takes: bool = True) -> None:
+        """Take over the state of rank ``source``, if this rank ``takes`` it; called on all ranks."""
+        averaged = {(each.number, place): p for each in self._all.values() for place, p in enumerate(each.parameters)}
+        with self.while_taking():
+            take_state(self._group, self._loop, {where: p for where, p in averaged.items() if not is_stand_in(p)}, source, takes)
+        self.took([*self._loop.once_owned().values(), *averaged.values()])

@@ -1,0 +1,164 @@
+"""What goes around ``backward``, and would train each rank on gradients of its own: named at its first use.
+
+``torch.autograd.grad`` with updates by hand, and an optimizer that steps while a backward still runs. ``nn.DataParallel``, which
+would take the devices of other ranks, becomes a wrapper that does nothing. Nothing here averages anything.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from parwrap.coordination.call_site import call_site, location, worth_a_look
+from parwrap.errors import UsageError
+from parwrap.group.group import Group, is_alone
+from parwrap.loop.loop_state import Loop
+from parwrap.strategies.common.agreement import checksums
+
+__all__ = ["Bypasses"]
+
+GRAD = "torch.autograd.grad"
+
+MOST_SITES = 64
+"""A script that makes a new call site for every step must not fill the memory."""
+
+_TORCH = str(torch.__file__).removesuffix("__init__.py")
+
+
+MOST_REPLACED = 8
+"""A place where so many leaf tensors in a row were seen once and never again asks for gradients of inputs."""
+
+
+@dataclass
+class _Site:
+    """One place in the script that calls ``torch.autograd.grad`` for leaf tensors.
+
+    Attributes:
+        leaves: what it asked for when they were first seen.
+        before: their checksums then.
+        batch: the number of the batch then.
+        visits: since then.
+        replaced: how many leaves in a row were not seen again.
+        known: whether there is nothing to find out any more.
+    """
+
+    leaves: tuple[weakref.ref[torch.Tensor], ...] = ()
+    before: tuple[int, ...] = ()
+    batch: int = 0
+    visits: int = 0
+    replaced: int = 0
+    known: bool = False
+
+    def begin(self, leaves: list[torch.Tensor], batch: int) -> None:
+        """Other leaves than before, or the same after all that is known of them has changed."""
+        self.replaced = self.replaced + 1 if self.visits == 1 else 0
+        self.known = self.replaced > MOST_REPLACED
+        self.leaves, self.before = tuple(map(weakref.ref, leaves)), _checksums(leaves)
+        self.batch, self.visits = batch, 1
+
+
+class Bypasses:
+    """Raises where an update would be made with gradients that are not averaged.
+
+    Args:
+        group: the ranks.
+        loop: what the training loop has done so far.
+    """
+
+    def __init__(self, group: Group, loop: Loop) -> None:
+        self._group, self._loop = group, loop
+        self._sites: dict[tuple, _Site] = {}
+        group.meetings.answer(GRAD, lambda detail, present: None)
+
+    def grad(self, leaves: list[torch.Tensor]) -> None:
+        """``torch.autograd.grad`` is asked for the gradients of ``leaves``.
+
+        Raises:
+            UsageError: they were changed since the last time, to something else on each rank.
+        """
+        if is_alone() or _called_by_torch():
+            return
+        key = call_site()
+        site = self._sites.get(key)
+        if site is None:
+            if len(self._sites) >= MOST_SITES:
+                del self._sites[next(iter(self._sites))]
+            site = self._sites[key] = _Site()
+        if not site.known:
+            self._look(site, leaves)
+
+    def _look(self, site: _Site, leaves: list[torch.Tensor]) -> None:
+        if self._loop.evaluations and self._loop.backwards:
+            site.leaves = ()  # all ranks look at the same data, so that what becomes of it tells nothing
+            return
+        if len(leaves) != len(site.leaves) or any(known() is not leaf for known, leaf in zip(site.leaves, leaves, strict=True)):
+            site.begin(leaves, self._loop.batches)
+            return
+        site.visits += 1
+        # a parameter is there from batch to batch; an input, an attack on one or a latent of one is changed by hand within a batch
+        lasting = [isinstance(leaf, nn.Parameter) or self._loop.batches > site.batch for leaf in leaves]
+        # all ranks come here alike; where nothing was changed yet, as while gradients are accumulated, ever more rarely
+        if not any(lasting) or not worth_a_look(site.visits):
+            return
+        views = self._group.exchange(GRAD, (site.before, _checksums(leaves))).values()
+        before, now = ([[each for each, looked in zip(view[when], lasting, strict=True) if looked] for view in views] for when in (0, 1))
+        if any(each != now[0] for each in now):
+            self._refuse(before)
+        if now != before:
+            site.known = True
+            if self._loop.evaluations and not self._loop.backwards:
+                # trained by hand in a pass of which every rank sees all; the next one is shared out, and will tell
+                self._loop.ran_backward()
+                site.known = False
+
+    def _refuse(self, before: list[list[int]]) -> None:
+        if any(each != before[0] for each in before):
+            raise UsageError(
+                f"torch.autograd.grad at {location()} asks for gradients of parameters that had different values on different ranks from "
+                "the start. Seed before they are built, or build them inside the decorated function."
+            )
+        raise UsageError(
+            f"the parameters that torch.autograd.grad at {location()} asks gradients for were changed to other values on each rank: what "
+            "it returns is of this rank's loss alone, since only backward() averages. Average before the update: "
+            "grads = parwrap.reduce_mean(grads), or call loss.backward() and use .grad."
+        )
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer.step()`` is about to run.
+
+        Raises:
+            UsageError: a backward is running, so gradients are not averaged yet.
+        """
+        if torch._C._current_graph_task_id() != -1 and not is_alone():
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() at {location()} runs inside of a backward, as from register_post_accumulate_grad_hook: "
+                "gradients are averaged over the ranks only when the backward ends, so this step would take one rank's. Call step() after "
+                "loss.backward()."
+            )
+
+    def data_parallel(self, instance: nn.DataParallel, module: nn.Module, build: Callable[[Any], None]) -> None:
+        """``nn.DataParallel`` on this rank's device alone, whichever the script names."""
+        if self._group.device.type == "cuda":
+            build([self._group.device.index])
+            return
+        # what torch does itself where there is no GPU; where there are some, it would move the module there
+        nn.Module.__init__(instance)
+        instance.module, instance.device_ids = module, []
+
+
+def _called_by_torch() -> bool:
+    """Whether torch asks itself, as in a compilation or a functional transform; frames 0 to 2 are this, ``grad`` and the verb's."""
+    frame = sys._getframe(3)
+    while frame.f_back is not None and "wrapt" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_TORCH)
+
+
+def _checksums(leaves: list[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(checksums(leaves))

@@ -1,0 +1,143 @@
+"""Weights that a script changes to other values on each rank, as by noise (SGLD) or by a learning rate: rank 0's are taken for each batch.
+
+Gradients are averaged, so steps keep weights the same. What is added to weights or to gradients from random streams of each rank does not.
+Weights are compared at the second backward of each place, and in backwards from the 16th meeting of the ranks on, at numbers of meetings
+that are powers of two. Once they have drifted apart, all ranks take rank 0's with each batch of a training pass, so that its noise is
+everybody's. A loop by hand takes them in its backward, after the forward: that gradient is of each rank's own weights.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from parwrap.coordination.call_site import location, warn
+from parwrap.group.group import Group, is_alone
+from parwrap.loop.loop_state import Loop
+from parwrap.strategies.common.agreement import Described, described
+from parwrap.strategies.common.same_values import take_values
+from parwrap.strategies.common.training_buffers import send
+
+__all__ = ["Following"]
+
+COMPARED = "weights that should be the same"
+FOLLOWED = "rank 0's weights"
+RATES = "learning rates"
+
+FIRST_LOOK = 16
+"""The number of the meeting of ranks from which weights are compared; then at each power of two."""
+
+Number = tuple[int, int]
+
+Rates = dict[int, list[float]]
+"""The learning rates of the groups of each optimizer, by its number."""
+
+
+class Following:
+    """Keeps weights the same that a script changes by itself.
+
+    Args:
+        group: the ranks.
+        loop: numbers the parameters.
+        take_state: has this rank take over all of another's state.
+    """
+
+    def __init__(self, group: Group, loop: Loop, take_state: Callable[[int], None]) -> None:
+        self._group, self._loop, self._take_state = group, loop, take_state
+        self._next_look, self._follows = FIRST_LOOK, False
+        group.meetings.answer(COMPARED, lambda detail, present: self._compare(present))
+        group.meetings.answer(FOLLOWED, lambda detail, present: self._take(present))
+
+    def look(self) -> None:
+        """A backward is about to run: compare weights, if it is time, at a meeting that has the same number on all ranks."""
+        if self._number() >= self._next_look and not self._follows:
+            self._compare(self._group.meet(COMPARED))
+        if self._follows and not self._loop.passes:
+            self._follow()
+
+    def drifted(self) -> None:
+        """Weights were found to differ that had been the same."""
+        if self._follows:
+            return
+        self._follows = True
+        self._loop.drew = self._follow
+        rates = self._group.share(RATES, self._rates(), range(self._group.world.size))
+        places = ((number, group) for number, first in rates[0].items() for group in range(len(first)))
+        apart = next((place for place in places if _differ(rates, *place)), None)
+        if apart:
+            self._warn_of_rates(rates, *apart)
+            return
+        warn(
+            f"parwrap: weights have come to differ between ranks before the backward at {location()}, though gradients are averaged: noise "
+            "is added to weights or gradients that each rank draws itself (SGLD), or one rank alone takes a step, such as by "
+            "random.random(). From now on all ranks take rank 0's weights before each batch, which costs time. Draw noise from a generator "
+            "that is seeded alike on all ranks, g = torch.Generator().manual_seed(0) before the loop and torch.randn(p.shape, generator=g) "
+            "in it, and have parwrap.broadcast(decision) decide for all. This is said once."
+        )
+
+    def _warn_of_rates(self, rates: dict[int, Rates], number: int, group: int) -> None:
+        each = ", ".join(f"{view[number][group]:.4g} on rank {rank}" for rank, view in rates.items() if len(view.get(number, ())) > group)
+        warn(
+            f"parwrap: weights have come to differ between ranks before the backward at {location()}, because learning rates do: {each}. A "
+            "rank has set its own from what it alone has seen, such as its part of the loss. From now on all ranks take rank 0's weights "
+            "and learning rates before each batch, which costs time. Set it by parwrap.reduce_mean(loss), or parwrap.broadcast(lr). This "
+            "is said once."
+        )
+
+    def _rates(self) -> Rates:
+        """The learning rates of each optimizer's groups."""
+        return {n: [float(group.get("lr") or 0.0) for group in each.param_groups] for n, each in self._loop.numbered_optimizers()}
+
+    def _take_rates(self, rates: Rates) -> None:
+        for number, optimizer in self._loop.numbered_optimizers():
+            for group, rate in zip(optimizer.param_groups, rates.get(number, ()), strict=False):
+                if isinstance(group.get("lr"), torch.Tensor):
+                    group["lr"].fill_(rate)
+                elif group.get("lr") is not None:
+                    group["lr"] = rate
+
+    def _follow(self) -> None:
+        if not is_alone() and threading.current_thread() is threading.main_thread() and not self._loop.evaluations:
+            self._take(self._group.meet(FOLLOWED))
+
+    def _number(self) -> int:
+        """The number of the next meeting in this run."""
+        return self._group.meetings.number & 0xFFFFFFFF
+
+    def _compare(self, present: list[int]) -> None:
+        self._next_look = 1 << self._number().bit_length()
+        source, owned = min(present), self._loop.once_owned()
+        told = self._group.share(COMPARED, dict(zip(owned, described(owned.values()), strict=True)), present)
+        by_number = {n: [view[n] for view in told.values()] for n in sorted(set.intersection(*map(set, told.values())))}
+        different = [n for n, each in by_number.items() if len({of.checksum for of in each}) > 1 and len({of.kind for of in each}) == 1]
+        # a rank that has come for something else may have less
+        if different and take_values([self._own(n, told[source][n], owned) for n in different], source, self._group):
+            self.drifted()
+            self._take_state(source)
+
+    @torch.no_grad()
+    def _take(self, present: list[int]) -> None:
+        """Take the weights of the lowest rank that is there, as many as it has: garbage may live longer on one rank than on another."""
+        source, owned = min(present), self._loop.once_owned()
+        once = {id(p): number for number, p in sorted(owned.items(), reverse=True) if p.layout == torch.strided}
+        mine = {number: owned[number].detach() for number in sorted(once.values())}
+        kinds = {number: (tuple(p.shape), p.dtype) for number, p in mine.items()}
+        told, rates = self._group.share(FOLLOWED, (kinds, self._rates()), [source])[source]
+        if self._group.world.rank != source:
+            self._take_rates(rates)
+        received = send(self._group, [mine.get(number) for number in told], list(told.values()), source)
+        for number, values in zip(told, received, strict=True):
+            p = owned.get(number)
+            if p is not None and (p.shape, p.dtype) == (values.shape, values.dtype):
+                p.data.copy_(values)
+
+    def _own(self, number: Number, told: Described, owned: dict[Number, torch.Tensor]) -> torch.Tensor:
+        p = owned.get(number)
+        return p if p is not None and (tuple(p.shape), p.dtype) == told.kind else told.stand_in(self._group.device)
+
+
+def _differ(rates: dict[int, Rates], number: int, group: int) -> bool:
+    """Whether ranks that have this group of that optimizer have other learning rates for it."""
+    return len({view[number][group] for view in rates.values() if len(view.get(number, ())) > group}) > 1

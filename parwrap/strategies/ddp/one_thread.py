@@ -1,0 +1,55 @@
+"""The error of a second thread that trains: ranks pair their backwards by order, and threads run in another order on each rank."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from parwrap.coordination.call_site import location
+from parwrap.errors import UsageError
+
+__all__ = ["OneThread"]
+
+
+class OneThread:
+    """Knows which thread trains."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._place = ""
+        self._refused: UsageError | None = None
+
+    def enter(self, running: bool) -> None:
+        """A backward begins in this thread.
+
+        Args:
+            running: whether another has not ended yet.
+
+        Raises:
+            UsageError: that is one of another thread, which trains at the same time.
+        """
+        if self._refused is not None:
+            raise UsageError(*self._refused.args)
+        if running and torch._C._current_graph_task_id() != -1:
+            return  # inside of the other, as for a checkpoint, where torch may use threads of its own
+        here = threading.current_thread()
+        if self._thread is here:
+            return
+        if running and self._thread is not None:
+            self._refused = UsageError(
+                f"two threads train at the same time: {self._thread.name}, at {self._place}, and {here.name}, at {location()}. Ranks "
+                "average the backwards that come first, second and so on with each other, and threads take turns in another order on each "
+                "rank. Train one model after the other, call one backward() of the sum of the losses, or start a run for each model."
+            )
+            raise self._refused
+        self._thread, self._place = here, location()
+
+    def check(self) -> None:
+        """The training is over.
+
+        Raises:
+            UsageError: a thread was refused, whose own error ends nothing but that thread.
+        """
+        if self._refused is not None:
+            raise UsageError(*self._refused.args)

@@ -1,0 +1,229 @@
+"""Gradients that no averaged backward has left: averaged just before they are used.
+
+``torch.func.grad``, ``torch.autograd.grad`` and ``p.grad = ...`` go around ``backward``, so each rank would step with gradients of its own.
+An averaged backward leaves a note of its gradients. Whatever is not as noted when an optimizer steps, or gradients are clipped, is averaged
+then.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+
+from parwrap.coordination.call_site import location, warn, worth_a_look
+from parwrap.errors import RankMismatchError
+from parwrap.group.collectives import all_reduced
+from parwrap.group.group import Group, is_alone
+from parwrap.intercept.clipping import Clip
+from parwrap.intercept.scaler import ScalerCall
+from parwrap.intercept.skipping import stepping
+from parwrap.loop.loop_state import Loop, parameters_of
+
+__all__ = ["GRADIENTS", "Unaveraged"]
+
+GRADIENTS = "use of gradients that no backward made"
+
+REPLACED = -1
+"""In place of a number of changes: a gradient is a tensor that no averaged backward has left."""
+
+CLOSE = 1e-5
+"""Relative difference below which gradients are the same on all ranks but for rounding; in half precision that of one rounding."""
+
+Kinds = list[tuple[tuple[int, ...], torch.dtype]]
+"""The shape and the dtype of each gradient."""
+
+
+class Unaveraged:
+    """Averages gradients that a script has made without an averaged backward.
+
+    Args:
+        group: the ranks.
+        loop: what the training loop has done so far.
+    """
+
+    def __init__(self, group: Group, loop: Loop) -> None:
+        self._group, self._loop = group, loop
+        self._noted: dict[int, tuple[ref[torch.Tensor], int]] = {}
+        self._generation = -1
+        self._visits: Counter[int] = Counter()
+        self._changed_in_place = self._warned = self._paused = False
+        group.meetings.answer(GRADIENTS, lambda detail, present: self._answer(present))
+
+    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The gradients of ``parameters`` are the same on all ranks now."""
+        if self._generation != self._loop.generation:
+            self._generation = self._loop.generation
+            self._noted.clear()  # of parameters that may be gone
+        noted = self._noted
+        for p in parameters:
+            if (grad := p.grad) is not None:
+                noted[id(p)] = ref(grad), grad._version
+
+    def begin(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The same, where a rank has taken over another's state: it has used gradients less often, and all count from here."""
+        self._visits.clear()
+        self._changed_in_place = False
+        self.note(parameters)
+
+    def forget(self) -> None:
+        """The training is over."""
+        self._noted.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While this is held, all gradients are averages already."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` is about to step."""
+        self._average(parameters_of(optimizer))
+
+    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure that leaves averaged gradients, for a step that is about to begin."""
+
+        def then_average() -> Any:
+            loss = closure()
+            for optimizer in stepping()[:1]:
+                self._average(parameters_of(optimizer))
+            return loss
+
+        return then_average
+
+    def clip(self, clip: Clip) -> Any:
+        """What is clipped is the mean, as in a single process."""
+        self._average(clip.parameters)
+        norm = clip.run()
+        if is_alone():
+            self.note(p for p in clip.parameters if id(p) in self._noted)  # a norm for the log, which changes nothing
+        return norm
+
+    def use_scaler(self, call: ScalerCall) -> Any:
+        """A script's own scaler looks for gradients that are not finite, which all ranks must see."""
+        if call.optimizer is not None:
+            self._average(parameters_of(call.optimizer))
+        return call.run()
+
+    def _average(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Average the gradients of ``parameters`` unless an averaged backward has left them.
+
+        Raises:
+            RankMismatchError: other ranks use other gradients, or go on without.
+        """
+        changes = self._changes(parameters)
+        if not changes or is_alone() or self._paused or self._group.meetings.waits_for:  # it steps as others do, in what it answers
+            return
+        if torch._C._current_graph_task_id() != -1:
+            return  # a step inside of a backward, which Bypasses refuses
+        if changes != REPLACED and not self._changed_in_place:
+            # clipping and the like change them in place, alike on all ranks: that is looked at ever more rarely
+            self._visits[changes] += 1
+            if not worth_a_look(self._visits[changes]):
+                return
+        present = self._group.meetings.wait(GRADIENTS, answers_backwards=False)
+        if self._take_means(parameters, present):
+            self._changed_in_place |= changes != REPLACED
+            self._loop.ran_backward()
+            self._warn()
+            self._loop.weights.check_kept()
+        self.note(parameters)
+
+    def _changes(self, parameters: Sequence[torch.Tensor]) -> int:
+        """How often gradients were changed in place since they were noted, or ``REPLACED``."""
+        changes = 0
+        for p in parameters:
+            grad = p.grad
+            if grad is None:
+                continue
+            noted = self._noted.get(id(p))
+            if noted is None or noted[0]() is not grad:
+                return REPLACED
+            changes += grad._version - noted[1]
+        return changes
+
+    @torch.no_grad()
+    def _take_means(self, parameters: Sequence[torch.Tensor], present: Sequence[int]) -> bool:
+        """Take the means over the ranks of the gradients of ``parameters``.
+
+        Returns:
+            Whether they were different on different ranks.
+        """
+        kinds: Kinds = [(tuple(p.shape), p.dtype) for p in parameters]
+        if len(present) < self._group.world.size:
+            self._group.share(GRADIENTS, kinds, present)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in parameters]
+        means, some, different = self._means(kinds, grads, [p.grad is not None for p in parameters], 1.0)
+        for p, mean, there in zip(parameters, means, some, strict=True):
+            if not there:
+                continue
+            if p.grad is None or p.grad.is_sparse or p.grad.is_inference() or 0 in p.grad.stride():
+                p.grad = mean.to(p).to_sparse(1) if p.grad is not None and p.grad.is_sparse else mean.to(p)
+            else:
+                p.grad.copy_(mean)  # it may be a view of one vector with all gradients
+        return different
+
+    def _answer(self, present: Sequence[int]) -> None:
+        """Others step with gradients of their own, and this rank has come for something else."""
+        kinds = next(iter(self._group.share(GRADIENTS, None, present).values()))
+        nothing = [torch.zeros(shape, dtype=dtype, device=self._group.device) for shape, dtype in kinds]
+        *_, different = self._means(kinds, nothing, [False] * len(kinds), 0.0)
+        if different:
+            self._loop.ran_backward()  # others have
+        self._group.meetings.miss()
+
+    def _means(
+        self, kinds: Kinds, grads: list[torch.Tensor], there: list[bool], counts: float
+    ) -> tuple[list[torch.Tensor], list[bool], bool]:
+        """The means of ``grads`` over the ranks, which of them any rank has, and whether they were different on different ranks.
+
+        Args:
+            kinds: of the gradients.
+            grads: this rank's; zeros where it has none.
+            there: which it has.
+            counts: 1 on a rank that takes part, and 0 on one that only answers.
+        """
+        size, weight = self._group.world.size, counts * self._loop.weight
+        factor = weight * self._loop.loss_factor
+        half, rest = divmod(zlib.crc32(repr(kinds).encode()), 1 << 16)  # sums of halves and of their squares are exact
+        told = [half, rest, half**2, rest**2, counts, weight, float(counts > 0 and (weight, factor) != (1.0, 1.0))]
+        *sums, present, weights, weighed = self._sum(told)
+        if any(total**2 != squares * size for total, squares in zip(sums[:2], sums[2:], strict=True)):
+            raise RankMismatchError(
+                f"at {location()} rank {self._group.world.rank} uses gradients that no backward made, of {len(kinds)} parameters, and "
+                "other ranks use those of other parameters at the same time. Have all ranks step the same optimizers in the same order."
+            )
+        wide = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]  # a sum of halves overflows, or is rounded
+        *means, some = all_reduced([*wide, torch.tensor(there, dtype=torch.float64)], self._group)
+        means = [total / present for total in means]
+        close = [max(CLOSE, torch.finfo(grad.dtype).eps) for grad in grads]
+        alike = (torch.allclose(mean.to(own), own, rtol, 0.0, equal_nan=True) for mean, own, rtol in zip(means, wide, close, strict=True))
+        differ = [counts > 0 and not each for each in alike]
+        different = self._sum(differ)
+        if weighed and any(different):
+            # what is the same on all ranks was made of averages, and counts alike
+            chosen = [place for place, each in enumerate(different) if each]
+            totals = all_reduced([wide[place] * factor for place in chosen], self._group)
+            for place, total in zip(chosen, totals, strict=True):
+                means[place] = total / weights
+        return means, [each > 0 for each in some.tolist()], any(different)
+
+    def _sum(self, numbers: Sequence[float]) -> list[float]:
+        return all_reduced([torch.tensor(numbers, dtype=torch.float64)], self._group)[0].tolist()
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(
+                f"parwrap: the gradients that {location()} uses come from no backward() (torch.func.grad, torch.autograd.grad, "
+                "p.grad = ... or a change in place) and differ between ranks: their mean over the ranks is taken, here and wherever "
+                "else. This is said once."
+            )

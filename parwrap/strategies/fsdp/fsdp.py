@@ -1,0 +1,350 @@
+"""Fully sharded data parallelism: each rank keeps a part of the parameters, of their gradients and of what the optimizer remembers.
+
+The actor that has models sharded when an optimizer takes their parameters, and that lets ranks send each other nothing unless all are
+at the same point. Sharding is torch's ``fully_shard``; what it does to a model is in ``sharded_model.py``, what scripts do with parts in
+``sharded_tensors.py``, and states are ``sharded_state.py``'s.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from parwrap.coordination.call_site import location, warn
+from parwrap.coordination.status_board import Meeting
+from parwrap.errors import RankMismatchError, UsageError
+from parwrap.group.collectives import all_reduced
+from parwrap.group.group import Group, is_alone
+from parwrap.intercept.backward import Backward
+from parwrap.intercept.clipping import Clip
+from parwrap.loop.loop_state import Loop, parameters_of
+from parwrap.options import Options
+from parwrap.strategies.common.agreement import checksums
+from parwrap.strategies.common.autograd_graph import leading_sizes
+from parwrap.strategies.common.in_step import InStep
+from parwrap.strategies.common.same_values import BUILT_APART, take_values
+from parwrap.strategies.common.strategy import Strategy
+from parwrap.strategies.fsdp.replicated import Replicated
+from parwrap.strategies.fsdp.sharded_model import ShardedModel
+from parwrap.strategies.fsdp.sharded_norm import clip_by_norm
+from parwrap.strategies.fsdp.sharded_state import adopt, holds_sharded, release, shard_state, whole_state
+from parwrap.strategies.fsdp.sharded_tensors import Moved, ShardedTensors, is_sharded, refuse_hook
+from parwrap.strategies.fsdp.wrap_policy import roots, units, unsharded
+
+__all__ = ["FSDP"]
+
+SHARDING = "sharding of what an optimizer takes"
+BACKWARD = "backward"
+CLIPPING, USE = "clip_grad_norm_", "use of a sharded tensor"
+AVERAGING = "average of parameters that are not sharded"
+AT_ONCE = ("forward", BACKWARD, "gradients", AVERAGING, CLIPPING, USE)
+"""What ranks begin without waiting: it sends something, which counts on all others."""
+
+FREED = "storage of size 0"
+
+ADVICE = (
+    "With strategy='fsdp' each forward, backward and state_dict() is one of all ranks: give all ranks the same number of steps "
+    "(uneven='pad' or 'drop') and the same way through the model, call state_dict() on all of them (rank 0 alone writes what is saved), "
+    "or take strategy='ddp', where they may part."
+)
+
+
+class FSDP(Strategy):
+    """Shards the models that are trained over the ranks of ``group``."""
+
+    OPTIONS = ("wrap",)
+
+    def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
+        super().__init__(group, loop, options)
+        self._meetings = group.meetings
+        self._models: list[weakref.ref[ShardedModel]] = []
+        self._tensors = ShardedTensors(lambda: self._enter(USE, location()), self._meetings.past)
+        self.call_sharded, self.show_sharded = self._tensors.call_sharded, self._tensors.show_sharded
+        self._replicated = Replicated(group, loop, self._sharded_ids, lambda size: self._enter(AVERAGING, location(), size))
+        self._in_step = InStep(group, loop)
+        self._mesh: DeviceMesh | None = None
+        self._running = False
+        for kind in AT_ONCE:
+            self._meetings.answer(kind, lambda detail, present: self._refuse_to_answer())
+
+    def actors(self) -> list[Any]:
+        self._adopt_all()
+        self._loop.looking = self._in_step.evaluation_begins
+        return [self, self._in_step]
+
+    def described(self) -> str:
+        return "strategy fsdp: parameters, gradients and optimizer states are sharded"
+
+    def check_feature(self, name: str) -> None:
+        super().check_feature(name)
+        if name.startswith("amp(level="):
+            raise UsageError(
+                f"{name} makes half precision copies of a model, and with strategy='fsdp' no rank has all of it: take amp(dtype='bf16') "
+                "or amp(dtype='fp16'), or strategy='ddp'."
+            )
+
+    def take_parameters(self, parameters: Any) -> Any:
+        """What an optimizer is given, after the models around it were sharded."""
+        if is_alone() or not isinstance(parameters, (list, tuple)):
+            return parameters
+        named = [each if isinstance(each, tuple) else (None, each) for each in parameters]
+        if not all(len(each) == 2 and isinstance(each[1], torch.Tensor) for each in named):
+            return parameters
+        self._shard([p for _, p in named])
+        sharded = [(name, p.__dict__["sharded"] if isinstance(p, Moved) else p) for name, p in named]
+        return [p if name is None else (name, p) for name, p in sharded]
+
+    def optimizer_state(self, optimizer: Optimizer, save: Callable[[], Any]) -> Any:
+        """The whole state of an optimizer."""
+        return self._whole(save(), "optimizer.state_dict()")
+
+    def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[Any], None], state: Any) -> None:
+        """``optimizer`` keeps this rank's part of what it loads."""
+        load(state)
+        shard_state(optimizer)
+
+    def module_state(self, module: nn.Module, state: Any) -> Any:
+        """The whole weights of a module, under plain keys."""
+        if not any(is_sharded(value) and not isinstance(value, nn.Parameter) for value in state.values()):
+            return state  # it is none of those that are sharded, or asked for its own variables
+        for name, value in self._whole(state, f"{type(module).__name__}.state_dict()").items():
+            state[name] = value
+        return state
+
+    def load_module_state(self, module: nn.Module, assign: bool) -> None:
+        if assign and any(is_sharded(p) for p in module.parameters()):
+            raise UsageError(
+                f"load_state_dict(assign=True) at {location()} would put whole parameters into a model that strategy='fsdp' has sharded: "
+                "leave assign out, or load before the optimizer is built."
+            )
+
+    def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
+        """Give the parameters of ``module`` another device or dtype: they are whole meanwhile."""
+        if is_alone() or not any(is_sharded(p) for p in module.parameters()):
+            return apply()
+        self._group.meet("a cast or move of the model")
+        self._put_back()
+        moved = apply()
+        self._loop.moved()
+        self._adopt_all()
+        return moved
+
+    def saved(self, thing: Any) -> Any:
+        """What ``torch.save`` writes for ``thing``: it is whole, and of the user's own classes."""
+        models = [module for model in self._alive() if (module := model.root()) is not None]
+        return copy.deepcopy(thing) if holds_sharded(thing, models) else thing
+
+    def clip(self, clip: Clip) -> Any:
+        """``clip_grad_norm_`` goes by the norm over all ranks, which it gives as a plain number."""
+        if clip.name != CLIPPING or not any(is_sharded(p.grad) for p in clip.parameters) or is_alone():
+            return clip.run()
+        self._enter(CLIPPING, location())
+        norm = clip_by_norm(clip, self._group.device, *clip.args, **clip.kwargs)
+        self._meetings.past()
+        return norm
+
+    def backward(self, call: Backward) -> None:
+        """Run ``call``; torch reduces what it leaves in sharded parameters."""
+        if self._running or is_alone():
+            call.run()
+            return
+        if "inputs" in call.options:
+            in_graphs = {number: p for model in self._alive() for number, p in model.in_graphs()}
+            call.options["inputs"] = tuple(in_graphs.get(id(each), each) for each in call.options["inputs"])
+        self._replicated.look(call)
+        self._enter(BACKWARD, location())
+        self._running = True
+        try:
+            self._weighted(call).run()
+        except BaseException as error:
+            for model in self._alive():
+                model.reset()
+            if isinstance(error, RuntimeError) and FREED in str(error):
+                _refuse_hidden(error)
+            raise
+        finally:
+            self._running = False
+        if any(model.left_over() for model in self._alive()):
+            _refuse_hidden(None)
+        self._replicated.average()
+        self._meetings.past()
+        self._loop.ran_backward()
+
+    def summed(self, sums: list[torch.Tensor], weight: float) -> tuple[list[torch.Tensor], float]:
+        """What is in gradients is a mean already."""
+        weights = self._sum_of(weight)
+        return [total * self._group.world.size for total in sums], weights
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """While this is held, models are whole on every rank, and ranks may call them as often as they like."""
+        with ExitStack() as whole:
+            for model in self._alive():
+                if (root := model.root()) is not None:
+                    self._in_step.set_mode(root, training=False)  # a whole model is not known by the parameters of its optimizer
+                whole.enter_context(model.whole())
+            yield
+
+    def leave(self, returns: bool) -> None:
+        if returns:
+            self._put_back()
+
+    def _adopt_all(self) -> None:
+        """Shard what optimizers have that were built before."""
+        for optimizer in self._loop.optimizers():
+            self._shard(parameters_of(optimizer))
+            adopt(optimizer, {id(old): p for model in self._alive() for p, old in model.sharded()})
+
+    def _put_back(self) -> None:
+        """All ranks are at the same point: models and optimizers become plain again."""
+        gc.collect()  # what is garbage may be found to be at other times by other ranks
+        models = {number: model for number, known in enumerate(self._models) if (model := known()) and model.root() is not None}
+        optimizers = dict(self._loop.numbered_optimizers())
+        told = self._group.share("models at the end", (set(models), set(optimizers)), range(self._group.world.size)).values()
+        plain: dict[int, nn.Parameter] = {}
+        for number in sorted(set.intersection(*(each for each, _ in told))):
+            plain |= {id(p): old for p, old in models[number].sharded()}
+            models[number].put_back(self._tensors.whole)
+        for number in sorted(set.intersection(*(each for _, each in told))):
+            release(optimizers[number], plain, self._tensors.whole)
+        self._models.clear()
+        self._replicated.forget()
+
+    def close(self) -> None:
+        """Take what is left off the modules; after an error their parameters stay this rank's parts."""
+        for model in self._alive():
+            model.put_back(None)
+        self._models.clear()
+        gc.collect()
+        if self._mesh is not None:  # torch's caches know it for ever, and others would wait for a process group that somebody holds
+            self._mesh._get_root_mesh()._pg_registry.clear()
+            self._mesh._pg_registry.clear()
+
+    def _weighted(self, call: Backward) -> Backward:
+        """``call`` with its loss multiplied, for torch takes the mean over ranks as if all counted the same."""
+        if not call.averaged:  # an actor adds up several, each a mean, and gives the weight with the last
+            return call
+        batch = self._loop.weights.find(lambda: leading_sizes(call.tensors)) if call.weight is None else self._loop.weights.current
+        weight = batch.weight if call.weight is None else call.weight
+        weights = self._sum_of(weight)
+        factor = self._group.world.size / weights if weights else 0.0
+        if call.weight is None:
+            factor *= weight * batch.loss_factor
+        else:
+            for p in call.holding if factor != 1.0 else ():
+                p.grad = None if p.grad is None else p.grad * factor
+        return call if factor == 1.0 else call.scaled(factor)
+
+    def _sum_of(self, weight: float) -> float:
+        """The sum of the ranks' weights, which is only asked for where they can differ."""
+        options = self._options()
+        if options.batch == "per_rank" and options.uneven != "join":
+            return weight * self._group.world.size
+        return all_reduced([torch.tensor([weight], dtype=torch.float64)], self._group)[0].item()
+
+    def _whole(self, state: Any, what: str) -> dict[str, Any]:
+        if is_alone():
+            _refuse_alone(what)
+        self._group.meet(what)
+        return whole_state(state, self._tensors.whole)
+
+    def _sharded_ids(self) -> set[int]:
+        """The ids of all parameters whose gradients torch reduces, and of what stands for them in graphs."""
+        known = {number for model in self._alive() for number, _ in model.in_graphs()}
+        return known | {id(p) for model in self._alive() for p, _ in model.sharded()}
+
+    def _alive(self) -> list[ShardedModel]:
+        return [model for known in self._models if (model := known()) is not None]
+
+    def _shard(self, parameters: list[torch.Tensor]) -> None:
+        """Shard the models that hold those of ``parameters`` that are in no sharded one; on all ranks together."""
+        within = {id(module) for model in self._alive() if (root := model.root()) is not None for module in root.modules()}
+        new = [p for p in parameters if not (is_sharded(p) or isinstance(p, Moved) or self._replicated.has(p))]
+        if not new:
+            return
+        found = [root for root in roots(new) if not any(id(module) in within for module in root.modules())]
+        held = {id(p) for root in found for p in root.parameters()}
+        named = [(f"{type(root).__name__}.{name}", p) for root in found for name, p in root.named_parameters()]
+        self._make_alike([*named, *(("a parameter in no module", p) for p in new if id(p) not in held)])
+        self._replicated.add(p for p in new if id(p) not in held)
+        for root in found:
+            for name, p in root.named_parameters():
+                if p._backward_hooks:
+                    refuse_hook(f"on {type(root).__name__}.{name}")
+            inside = units(root, self._options().wrap)
+            left = unsharded(root, inside, self._group.device)
+            if self._mesh is None:
+                if self._group.device.type == "cuda":  # else the mesh takes the GPU of the number LOCAL_RANK, and this rank sees one
+                    torch.cuda.set_device(self._group.device)
+                self._mesh = init_device_mesh(self._group.device.type, (self._group.world.size,))
+            model = ShardedModel(root, inside, left, self._mesh, self._enter_unit, self._meetings.past)
+            self._models.append(weakref.ref(model))
+            self._replicated.add(left)
+
+    def _make_alike(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        """All ranks are about to shard the same parameters: have them of the same values too."""
+        mine = [(name, tuple(p.shape), p.dtype) for name, p in named], checksums(p for _, p in named)
+        told = self._group.exchange(SHARDING, mine)
+        for rank, (kinds, _) in told.items():
+            if kinds != told[0][0]:
+                apart = next((pair for pair in zip(told[0][0], kinds, strict=False) if pair[0] != pair[1]), (len(told[0][0]), len(kinds)))
+                raise RankMismatchError(
+                    f"the ranks give other parameters to an optimizer at {location()}: {apart[0]} on rank 0 and {apart[1]} on rank {rank}. "
+                    "Build the same model on all ranks."
+                )
+        sums = [set(each) for each in zip(*(checksums for _, checksums in told.values()), strict=True)]
+        different = [p for (_, p), each in zip(named, sums, strict=True) if len(each) > 1]
+        if not different:
+            return
+        if take_values(different, 0, self._group):
+            warn(
+                f"parwrap: {len(different)} of {len(named)} parameters have different values on different ranks; rank 0's are taken. "
+                f"{BUILT_APART}"
+            )
+
+    def _enter_unit(self, what: str, unit: str, number: int) -> None:
+        self._enter(what, f"{unit}, {location()}", zlib.crc32(f"{unit}/{number}".encode()) & 0x7FFFFFFF)
+
+    def _enter(self, what: str, place: str, detail: int = 0) -> None:
+        """This rank begins to send something, which counts on all others."""
+        if is_alone():
+            _refuse_alone(what)
+        try:
+            self._meetings.go_ahead(Meeting(what, place, detail))
+        except RankMismatchError:
+            raise RankMismatchError(
+                f"the ranks are at different points at the same time: {self._meetings.whereabouts.told()} {ADVICE}"
+            ) from None
+        self._meetings.through(over=False)
+
+    def _refuse_to_answer(self) -> NoReturn:
+        rank = self._group.world.rank
+        raise RankMismatchError(
+            f"rank {rank} has come to {self._meetings.waits_for}, and others are not there yet: "
+            f"{self._meetings.whereabouts.told(but=rank)} {ADVICE}"
+        )
+
+
+def _refuse_alone(what: str) -> NoReturn:
+    raise UsageError(
+        f"{what} at {location()} needs the other ranks, for with strategy='fsdp' each has a part of the model, and only this rank runs "
+        "what @parwrap.rank_zero_only guards. Call it outside of that function."
+    )
+
+
+def _refuse_hidden(error: BaseException | None) -> NoReturn:
+    raise UsageError(
+        f"backward() at {location()} goes through a part of a sharded model that is not behind its outputs: a loss that a forward keeps in "
+        "an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With strategy='fsdp' weights are "
+        "there only while a backward goes through outputs: return that loss from forward(), or take strategy='ddp'."
+    ) from error

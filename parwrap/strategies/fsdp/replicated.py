@@ -1,0 +1,96 @@
+"""What a strategy that shards leaves whole on every rank: its gradients are averaged after each backward.
+
+Scalars, sparse embeddings, parameters in no module, of no optimizer or of one that a model got later: few and small, so it is simple.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from parwrap.coordination.call_site import call_site, location, worth_a_look
+from parwrap.errors import UsageError
+from parwrap.group.collectives import all_reduced
+from parwrap.group.group import Group
+from parwrap.intercept.backward import Backward
+from parwrap.loop.loop_state import Loop
+from parwrap.strategies.common.autograd_graph import reached
+
+__all__ = ["Replicated"]
+
+
+class Replicated:
+    """Finds those parameters and averages their gradients.
+
+    Args:
+        group: the ranks.
+        loop: knows the optimizers.
+        sharded: gives the ids of tensors whose gradients come averaged.
+        enter: called before the ranks send anything, with how much.
+    """
+
+    def __init__(self, group: Group, loop: Loop, sharded: Callable[[], set[int]], enter: Callable[[int], None]) -> None:
+        self._group, self._loop, self._sharded, self._enter = group, loop, sharded, enter
+        self._known: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._generation = -1
+        self._visits: dict[tuple, int] = {}
+        self._bare: dict[tuple, list[weakref.ref[torch.Tensor]]] = {}
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """These are whole on every rank, and trained."""
+        self._known |= {id(p): weakref.ref(p) for p in parameters}
+
+    def forget(self) -> None:
+        """Models are about to be sharded anew."""
+        self._known.clear()
+        self._generation = -1
+
+    def has(self, p: torch.Tensor) -> bool:
+        """Whether ``p`` is one of them."""
+        ref = self._known.get(id(p))
+        return ref is not None and ref() is p
+
+    def look(self, call: Backward) -> None:
+        """Find what ``call`` reaches of them; ever more rarely, from the same place.
+
+        Raises:
+            UsageError: it reaches the same leaf tensors again that no optimizer has: they are updated by hand.
+        """
+        self._loop.look_for_parameters()
+        if self._generation != self._loop.generation:
+            self._generation = self._loop.generation
+            sharded = self._sharded()
+            self.add(p for p in self._loop.once_owned().values() if id(p) not in sharded)
+        key = call_site()
+        self._visits[key] = self._visits.get(key, 0) + 1
+        if not worth_a_look(self._visits[key]):
+            return
+        known = self._sharded() | {number for number, ref in self._known.items() if ref() is not None}
+        leaves = [leaf for leaf in reached(call.beginnings) if id(leaf) not in known]
+        self.add(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))
+        bare = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter)]
+        again = any(ref() is leaf for ref in self._bare.get(key, ()) for leaf in bare)
+        if again or (bare and self._visits[key] > 1 and not any(True for _ in self._loop.optimizers())):
+            raise UsageError(
+                f"backward() at {location()} reaches tensors that no optimizer has and that are updated by hand. strategy='fsdp' shards "
+                "and averages what an optimizer takes: give them to one, or take strategy='ddp'."
+            )
+        self._bare[key] = [weakref.ref(leaf) for leaf in bare]
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average their gradients; what no rank has a gradient of keeps none."""
+        known = [p for ref in self._known.values() if (p := ref()) is not None and p.requires_grad]
+        if not known:
+            return
+        self._enter(sum(p.numel() for p in known))
+        there = torch.tensor([p.grad is not None for p in known], dtype=torch.int32)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in known]
+        *sums, used = all_reduced([*grads, there], self._group)
+        for p, total, by in zip(known, sums, used.tolist(), strict=True):
+            if by:
+                mean = (total / self._group.world.size).to(p)
+                p.grad = mean.to_sparse(1) if p.grad is not None and p.grad.is_sparse else mean

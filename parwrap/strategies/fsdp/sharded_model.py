@@ -1,0 +1,284 @@
+"""One model whose parameters are sharded by torch's ``fully_shard``, in place, and how it becomes a plain model again.
+
+The class of the modules stays the user's. What torch puts on them (hooks, states) is remembered, so that it can be taken off: for a copy or
+for good. Which modules become units is chosen in ``wrap_policy.py``, and what runs when in ``fsdp.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._common_utils import collect_grad_tensors
+from torch.distributed.tensor import DTensor
+
+from parwrap.errors import UsageError
+from parwrap.strategies.fsdp.sharded_tensors import Moved, sharded_like
+
+__all__ = ["ShardedModel"]
+
+MOST_NAMED = 3
+"""Parameters without a gradient that are named where ranks are told apart by them."""
+
+
+class ShardedModel:
+    """A root module with its units.
+
+    Args:
+        root: the module.
+        units: the modules inside of it that are gathered by themselves, inner ones first.
+        unsharded: parameters that stay whole.
+        mesh: the ranks.
+        enter: called before the units of this model send anything: with what is done, the unit's name and a number that must be the
+            same on all ranks.
+        past: called when a forward is through.
+
+    Attributes:
+        root: gives the module while it is alive.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[nn.Module],
+        unsharded: Sequence[nn.Parameter],
+        mesh: DeviceMesh,
+        enter: Callable[[str, str, int], None],
+        past: Callable[[], None],
+    ) -> None:
+        self.root, self._enter, self._past = weakref.ref(root), enter, past
+        self._inside = 0
+        self._apart: list[Any] = []
+        plain = {(id(module), name): p for module in root.modules() for name, p in module.named_parameters(recurse=False)}
+        before = {module: _attachments(module) for module in root.modules()}
+        names = {module: name for name, module in root.named_modules()}
+        for unit in (*units, root):
+            kind = type(unit)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=set(unsharded))
+            unit.__class__ = kind
+        self._states = [fully_shard.state(unit) for unit in (*units, root)]  # type: ignore[attr-defined]
+        self._states[-1]._lazy_init()  # this is the root of them, whichever of its units is called first
+        self._watch(units, root, names)
+        for module in root.modules():  # which copy and pickle ask for
+            module.__dict__["__deepcopy__"] = functools.partial(self._copied, module)
+            module.__dict__["__reduce_ex__"] = functools.partial(self._reduced, module)
+        self._added = [(module, _added(before[module], _attachments(module))) for module in root.modules()]
+        self._moved = [(p, plain[id(p._module_info.module), p._module_info.param_name]) for p in self.parameters()]
+        for p, old in self._moved:
+            _move(old, p.sharded_param)
+
+    def sharded(self) -> list[tuple[DTensor, nn.Parameter]]:
+        """Each sharded parameter, and what was in its place before."""
+        return [(p.sharded_param, old) for p, old in self._moved]
+
+    def in_graphs(self) -> Iterator[tuple[int, nn.Parameter]]:
+        """The whole parameters that graphs reach, by the ids of themselves and of what scripts know them by."""
+        for p, old in self._moved:
+            if hasattr(p, "_unsharded_param"):
+                for known in (p.sharded_param, p._unsharded_param, old):
+                    yield id(known), p._unsharded_param
+
+    def groups(self) -> Iterator[Any]:
+        """The groups of parameters that torch gathers together."""
+        return (group for state in self._states for group in state._fsdp_param_groups)
+
+    def parameters(self) -> Iterator[Any]:
+        """What torch keeps for each parameter."""
+        return (p for group in self.groups() for p in group.fsdp_params)
+
+    def reset(self) -> None:
+        """A forward or a backward has failed half way: begin afresh."""
+        self._inside = 0
+        self._states[-1]._reset_iter_state()
+        for p in self.parameters():
+            if getattr(p, "_unsharded_param", None) is not None:
+                p._unsharded_param.grad = None
+
+    def left_over(self) -> bool:
+        """Whether a backward has left gradients that were not reduced."""
+        return any(getattr(p, "_unsharded_param", None) is not None and p._unsharded_param.grad is not None for p in self.parameters())
+
+    def _copied(self, module: nn.Module, memo: dict) -> nn.Module:
+        """A copy of a sharded module is a plain one, whole on every rank."""
+        with self._hidden():
+            return copy.deepcopy(module, memo)
+
+    def _reduced(self, module: nn.Module, protocol: Any) -> Any:
+        return copy.deepcopy(module).__reduce_ex__(protocol)
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """While this is held, nothing of torch's is on the modules: they can be copied as plain ones."""
+        attributes = [(module, dict(module.__dict__)) for module, _ in self._added]
+        orders = [(kept, list(kept.items())) for module, added in self._added for kept in _places(module, added)]
+        self._take_off()
+        try:
+            yield
+        finally:
+            for module, all_of_them in attributes:
+                module.__dict__.update(all_of_them)
+            for kept, items in orders:  # hooks run in the order in which they are there
+                kept.clear()
+                kept.update(items)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """While this is held, the model is whole on every rank, and its forward sends nothing."""
+        if self._apart:
+            yield
+            return
+        self._apart = [(group, group.post_forward_mesh_info) for group in self.groups()]
+        for group, _ in self._apart:
+            group.unshard()
+            group.wait_for_unshard()
+            group.post_forward_mesh_info = None
+        try:
+            yield
+        finally:
+            for group, info in self._apart:
+                group.post_forward_mesh_info = info
+                group._to_sharded()
+            self._apart = []
+
+    def put_back(self, whole: Callable[[DTensor], torch.Tensor] | None) -> None:
+        """Take off what was put on the modules.
+
+        Args:
+            whole: gathers a tensor, on all ranks: parameters become the plain ones that they were. Without it they stay this rank's part.
+        """
+        self._take_off()
+        for state in self._states:
+            for module in state._modules:
+                _module_state_mapping.pop(module, None)
+        for p, old in self._moved if whole else ():
+            _return(old, p.sharded_param, whole)  # type: ignore[arg-type]
+            p._setattr_on_modules(old)
+        for state in self._states:  # graphs may hold it, and a process group that is held does not tell other ranks that it has ended
+            state._fsdp_param_groups.clear()
+            state._comm_ctx.post_forward_order.clear()
+        for held in (self._states, self._moved, self._added):
+            held.clear()
+
+    def _take_off(self) -> None:
+        for module, added in self._added:
+            for attribute, keys in added.items():
+                if keys is None:
+                    module.__dict__.pop(attribute, None)
+                else:
+                    for key in keys:
+                        module.__dict__[attribute].pop(key, None)
+
+    def _watch(self, units: Sequence[nn.Module], root: nn.Module, names: dict[nn.Module, str]) -> None:
+        for unit, state in zip((*units, root), self._states, strict=True):
+            name = f"{type(unit).__name__} {names[unit]}".rstrip()
+            unit.register_forward_pre_hook(functools.partial(self._before, name, state), prepend=True)
+            unit.register_forward_hook(self._after, always_call=True)
+            state._register_pre_backward_hook = functools.partial(_gather_before_backward, state)
+            for group in state._fsdp_param_groups:
+                group.post_backward = functools.partial(self._reduce, group.post_backward, name, group)
+
+    def _before(self, name: str, state: Any, module: nn.Module, args: Any) -> None:
+        if self._apart or torch._C._current_graph_task_id() != -1:  # which a checkpoint computes again, in a backward
+            return
+        if not self._inside and self._states[-1]._state_ctx.iter_forward_root is not None:
+            self.reset()
+        self._inside += 1
+        _refuse_exchanged(name, state)
+        self._enter("forward", name, 0)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._apart and torch._C._current_graph_task_id() == -1:
+            self._inside = max(0, self._inside - 1)
+            if not self._inside:
+                self._past()
+
+    def _reduce(self, post_backward: Callable, name: str, group: Any, *unused: Any) -> None:
+        """Reduce the gradients of a unit, of the same parameters on all ranks."""
+        there = [hasattr(p, "_unsharded_param") and p._unsharded_param.grad is not None for p in group.fsdp_params]
+        if any(there):
+            without = [p._param_fqn for p, has in zip(group.fsdp_params, there, strict=True) if not has]
+            told = f"{name} without {', '.join(without[:MOST_NAMED])}" if without else name
+            self._enter("gradients", told, zlib.crc32(bytes(there)))
+        post_backward(*unused)
+
+
+def _gather_before_backward(state: Any, outputs: Any) -> Any:
+    """Have the weights of a unit gathered when a backward comes to its ``outputs``.
+
+    torch's own way forgets an output that is a view once a script changes it in place, as ``h += x`` does.
+    """
+    for tensor in collect_grad_tensors(outputs) if torch.is_grad_enabled() else ():
+        base = tensor._base
+        if base is None or base.grad_fn is None:
+            tensor.register_hook(state._pre_backward)
+        else:
+            base.grad_fn.register_prehook(lambda grads: state._pre_backward(None))
+    return outputs
+
+
+def _refuse_exchanged(name: str, state: Any) -> None:
+    for group in state._fsdp_param_groups:
+        for p in group.fsdp_params:
+            info = p._module_info
+            if group.is_sharded and getattr(info.module, info.param_name, None) is not p.sharded_param:
+                raise UsageError(
+                    f"the parameter {info.param_name!r} of a {type(info.module).__name__} in {name} was exchanged after the optimizer was "
+                    "built, and strategy='fsdp' has sharded the one that it had then. Change the model before its optimizer is built, or "
+                    "copy values: p.data.copy_(values)."
+                )
+
+
+def _move(old: nn.Parameter, new: Any) -> None:
+    """``old`` stands for ``new`` from now on, and takes no memory."""
+    if old.grad is not None:
+        new.grad = sharded_like(old.grad, new)
+    old.grad = None
+    old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+    old.__class__ = Moved
+    old.__dict__["sharded"] = new
+    with torch._C.DisableTorchFunctionSubclass():  # a loss that uses it beside the forward, as a penalty, leaves gradients placed anyhow
+        trained = new.requires_grad
+        new.requires_grad_(True).register_hook(functools.partial(DTensor.redistribute, placements=new.placements))
+        new.requires_grad_(trained)
+
+
+def _return(old: nn.Parameter, new: Any, whole: Callable[[DTensor], torch.Tensor]) -> None:
+    """``old`` is the parameter again, with the values of ``new``."""
+    values, grad = whole(new.detach()), None if new.grad is None else whole(new.grad)
+    with torch._C.DisableTorchFunctionSubclass():
+        old.__class__ = nn.Parameter
+        del old.__dict__["sharded"]
+        old.data = values.clone()
+        old.requires_grad_(new.requires_grad)
+        old.grad = grad
+
+
+def _attachments(module: nn.Module) -> dict[str, set[Any] | None]:
+    """What hangs on a module: its attributes, and the keys in those that are dicts."""
+    return {name: set(value) if isinstance(value, dict) else None for name, value in module.__dict__.items()}
+
+
+def _added(before: dict[str, set[Any] | None], after: dict[str, set[Any] | None]) -> dict[str, set[Any] | None]:
+    """The attributes that are new (``None``), and the new keys in those that are not."""
+    added: dict[str, set[Any] | None] = {}
+    for name, keys in after.items():
+        if name not in before:
+            added[name] = None
+        elif keys is not None and keys - (before[name] or set()):
+            added[name] = keys - (before[name] or set())
+    return added
+
+
+def _places(module: nn.Module, added: dict[str, set[Any] | None]) -> list[dict]:
+    """The dicts of a module in which something was added."""
+    return [module.__dict__[name] for name, keys in added.items() if keys is not None]

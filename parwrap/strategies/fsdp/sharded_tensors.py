@@ -1,0 +1,347 @@
+"""What a script does with sharded tensors beside training: each operation gives what it would with whole ones.
+
+torch shards an operation where it can. Where a sharded tensor meets a whole one, or must be seen whole (printed, copied, pickled), it is
+gathered; gradients go back as the mean over ranks. What is written to a sharded tensor keeps this rank's part. When to shard a model is
+``fsdp.py``'s.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from parwrap.coordination.call_site import location
+from parwrap.errors import UsageError
+
+__all__ = ["Moved", "ShardedTensors", "is_sharded", "refuse_hook", "sharded_like"]
+
+T = torch.Tensor
+
+WHOLE = frozenset(
+    {
+        *(T.__bool__, T.__float__, T.__int__, T.__index__, T.__complex__, T.__format__, T.__array__, T.__contains__),
+        *(T.__deepcopy__, T.__reduce_ex__, T.item, T.tolist, T.numpy, T.equal, torch.equal, T.allclose, torch.allclose),
+        *(torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, T.bernoulli, torch.normal, torch.dropout),
+    }
+)
+"""What must see a tensor whole, or draws random numbers for it as for a whole one."""
+
+DRAWING = frozenset((T.normal_, T.uniform_, T.random_, T.bernoulli_, T.exponential_, T.cauchy_, T.geometric_, T.log_normal_, T.__setitem__))
+"""What is written to a whole copy first: random numbers, and elements by index."""
+
+IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")) | {
+    "__setitem__"
+}
+
+VIEWS = frozenset(("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "detach")) | {
+    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
+}
+"""Whose result shares memory with a whole tensor, and of a sharded one may be a copy."""
+
+GRAD = T.grad.__get__  # type: ignore[union-attr]
+SETTERS = T.data.__set__, T.grad.__set__  # type: ignore[attr-defined, union-attr]
+
+
+def is_sharded(thing: Any) -> bool:
+    """Whether ``thing`` is a tensor of which this rank has a part."""
+    return isinstance(thing, DTensor)
+
+
+def sharded_like(whole: torch.Tensor, like: Any) -> DTensor:
+    """This rank's part of ``whole``, which all ranks have, placed as ``like`` is; nothing is sent."""
+    whole = whole.detach().to(like.device)
+    mesh = like.device_mesh
+    part = DTensor.from_local(whole, mesh, [Replicate()], run_check=False).redistribute(placements=_settled(like)).to_local()
+    own = part.contiguous().clone()
+    stride = torch.empty(whole.shape, device="meta").stride()
+    return DTensor.from_local(own, mesh, _settled(like), run_check=False, shape=whole.shape, stride=stride)
+
+
+class Moved(nn.Parameter):
+    """What a parameter becomes whose module is sharded while a script still holds it: it stands for the sharded one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return func(*_current(args), **_current(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return copy.deepcopy(_current(self), memo)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(_current(self))
+
+    def full_tensor(self) -> torch.Tensor:
+        """As a ``DTensor`` gives it."""
+        return _current(self).full_tensor()
+
+
+class _Gathered(torch.autograd.Function):
+    """All of a sharded tensor; its gradient is the mean of those that ranks have for it, of which each keeps its part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
+        ctx.mesh, ctx.placements = tensor.device_mesh, _settled(tensor)
+        whole = tensor.full_tensor()
+        return whole.clone() if whole.data_ptr() == tensor._local_tensor.data_ptr() else whole
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
+        mean = DTensor.from_local(grad.contiguous(), ctx.mesh, [Partial("avg")], run_check=False)
+        return mean.redistribute(placements=ctx.placements)
+
+
+class ShardedTensors:
+    """Carries out operations in which a sharded tensor takes part.
+
+    Args:
+        enter: called before ranks send each other what they hold.
+        past: called when they have.
+    """
+
+    def __init__(self, enter: Callable[[], None], past: Callable[[], None]) -> None:
+        self._enter, self._past = enter, past
+
+    def call_sharded(self, func: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
+        """The operation ``func``, with tensors of ``types`` among its arguments."""
+        if func is T.backward:
+            return self.whole(args[0]).backward(*args[1:], **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if Moved in types:
+                args, kwargs = _current(args), _current(kwargs)
+            return self._call(func, args, kwargs)
+
+    def _call(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            result = func(*args)
+            return _marked(result, args[0]) if "copy_of_sharded" in args[0].__dict__ and func != GRAD else result
+        if func is T.register_hook:
+            refuse_hook(f"at {location()} on a sharded parameter")
+        if func is torch.autograd.grad:
+            _refuse_grad()
+        if name == "__repr__":
+            return self.show_sharded(args[0])
+        if name == "__set__" and func in SETTERS:
+            return self._set(func, *args)
+        if func is T.__iter__:
+            return iter(self._call(torch.unbind, args, kwargs))
+        if func in WHOLE:
+            return self._on_whole(func, args, kwargs)
+        if _writes(name, kwargs) and func is not T.requires_grad_:
+            _refuse_lost_write(name, args)
+        if func in DRAWING or getattr(func, "__module__", "") == nn.init.__name__:
+            return self._write(func, args, kwargs)
+        lists = "foreach" in name or (_writes(name, kwargs) and bool(args) and isinstance(args[0], (list, tuple)))
+        if not (_mixed(args, kwargs) if not lists else _has_whole(args)):
+            try:
+                result = self._settled(func(*args, **kwargs))
+                return _marked(result, args[0]) if name in VIEWS and args and isinstance(args[0], DTensor) else result
+            except (NotImplementedError, RuntimeError):
+                if lists or not _about_sharding():
+                    raise
+                if _writes(name, kwargs):
+                    return self._write(func, args, kwargs)
+                result = self._on_whole(func, args, kwargs)
+                return _marked(_replicated(result, args[0]), args[0]) if name in VIEWS and not args[0].requires_grad else result
+        if lists:
+            return self._each_kind(func, args, kwargs)
+        return self._write(func, args, kwargs) if _writes(name, kwargs) else self._on_whole(func, args, kwargs)
+
+    def show_sharded(self, tensor: DTensor) -> str:
+        """What is printed for ``tensor``."""
+        whole = self.whole(tensor.detach())
+        return repr(nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole)
+
+    def whole(self, tensor: Any) -> torch.Tensor:
+        """All of ``tensor``, on every rank, as part of the graph; gradients that ranks have for it are averaged."""
+        self._enter()
+        with torch._C.DisableTorchFunctionSubclass():
+            whole = _Gathered.apply(tensor)
+        self._past()
+        return whole
+
+    def _settled(self, result: Any) -> Any:
+        """``result``, with sums that ranks have a part of added up: torch does not always notice what is done to a part."""
+        if isinstance(result, DTensor) and any(placement.is_partial() for placement in result.placements):
+            self._enter()
+            result = result.redistribute(placements=_settled(result))
+            self._past()
+        elif isinstance(result, (list, tuple)) and any(isinstance(each, DTensor) for each in result):
+            result = type(result)([self._settled(each) for each in result])
+        return result
+
+    def _on_whole(self, func: Callable, args: Any, kwargs: Any) -> Any:
+        if func in (T.__deepcopy__, T.__reduce_ex__):
+            p = args[0]
+            whole = self.whole(p.detach()).clone()
+            alike = nn.Parameter(whole, p.requires_grad) if isinstance(p, nn.Parameter) else whole
+            return alike if func is T.__deepcopy__ else alike.__reduce_ex__(*args[1:])
+        if func in (T.numpy, T.__array__, T.__format__) and args[0].requires_grad:
+            return func(self.whole(args[0].detach()).requires_grad_(), *args[1:], **kwargs)
+        return func(*self._gathered(args), **self._gathered(kwargs))
+
+    def _gathered(self, values: Any) -> Any:
+        if isinstance(values, DTensor):
+            return self.whole(values)
+        if isinstance(values, dict):
+            return {name: self._gathered(value) for name, value in values.items()}
+        return type(values)(self._gathered(value) for value in values) if type(values) in (list, tuple) else values
+
+    def _write(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Write to a whole copy, and keep this rank's part."""
+        target = kwargs.get("out", kwargs.get("tensor", args[0] if args else None))
+        if not isinstance(target, DTensor):
+            return self._on_whole(func, args, kwargs)
+        if target.requires_grad and target.is_leaf and torch.is_grad_enabled():
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        with torch.no_grad():
+            if func is T.copy_ and not isinstance(args[1], DTensor):
+                copy = torch.as_tensor(args[1]).to(target.dtype).expand(target.shape)
+            else:
+                copy = self.whole(target.detach()).clone()
+                func(*(copy if each is target else self._gathered(each) for each in args), **{
+                    name: copy if each is target else self._gathered(each) for name, each in kwargs.items()
+                })  # fmt: skip
+            target._local_tensor.copy_(sharded_like(copy, target)._local_tensor)
+        return target
+
+    def _set(self, func: Callable, target: DTensor, value: Any) -> None:
+        """``p.data = value`` writes to what modules gather from; ``p.grad = value`` gives this rank's part."""
+        if value is not None and value.shape != target.shape:
+            raise UsageError(
+                f"a parameter of shape {tuple(target.shape)} is sharded by strategy='fsdp' and cannot get a value of shape "
+                f"{tuple(value.shape)} at {location()}. Change the model before its optimizer is built."
+            )
+        if func == SETTERS[0]:
+            with torch.no_grad():
+                self._write(T.copy_, (target.detach(), value), {})
+            return
+        if value is not None and (not isinstance(value, DTensor) or value.placements != target.placements):
+            value = sharded_like(self._gathered(value), target)
+        func(target, value)
+
+    def _each_kind(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Lists in which some tensors are sharded and some are whole: run what is written to a whole one apart."""
+        length = len(args[0])
+        of_first = [isinstance(each, DTensor) for each in args[0]]
+        results: list[Any] = [None] * length
+        for kind in (True, False):
+            places = [place for place in range(length) if of_first[place] is kind]
+            if not places:
+                continue
+            picked = [[arg[place] for place in places] if isinstance(arg, (list, tuple)) and len(arg) == length else arg for arg in args]
+            if kind:
+                first = [_parts_like(arg, picked[0]) if isinstance(arg, list) and len(arg) == len(places) else arg for arg in picked]
+                ran = func(*first, **kwargs)
+            else:
+                ran = func(*self._gathered(picked), **kwargs)
+            for place, result in zip(places, ran or (), strict=False):
+                results[place] = result
+        return None if results[0] is None else results
+
+
+def _parts_like(values: list[Any], like: list[Any]) -> list[Any]:
+    """Whole tensors of ``values`` as this rank's part, where they go with a sharded one."""
+    return [
+        sharded_like(value, of) if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() else value
+        for value, of in zip(values, like, strict=True)
+    ]
+
+
+def _settled(like: Any) -> list[Any]:
+    return [placement if isinstance(placement, Shard) else Replicate() for placement in like.placements]
+
+
+def _tensors(args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from (one for one in each if isinstance(one, torch.Tensor))
+
+
+def _mixed(args: tuple, kwargs: dict) -> bool:
+    """Whether a whole tensor is among them that is no plain number; a number is the same for all parts."""
+    whole = numbers = False
+    of_parts = 0
+    for tensor in _tensors(args, kwargs):
+        if isinstance(tensor, DTensor):
+            of_parts = max(of_parts, tensor.dim())
+        elif tensor.dim() or tensor.requires_grad:
+            whole = True
+        else:
+            numbers = True
+    return whole or (numbers and not of_parts)
+
+
+def _has_whole(args: tuple) -> bool:
+    listed = (each for arg in args if isinstance(arg, (list, tuple)) for each in arg)
+    return any(isinstance(each, torch.Tensor) and not isinstance(each, DTensor) for each in listed)
+
+
+def _writes(name: str, kwargs: dict) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE or isinstance(kwargs.get("out"), DTensor)
+
+
+def _about_sharding() -> bool:
+    """Whether the error that is handled says that torch cannot shard an operation, rather than that it is wrong."""
+    text = str(sys.exc_info()[1])
+    return any(said in text for said in ("DTensor", "Sharding propagation", "shard", "sharding strategy", "is not supported"))
+
+
+def _current(values: Any) -> Any:
+    """``values`` with the sharded parameters that moved ones stand for."""
+    if isinstance(values, Moved):
+        with torch._C.DisableTorchFunctionSubclass():
+            return values.__dict__["sharded"]
+    if isinstance(values, dict):
+        return {name: _current(value) for name, value in values.items()}
+    return type(values)(_current(value) for value in values) if type(values) in (list, tuple) else values
+
+
+def _replicated(result: Any, like: DTensor) -> Any:
+    """Whole tensors of ``result`` as sharded ones of which every rank has all, so that what is written to them is noticed."""
+    if isinstance(result, (list, tuple)):
+        return type(result)([_replicated(each, like) for each in result])
+    return DTensor.from_local(result, like.device_mesh, [Replicate()], run_check=False)
+
+
+def _marked(result: Any, base: DTensor) -> Any:
+    """``result`` of a view of ``base``, marked where it is a copy: what is written there would be lost."""
+    if isinstance(result, (list, tuple)):
+        return type(result)([_marked(each, base) for each in result])
+    if isinstance(result, DTensor) and "copy_of_sharded" not in result.__dict__:
+        memory = result._local_tensor.untyped_storage().data_ptr()
+        if "copy_of_sharded" in base.__dict__ or memory != base._local_tensor.untyped_storage().data_ptr():
+            result.__dict__["copy_of_sharded"] = True
+    return result
+
+
+def _refuse_lost_write(name: str, args: tuple) -> None:
+    if args and isinstance(args[0], DTensor) and "copy_of_sharded" in args[0].__dict__:
+        raise UsageError(
+            f"{name} at {location()} writes to rows or another shape of a tensor that strategy='fsdp' has sharded, and would be lost: what "
+            "it writes to is a copy. Assign by index to the tensor itself, as in p.data[i] = value, or take strategy='ddp'."
+        )
+
+
+def refuse_hook(where: str) -> NoReturn:
+    """Raise :class:`UsageError` for a hook that torch would not call."""
+    raise UsageError(
+        f"a hook {where} would never see a gradient: with strategy='fsdp' gradients are reduced before they are put there. Change p.grad "
+        "after backward(), or take strategy='ddp'."
+    )
+
+
+def _refuse_grad() -> NoReturn:
+    raise UsageError(
+        f"torch.autograd.grad at {location()} asks for gradients of sharded parameters, and with strategy='fsdp' these come from "
+        "backward() only: call loss.backward() and read p.grad, or take strategy='ddp'."
+    )

@@ -1,0 +1,212 @@
+"""Hogwild: every rank steps by itself, on parameters that all ranks of the node have in the memory that they share.
+
+Nothing is averaged and no step waits for another, unless ``lock=True`` has them take turns. Buffers, gradients and the state of optimizers
+are each rank's own. Where the parameters are put is ``shared_parameters.py``'s.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from parwrap.coordination.call_site import location, worth_a_look
+from parwrap.errors import UsageError
+from parwrap.group.group import Group, is_alone
+from parwrap.intercept.backward import Backward
+from parwrap.intercept.skipping import steps_running
+from parwrap.loop.loop_state import Loop
+from parwrap.options import Options
+from parwrap.strategies.common.in_step import InStep
+from parwrap.strategies.common.strategy import Strategy
+from parwrap.strategies.hogwild.shared_parameters import SharedParameters
+from parwrap.system.shared_memory import shared_file, shared_memory
+
+__all__ = ["Hogwild"]
+
+GOING_ON = "training after an evaluation"
+
+LINE = 8
+"""The ranks' counters are so many numbers apart, or their caches would wait for each other."""
+
+
+class Hogwild(Strategy):
+    """Every rank takes steps of its own on parameters that all share."""
+
+    OPTIONS = ("lock",)
+    steps_together = False
+
+    def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
+        super().__init__(group, loop, options)
+        self._parameters = SharedParameters(group)
+        self._generation, self._backwards = -1, 0
+        # opened here, where all ranks are
+        self._lock = Lock(group) if options().lock else None
+        self._progress = Progress(group)
+        group.meetings.phase = lambda: loop.generation
+        group.meetings.at_work = self._progress.of_others
+
+    @classmethod
+    def check(cls, options: Options) -> None:
+        for name, default in (("batch", "per_rank"), ("lr", "keep"), ("loss", "mean")):
+            if (value := getattr(options, name)) != default:
+                raise UsageError(
+                    f"{name}={value!r} says how ranks share a step, and with strategy='hogwild' each takes its own: leave one of them out."
+                )
+        if options.uneven == "join":
+            raise UsageError(
+                "uneven='join' has ranks count by their samples in a step of all, and with strategy='hogwild' each takes its own: "
+                "choose 'pad' or 'drop'."
+            )
+
+    @classmethod
+    def joining(cls, group: Group | None, options: Options) -> AbstractContextManager[Group | None]:
+        if group is not None and group.world.local_size < group.world.size:
+            raise UsageError(
+                f"strategy='hogwild' shares the memory of one node, and the {group.world.size} ranks are on several: start them on one, or "
+                "choose another strategy."
+            )
+        if group is not None and group.device.type != "cpu":
+            raise UsageError(
+                f"strategy='hogwild' shares the memory of the CPU, and this rank trains on {group.device}: set CUDA_VISIBLE_DEVICES= to "
+                "nothing to train on the CPU, or choose another strategy."
+            )
+        return super().joining(group, options)
+
+    def actors(self) -> list[Any]:
+        return [self, Evaluations(self._group, self._loop), *([self._lock] if self._lock else [])]
+
+    def backward(self, call: Backward) -> None:
+        """Run ``call``; first share what an optimizer has got since the last one."""
+        if is_alone():
+            call.run()
+            return
+        self._loop.look_for_parameters()
+        self._backwards += 1
+        shared = self._parameters.put_back()
+        if not shared or self._generation != self._loop.generation or worth_a_look(self._backwards):
+            self._share()
+        call.run()
+        self._loop.ran_backward()
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """A step was taken; some put new tensors in the place of the parameters."""
+        self._parameters.put_back()
+        self._progress.step()
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        """``module.train(training)`` was called: what all are to evaluate must be where all have it."""
+        self._parameters.put_back()
+
+    def described(self) -> str:
+        return "hogwild on shared parameters" + (", a lock around each step" if self._lock else "")
+
+    def close(self) -> None:
+        self._parameters.close()
+        if self._lock:
+            self._lock.close()
+
+    def _share(self) -> None:
+        """Not when an optimizer takes them: whatever sets them up, on any rank, is over when all have come to a backward."""
+        owned = self._loop.once_owned()
+        if not owned:
+            raise UsageError(
+                f"strategy='hogwild' shares the parameters of optimizers, and there is none at the backward at {location()}: build the "
+                "optimizer first, or choose another strategy for updates by hand."
+            )
+        if not self._parameters.holds(owned.values()):
+            with self._lock.let_go() if self._lock else nullcontext():  # a closure's backward is in a step
+                self._parameters.share(owned)
+        self._generation = self._loop.generation
+
+
+class Evaluations:
+    """Has ranks evaluate the same model: they meet before it and after it, so that nobody trains meanwhile.
+
+    Buffers become rank 0's, as in DDP, and schedulers go by the mean over ranks.
+    """
+
+    def __init__(self, group: Group, loop: Loop) -> None:
+        self._group, self._loop = group, loop
+        self._in_step = InStep(group, loop)
+        self._trained, self._looking = 0, False
+        self.metric = self._in_step.metric
+        group.meetings.answer(GOING_ON, lambda detail, present: None)
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        """``module.train(training)`` was called."""
+        if is_alone() or not (self._loop.is_root(module) if training else self._loop.evaluated_with(module)):
+            return
+        if not training:
+            self._looking |= self._loop.backwards > self._trained
+            self._trained = self._loop.backwards
+            self._in_step.set_mode(module, training)
+        elif self._looking:
+            self._looking = False
+            self._group.meet(GOING_ON)
+
+
+class Lock:
+    """Has one rank at a time take a step; a rank that ends, in whatever way, lets go of it.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        store = dist.PrefixStore(f"lock/{group.meetings.part}", group.store)
+        self._file = shared_file(store, group.world.rank, range(group.world.size), 1)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """``optimizer`` is about to step; if that is a part of another step, the lock is held already."""
+        if steps_running() == 1:
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """``optimizer`` has stepped; after one that has raised, the next lets go."""
+        if steps_running() == 1:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    @contextmanager
+    def let_go(self) -> Iterator[None]:
+        """Nobody waits for this rank within the block; after it the step that runs, if one does, goes on alone."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
+        yield
+        if steps_running():
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Let go of it for good."""
+        os.close(self._file)
+
+
+class Progress:
+    """Who gets on: how many steps each rank has taken.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        store, size = dist.PrefixStore(f"progress/{group.meetings.part}", group.store), group.world.size
+        self._steps = memoryview(shared_memory(store, group.world.rank, range(size), size * LINE * 8)).cast("q")
+        self._mine, self._seen, self._since = group.world.rank * LINE, b"", 0.0
+        self._timeout = group.timeout.total_seconds()
+
+    def step(self) -> None:
+        """This rank has taken one."""
+        self._steps[self._mine] += 1
+
+    def of_others(self) -> bool:
+        """Whether another rank has taken one within the timeout, as far as this one has looked."""
+        now = bytes(self._steps)
+        if now != self._seen:
+            self._seen, self._since = now, time.monotonic()
+        return time.monotonic() < self._since + self._timeout

@@ -1,0 +1,197 @@
+"""Parameters in memory that all ranks of a node share: what one rank writes there, the others read.
+
+A parameter stays the same object; only where its numbers are is exchanged. Ranks know it by the loop's number of it. When it is
+shared, and what is written, is the strategy's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parameter import is_lazy
+
+from parwrap.coordination.call_site import location, warn
+from parwrap.errors import RankMismatchError, UsageError
+from parwrap.group.group import Group
+from parwrap.strategies.common.agreement import Described, described
+from parwrap.system.shared_memory import shared_memory
+
+__all__ = ["SharedParameters"]
+
+KIND = "parameters that the ranks share"
+
+ALIGNED = 64
+"""Storages begin at multiples of so many bytes."""
+
+Number = tuple[int, int]
+
+
+class _Place(NamedTuple):
+    """Where a tensor is in the shared memory.
+
+    Attributes:
+        begin, size: of its storage, in bytes; tensors that share a storage go on to do so.
+        offset, stride: of the tensor in its storage, in elements.
+        described: what it is.
+    """
+
+    begin: int
+    size: int
+    offset: int
+    stride: tuple[int, ...]
+    described: Described
+
+
+class SharedParameters:
+    """Those of the ranks of ``group``."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._shared: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = {}
+        group.meetings.answer(KIND, lambda detail, present: None)
+
+    def holds(self, parameters: Collection[torch.Tensor]) -> bool:
+        """Whether all ``parameters`` are where they were put; one without elements need not be anywhere."""
+        return all(self._holds(p) for p in parameters)
+
+    def share(self, parameters: Mapping[Number, torch.Tensor]) -> None:
+        """Put those of ``parameters`` that are not there yet into shared memory, with the values of the lowest rank that does so too.
+
+        Raises:
+            UsageError: one cannot be shared.
+            RankMismatchError: the ranks have different ones.
+        """
+        private = {number: p for number, p in sorted(parameters.items()) if not self._holds(p)}
+        for p in private.values():
+            _refuse_unshareable(p)
+        present = sorted(self._group.meet(KIND))
+        rank, source = self._group.world.rank, present[0]
+        told = self._group.share(KIND, (_laid_out(private), set(parameters)), present)
+        layout = told[source][0]
+        for other, (theirs, owned) in told.items():
+            _refuse_different((source, layout), (other, theirs), told[source][1] & owned)
+        # the parameters of an optimizer that is garbage may have been collected on some ranks
+        places = {number: place for number, place in layout.items() if number in private}
+        if rank == source:
+            _warn_of_different(source, [theirs for theirs, _ in told.values()])
+        if any(layout for layout, _ in told.values()):
+            self._put(private, places, max([place.begin + place.size for place in layout.values()], default=1), present)
+
+    def _put(self, parameters: Mapping[Number, torch.Tensor], places: Mapping[Number, _Place], size: int, present: list[int]) -> None:
+        rank, topic = self._group.world.rank, self._group.key("parameters")
+        memory = shared_memory(dist.PrefixStore(topic, self._group.store), rank, present, size)
+        storages = {
+            place.begin: torch.frombuffer(memory, dtype=torch.uint8, count=place.size, offset=place.begin).untyped_storage()
+            for place in places.values()
+        }
+        if rank == present[0]:
+            with torch.no_grad():
+                for number, place in places.items():
+                    _view(storages[place.begin], place).copy_(parameters[number])
+        self._group.share("filled", None, present)  # nobody is to read it before
+        for number, place in places.items():
+            p = parameters[number]
+            p.data = shared = _view(storages[place.begin], place)
+            self._shared[id(p)] = weakref.ref(p), shared, shared.data_ptr()
+
+    def put_back(self) -> bool:
+        """Write what was put in the place of a shared parameter, by ``p.data = ...``, where all ranks read it.
+
+        Returns:
+            Whether all are shared then; one that is of another shape or dtype now must be shared anew.
+        """
+        moved = [(p, shared) for known, shared, at in self._shared.values() if (p := known()) is not None and p.data_ptr() != at]
+        if not moved:  # as a rule, at every step
+            return True
+        fitting = [(p, shared) for p, shared in moved if _kind(p) == _kind(shared)]
+        with torch.no_grad():
+            for p, shared in fitting:
+                shared.copy_(p)
+                p.data = shared
+        return len(fitting) == len(moved)
+
+    def _holds(self, parameter: torch.Tensor) -> bool:
+        known = self._shared.get(id(parameter))
+        if known is not None and known[0]() is parameter:
+            return parameter.data_ptr() == known[2]
+        return not is_lazy(parameter) and parameter.numel() == 0
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Give every parameter that is still there memory of its own, with the numbers that it has."""
+        self.put_back()
+        copies: dict[int, torch.UntypedStorage] = {}
+        for known, _, at in self._shared.values():
+            p = known()
+            if p is not None and p.data_ptr() == at:
+                storage = p.untyped_storage()
+                copy = copies.get(storage.data_ptr()) or copies.setdefault(storage.data_ptr(), storage.clone())
+                p.data = torch.empty(0, dtype=p.dtype).set_(copy, p.storage_offset(), p.shape, p.stride())
+        self._shared.clear()
+
+
+def _kind(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+
+
+def _view(storage: torch.UntypedStorage, place: _Place) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=place.described.dtype)
+    return tensor.set_(storage, place.offset, place.described.shape, place.stride)
+
+
+def _laid_out(parameters: Mapping[Number, torch.Tensor]) -> dict[Number, _Place]:
+    begins: dict[int, int] = {}
+    places, end = {}, 0
+    for number, p in parameters.items():
+        storage = p.untyped_storage()
+        if storage.data_ptr() not in begins:
+            begins[storage.data_ptr()] = end
+            end += -(-storage.nbytes() // ALIGNED) * ALIGNED
+        begin = begins[storage.data_ptr()]
+        places[number] = _Place(begin, storage.nbytes(), int(p.storage_offset()), tuple(map(int, p.stride())), described([p])[0])
+    return places
+
+
+def _refuse_unshareable(parameter: torch.Tensor) -> None:
+    if is_lazy(parameter):
+        problem = "has no shape yet: run the model once before the optimizer is built"
+    elif parameter.device.type != "cpu":
+        problem = f"is on {parameter.device}, and only the CPU's memory is shared: leave the model on the CPU, or choose another strategy"
+    elif parameter.layout != torch.strided:
+        problem = f"is laid out as {parameter.layout}: only its gradients may be sparse"
+    else:
+        return
+    raise UsageError(f"a parameter of the optimizer that is trained at {location()} cannot be shared by the ranks, for it {problem}.")
+
+
+def _refuse_different(source: tuple[int, Mapping[Number, _Place]], other: tuple[int, Mapping[Number, _Place]], owned: set[Number]) -> None:
+    """Raise if what two ranks are to share differs, of the parameters that both have."""
+    kinds = {
+        rank: {number: place.described.kind for number, place in layout.items() if number in owned} for rank, layout in (source, other)
+    }
+    mine, theirs = kinds[source[0]], kinds[other[0]]
+    if mine != theirs:
+        number = min(number for number in owned if mine.get(number) != theirs.get(number))
+        has = " and ".join(f"rank {rank} has {_told(each.get(number))}" for rank, each in kinds.items())
+        raise RankMismatchError(
+            f"the ranks cannot share the parameters that they train at {location()}: of parameter {number[1]} of optimizer {number[0]}, "
+            f"{has}. Build, cast and move the same model on all ranks before it is trained."
+        )
+
+
+def _told(kind: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    return "one that is shared already" if kind is None else f"one of shape {kind[0]} and {kind[1]}"
+
+
+def _warn_of_different(source: int, layouts: Collection[Mapping[Number, _Place]]) -> None:
+    mine, *others = layouts
+    different = [number for number, place in mine.items() if any(each.get(number, place).described != place.described for each in others)]
+    if different:
+        warn(
+            f"parwrap: {len(different)} of {len(mine)} parameters have different values on different ranks; rank {source}'s are taken. "
+            "Seed before the model is built, or build it inside the decorated function."
+        )

@@ -1,0 +1,246 @@
+"""Local SGD: each rank steps on its own gradients, and every few steps the weights are averaged over the ranks.
+
+After Stich (2018); with synchronous steps first, after Lin et al. (2018), and with an outer optimizer, after Douillard et al. (2023). The
+actor on the verbs by which a loop trains and looks at what it has trained. The synchronous steps are those of the DDP strategy, and own
+ones are counted in ``local_steps.py``.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parwrap.coordination.call_site import location, warn
+from parwrap.errors import UsageError
+from parwrap.group.group import Group, is_alone
+from parwrap.intercept.backward import Backward
+from parwrap.intercept.clipping import Clip
+from parwrap.intercept.scaler import ScalerCall
+from parwrap.intercept.skipping import stepping
+from parwrap.loop.loop_state import Loop, parameters_of
+from parwrap.options import Options
+from parwrap.strategies.common.autograd_graph import leading_sizes, reached
+from parwrap.strategies.common.in_step import InStep
+from parwrap.strategies.common.manual_updates import ChangedByHand
+from parwrap.strategies.common.strategy import Strategy
+from parwrap.strategies.ddp.bypasses import Bypasses
+from parwrap.strategies.ddp.ddp import DDP
+from parwrap.strategies.local_sgd.local_steps import LocalSteps
+
+__all__ = ["LocalSGD"]
+
+TRAINED = "whether it has trained"
+
+
+class LocalSGD(Strategy):
+    """Averages weights every few steps of each optimizer, and wherever all ranks must hold the same."""
+
+    OPTIONS = ("every", "warmup", "outer", "outer_lr", "outer_momentum", *DDP.OPTIONS)
+
+    def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
+        super().__init__(group, loop, options)
+        self._ddp = DDP(group, loop, options)
+        self._ddp.share = lambda: self.share()
+        self._in_step = InStep(group, loop)
+        self._bypasses = Bypasses(group, loop)
+        self._steps, self._by_hand = LocalSteps(group, loop, options), ChangedByHand(loop)
+        self._taken: dict[int, int] = {}
+        self._warming = options().warmup > 0
+        self._running = self._stepped = self._warned = False
+        self._weights: list[float] = []
+        loop.looking = self._look
+        self._take_models, group.meetings.take_state = group.meetings.take_state, self._take_state
+
+    @classmethod
+    def check(cls, options: Options) -> None:
+        for name in DDP.OPTIONS:
+            if not options.warmup and (value := getattr(options, name)) != getattr(Options, name):
+                raise UsageError(
+                    f"{name}={value!r} is for averaged gradients, as in the warm-up of strategy='local_sgd': leave it out, or give "
+                    "warmup= a number of steps."
+                )
+        if not options.outer:
+            for name in ("outer_lr", "outer_momentum"):
+                if (value := getattr(options, name)) != getattr(Options, name):
+                    raise UsageError(f"{name}={value!r} is of the outer optimizer: give outer='nesterov' too, or leave it out.")
+
+    @property
+    def averages_gradients(self) -> bool:
+        return self._warming
+
+    def described(self) -> str:
+        options = self._options()
+        first = f" after {options.warmup} synchronous" if options.warmup else ""
+        outer = f", outer {options.outer} lr {options.outer_lr:g} momentum {options.outer_momentum:g}" if options.outer else ""
+        return f"local_sgd, weights averaged every {options.every} steps{first}{outer}"
+
+    def backward(self, call: Backward) -> None:
+        """Run ``call``, and leave this rank's own gradients unless these steps are synchronous."""
+        if self._warming:
+            self._ddp.backward(call)
+            return
+        if self._running or is_alone():
+            call.run()
+            return
+        self._running = True
+        try:
+            if self._by_hand.due:
+                self._by_hand.look(reached(call.beginnings))
+            self._run(call)
+        finally:
+            self._running = False
+        self._loop.ran_backward()
+
+    def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
+        """Give the parameters of ``module`` another device or dtype."""
+        return self._ddp.move(module, apply)
+
+    def data_parallel(self, instance: nn.DataParallel, module: nn.Module, build: Callable[[Any], None]) -> None:
+        """``nn.DataParallel`` on this rank's device alone."""
+        self._bypasses.data_parallel(instance, module, build)
+
+    def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` is about to step.
+
+        Raises:
+            UsageError: a backward is running, which would go on with averaged weights.
+        """
+        if is_alone():
+            return
+        if torch._C._current_graph_task_id() != -1:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() at {location()} runs inside of a backward, as from register_post_accumulate_grad_hook: "
+                "ranks average after steps, and weights must not change under a backward. Call step() after loss.backward()."
+            )
+        number = self._number(optimizer)
+        if self._warming:
+            self._ddp.unaveraged.takes_step(optimizer)
+        elif not _is_part(optimizer):
+            self._steps.begin(number, optimizer)
+
+    def took_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped: the weights are averaged if it was the last of a few."""
+        if is_alone() or _is_part(optimizer):
+            return
+        if self._warming:
+            self._ddp.took_step(optimizer)
+        number = self._number(optimizer)
+        if number not in self._taken:  # it goes on from where another has come with the same parameters
+            self._taken[number] = max((self._taken.get(each, 0) for each in self._loop.sharing(optimizer)), default=0)
+        self._taken[number] += 1
+        self._stepped = True
+        if not self._warming:
+            self._steps.count(number, fmean(self._weights) if self._weights else 1.0)
+        elif self._taken[number] >= self._options().warmup:
+            self._warming = False
+            self._ddp.close()
+
+    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure's loss is this rank's own, as the steps are that it decides about."""
+        return self._in_step.closure(self._ddp.unaveraged.closure(closure)) if self._warming else closure
+
+    def clip(self, clip: Clip) -> Any:
+        """What is clipped is the mean while these steps are synchronous, and then this rank's own."""
+        return self._ddp.unaveraged.clip(clip) if self._warming else clip.run()
+
+    def use_scaler(self, call: ScalerCall) -> Any:
+        """A script's own scaler looks at what its step takes."""
+        return self._ddp.unaveraged.use_scaler(call) if self._warming else call.run()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._ddp.averaged()
+
+    def metric(self, metric: Any) -> Any:
+        """The mean over ranks of what ``ReduceLROnPlateau`` looks at."""
+        return self._in_step.metric(metric)
+
+    def _look(self) -> None:
+        self._steps.average()
+        self._in_step.evaluation_begins()
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        """When a root is set to eval, all ranks get the same weights and rank 0's buffers."""
+        if not training and not is_alone() and self._loop.evaluated_with(module):
+            self._steps.average()
+        self._in_step.set_mode(module, training)
+
+    def save(self, f: Any, write: Callable[[Any], None]) -> None:
+        """Saving never communicates, so what is saved are the weights as they are."""
+        if self._steps.own and self._group.world.rank == 0 and not (self._warned or is_alone() or isinstance(f, io.BytesIO)):
+            self._warned = True
+            warn(
+                f"parwrap: torch.save at {location()} is called {self._steps.own} step(s) after the ranks last averaged their weights: if "
+                "it is given weights, they are rank 0's own. Call model.eval() before, which averages. This is said once."
+            )
+        write(f)
+
+    def leave(self, returns: bool) -> None:
+        """All ranks have come to the end together: the last average."""
+        if not any(self._group.share(TRAINED, self._loop.backwards or len(self._taken), range(self._group.world.size)).values()):
+            return
+        self._steps.average_at_end()
+        if not self._loop.backwards:
+            self._loop.ran_backward()  # others have
+        self._ddp.leave(returns)
+        if not self._taken:
+            warn(
+                "parwrap: no optimizer of torch.optim has stepped, and strategy='local_sgd' averages what optimizers step: each rank has "
+                "trained by itself, if it has trained at all. With strategy='ddp' gradients are averaged, whatever is done with them."
+            )
+
+    def close(self) -> None:
+        self._ddp.close()
+
+    def _run(self, call: Backward) -> None:
+        if self._stepped:
+            self._weights.clear()
+            self._stepped = False
+        batch = self._loop.weights.find(lambda: leading_sizes(call.tensors)) if call.weight is None else self._loop.weights.current
+        weight = batch.weight if call.weight is None else call.weight
+        if call.weight is not None:
+            self._weights = [weight]  # of all that has been added up for this backward
+            call.run()
+            if weight not in (0.0, 1.0):
+                _divide([*reached(call.beginnings), *call.holding], weight)
+            return
+        self._weights.append(weight)
+        # where this rank is shown a sample that counts for nothing, it learns nothing from it
+        factor = batch.loss_factor if weight else 0.0
+        (call.scaled(factor) if call.averaged and factor != 1.0 else call).run()
+
+    def _number(self, optimizer: torch.optim.Optimizer) -> int:
+        """By which all ranks know ``optimizer``; a copy of one is known from its first step on."""
+        for number, known in self._loop.numbered_optimizers():
+            if known is optimizer:
+                return number
+        self._loop.own_parameters(optimizer)
+        return self._number(optimizer)
+
+    def _take_state(self, source: int) -> None:
+        """Have ranks that have missed something go on from rank ``source``; the others keep what they have learned by themselves."""
+        takes = self._group.meetings.stale
+        self._take_models(source, takes)
+        told = [(self._taken, self._warming, self._steps.state()) if self._group.world.rank == source else None]
+        dist.broadcast_object_list(told, source)
+        if takes and told[0] is not None:
+            self._taken, self._warming, steps = told[0]
+            self._steps.load(steps)
+
+
+def _is_part(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is a part of one that steps the same parameters, as inside of Lookahead, which is the one that counts."""
+    around = [each for each in stepping() if each is not optimizer]
+    return any({id(p) for p in parameters_of(optimizer)} <= {id(p) for p in parameters_of(each)} for each in around)
+
+
+def _divide(leaves: list[torch.Tensor], weight: float) -> None:
+    """Have the mean gradient of this rank, where its losses were multiplied by how much they count among the ranks."""
+    for grad in {id(leaf): leaf.grad for leaf in leaves if leaf.grad is not None}.values():
+        grad.div_(weight)

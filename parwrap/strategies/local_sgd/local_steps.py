@@ -1,0 +1,175 @@
+"""The steps that ranks take by themselves since they last held the same weights, and how they come to the same weights again.
+
+Steps are counted for each optimizer, which is known by its number, the same on all ranks. Who counts, and when to average, is
+``local_sgd.py``'s; how means are sent is ``weight_average.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parwrap.coordination.call_site import warn
+from parwrap.group.group import Group
+from parwrap.loop.loop_state import Loop, parameters_of
+from parwrap.options import Options
+from parwrap.strategies.common.agreement import Described, described
+from parwrap.strategies.common.weight_average import AVERAGED, Averaging
+from parwrap.strategies.local_sgd.diloco import Outer
+
+__all__ = ["LocalSteps"]
+
+COMPARED = "weights to be compared before a first step"
+
+Number = tuple[int, int]
+
+
+@dataclass
+class _Own:
+    """What an optimizer has done on this rank alone.
+
+    Attributes:
+        steps: how many it has taken.
+        weight: how much their batches count in the average.
+        trained: the parameters that were to be trained when it began.
+    """
+
+    steps: int = 0
+    weight: float = 0.0
+    trained: set[Number] = field(default_factory=set)
+
+
+class LocalSteps:
+    """The own steps of this rank.
+
+    Args:
+        group: the ranks.
+        loop: numbers optimizers and parameters.
+        options: of the innermost function that runs.
+    """
+
+    def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
+        self._group, self._loop, self._options = group, loop, options
+        self._averaging, self._outer = Averaging(group, loop, self._answered), Outer()
+        self._own: dict[int, _Own] = {}
+        self._sizes: dict[int, int] = {}
+        group.meetings.answer(COMPARED, lambda detail, present: self._compare({}, present))
+
+    def begin(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` is about to step; if the ranks hold the same weights, they do no more after this."""
+        if number in self._own and self._own[number].steps:
+            return
+        pending = {other for other, own in self._own.items() if own.steps}
+        if pending and (pending := pending & self._loop.sharing(optimizer)):
+            self._average(sorted(pending))  # those of an optimizer built before, of the same parameters
+        parameters = {(number, place): p for place, p in enumerate(parameters_of(optimizer))}
+        if self._sizes.get(number) != len(parameters):
+            self._sizes[number] = len(parameters)
+            trained = {which: p for which, p in parameters.items() if p.requires_grad}
+            told = dict(zip(trained, described(trained.values()), strict=True))
+            self._compare(told, self._group.meet(COMPARED))
+            others = self._loop.sharing(optimizer) - {number}  # whose momenta are not those of what begins now
+            self._outer.keep([which for which in self._loop.once_owned() if which[0] not in others])
+        trained = {which: p for which, p in parameters.items() if p.requires_grad}
+        self._own[number] = _Own(trained=set(trained))
+        if self._options().outer:
+            self._outer.begin(trained)
+
+    def count(self, number: int, weight: float) -> None:
+        """It has stepped, on a batch that counts by ``weight`` on this rank; average if that are steps enough."""
+        own, every = self._own[number], self._options().every
+        own.steps += 1
+        own.weight += weight / every
+        if own.steps >= every:
+            self._average([number])
+
+    def average(self) -> None:
+        """Have all ranks hold the same weights, if any has stepped by itself."""
+        if stepped := [number for number, own in self._own.items() if own.steps]:
+            self._average(stepped)
+
+    def average_at_end(self) -> None:
+        """The same where all ranks are together already, whether or not they have stepped."""
+        self._take(self._averaging.means(self._trained(self._own), range(self._group.world.size)))
+
+    @property
+    def own(self) -> int:
+        """The most steps that an optimizer has taken on this rank alone."""
+        return max((own.steps for own in self._own.values()), default=0)
+
+    def state(self) -> Any:
+        """What another rank goes on from."""
+        return self._own, self._sizes, self._outer.state(), self._averaging.backwards
+
+    def load(self, state: Any) -> None:
+        """Go on from the :meth:`state` of another rank, whose own steps count only there."""
+        own, self._sizes, outer, backwards = state
+        self._averaging.others_backwards = backwards - self._loop.backwards
+        self._own = {number: _Own(each.steps, 0.0, each.trained) for number, each in own.items()}
+        self._outer.load(outer, self._group.device)
+
+    def _answered(self, means: Mapping[Number, torch.Tensor], kept_up: bool) -> None:
+        """Others have averaged without this rank: it has missed steps, unless it just left out its own, as those of an overflow."""
+        if kept_up and not any(number in self._own and self._own[number].steps for number, _ in means):
+            self._take(means)
+        else:
+            self._group.meetings.miss()
+
+    def _average(self, numbers: Iterable[int]) -> None:
+        present = self._group.meet(AVERAGED)
+        self._take(self._averaging.means(self._trained(numbers), present))
+
+    def _trained(self, numbers: Iterable[int]) -> dict[Number, float]:
+        """The parameters that may have changed on this rank alone, and how much it counts in each."""
+        trained = {which: own.weight for number in numbers if (own := self._own[number]).steps for which in own.trained}
+        for (number, place), p in self._loop.once_owned().items():
+            if p.requires_grad and number in numbers and (own := self._own[number]).steps:
+                trained[number, place] = own.weight  # one that was frozen when they began, or that came later
+        return trained
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _take(self, means: Mapping[Number, torch.Tensor]) -> None:
+        """Go on from ``means``, which all ranks have; other ranks may have averaged more than this one came for."""
+        if not means:
+            return
+        parameters, options = self._loop.once_owned(), self._options()
+        if options.outer:
+            # what this rank has not stepped on is as it was
+            idle = {which for which in means if which[0] not in self._own or not self._own[which[0]].steps}
+            self._outer.begin({which: parameters[which] for which in idle if which in parameters})
+            means = self._outer.step(means, options.outer_lr, options.outer_momentum)
+        for which, mean in means.items():
+            p = parameters.get(which)
+            if p is not None and p.shape == mean.shape:
+                p.copy_(mean)
+        for number in {number for number, _ in means}:
+            self._own[number] = _Own()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _compare(self, mine: Mapping[Number, Described], present: Sequence[int]) -> None:
+        """Have the ranks begin with the same weights: those of the lowest, where they were built differently."""
+        views = self._group.share(COMPARED, dict(mine), present)
+        told = {which: each for view in views.values() for which, each in view.items()}
+        different = [which for which in sorted(told) if len({view[which] for view in views.values() if which in view}) > 1]
+        if not different:
+            return
+        warn(
+            f"parwrap: {len(different)} of {len(told)} parameters have different values on different ranks; "
+            f"rank {min(present)}'s are taken. Seed before the model is built, or build it inside the decorated function."
+        )
+        parameters = self._loop.once_owned()
+        for which in different:
+            source = min(rank for rank, view in views.items() if which in view)
+            p = parameters.get(which)
+            shape, dtype = views[source][which].kind
+            same = p is not None and (tuple(p.shape), p.dtype) == (shape, dtype)
+            values = p.detach().contiguous() if same else torch.zeros(shape, dtype=dtype, device=self._group.device)  # type: ignore[union-attr]
+            dist.broadcast(values, source)
+            if same:
+                p.copy_(values)  # type: ignore[union-attr]

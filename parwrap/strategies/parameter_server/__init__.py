@@ -1,0 +1,1 @@
+"""A server holds the weights and takes the steps; workers send gradients. Start with ``parameter_server.py``."""

@@ -1,0 +1,67 @@
+"""What worker 0 has in the end and the others take over: values, what optimizers and schedulers keep, and what the function returns."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from parwrap.coordination.call_site import warn
+from parwrap.loop.loop_state import Loop
+from parwrap.strategies.common.state_transfer import optimizers_and_schedulers, tensors_by_name
+from parwrap.strategies.parameter_server.optimizer_transfer import options_of, set_options, set_state, state_of
+
+__all__ = ["Ending", "ending", "take_over"]
+
+
+class Ending(NamedTuple):
+    """The end of a run.
+
+    Attributes:
+        tensors: parameters and buffers, by name.
+        states: of optimizers and schedulers, by number, pickled.
+        result: of the function, pickled; ``None`` where that cannot be.
+    """
+
+    tensors: dict[Any, torch.Tensor]
+    states: dict[Any, bytes]
+    result: bytes | None
+
+
+def ending(loop: Loop, result: Any) -> Ending:
+    """That of this process, whose optimizers have their state."""
+    tensors = {name: t.detach().cpu() for name, t in tensors_by_name(loop, {}).items() if t.layout == torch.strided}
+    states = {}
+    for name, each in optimizers_and_schedulers(loop).items():
+        with suppress(Exception):  # a scheduler may keep what does not pickle
+            states[name] = pickle.dumps((state_of(each), options_of(each)) if isinstance(each, Optimizer) else each.state_dict())
+    return Ending(tensors, states, _pickled(result))
+
+
+def take_over(loop: Loop, end: Ending, states: bool = False) -> None:
+    """Have this process's tensors take the values of those of the same names, and with ``states`` optimizers and schedulers theirs."""
+    mine = tensors_by_name(loop, {})
+    with torch.no_grad():
+        for name, value in end.tensors.items():
+            if name in mine and mine[name].shape == value.shape:
+                mine[name].data.copy_(value)
+    for name, each in optimizers_and_schedulers(loop).items() if states else ():
+        if name not in end.states:
+            continue
+        content = pickle.loads(end.states[name])
+        if not isinstance(each, Optimizer):
+            each.load_state_dict(content)
+        elif len(each.param_groups) == len(content[1]):
+            set_state(each, content[0])
+            set_options(each, content[1])
+
+
+def _pickled(result: Any) -> bytes | None:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        warn(f"parwrap: what the function returns cannot be sent to the parameter servers, whose processes end with it: {error}.")
+        return None

@@ -1,0 +1,110 @@
+"""One optimizer on a parameter server, with those of its parameters that the server holds: steps with what workers push."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torchs
+
+from parwrap.strategies.parameter_server.optimizer_transfer import set_options, set_state, state_of
+from parwrap.strategies.parameter_server.transport import Layout
+
+__all__ = ["Held", "Pushed", "unobserved"]
+
+
+class Pushed(NamedTuple):
+    """What a worker pushes of one server's parameters, beside the buffer of gradients.
+
+    Attributes:
+        present: the places in the server's layout of those that have a dense gradient.
+        sparse: indices, values and size of the sparse gradients, by place.
+        options: of the optimizer's groups; ``None`` if they are what they were.
+    """
+
+    present: tuple[int, ...]
+    sparse: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Size]]
+    options: list[dict[str, Any]] | None
+
+
+class Held:
+    """The part of an optimizer that a server holds.
+
+    Args:
+        optimizer: the user's own; the parameters of other servers have no values in it.
+        places: of the parameters that this one holds.
+        parameters: those.
+    """
+
+    def __init__(self, optimizer: Optimizer, places: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
+        self._optimizer, self._places, self.parameters = optimizer, places, parameters
+        self.layout = Layout(parameters)
+        self._last: dict[int, Pushed] = {}
+        set_state(optimizer, state_of(optimizer, places))
+        for p, state in list(optimizer.state.items()):
+            if all(p is not mine for mine in parameters):
+                state.clear()
+
+    def values(self) -> torch.Tensor:
+        """The parameters, in a new buffer."""
+        buffer = torch.empty(self.layout.size, dtype=torch.uint8)
+        for view, p in zip(self.layout.views(buffer), self.parameters, strict=True):
+            view.copy_(p.detach())
+        return buffer
+
+    def set(self, places: Sequence[int], buffer: torch.Tensor) -> None:
+        """Take over values of the parameters at ``places`` in the layout."""
+        views = self.layout.views(buffer)
+        for place in places:
+            self.parameters[place].data.copy_(views[place])
+
+    def step(self, pushes: Sequence[tuple[int, Pushed | None, torch.Tensor | None, float]]) -> None:
+        """Take one step with the average of what several workers have pushed.
+
+        Args:
+            pushes: the worker, what it pushes beside the buffer if that is not as before, the buffer, and how much it counts.
+        """
+        total = sum(weight for *_, weight in pushes)
+        sums: dict[int, torch.Tensor] = {}
+        for worker, told, buffer, _ in pushes:
+            pushed = self._last[worker] = told or self._last[worker]
+            if pushed.options is not None:
+                set_options(self._optimizer, pushed.options)
+                self._last[worker] = pushed._replace(options=None)
+            views = self.layout.views(buffer) if buffer is not None else []
+            found = {place: views[place] for place in pushed.present}
+            found |= {place: torch.sparse_coo_tensor(*parts, check_invariants=False) for place, parts in pushed.sparse.items()}
+            for place, gradient in found.items():
+                sums[place] = sums[place] + gradient if place in sums else gradient
+        if not total:
+            return
+        for place, p in enumerate(self.parameters):
+            p.grad = (sums[place] / total).to(p.device) if place in sums else None
+        with torch.enable_grad(), unobserved():
+            self._optimizer.step()
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        """What the optimizer keeps of the parameters here, by their place in it."""
+        return state_of(self._optimizer, self._places)
+
+    def load(self, state: dict[int, dict[str, Any]], options: list[dict[str, Any]]) -> None:
+        """Go on from what :meth:`state` has given."""
+        set_options(self._optimizer, options)
+        set_state(self._optimizer, state, self._places)
+
+
+@contextmanager
+def unobserved():
+    """While this is held, nobody is told of steps: what a server does is none of its own script's."""
+    hooks: tuple[Any, ...] = (torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks)
+    before = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, kept in zip(hooks, before, strict=True):
+            each.update(kept)

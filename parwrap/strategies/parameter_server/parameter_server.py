@@ -1,0 +1,197 @@
+"""Parameter servers: some ranks hold the parameters and take the steps, the others compute gradients and push them.
+
+The strategy of a worker: its backwards are its own, its steps are the servers'. What a server does is ``server.py``'s, how the two come
+about and find each other ``roles.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from parwrap.coordination.call_site import location, warn
+from parwrap.errors import UsageError
+from parwrap.group.group import Group, is_alone
+from parwrap.intercept.backward import Backward
+from parwrap.intercept.clipping import Clip
+from parwrap.loop.loop_state import Loop
+from parwrap.options import Options
+from parwrap.strategies.common.autograd_graph import leading_sizes
+from parwrap.strategies.common.strategy import Strategy
+from parwrap.strategies.parameter_server.at_evaluation import AtEvaluation
+from parwrap.strategies.parameter_server.roles import joined, the_split
+from parwrap.strategies.parameter_server.server import Server
+from parwrap.strategies.parameter_server.worker import Pushing
+
+__all__ = ["ParameterServer"]
+
+
+class ParameterServer(Strategy):
+    """What a worker of parameter servers does.
+
+    Args:
+        group: the workers.
+        loop: what the training loop has done so far.
+        options: those of the innermost function that runs.
+    """
+
+    OPTIONS = ("servers", "staleness", "survive")
+
+    hands_over = True
+
+    def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
+        super().__init__(group, loop, options)
+        self._pushing = Pushing(the_split(), group, loop, lambda: options().lr_factor(group.world.size))
+        self._weights: list[float] = []
+        self._weight = 1.0
+        self._result: Any = None
+        self._warned = False
+        self.steps_together = options().staleness == 0
+
+    @classmethod
+    def check(cls, options: Options) -> None:
+        if options.staleness == 0:
+            return
+        for name, value in (("batch", "global"), ("uneven", "join"), ("lr", "linear"), ("lr", "sqrt")):
+            if getattr(options, name) == value:
+                raise UsageError(
+                    f"{name}={value!r} is about a batch that all ranks take a step with, and workers of a parameter server step each by "
+                    "itself: leave it out, or give staleness=0, with which they step together."
+                )
+
+    @classmethod
+    def joining(cls, group: Group | None, options: Options) -> AbstractContextManager[Group | None]:
+        return joined(group, options)
+
+    @classmethod
+    def beside(cls, group: Group, options: Options, loop: Loop) -> Server:
+        """What a rank is that does not run the loop, out of all those of ``group``."""
+        split = the_split()
+        first, workers = group.world.rank - split.workers, split.workers
+        return Server(split.wire, group.world.rank, first, workers, options.staleness, options.survive, split.tell, loop)
+
+    @property
+    def averages_gradients(self) -> bool:
+        return False
+
+    def actors(self) -> list[Any]:
+        return [self, AtEvaluation(self._group, self._loop, self._pushing)]
+
+    def check_feature(self, name: str) -> None:
+        if name == "sync_bn" and not self.steps_together:
+            raise UsageError(
+                "parwrap.sync_bn has no batch to share, since workers of a parameter server step each by itself: leave it out, or give "
+                "staleness=0, with which they step together."
+            )
+        if name == "amp with a loss scale":
+            self._refuse_scaling("parwrap.amp in fp16")
+        options = self._options()
+        if name == "accumulate" and (options.batch == "global" or options.uneven == "join"):
+            raise UsageError(
+                "parwrap.accumulate and a parameter server do not go together with batch='global' or uneven='join', by which a worker's "
+                "part of a window would have to be weighed: leave one of them out."
+            )
+
+    def backward(self, call: Backward) -> None:
+        """Run ``call``; what it leaves in gradients is this worker's."""
+        tensors = call.tensors
+        if call.averaged and call.weight is None and not is_alone():
+            weight, loss_factor, *_ = self._loop.weights.find(lambda: leading_sizes(tensors))
+            self._weights.append(weight)
+            scale = weight * loss_factor
+            call = call.scaled(scale) if scale != 1.0 and self.steps_together else call
+        if not is_alone():
+            self._pushing.begin()
+        call.run()
+        self._loop.ran_backward()
+
+    def scale_by_hand(self, scaler: torch.amp.GradScaler) -> None:
+        """A loss is scaled, by the script's own scaler or by that of ``amp``."""
+        if scaler.is_enabled() and not is_alone():
+            self._refuse_scaling(f"a loss scale (GradScaler at {location()})")
+
+    def refuse_closure(self) -> None:
+        """A closure computes gradients inside of a step, which is taken elsewhere."""
+        if is_alone():
+            return
+        raise UsageError(
+            f"optimizer.step(closure) at {location()} cannot be taken by a parameter server: the closure computes gradients inside of the "
+            "step, and the step is the server's. Call backward() and then step() without a closure, or choose another strategy."
+        )
+
+    def clip(self, clip: Clip) -> Any:
+        """Clip this worker's own gradients, which with ``staleness=0`` is not what one process does: say so once."""
+        if self.steps_together and not (self._warned or is_alone()):
+            self._warned = True
+            warn(
+                f"parwrap: the clipping at {location()} is of each worker's own gradients, which the server then averages, so the numbers "
+                "are not those of DDP or of one process, which clip the average. For those, choose strategy='ddp' or 'zero1'. This is said "
+                "once."
+            )
+        return clip.run()
+
+    def _refuse_scaling(self, what: str) -> None:
+        if self.steps_together:
+            raise UsageError(
+                f"{what} leaves out steps where gradients overflow, on one worker and not on the others, and with staleness=0 these would "
+                "wait for it or take later steps with its earlier ones: compute in bf16, which needs no loss scale, or give another "
+                "staleness."
+            )
+
+    def skips(self, optimizer: Optimizer) -> bool:
+        """Every step is left to the servers: they get the gradients, and this worker the new values."""
+        if is_alone():
+            return False
+        if self._weights:
+            self._weight, self._weights = fmean(self._weights), []
+        self._pushing.push(optimizer, self._weight if self.steps_together else 1.0)
+        return True
+
+    def optimizer_state(self, optimizer: Optimizer, save: Callable[[], Any]) -> Any:
+        """What the servers keep of the parameters of ``optimizer`` is in it."""
+        with self._pushing.with_state(optimizer):
+            return save()
+
+    def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[Any], None], state: Any) -> None:
+        """Servers go on from the ``state`` too."""
+        load(state)
+        self._pushing.load(optimizer)
+
+    def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
+        """Parameters that servers hold keep their dtype."""
+        before = {id(p): p.dtype for p in module.parameters() if self._pushing.holds(p)}
+        moved = apply()
+        if any(p.dtype != before.get(id(p), p.dtype) for p in moved.parameters()):
+            raise UsageError(
+                f"{location()} casts parameters that a parameter server holds, which would keep their dtype there: cast the model before "
+                "its first backward, or choose another strategy."
+            )
+        self._loop.moved()
+        return moved
+
+    def described(self) -> str:
+        options = self._options()
+        pace = {None: "each at its own pace", 0: "in step"}.get(options.staleness, f"at most {options.staleness} steps ahead")
+        servers = f"{options.servers} parameter server" + ("s" if options.servers > 1 else "")
+        return f"{servers} beside them, workers {pace}"
+
+    def returned(self, result: Any) -> None:
+        """The function has returned that; servers will return it too."""
+        self._result = result
+
+    def leave(self, returns: bool) -> None:
+        self._pushing.end(self._result)
+
+    def failed(self, error: BaseException) -> None:
+        """This worker has failed: tell the servers."""
+        self._pushing.failed(error)
+
+    def close(self) -> None:
+        self._pushing.close()
+        self._result = None

@@ -1,0 +1,139 @@
+"""The ranks of a launch as workers and parameter servers: the workers' own group, and the connections between the two."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from parwrap.coordination import status_board
+from parwrap.coordination.sync_points import Meetings
+from parwrap.errors import UsageError
+from parwrap.group.device import torch_backend
+from parwrap.group.group import Group, within
+from parwrap.loop.random_streams import get_state, set_state
+from parwrap.options import Options
+from parwrap.strategies.parameter_server.transport import Wire
+
+__all__ = ["Split", "joined", "the_split"]
+
+LOOKING = 0.1
+"""Seconds between two looks for workers that have died."""
+
+
+@dataclass
+class Split:
+    """The ranks of a process group, taken apart.
+
+    Attributes:
+        group: of all ranks.
+        workers: how many there are; they have the first ranks.
+        among_workers: their group; ``None`` on a server.
+        process_group: torch's, of the workers.
+        connections: torch's, of all ranks, with nothing but point-to-point calls in it.
+        runs: how many there were.
+        survives: whether workers go on without those that die.
+        wires: one for each run, the last for the present one.
+    """
+
+    group: Group
+    workers: int
+    among_workers: Group | None
+    process_group: Any
+    connections: Any
+    runs: int = 0
+    survives: bool = False
+    wires: list[Wire] = field(default_factory=list)
+    _looked: float = 0.0
+    _lost: frozenset[int] = frozenset()
+
+    @property
+    def wire(self) -> Wire:
+        return self.wires[-1]
+
+    @property
+    def servers(self) -> range:
+        return range(self.workers, self.group.world.size)
+
+    def tell(self, lost: set[int]) -> None:
+        """Those workers have died."""
+        self.group.store.set(self._key, json.dumps(sorted(lost)))
+
+    def lost(self) -> frozenset[int]:
+        """The workers that have died, as far as servers have told; without ``survives`` it is an error instead."""
+        if self.survives and time.monotonic() > self._looked + LOOKING:
+            self._looked = time.monotonic()
+            if self.group.store.check([self._key]):
+                self._lost = frozenset(json.loads(self.group.store.get(self._key)))
+        return self._lost
+
+    @property
+    def _key(self) -> str:
+        return f"lost/{self.workers}/{self.runs}"
+
+
+_current: Split | None = None
+
+
+def the_split() -> Split:
+    """That of the run that is open."""
+    assert _current is not None
+    return _current
+
+
+@contextmanager
+def joined(group: Group | None, options: Options) -> Iterator[Group | None]:
+    """The group of the workers for the length of the block; ``None`` on a server, and on a single rank.
+
+    Raises:
+        UsageError: there are too few ranks.
+    """
+    global _current
+    if group is None:
+        yield None
+        return
+    if group.world.size <= options.servers:
+        raise UsageError(
+            f"servers={options.servers} leaves no worker on {group.world.size} ranks: the last of them are the servers. Start more ranks, "
+            "or ask for fewer servers."
+        )
+    split = group.once(("parameter server", options.servers), lambda: _split(group, group.world.size - options.servers))
+    group.meetings.begin()
+    state = group.exchange("random state", get_state() if group.world.rank == 0 else None)[0]
+    split.runs += 1
+    split.survives, split._lost = options.survive, frozenset()
+    split.wires.append(Wire(split.connections, split.runs))
+    _current = split
+    set_state(state)
+    try:
+        with within(split.among_workers, split.process_group, replace(group.world, size=split.workers)):
+            yield split.among_workers
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            group.meetings.fail(error)  # whoever comes to the next run first waits for this rank
+        raise
+    finally:
+        _current = None
+
+
+@contextmanager
+def _split(group: Group, workers: int) -> Iterator[Split]:
+    group.meet("parameter servers")
+    world, ranks = group.world, list(range(workers))
+    connections = dist.new_group(backend="gloo", timeout=group.timeout)
+    process_group = dist.new_group(ranks, backend=torch_backend(group.backend), timeout=group.timeout)
+    if world.rank >= workers:
+        yield Split(group, workers, None, process_group, connections)
+        return
+    # launchers may deal ranks out over the nodes in any order
+    mine = replace(world, size=workers, local_size=workers if world.on_one_node else 0)
+    store = dist.PrefixStore(f"workers/{workers}", group.store)
+    with status_board.opened(mine, store) as entries:
+        among = Group(mine, group.backend, group.device, store, group.timeout, Meetings(entries, group.timeout))
+        with among._ends:
+            yield Split(group, workers, among, process_group, connections)

@@ -1,0 +1,268 @@
+"""What a parameter server does from its first backward on: it receives what workers send, takes their steps and answers.
+
+One thread for each worker waits for what it sends; everything else happens in the main thread, in the order in which it came. Who may go
+on when is ``staleness.py``'s, how a step is taken ``held_optimizer.py``'s.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from parwrap.decorator import Left
+from parwrap.errors import RankMismatchError
+from parwrap.intercept.backward import Backward
+from parwrap.loop.loop_state import Loop, parameters_of
+from parwrap.rank_zero.output import Voices
+from parwrap.rank_zero.private_files import FilesAside
+from parwrap.strategies.parameter_server.final_state import take_over
+from parwrap.strategies.parameter_server.held_optimizer import Held, Pushed
+from parwrap.strategies.parameter_server.optimizer_transfer import set_options, unpacked
+from parwrap.strategies.parameter_server.staleness import Pace
+from parwrap.strategies.parameter_server.transport import Kind, Layout, Message, Wire, gone
+from parwrap.system.remote_exception import in_one_line
+
+__all__ = ["Begun", "Served", "Server"]
+
+
+class Served(Left):
+    """All workers have come to the end, and so has the server: it leaves the user's function where it is, with what worker 0's returned.
+
+    ``returns`` says whether that could be sent.
+    """
+
+
+class Begun(NamedTuple):
+    """What a worker tells of an optimizer when it is to be stepped from now on.
+
+    Attributes:
+        optimizer: packed; or why that cannot be.
+        kinds: shape and dtype of all its parameters.
+        keys: by which each of these is known, the same in all optimizers that have it.
+        holders: by which server each is held.
+        options: of its groups.
+    """
+
+    optimizer: bytes | str
+    kinds: list[tuple]
+    keys: list[tuple[int, int]]
+    holders: list[int]
+    options: list[dict[str, Any]]
+
+
+class Server:
+    """Serves the workers of a run; the actor on backward and on files of a server's own process.
+
+    Args:
+        wire: leads to the workers.
+        rank: of this server.
+        place: of this server among them.
+        workers: how many there are.
+        staleness: how many steps a worker may be ahead of the slowest.
+        survives: go on without workers that have died.
+        tell_lost: called with the ranks that have died.
+        loop: of this process.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        rank: int,
+        place: int,
+        workers: int,
+        staleness: int | None,
+        survives: bool,
+        tell_lost: Callable[[set[int]], None],
+        loop: Loop,
+    ) -> None:
+        self._wire, self._rank, self._place, self._survives, self._tell_lost, self._loop = wire, rank, place, survives, tell_lost, loop
+        self._pace, self._there, self._lost = Pace(range(workers), staleness), set(range(workers)), set[int]()
+        self._held: dict[int, Held] = {}
+        self._parameters: dict[tuple[int, int], nn.Parameter] = {}
+        self._pushed: dict[int, tuple[Message, Pushed | None]] = {}
+        self._put: dict[str, bytes] = {}
+        self._taking: dict[str, list[int]] = defaultdict(list)
+        self._told: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+        self._said, self._served = sys.stderr, False
+        for worker in range(workers):
+            threading.Thread(target=self._read, args=(worker,), name=f"parwrap worker {worker}", daemon=True).start()
+
+    def backward(self, call: Backward) -> NoReturn:
+        """From here on, serve."""
+        self.serve()
+        served, result = Served(), pickle.loads(self._put["end"]).result
+        if result is not None:
+            served.result, served.returns = pickle.loads(result), True
+        raise served
+
+    @contextmanager
+    def quiet(self) -> Iterator[list[Any]]:
+        """The actors of this process; while this is held, it is heard of no more than a rank above 0."""
+        voices, files = Voices(self._rank), FilesAside(self._rank)
+        with voices.silenced():
+            try:
+                yield [self, files, voices]
+            finally:
+                files.close()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """The function has ended: if it has never come to a backward, serve now."""
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.serve()
+        else:
+            self.failed(error)
+
+    def serve(self) -> None:
+        """Serve until all workers have ended, and take over the final values."""
+        while self._there:
+            self._handle(*self._told.get())
+        if "end" in self._put and not self._served:
+            self._served = True
+            take_over(self._loop, pickle.loads(self._put["end"]), states=True)
+
+    def failed(self, error: BaseException) -> None:
+        """This server has failed: whoever asks it for something is told."""
+        text = f"rank {self._rank}, a parameter server, has failed with {in_one_line(error)}."
+        if isinstance(error, RankMismatchError):
+            text = str(error)
+        for worker in sorted(self._there):
+            try:
+                self._wire.send(worker, Message(Kind.FAILED, content=pickle.dumps(text)), waits=False)
+            except RuntimeError:  # it has gone as well
+                continue
+
+    def _read(self, worker: int) -> None:
+        kind = None
+        try:
+            while kind not in (Kind.END, Kind.FAILED):
+                message = self._wire.receive(worker)
+                kind = message.kind
+                self._told.put((worker, message))
+        except BaseException as error:
+            self._told.put((worker, Message(Kind.FAILED, content=pickle.dumps(f"has died: {gone(error)}"))))
+
+    def _handle(self, worker: int, message: Message) -> None:
+        pace, answer = self._pace, self._answer
+        if message.kind is Kind.PUSH:
+            self._pushed[worker] = message, message.object if message.content else None
+            pace.push(worker, message.optimizer, message.number, message.step)
+        elif message.kind is Kind.WAIT:
+            pace.wait(worker, message.number, message.step)
+        elif message.kind is Kind.GO_ON:
+            pace.go_on(worker)
+        elif message.kind is Kind.SET:
+            self._held[message.optimizer].set(message.object, message.values)  # type: ignore[arg-type]
+        elif message.kind is Kind.PULL:
+            answer(worker, values=self._held[message.optimizer].values())
+        elif message.kind is Kind.STATE:
+            answer(worker, self._held[message.optimizer].state())
+        elif message.kind is Kind.LOAD:
+            self._held[message.optimizer].load(*message.object)
+        elif message.kind is Kind.BEGIN:
+            self._begin(message.optimizer, message.object, message.values)  # type: ignore[arg-type]
+            answer(worker)
+        elif message.kind is Kind.DROP:
+            self._drop(message.object)
+        elif message.kind is Kind.PUT:
+            topic, self._put[topic] = message.object[0], message.object[1]
+            for waiting in self._taking.pop(topic, ()):
+                self._give(waiting, topic)
+        elif message.kind is Kind.TAKE:
+            if message.object in self._put:
+                self._give(worker, message.object)
+            else:
+                self._taking[message.object].append(worker)
+        elif message.kind is Kind.END:
+            self._there.discard(worker)
+            pace.end(worker)
+        elif message.kind is Kind.FAILED:
+            self._lose(worker, message.object)
+        for due in pace.released():
+            self._step(due)
+
+    def _step(self, workers: list[int]) -> None:
+        several = [(worker, *self._pushed.pop(worker)) for worker in workers]
+        held = self._held[several[0][1].optimizer]
+        held.step([(worker, pushed, message.values, message.weight) for worker, message, pushed in several])
+        for worker in workers:
+            self._answer(worker, values=held.values())
+
+    def _begin(self, number: int, begun: Begun, values: torch.Tensor) -> None:
+        mine = [place for place, holder in enumerate(begun.holders) if holder == self._place]
+        device = next((p.device for p in self._loop.once_owned().values()), torch.device("cpu"))
+        shapes = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (begun.kinds[place] for place in mine)]
+        sent = Layout(shapes).views(values)
+        parameters = [nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False) for _, dtype in begun.kinds]
+        for place, value in zip(mine, sent, strict=True):
+            known = self._parameters.get(begun.keys[place])
+            if known is None:
+                known = nn.Parameter(value.to(device, copy=True), requires_grad=value.is_floating_point() or value.is_complex())
+            parameters[place] = self._parameters[begun.keys[place]] = known
+        is_sent = isinstance(begun.optimizer, bytes)
+        optimizer = unpacked(begun.optimizer, parameters) if is_sent else self._own(number, begun, parameters)  # type: ignore[arg-type]
+        set_options(optimizer, begun.options)
+        before = self._held.get(number)
+        self._held[number] = Held(optimizer, mine, [parameters[place] for place in mine])
+        if before is not None:  # it has got more parameters
+            self._held[number].load({**self._held[number].state(), **before.state()}, begun.options)
+
+    def _drop(self, numbers: set[int]) -> None:
+        """Let go of optimizers, and of the parameters that no other one has."""
+        self._held = {number: held for number, held in self._held.items() if number not in numbers}
+        left = {id(p) for held in self._held.values() for p in held.parameters}
+        self._parameters = {key: p for key, p in self._parameters.items() if id(p) in left}
+
+    def _own(self, number: int, begun: Begun, parameters: list[nn.Parameter]) -> Optimizer:
+        """The optimizer of this process with that number, which was built as the workers' was; its parameters get other values."""
+        optimizer = dict(self._loop.numbered_optimizers()).get(number)
+        own = parameters_of(optimizer) if optimizer else []
+        if optimizer is None or [(tuple(p.shape), p.dtype) for p in own] != begun.kinds:
+            raise RankMismatchError(
+                f"an optimizer cannot be sent to rank {self._rank}, a parameter server ({begun.optimizer!s}), and it has not built the "
+                "same itself. Define its class at the top of a module, or build it before the first backward."
+            )
+        for place, p in enumerate(own):
+            p.data = parameters[place].data
+            parameters[place] = p  # type: ignore[call-overload]
+            self._parameters[begun.keys[place]] = p  # type: ignore[assignment]
+        return optimizer
+
+    def _give(self, worker: int, topic: str) -> None:
+        self._send(worker, Message(Kind.ANSWER, content=self._put[topic]))
+
+    def _answer(self, worker: int, content: Any = None, values: torch.Tensor | None = None) -> None:
+        self._send(worker, Message(Kind.ANSWER, content=b"" if content is None else pickle.dumps(content), values=values))
+
+    def _send(self, worker: int, message: Message) -> None:
+        try:
+            self._wire.send(worker, message)
+        except RuntimeError as error:  # it has died: its thread tells how
+            if worker not in self._lost:
+                self._lose(worker, f"has died: {gone(error)}")
+
+    def _lose(self, worker: int, why: str) -> None:
+        if worker not in self._there:
+            return
+        self._there.discard(worker)
+        self._lost.add(worker)
+        self._pushed.pop(worker, None)
+        self._pace.end(worker)
+        text = f"rank {worker}, a worker of the parameter server, {why.rstrip('.')}."
+        if not self._survives or worker == 0 or not self._there:
+            raise RankMismatchError(text)
+        self._tell_lost(self._lost)
+        if self._place == 0:
+            print(f"parwrap: {text} The others train on without it.", file=self._said, flush=True)

@@ -1,0 +1,344 @@
+"""A worker's side of parameter servers: pushes gradients and pulls values, optimizer by optimizer.
+
+What it has last pulled stays in buffers, by which it is seen what a script has changed by hand.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from parwrap.coordination.call_site import location, warn
+from parwrap.coordination.sync_points import FIRST_BACKWARD
+from parwrap.errors import UsageError
+from parwrap.group.group import Group
+from parwrap.loop.loop_state import Loop, parameters_of
+from parwrap.strategies.common.agreement import checksums
+from parwrap.strategies.parameter_server.final_state import ending, take_over
+from parwrap.strategies.parameter_server.held_optimizer import Pushed
+from parwrap.strategies.parameter_server.optimizer_transfer import options_of, packed, set_state, state_of
+from parwrap.strategies.parameter_server.roles import Split
+from parwrap.strategies.parameter_server.server import Begun
+from parwrap.strategies.parameter_server.transport import Kind, Layout, Message, split_by_size
+from parwrap.system.remote_exception import in_one_line
+
+__all__ = ["Pushing"]
+
+
+@dataclass
+class _Part:
+    """Those parameters of one optimizer that one server holds.
+
+    Attributes:
+        server: its rank.
+        parameters: those.
+        layout: of the buffers.
+        gradients: what is pushed.
+        values: what was pulled.
+        known: the tensors in ``values``.
+        told: what was pushed last beside the gradients, pickled.
+    """
+
+    server: int
+    parameters: list[torch.Tensor]
+    layout: Layout = field(init=False)
+    gradients: torch.Tensor = field(init=False)
+    values: torch.Tensor = field(init=False)
+    known: list[torch.Tensor] = field(init=False)
+    told: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.layout = Layout(self.parameters)
+        self.gradients, self.values = self.layout.buffer(), self.layout.buffer()
+        self.known = self.layout.views(self.values)
+
+
+class Pushing:
+    """Has servers take the steps of this worker's optimizers.
+
+    Args:
+        split: leads to the servers.
+        group: the workers.
+        loop: numbers optimizers alike on all of them.
+        lr_factor: what learning rates are multiplied by.
+    """
+
+    def __init__(self, split: Split, group: Group, loop: Loop, lr_factor: Callable[[], float]) -> None:
+        self._split, self._wire, self._group, self._loop, self._lr_factor = split, split.wire, group, loop, lr_factor
+        self._parts: dict[int, list[_Part]] = {}
+        self._places: dict[int, tuple[tuple[int, int], int]] = {}
+        self._known: dict[int, torch.Tensor] = {}
+        self._dropped: set[int] = set()
+        self._generation, self._ended, self._waiting, self._steps = -1, False, (False, 0), 0
+        group.meetings.phase = lambda: loop.generation
+        group.meetings.answer(FIRST_BACKWARD, lambda detail, present: self._agree(None))
+        group.meetings.waits = self._tell_waiting
+        group.meetings.lost = split.lost
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether a server holds ``parameter``."""
+        return id(parameter) in self._known
+
+    def begin(self) -> None:
+        """Before a backward: have servers hold what optimizers have that was not known yet, the same on all workers."""
+        if self._generation == self._loop.generation:
+            return
+        new = {number: each for number, each in self._loop.numbered_optimizers() if self._is_new(number, each)}
+        if not any(True for _ in self._loop.optimizers()):
+            raise UsageError(
+                f"the backward at {location()} comes before any optimizer was built, and a parameter server takes the steps of optimizers. "
+                "Build it before, or choose another strategy."
+            )
+        if new:
+            self._group.meet(FIRST_BACKWARD)
+            self._agree(new)
+        self._generation = self._loop.generation
+
+    def push(self, optimizer: Optimizer, weight: float) -> None:
+        """Have the servers take a step of ``optimizer``, and take over the new values.
+
+        Args:
+            optimizer: one of this worker's.
+            weight: how much its gradients count, which were multiplied by it.
+        """
+        self.begin()
+        number = self._number(optimizer)
+        if number is None:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() at {location()} comes before any backward, and a parameter server takes steps with "
+                "gradients that are there: call backward() first, or choose another strategy."
+            )
+        options = options_of(optimizer, self._lr_factor())
+        self._steps += 1
+        for part in self._parts[number]:
+            self._push_changes(number, part)
+            content = self._filled(part, options)
+            message = Message(Kind.PUSH, number, self._group.meetings.number, weight, content, part.gradients, self._steps)
+            self._send(part.server, message)
+        self._group.meetings.fetching("a step of the parameter server", self._steps)
+        for part in self._parts[number]:
+            self._wire.answer_of(part.server, part.values)
+            self._take(part)
+        self._group.meetings.fetched()
+
+    def pull(self) -> None:
+        """Take over the present values of all parameters that were not changed by hand."""
+        for number in self._parts:
+            self._pull(number)
+
+    def taken_over(self) -> None:
+        """Parameters have got values from another worker: those are no change by hand."""
+        for parts in self._parts.values():
+            for part in parts:
+                for p, known in zip(part.parameters, part.known, strict=True):
+                    known.copy_(p.detach())
+
+    def give(self, topic: str, content: Any, everywhere: bool = False) -> None:
+        """Put something there for the other workers, and with ``everywhere`` for all servers."""
+        message = Message(Kind.PUT, content=pickle.dumps((topic, pickle.dumps(content))))
+        for server in self._split.servers[: None if everywhere else 1]:
+            self._send(server, message)
+
+    def get(self, topic: str) -> Any:
+        """What another worker has put there, or will put."""
+        return self._wire.ask(self._split.servers[0], Message(Kind.TAKE, content=pickle.dumps(topic))).object
+
+    @contextmanager
+    def with_state(self, optimizer: Optimizer) -> Iterator[None]:
+        """While this is held, ``optimizer`` has the state that servers keep."""
+        number = self._number(optimizer)
+        if number is None or self._ended:
+            yield
+            return
+        set_state(optimizer, self._state(number))
+        try:
+            yield
+        finally:
+            optimizer.state.clear()
+
+    def load(self, optimizer: Optimizer) -> None:
+        """Have servers go on from the state that ``optimizer`` has got."""
+        number = self._number(optimizer)
+        if number is None or self._ended:
+            return
+        content = pickle.dumps((state_of(optimizer), options_of(optimizer, self._lr_factor())))
+        for part in self._parts[number]:
+            part.told = b""
+            self._send(part.server, Message(Kind.LOAD, number, content=content))
+        optimizer.state.clear()
+
+    def end(self, result: Any) -> None:
+        """All workers have come to the end: have worker 0's values everywhere, and leave the servers.
+
+        Args:
+            result: of the function.
+        """
+        first = self._group.world.rank == 0
+        self.pull() if first else take_over(self._loop, self.get("end"))
+        for number, optimizer in self._loop.numbered_optimizers():
+            if number in self._parts:
+                set_state(optimizer, self._state(number))
+        if first:
+            self.give("end", ending(self._loop, result), everywhere=True)
+        for server in self._split.servers:
+            self._send(server, Message(Kind.END))
+        self._ended = True
+
+    def failed(self, error: BaseException) -> None:
+        """This worker leaves with ``error``."""
+        text = f"has failed with {in_one_line(error)}"
+        for server in self._split.servers if not self._ended else ():
+            with suppress(RuntimeError):
+                self._wire.send(server, Message(Kind.FAILED, content=pickle.dumps(text)), waits=False)
+        self._ended = True
+
+    def close(self) -> None:
+        """Let go of the user's parameters."""
+        self._ended = True
+        self._parts.clear()
+        self._places.clear()
+        self._known.clear()
+
+    def _tell_waiting(self, waits: bool, step: int = 0) -> None:
+        if not self._ended and (waits, step) != self._waiting:
+            self._waiting = waits, step
+            for server in self._split.servers:
+                self._send(server, Message(Kind.WAIT if waits else Kind.GO_ON, number=self._group.meetings.number, step=step))
+
+    def _send(self, server: int, message: Message) -> None:
+        try:
+            self._wire.send(server, message)
+        except RuntimeError:
+            self._wire.answer_of(server)  # which says more
+            raise
+
+    def _is_new(self, number: int, optimizer: Optimizer) -> bool:
+        return number not in self._parts or sum(len(part.parameters) for part in self._parts[number]) != len(parameters_of(optimizer))
+
+    def _number(self, optimizer: Optimizer) -> int | None:
+        """The number of ``optimizer``, if servers know it."""
+        return next((number for number, each in self._loop.numbered_optimizers() if each is optimizer and number in self._parts), None)
+
+    def _agree(self, new: dict[int, Optimizer] | None) -> None:
+        """Have the lowest rank that is in a backward tell the servers of optimizers; ``None`` on one that is elsewhere."""
+        ranks = [rank for rank in range(self._group.world.size) if rank not in self._split.lost()]
+        mine = None if new is None else {number: checksums(parameters_of(each)) for number, each in new.items()}
+        own = dict(self._loop.numbered_optimizers())
+        views = self._group.share(FIRST_BACKWARD, (mine, set(own)), ranks)
+        told = {rank: view for rank, (view, _) in views.items() if view is not None}
+        source = min(told)
+        for number in sorted(set().union(*told.values())):
+            if number in own:
+                self._lay_out(number, own[number])
+        if self._group.world.rank == source:
+            if self._dropped:
+                for server in self._split.servers:
+                    self._send(server, Message(Kind.DROP, content=pickle.dumps(self._dropped)))
+            for number, optimizer in (new or {}).items():
+                self._tell(number, optimizer)
+        self._drop(self._parts.keys() - set().union(*(alive for _, alive in views.values())))
+        self._group.share("parameter servers know", True, [source])
+        different = len({pickle.dumps(view) for view in told.values()}) > 1
+        if different and self._group.world.rank == source:
+            warn(
+                f"parwrap: the workers have built parameters with different values; rank {source}'s are taken. Seed before the model is "
+                "built, or build it inside the decorated function."
+            )
+        for number in set().union(*told.values()) & own.keys():
+            for part in self._parts[number]:
+                self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
+                self._take(part, unseen=True)
+            own[number].state.clear()
+
+    def _drop(self, numbers: set[int]) -> None:
+        """Let go of optimizers that no worker has any more; servers are told when all have taken over the last values."""
+        for number in numbers:
+            self._pull(number, unseen=True)
+            del self._parts[number]
+        self._dropped = numbers
+        left = {id(p) for parts in self._parts.values() for part in parts for p in part.parameters}
+        self._places = {key: place for key, place in self._places.items() if key in left}
+        self._known = {key: known for key, known in self._known.items() if key in left}
+
+    def _lay_out(self, number: int, optimizer: Optimizer) -> None:
+        parameters = parameters_of(optimizer)
+        new = [(place, p) for place, p in enumerate(parameters) if id(p) not in self._places]
+        chosen = split_by_size([p.numel() * p.element_size() for _, p in new], len(self._split.servers))
+        self._places |= {id(p): ((number, place), holder) for (place, p), holder in zip(new, chosen, strict=True)}
+        several: dict[int, list[torch.Tensor]] = {}
+        for p in parameters:
+            several.setdefault(self._split.servers[self._places[id(p)][1]], []).append(p)
+        self._parts[number] = [_Part(server, part) for server, part in sorted(several.items())]
+        for part in self._parts[number]:
+            for p, known in zip(part.parameters, part.known, strict=True):
+                known.copy_(p.detach())
+                self._known[id(p)] = known
+
+    def _tell(self, number: int, optimizer: Optimizer) -> None:
+        try:
+            sent: bytes | str = packed(optimizer)
+        except Exception as error:  # whatever a user's class may raise
+            sent = f"{type(error).__name__}: {error}"
+        kinds = [(tuple(p.shape), p.dtype) for p in parameters_of(optimizer)]
+        keys, holders = zip(*(self._places[id(p)] for p in parameters_of(optimizer)), strict=True)
+        begun = Begun(sent, kinds, list(keys), list(holders), options_of(optimizer, self._lr_factor()))
+        for part in self._parts[number]:
+            self._wire.ask(part.server, Message(Kind.BEGIN, number, content=pickle.dumps(begun), values=part.values))
+
+    def _filled(self, part: _Part, options: list[dict[str, Any]]) -> bytes:
+        """Put gradients into the buffer; returns what has to be told with it."""
+        present, sparse = [], {}
+        for place, (p, view) in enumerate(zip(part.parameters, part.layout.views(part.gradients), strict=True)):
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse:
+                grad = p.grad.detach().coalesce()
+                sparse[place] = (grad.indices().cpu(), grad.values().cpu(), grad.shape)
+            else:
+                present.append(place)
+                view.copy_(p.grad.detach())
+        told = pickle.dumps(Pushed(tuple(present), sparse, options))
+        if told == part.told and not sparse:
+            return b""
+        part.told = told
+        return told
+
+    def _changed(self, part: _Part) -> list[int]:
+        """The places of the parameters that the script has changed by hand since they were pulled."""
+        return [place for place, p in enumerate(part.parameters) if not torch.equal(self._known[id(p)].view(p.shape), p.detach().to("cpu"))]
+
+    def _push_changes(self, number: int, part: _Part) -> None:
+        changed = self._changed(part)
+        if changed:
+            buffer = part.layout.buffer()
+            for view, p in zip(part.layout.views(buffer), part.parameters, strict=True):
+                view.copy_(p.detach())
+            self._send(part.server, Message(Kind.SET, number, content=pickle.dumps(changed), values=buffer))
+
+    def _take(self, part: _Part, unseen: bool = False, without: Collection[int] = ()) -> None:
+        """Have the parameters take the values that were pulled, but those at some places; ``unseen`` by a graph that has saved them."""
+        with torch.no_grad():
+            for place, (p, known) in enumerate(zip(part.parameters, part.known, strict=True)):
+                if place not in without:
+                    (p.data if unseen else p).copy_(known)
+                    self._known[id(p)] = known
+
+    def _pull(self, number: int, unseen: bool = False) -> None:
+        for part in self._parts[number]:
+            kept = {place: part.known[place].clone() for place in self._changed(part)}
+            self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
+            for place, known in kept.items():  # a script that puts back what was there has changed nothing
+                part.known[place].copy_(known)
+            self._take(part, unseen, without=kept)
+
+    def _state(self, number: int) -> dict[int, dict[str, Any]]:
+        state: dict[int, dict[str, Any]] = {}
+        for part in self._parts[number]:
+            state |= self._wire.ask(part.server, Message(Kind.STATE, number)).object
+        return state

@@ -1,0 +1,201 @@
+"""ZeRO stage 1: gradients are averaged as in DDP, and each rank holds the optimizer's state of a part of the parameters only.
+
+The optimizer stays the user's object, with all of its parameter groups. A rank steps the parameters whose state it holds, by hiding the
+gradients of the others, and sends them to the others. Which those are, and how states become whole, is ``state_partition.py``'s.
+(Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054; ``torch.distributed.optim.ZeroRedundancyOptimizer``.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import LBFGS, Optimizer
+
+from parwrap.errors import RankMismatchError, UsageError
+from parwrap.group.group import Group, is_alone
+from parwrap.intercept.skipping import has_inner
+from parwrap.loop.loop_state import Loop
+from parwrap.options import Options
+from parwrap.strategies.ddp.ddp import DDP
+from parwrap.strategies.zero1.state_partition import Shards
+
+__all__ = ["Zero1"]
+
+
+class Zero1(DDP):
+    """As DDP, with the state of optimizers in shards."""
+
+    def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
+        super().__init__(group, loop, options)
+        self._shards: weakref.WeakKeyDictionary[Optimizer, Shards] = weakref.WeakKeyDictionary()
+        self._held: dict[int, Optimizer] = {}
+        self._former: set[int] = set()
+        self._stepping: Shards | None = None
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._calls_closure = self._catches_up = False
+        self._averagers.while_taking = self._catching_up
+
+    def actors(self) -> list[Any]:
+        for optimizer in self._loop.optimizers():
+            self.own_parameters(optimizer)
+        return super().actors()
+
+    def own_parameters(self, optimizer: Optimizer) -> None:
+        """``optimizer`` is being built, or got another group."""
+        if isinstance(optimizer, LBFGS):
+            raise UsageError(
+                "LBFGS steps all parameters as one vector, so its state cannot be held in shards: choose another strategy than 'zero1', or "
+                "another optimizer."
+            )
+        if optimizer not in self._shards and not is_alone():
+            number = self._number(optimizer)
+            self._shards[optimizer] = Shards(optimizer, self._group)
+            self._meetings.answer(_step(number), lambda detail, present: self._answer_step(number, present))
+            self._meetings.answer(_state(number), lambda detail, present: self._answer_state(number, present))
+            self._former = set(self._held)
+
+    def takes_step(self, optimizer: Optimizer) -> None:
+        """Meet the other ranks, and leave those parameters out of the step whose state others hold."""
+        self._hidden.clear()  # a step that has raised was not seen to end
+        calls_closure, self._calls_closure = self._calls_closure, False
+        if is_alone() or has_inner(optimizer):  # whose own part of the step all ranks take alike
+            return
+        number = self._number(optimizer)
+        self._hold(number, optimizer)
+        self._stepping = self._shards[optimizer]
+        self._stepping.settle(self._group.meet(_step(number)))
+        if not calls_closure:
+            self._hide()
+
+    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure that hides what it leaves in gradients, for a step that is about to begin."""
+        self._calls_closure = True
+
+        def then_hide() -> Any:
+            loss = closure()
+            self._hide()
+            return loss
+
+        return then_hide
+
+    def took_step(self, optimizer: Optimizer) -> None:
+        """Send what was stepped here, and get what was stepped elsewhere."""
+        super().took_step(optimizer)
+        if self._stepping is not None:
+            self._show()
+            self._stepping.send()
+            self._stepping = None
+
+    def optimizer_state(self, optimizer: Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state of a single process, on every rank."""
+        state = save()
+        if has_inner(optimizer):
+            return state
+        if self._catches_up:
+            return self._shards[optimizer].without(state)
+        if is_alone():
+            raise UsageError(
+                f"{type(optimizer).__name__}.state_dict() needs all ranks with strategy='zero1', since each holds a part, and only "
+                "this rank runs what @parwrap.rank_zero_only guards: call it outside of that function, and save there what it returns."
+            )
+        number = self._number(optimizer)
+        self._shards[optimizer].settle(self._group.meet(_state(number)), hands_on=False)
+        return self._shards[optimizer].whole(state)
+
+    def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
+        """Load the part of a whole ``state`` that this rank holds."""
+        if not (is_alone() or has_inner(optimizer)):
+            self._number(optimizer)
+            shards = self._shards[optimizer]
+            state = shards.kept(state) if self._catches_up else shards.own(state)
+        load(state)
+
+    def leave(self, returns: bool) -> None:
+        super().leave(returns)
+        self._held.clear()
+        if returns:
+            self._join()
+
+    def _join(self) -> None:
+        """Have the state of all optimizers whole on every rank."""
+        alive = dict(self._loop.numbered_optimizers())
+        told = self._group.share("optimizers that are still used", set(alive), range(self._group.world.size)).values()
+        for number in sorted(set.intersection(*told)):
+            if not has_inner(alive[number]):
+                self._shards[alive[number]].join()
+
+    def close(self) -> None:
+        self._show()
+        self._held.clear()
+        super().close()
+
+    def _number(self, optimizer: Optimizer) -> int:
+        """By which ranks know ``optimizer``; a copy of one is known from its first use on."""
+        for number, known in self._loop.numbered_optimizers():
+            if known is optimizer:
+                return number
+        self._loop.own_parameters(optimizer)
+        self.own_parameters(optimizer)
+        return self._number(optimizer)
+
+    def _hold(self, number: int, optimizer: Optimizer) -> None:
+        """Keep ``optimizer`` until one that is built later steps: a rank that has left must still have its shard when others step."""
+        if number not in self._held:
+            for former in self._former:
+                self._held.pop(former, None)
+            self._former.clear()
+            self._held[number] = optimizer
+        self._former.discard(number)
+
+    def _known(self, number: int) -> Shards:
+        optimizer = dict(self._loop.numbered_optimizers()).get(number)
+        if optimizer is None:
+            raise RankMismatchError(
+                f"rank {self._group.world.rank} has left the training loop and its optimizer is gone, with a part of the state that others "
+                "step by. Keep the optimizer until all ranks are through, or let all ranks take the same number of steps."
+            )
+        return self._shards[optimizer]
+
+    def _answer_step(self, number: int, present: list[int]) -> None:
+        """Others step, and this rank has come for something else: its shard goes to one of them."""
+        shards = self._known(number)
+        shards.settle(present)
+        shards.send()
+
+    def _answer_state(self, number: int, present: list[int]) -> None:
+        """Others ask for the whole state, and this rank has come for something else."""
+        shards = self._known(number)
+        shards.settle(present, hands_on=False)
+        shards.whole({"state": {}})
+
+    @contextmanager
+    def _catching_up(self) -> Iterator[None]:
+        """Another rank's state is taken over, but for the shards, which every rank has kept in step."""
+        self._catches_up = True
+        try:
+            yield
+        finally:
+            self._catches_up = False
+
+    def _hide(self) -> None:
+        for p in self._stepping.others() if self._stepping else ():
+            if p.grad is not None:
+                self._hidden.append((p, p.grad))
+                p.grad = None
+
+    def _show(self) -> None:
+        for p, grad in self._hidden:
+            p.grad = grad
+        self._hidden.clear()
+
+
+def _step(number: int) -> str:
+    return f"a step of optimizer {number}, whose state is in shards"
+
+
+def _state(number: int) -> str:
+    return f"the state of optimizer {number}, which is in shards"

@@ -1,0 +1,194 @@
+"""Pytest plugin: ``@pytest.mark.ranks(2)`` runs a test on two processes with a gloo process group open in each::
+
+    @pytest.mark.ranks(2)
+    def test_every_rank_gets_the_mean():
+        assert parwrap.reduce_mean(parwrap.rank()) == 0.5
+
+What fails is shown as the traceback of the rank that failed first; after a time limit, ``ranks(2, timeout=60)`` seconds, the
+Python stack of every rank is shown. Fixtures are made once, in the pytest process, and each rank gets its own copy of their
+values, which must pickle, and of the environment; what else a fixture changes is not seen by the ranks. ``capsys``, ``capfd``,
+``caplog``, ``recwarn`` and ``tmp_path_factory`` are of each rank; ``request`` has its ``param`` and names the test.
+
+This file reads the mark and tells pytest what happened; processes are ``rank_launcher.py``'s.
+"""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+import pickle
+import re
+import tempfile
+import textwrap
+import warnings
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from _pytest.unittest import TestCaseFunction
+
+from parwrap.testing.rank_fixtures import sent
+from parwrap.testing.rank_launcher import GRACE, Rank, collect, dump_stacks, launched, rank_environ, start_fork_server
+from parwrap.testing.rank_process import Report, Task
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "ranks(n, timeout=60): run the test on n processes with a gloo process group open in each, for at most timeout seconds."
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
+    """Start the fork server before a module that needs it is imported, so that both import torch at the same time."""
+    if b"mark.ranks" in module_path.read_bytes() and not parent.config.getoption("--collect-only"):
+        start_fork_server()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a mark that cannot mean anything before fixtures are made."""
+    if isinstance(item, pytest.Function):
+        _read_mark(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    asked = _read_mark(pyfuncitem)
+    if asked is None:
+        return None
+    _run(pyfuncitem, *asked)
+    return True
+
+
+def _read_mark(item: pytest.Function) -> tuple[int, float] | None:
+    """The number of ranks and the time limit in seconds that ``item`` is marked with, if it is."""
+    mark = item.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    size = mark.args[0] if mark.args else None
+    options = dict(mark.kwargs)
+    timeout = options.pop("timeout", 60)
+    if options:
+        problem = f"has no option {', '.join(options)}"
+    elif not mark.args:
+        problem = "does not say on how many ranks to run"
+    elif len(mark.args) > 1:
+        problem = f"takes one number without a name, not {mark.args}"
+    elif type(size) is not int or size < 1:
+        problem = f"takes a whole number of ranks from 1, not {size!r}"
+    elif type(timeout) not in (int, float) or not timeout > 0:
+        problem = f"takes a timeout in seconds above 0, not {timeout!r}"
+    elif inspect.iscoroutinefunction(item.function) or inspect.isasyncgenfunction(item.function):
+        problem = "cannot run an async test, since no event loop runs in the ranks"
+    elif isinstance(item, TestCaseFunction):
+        problem = "cannot run a method of a unittest.TestCase"
+    else:
+        return size, timeout
+    pytest.fail(
+        f"@pytest.mark.ranks {problem}. Write @pytest.mark.ranks(2) or @pytest.mark.ranks(2, timeout=60) on a plain function or method.",
+        pytrace=False,
+    )
+
+
+def _run(item: pytest.Function, size: int, timeout: float) -> None:
+    """Run ``item`` on ``size`` ranks; it fails or is skipped as on the rank where that happened first."""
+    with tempfile.TemporaryDirectory(prefix="parwrap-ranks-", ignore_cleanup_errors=True) as folder:
+        tasks = _tasks(item, size, Path(folder))
+        try:
+            with launched(tasks) as ranks:
+                reports = collect(ranks, timeout)
+                for first in reports:
+                    if first.outcome != "passed":
+                        _end_like(first, reports, ranks)
+                if len(reports) < size:
+                    pytest.fail(_where_all_are(ranks, reports, timeout), pytrace=False)
+        finally:
+            for task in tasks:
+                _attach_output(item, task)
+
+
+def _tasks(item: pytest.Function, size: int, folder: Path) -> list[Task]:
+    values = _pickled_values(item)
+    environ = rank_environ()
+    config = item.config
+    options = ["--noconftest", "-c", os.devnull, f"--rootdir={config.rootpath}"]
+    options += ["-o", f"consider_namespace_packages={config.getini('consider_namespace_packages')}"]
+    options += [f"{name}={config.getoption(name)}" for name in ("--import-mode", "--assert", "--tb", "--verbosity")]
+    options += ["--showlocals"] * config.getoption("--showlocals")
+    return [
+        Task(
+            rank=rank,
+            size=size,
+            folder=folder,
+            module=item.path,
+            names=(*(node.name for node in item.listchain() if isinstance(node, pytest.Class)), item.originalname),
+            values=values,
+            pytest_options=options,
+            environ=environ,
+            start_method=multiprocessing.get_start_method(allow_none=True),
+            capture=config.getoption("--capture") != "no",
+        )
+        for rank in range(size)
+    ]
+
+
+def _pickled_values(item: pytest.Function) -> bytes:
+    """What :attr:`Task.values` holds."""
+    arguments = {name: sent(item.funcargs[name], item) for name in item._fixtureinfo.argnames}
+    attributes = dict(vars(item.instance)) if item.cls else {}
+    described = {f"argument {name!r}": value for name, value in arguments.items()}
+    described |= {f"attribute 'self.{name}'": value for name, value in attributes.items()}
+    for description, value in described.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            pytest.fail(
+                f"The {description} of {item.name} cannot be sent to the ranks, which are processes of their own: {_why(error)}. "
+                "Make it inside the test, or let its fixture return what it is made of, such as a path or a number.",
+                pytrace=False,
+            )
+    return pickle.dumps((arguments, attributes, list(warnings.filters)))
+
+
+def _why(error: Exception) -> str:
+    """Why something does not pickle."""
+    local = re.search(r"'(\S*<locals>\S*)'", str(error))
+    return f"{local[1]} is defined inside of a function, where the ranks cannot find it" if local else str(error)
+
+
+def _end_like(first: Report, reports: list[Report], ranks: list[Rank]) -> NoReturn:
+    """Skip, xfail or fail the test as the rank of ``first`` did; the traceback of a failure comes last."""
+    if first.outcome == "skipped":
+        raise pytest.skip.Exception(first.headline, _use_item_location=True)
+    if first.outcome == "xfailed":
+        pytest.xfail(first.headline)
+    lines = {rank.task.rank: f"was still running {GRACE:g} s later and was killed" for rank in ranks}
+    lines |= {report.rank: "passed" if report.outcome == "passed" else f"afterwards: {report.headline}" for report in reports}
+    del lines[first.rank]
+    said = [_said(first.rank, first.headline), *(_said(rank, line) for rank, line in lines.items())]
+    if first.text:
+        said.append(_said(first.rank, f"\n{first.text}"))
+    pytest.fail("\n".join(said), pytrace=False)
+
+
+def _where_all_are(ranks: list[Rank], reports: list[Report], timeout: float) -> str:
+    passed = {report.rank for report in reports}
+    stuck = [rank for rank in ranks if rank.task.rank not in passed]
+    dump_stacks(stuck)
+    lines = dict.fromkeys(passed, "has passed and waits for the others") | {
+        rank.task.rank: rank.stacks() or "has not come to the test yet" for rank in stuck
+    }
+    said = [_said(rank, lines[rank]) for rank in sorted(lines)]
+    return "\n".join([f"The ranks did not finish within {timeout:g} s. Where each of them is, most recent call first:", *said])
+
+
+def _said(rank: int, text: str) -> str:
+    return textwrap.indent(text, f"[rank {rank}] ", lambda line: True)
+
+
+def _attach_output(item: pytest.Item, task: Task) -> None:
+    for stream in ("stdout", "stderr"):
+        if task.output(stream).exists() and (text := task.output(stream).read_text(errors="replace")):
+            item.add_report_section("call", f"{stream} of rank {task.rank}", text)

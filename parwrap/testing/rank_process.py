@@ -1,0 +1,205 @@
+"""One rank of a test that is marked ``ranks``: what runs in the rank's own process.
+
+It loads the test anew, runs it inside a gloo process group and sends a :class:`Report` back. Starting, watching and ending
+the ranks is ``rank_launcher.py``'s. Every pytest run of every user loads this file, so it imports torch late.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from _pytest import assertion
+from _pytest._io import TerminalWriter
+from _pytest.python import importtestmodule
+from _pytest.terminal import TerminalReporter
+
+from parwrap.testing.rank_fixtures import opened
+
+__all__ = ["Report", "Task", "run"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one rank is to run.
+
+    Attributes:
+        rank: this rank, from 0.
+        size: the number of ranks.
+        folder: where the ranks meet and leave their output and their stacks; one for each test.
+        module: the file of the test.
+        names: the attributes that lead from the module to the test: its classes, if any, and itself.
+        values: pickled: the test's arguments by name, the attributes of its ``self`` by name, the warning filters.
+        pytest_options: the command line by which asserts are rewritten and failures are shown as in the parent.
+        environ: the environment variables.
+        start_method: multiprocessing's default, ``None`` while it is not settled.
+        capture: whether output goes to :meth:`output` rather than to the terminal.
+    """
+
+    rank: int
+    size: int
+    folder: Path
+    module: Path
+    names: tuple[str, ...]
+    values: bytes
+    pytest_options: list[str]
+    environ: dict[str, str]
+    start_method: str | None
+    capture: bool
+
+    def output(self, stream: str) -> Path:
+        """The file that has what the rank wrote to ``stream``, ``"stdout"`` or ``"stderr"``."""
+        return self.folder / f"{stream}-{self.rank}"
+
+    @property
+    def stacks(self) -> Path:
+        """The file that has the Python stacks of the rank, once it was sent ``SIGQUIT`` or has crashed."""
+        return self.folder / f"stacks-{self.rank}"
+
+    def stacks_of(self, child: int | str) -> Path:
+        """The same for a process that the rank has forked, such as a worker of a ``DataLoader``."""
+        return self.folder / f"{self.stacks.name}-{child}"
+
+    def dump_stacks(self, path: Path) -> None:
+        """Have this process write its stacks to the file at ``path`` when it is sent ``SIGQUIT`` or crashes."""
+        file = path.open("w")
+        faulthandler.enable(file)
+        faulthandler.register(signal.SIGQUIT, file)
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a rank's test ended.
+
+    Attributes:
+        rank: the rank.
+        outcome: ``"died"`` stands for a process that sent no report.
+        time: when, in seconds since the epoch.
+        headline: the exception, the reason of a skip or how the process died, in one line.
+        text: the traceback, as pytest shows it.
+    """
+
+    rank: int
+    outcome: Literal["passed", "skipped", "xfailed", "failed", "died"]
+    time: float
+    headline: str = ""
+    text: str = ""
+
+
+def run(task: Task, connection: Connection) -> None:
+    """Run the test of ``task`` in this process and send its :class:`Report` through ``connection``."""
+    __tracebackhide__ = True
+    gc.freeze()  # what the fork server has loaded need not be looked through, which would copy its memory
+    os.setpgid(0, 0)  # what the test starts is killed with it
+    multiprocessing.set_start_method(task.start_method, force=True)
+    threading.Thread(target=_end_with_pytest, daemon=True).start()
+    if task.capture:
+        _redirect_output(task)
+    task.dump_stacks(task.stacks)
+    os.register_at_fork(after_in_child=lambda: task.dump_stacks(task.stacks_of(os.getpid())))
+    config = _minimal_pytest(task.pytest_options)
+    os.environ.clear()
+    os.environ.update(task.environ)
+    tempfile.tempdir = None  # it may be in there, and the fork server has looked elsewhere
+    held = ExitStack()
+    try:
+        test, arguments, filters = _load(task, config)
+        held.enter_context(_group_opened(task))
+        with warnings.catch_warnings(), _comparisons_explained(config):
+            warnings.resetwarnings()
+            warnings.filters.extend(filters)  # type: ignore[attr-defined]
+            with opened(arguments, config, task.rank) as values:
+                test(**values)
+    except BaseException as error:
+        connection.send(_report(task.rank, error, config))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # the group is not closed: that would wait for collectives which cannot end
+        os.killpg(0, signal.SIGKILL)
+    connection.send(Report(task.rank, "passed", time.time()))
+    connection.poll(None)  # until all have passed: those who still wait for this rank are to be found waiting, not cut off
+    held.close()
+
+
+def _end_with_pytest() -> None:
+    """Do not outlive the pytest process, whatever ends it."""
+    pytest_process = multiprocessing.parent_process()
+    assert pytest_process is not None
+    pytest_process.join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _redirect_output(task: Task) -> None:
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        with task.output(name).open("w") as file:
+            os.dup2(file.fileno(), stream.fileno())
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _minimal_pytest(options: list[str]) -> pytest.Config:
+    """Enough of pytest to rewrite asserts and to show failures: the user's options, neither plugins nor conftest files."""
+    os.environ.pop("PYTEST_PLUGINS", None)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    config = pytest.Config.fromdictargs({}, options)
+    config.pluginmanager.register(TerminalReporter(config, io.StringIO()), "terminalreporter")  # asked for by pytest 8 to compare
+    return config
+
+
+def _load(task: Task, config: pytest.Config) -> tuple[Callable[..., None], dict[str, Any], list]:
+    """The test, its arguments and the warning filters; the module comes first, for what is pickled may need its classes."""
+    owner: Any = importtestmodule(task.module, config)
+    arguments, attributes, filters = pickle.loads(task.values)
+    *classes, name = task.names
+    for each in classes:
+        owner = getattr(owner, each)
+    if classes:
+        owner = owner()
+        vars(owner).update(attributes)
+    return getattr(owner, name), arguments, filters
+
+
+def _group_opened(task: Task) -> AbstractContextManager:
+    from parwrap.group import group
+    from parwrap.world.world import World
+
+    meeting = (task.folder / "rendezvous").as_uri()
+    return group.opened(World(task.rank, task.size, task.rank, task.size, launcher="testing", init_method=meeting), backend="gloo")
+
+
+def _comparisons_explained(config: pytest.Config) -> AbstractContextManager:
+    """While this is held a failing ``assert a == b`` explains how the two differ, as it does around each test in pytest."""
+    item = types.SimpleNamespace(config=config, ihook=config.hook)
+    return contextmanager(assertion.pytest_runtest_protocol)(item)  # type: ignore[arg-type]
+
+
+def _report(rank: int, error: BaseException, config: pytest.Config) -> Report:
+    now = time.time()
+    if isinstance(error, pytest.skip.Exception):
+        return Report(rank, "skipped", now, str(error))
+    if isinstance(error, pytest.xfail.Exception):
+        return Report(rank, "xfailed", now, str(error))
+    failure = pytest.ExceptionInfo.from_exception(error)
+    style = config.getoption("tbstyle")
+    if style in ("auto", "line", "no"):
+        style = "long" if len(failure.traceback) <= 3 else "short"  # run(), the test and one function that it calls
+    text = io.StringIO()
+    failure.getrepr(showlocals=config.getoption("showlocals"), style=style, funcargs=True).toterminal(TerminalWriter(text))
+    return Report(rank, "failed", now, failure.exconly(tryshort=True).partition("\n")[0], text.getvalue().strip("\n"))

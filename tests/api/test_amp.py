@@ -1,0 +1,234 @@
+"""``@amp``: what is computed in which precision, what it refuses, and how it goes with ``distributed`` and with a script's own."""
+
+import copy
+import itertools
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import parwrap
+from parwrap.coordination.call_site import call_site
+from parwrap.intercept import acting
+from parwrap.precision.choice import choose
+
+BF16 = torch.bfloat16
+pytestmark = pytest.mark.usefixtures("said_anew")
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def loader():
+    x = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x[:, :1] * 2), batch_size=8)
+
+
+def plain(forward=None):
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(3):
+        for x, y in loader():
+            optimizer.zero_grad()
+            nn.functional.mse_loss((forward or model)(x), y).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def bf16_by_hand():
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(3):
+        for x, y in loader():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=BF16):
+                loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "auto", "bfloat16", BF16])
+def test_weights_are_bit_for_bit_those_of_autocast_by_hand(dtype):
+    assert same(bf16_by_hand(), parwrap.amp(dtype=dtype)(plain)())
+
+
+def test_o0_changes_nothing():
+    assert same(plain(), parwrap.amp(level="O0")(plain)())
+
+
+@pytest.mark.parametrize("asked", [{"level": "O1"}, {"dtype": "fp16"}, {"dtype": "float16"}, {"dtype": torch.float16}], ids=str)
+def test_o1_is_fp16(asked):
+    with parwrap.amp(**asked):
+        assert (torch.float16, 65536.0) == (nn.Linear(2, 2)(torch.ones(1, 2)).dtype, parwrap.amp_state().scale)
+
+
+@pytest.mark.parametrize(("has_bf16", "dtype"), [(True, BF16), (False, torch.float16)])
+def test_auto_on_a_gpu_is_bf16_where_it_has_it(monkeypatch, has_bf16, dtype):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    precision = choose("auto", None, "cuda")
+
+    assert (dtype, not has_bf16) == (precision.dtype, precision.scales)
+
+
+def test_an_autocast_of_the_scripts_own_is_left_alone(capfd):
+    expected = bf16_by_hand()
+    with parwrap.amp(dtype="fp16", init_scale=2.0):
+        with torch.autocast("cpu", enabled=False):  # a part that is to be in float32 is no autocast of its own
+            assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float32
+
+        assert same(expected, bf16_by_hand())
+        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float32
+
+    part, own = capfd.readouterr().err.splitlines()
+    assert part.startswith("parwrap: torch.autocast(enabled=False) at ")
+    assert part.endswith(
+        " keeps that part in float32. If the script has a switch for mixed precision of its own there, switch it on instead of "
+        "parwrap.amp, or take it out."
+    )
+    assert (
+        "parwrap: this script uses torch.autocast itself, so parwrap.amp stands aside: it casts nothing itself here. Remove the script's "
+        "own to have parwrap do it."
+    ) == own
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            {"dtype": "fp8"},
+            "dtype='fp8' is not a dtype for mixed precision: give 'bf16', 'fp16' or 'auto', which is bf16 where the device has it.",
+        ),
+        (
+            {"level": "O4"},
+            "level='O4' is not one of Apex's levels. 'O0': float32, nothing is changed; 'O1': autocast to float16 with a dynamic loss "
+            "scale; 'O2': a float16 model with float32 BatchNorm, float32 master weights and a dynamic loss scale; 'O3': a pure float16 "
+            "model.",
+        ),
+        ({"level": "O1", "dtype": "bf16"}, "level='O1' says the dtype by itself, and dtype='bf16' is given too: leave one of them out."),
+        ({"device": "gpu"}, "device='gpu' is not a type of device for parwrap.amp: give 'cuda' or 'cpu', or leave it out."),
+        ({"init_scale": 0}, "init_scale=0 is not a number above 0."),
+        ({"growth_factor": 1}, "growth_factor=1 is not a number above 1."),
+        ({"backoff_factor": 2}, "backoff_factor=2 is not a number between 0 and 1."),
+        ({"growth_interval": 0}, "growth_interval=0 is not a number of iterations from 1."),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given, text):
+    with pytest.raises(parwrap.UsageError) as refusal:
+        parwrap.amp(**given)
+
+    assert str(refusal.value) == text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "run", "text"),
+    [
+        (
+            "fp16",
+            lambda x: nn.functional.rrelu(x, training=True),
+            "rrelu_with_noise_out_cpu is not there for float16 on cpu: use parwrap.amp(dtype='bf16'), or give it float32 tensors in "
+            "`with parwrap.amp(level='O0'):`.",
+        ),
+        (
+            "bf16",
+            torch.linalg.slogdet,
+            "linalg.slogdet is not there for bfloat16 on cpu: leave parwrap.amp away, or give it float32 tensors in "
+            "`with parwrap.amp(level='O0'):`.",
+        ),
+        (
+            "bf16",
+            torch.Tensor.numpy,
+            "NumPy has no bfloat16, which outputs are computed in under parwrap.amp: write .float().numpy() instead of .numpy().",
+        ),
+    ],
+)
+def test_an_operation_that_is_missing_is_named_with_what_to_do(dtype, run, text):
+    with pytest.raises(parwrap.UsageError) as refusal, parwrap.amp(dtype=dtype):
+        run(torch.eye(2, dtype=choose(dtype, None, "cpu").dtype))
+
+    assert str(refusal.value) == text
+    assert isinstance(refusal.value.__cause__, (RuntimeError, TypeError))
+
+
+def test_other_errors_stay_as_they_are():
+    with pytest.raises(RuntimeError, match="on purpose"), parwrap.amp():
+        raise RuntimeError("on purpose")
+    with pytest.raises(RuntimeError, match="float64"), parwrap.amp():
+        raise RuntimeError("not implemented for 'float64'")
+    with pytest.raises(TypeError, match="on purpose"), parwrap.amp(dtype="bf16"):
+        raise TypeError("on purpose")
+
+
+@pytest.mark.ranks(2)
+def test_two_ranks_are_bit_for_bit_ddp_and_autocast_by_hand():
+    model = build()
+    ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = loader().dataset
+    sampler = torch.utils.data.distributed.DistributedSampler(data, shuffle=False)
+    for _ in range(3):
+        for x, y in DataLoader(data, batch_size=8, sampler=sampler):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=BF16):
+                loss = nn.functional.mse_loss(ddp(x), y)
+            loss.backward()
+            optimizer.step()
+
+    assert same(model.state_dict(), parwrap.distributed(parwrap.amp(dtype="bf16")(plain))())
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (1, 2, 3)])
+@pytest.mark.parametrize("asked", [{"dtype": "bf16"}, {"level": "O1"}, {"level": "O2"}], ids=str)
+def test_however_they_are_stacked_the_result_is_the_same(size, asked):
+    results = []
+    for order in itertools.permutations([parwrap.distributed(seed=1), parwrap.amp(**asked)]):
+        train = plain
+        for decorator in order:
+            train = decorator(train)
+        results.append(copy.deepcopy(train()))
+
+    assert same(*results)
+    for each in parwrap.gather({key: value for key, value in results[0].items() if "running" not in key}):
+        assert all(torch.equal(value, results[0][key]) for key, value in each.items())
+
+
+def test_methods_and_blocks_too():
+    class Trainer:
+        @parwrap.amp(dtype="bf16")
+        def train(self):
+            return plain()
+
+    with parwrap.amp(dtype="bf16"):
+        in_block = plain()
+
+    assert same(in_block, Trainer().train())
+
+
+def test_what_is_seen_of_the_script_below_other_actors_is_as_much_as_without_them():
+    """Call sites are told apart by the innermost frames of the script, of which parwrap's own must not take any away."""
+
+    class Sites:
+        def backward(self, call):
+            keys.append(call_site())
+            call.run()
+
+    Sites.backward.__code__ = Sites.backward.__code__.replace(co_filename=parwrap.__file__)  # where actors are
+
+    def helper(depth):
+        helper(depth - 1) if depth else nn.Parameter(torch.ones(1)).sum().backward()
+
+    for inner in (nullcontext(), parwrap.amp(dtype="fp16")):
+        keys: list = []
+        with acting([Sites()]), inner:
+            helper(7)
+            helper(7)
+
+        assert 2 == len(set(keys))

@@ -1,0 +1,132 @@
+"""What an evaluation that is shared out cannot do is said."""
+
+import re
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+import parwrap
+import parwrap.coordination.sync_points
+from evaluations import OfVaryingSize, Stream
+from parwrap.errors import RankMismatchError, UsageError
+
+pytestmark = pytest.mark.usefixtures("nothing_is_warned_of")
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_exact_says_so():
+    def first(loader):
+        return next(iter(loader)).sum().item() * 1.0
+
+    def trains(loader):
+        for x in loader:
+            (x.float() * torch.ones(1, requires_grad=True)).sum().backward()
+
+    def drawn_by_rank(loader):
+        return sum(x.sum().item() for x in loader)
+
+    ten = range(10)
+    unseeded = DataLoader(ten, sampler=SubsetRandomSampler(ten, torch.Generator().manual_seed(parwrap.rank())))
+    varying = DataLoader(ten, batch_sampler=OfVaryingSize(ten, 2, False))
+    cases = [
+        (
+            "mean",
+            first,
+            DataLoader(ten),
+            UsageError,
+            r"was not read to its end in an evaluation \(.*\): rank 0 has read 1 of its 5",
+        ),
+        (
+            "mean",
+            first,
+            DataLoader(Stream(10)),
+            UsageError,
+            r"rank 0 has read 1 batches, and which a single process would have",
+        ),
+        ("mean", trains, DataLoader(ten), UsageError, "a backward was called inside of a function decorated with @parwrap.evaluate"),
+        ("sum", drawn_by_rank, unseeded, RankMismatchError, "the ranks have drawn different samples to evaluate .*: seed the generator"),
+        ("sum", drawn_by_rank, DataLoader(ten, sampler=DistributedSampler(ten, 2, 0)), UsageError, "has a DistributedSampler of"),
+        ("sum", drawn_by_rank, DataLoader(ten, sampler=RandomSampler(ten, True, 10**10)), UsageError, "has more than 10000000 batches"),
+        (
+            "mean",
+            lambda loader: len(loader.dataset) + first(loader),
+            varying,
+            UsageError,
+            "asks for a length before it is known",
+        ),
+        (
+            "gather",
+            lambda loader: [len(list(loader)), 0, 0],
+            DataLoader(Stream(10)),
+            UsageError,
+            "the function reads a stream, and the res",
+        ),
+    ]
+    with parwrap.distributed():
+        for reduce, function, loader, error, message in cases:
+            with pytest.raises(error, match=message):
+                parwrap.evaluate(reduce=reduce)(function)(loader)
+
+
+@pytest.mark.ranks(2)
+def test_a_function_that_reads_nothing_or_returns_nothing_is_warned_of():
+    with parwrap.distributed():
+        with pytest.warns(UserWarning, match=r"reads_nothing \(.*\) has read no DataLoader, so every rank has computed all of it"):
+            assert 3 == parwrap.evaluate(reduce="sum")(reads_nothing)()
+        with pytest.warns(UserWarning, match=r"it returns nothing, so that what it prints or keeps would be of a rank's part"):
+            assert parwrap.evaluate(lambda: [None for _ in DataLoader(range(3))] and None)() is None
+        with pytest.raises(UsageError, match="both reads a DataLoader and calls another such function"):
+            parwrap.evaluate(lambda: [parwrap.evaluate(reads_nothing)() for _ in DataLoader(range(3))])()
+
+
+def reads_nothing():
+    return 3
+
+
+@pytest.mark.ranks(2)
+def test_a_failure_of_one_rank_ends_the_others_too():
+    @parwrap.distributed
+    @parwrap.evaluate
+    def fails():
+        for x in DataLoader(range(2)):
+            if x == 1 and parwrap.rank() == 1:
+                raise KeyError("on purpose")
+        return 1.0
+
+    with pytest.raises(KeyError, match="on purpose") as raised:
+        fails()
+    if parwrap.rank() == 0:
+        assert "rank 1 has failed with KeyError: 'on purpose' in " in str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (
+            lambda: parwrap.evaluate(reduce="max"),
+            "reduce='max' is not one of the ways to put results together. 'mean': weighted by the samples that each rank has read; 'sum': ",
+        ),
+        (lambda: parwrap.evaluate(reduce={"loss": "avg"}), "reduce='avg' is not one of the ways to put results together."),
+        (lambda: parwrap.evaluate(reduction="sum"), "parwrap.evaluate has no option 'reduction'; did you mean 'reduce'?"),
+        (
+            lambda: parwrap.evaluate().__enter__(),
+            "`with parwrap.evaluate():` has no result to put together: decorate the function that returns it.",
+        ),
+    ],
+)
+def test_options_that_cannot_be(use, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        use()
+
+
+@pytest.mark.ranks(2)
+def test_data_of_other_lengths_on_the_ranks_is_an_error_on_all():
+    @parwrap.evaluate
+    def mean(loader):
+        return sum(x.sum().item() for x in loader) / len(loader.dataset)
+
+    text = r"mean \(.*\) evaluates datasets of different lengths on the ranks: \(1[01],\) on rank [01]"
+    with parwrap.distributed(), pytest.raises(RankMismatchError, match=text):
+        mean(DataLoader(range(10 + parwrap.rank()), batch_size=2))

@@ -1,0 +1,161 @@
+"""What a command line with ``--launcher`` asks for, in tables; nothing is started."""
+
+import pytest
+
+from parwrap.errors import LaunchError, UsageError
+from parwrap.launching.command.job_launchers import HOMES
+from parwrap.launching.command.plan import plan_launch
+from parwrap.launching.jobs.job import Job, job_asked
+from parwrap.run import main
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+
+def job(*argv: str) -> Job:
+    asked = job_asked(argv, {}, cores=8)
+    assert asked
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["--launcher", "slurm", "train.py"], ["train.py"]),
+        (["--launcher=slurm", "--nodes", "2", "train.py", "--nodes", "3"], ["train.py", "--nodes", "3"]),
+        (["--nodes=2", "--seed", "1", "--launcher", "slurm", "--batch=global", "train.py"], ["--seed", "1", "--batch=global", "train.py"]),
+        (["--launcher", "slurm", "--plain", "-m", "json", "--launcher", "slurm"], ["--plain", "-m", "json", "--launcher", "slurm"]),
+        (["--launcher", "slurm", "--gpus-per-node", "4", "train.py"], ["--nproc-per-node", "4", "train.py"]),
+        (["--launcher", "slurm", "--gpus-per-node=4", "--nproc-per-node=2", "train.py"], ["--nproc-per-node=2", "train.py"]),
+        (["--launcher", "slurm", "--amp", "train.py", "--amp"], ["--amp=auto", "train.py", "--amp"]),
+        (["--launcher", "slurm", "--dry-run", "-r", "3", "train.py", "--dry-run"], ["-r", "3", "train.py", "--dry-run"]),
+        (["--launcher", "kubeflow", "--name", "n", "not_here.py"], ["not_here.py"]),
+        (["--launcher", "ray", "--num-workers", "2", "--use-gpu", "train.py"], ["--nproc-per-node", "1", "train.py"]),
+    ],
+)
+def test_what_each_node_runs(argv, command):
+    assert tuple(command) == job(*argv).command
+
+
+def test_what_a_launcher_is_told():
+    told = job("--launcher", "slurm", "--nodes", "2", "--gpus-per-node", "8", "--max-restarts", "3", "--partition", "p", "train.py")
+
+    assert (told.launcher, told.nodes, told.gpus_per_node, told.ranks_per_node) == ("slurm", 2, 8, "8")
+    assert (told.max_restarts, told.plan.script.target, told.dry_run, told.options.partition) == (3, "train.py", False, "p")
+
+
+@pytest.mark.parametrize("name", ["pytorch", *HOMES])
+def test_a_launcher_of_the_script_is_left_to_it(name):
+    argv = ["--nproc-per-node", "2", "train.py", "--launcher", name, "--nodes", "2"]
+
+    assert job_asked(argv, {}, cores=8) is None
+    assert ("--launcher", name, "--nodes", "2") == plan_launch(argv, {}, 0, 8).script.args
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (
+            ["--launcher", "slrum", "--partition", "p", "train.py"],
+            "there is no launcher slrum. Did you mean slurm? There are slurm, kubeflow and ray.",
+        ),
+        (["--launcher", "mpi", "train.py"], "there is no launcher mpi. There are slurm, kubeflow and ray."),
+        (["--launcher"], "argument --launcher: expected one argument"),
+        (["--launcher", "slurm"], "there is no script to run: name it after the options, then its own arguments."),
+        (
+            ["--launcher", "slurm", "--image=i", "train.py"],
+            "--image=i is an option of --launcher kubeflow, not of slurm: leave it out, or choose that launcher.",
+        ),
+        (["--launcher", "slurm", "--partitoin", "p", "train.py"], "there is no option --partitoin; did you mean --partition?"),
+        (["--launcher", "slurm", "--nodes", "0", "train.py"], "argument --nodes: '0' is not a whole number above 0."),
+        (
+            ["--launcher", "slurm", "--nnodes", "2", "train.py"],
+            "--nnodes is for --launcher slurm to set, which tells the nodes of each other: --nodes N says how many there are.",
+        ),
+        (
+            ["--launcher", "ray", "--nnodes", "2", "train.py"],
+            "--nnodes is for --launcher ray to set, which tells the nodes of each other: --num-workers N says how many there are.",
+        ),
+        (
+            ["--launcher", "ray", "--nodes", "2", "train.py"],
+            "--nodes is an option of --launcher slurm and kubeflow, not of ray: leave it out, or choose that launcher.",
+        ),
+        (
+            ["--launcher", "slurm", "--node-rank", "0", "train.py"],
+            "--node-rank is for --launcher slurm to set, which tells the nodes of each other: leave it out.",
+        ),
+        (
+            ["--launcher", "slurm", "--rdzv-backend=c10d", "train.py"],
+            "--rdzv-backend is for --launcher slurm to set, which tells the nodes of each other: leave it out.",
+        ),
+        (
+            ["--launcher", "slurm", "--nodes", "2", "--data-parallel", "all", "train.py"],
+            "--data-parallel runs one process on several devices, and more ranks are asked for: leave one of them out.",
+        ),
+        (
+            ["--launcher", "ray", "--num-workers", "2", "--data-parallel", "all", "train.py"],
+            "--data-parallel runs one process on several devices, and more ranks are asked for: leave one of them out.",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_said_before_anything_is_submitted(argv, text):
+    with pytest.raises(UsageError) as refusal:
+        job(*argv)
+
+    assert text == str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["no.py"], "there is no script no.py: its path is taken from the directory that the command runs in."),
+        (
+            ["--gpus-per-node", "2", "--nproc-per-node", "4", "train.py"],
+            "--nproc-per-node 4 is more than the GPUs that torch can use on this node (2). Start at most 2 ranks there, or add --backend "
+            "gloo to let ranks share GPUs.",
+        ),
+    ],
+)
+def test_what_no_node_can_do_is_said_before_anything_is_submitted(argv, text):
+    with pytest.raises(LaunchError) as refusal:
+        job("--launcher", "slurm", *argv)
+
+    assert text == str(refusal.value)
+
+
+def test_only_a_node_can_know_how_many_gpus_it_has():
+    assert "gpu" == job("--launcher", "slurm", "--nproc-per-node", "gpu", "train.py").ranks_per_node
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--partition", "p", "train.py"], "--partition is an option of --launcher slurm: add that, or leave --partition out."),
+        (["--nodes=2", "train.py"], "--nodes is an option of --launcher slurm and kubeflow: add that, or leave --nodes out."),
+        (["--launch", "slurm", "train.py"], "--launcher is to be written in full."),
+    ],
+)
+def test_options_of_launchers_without_one(argv, text):
+    with pytest.raises(UsageError) as refusal:
+        plan_launch(argv, {}, 0, 8)
+
+    assert text == str(refusal.value)
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_help_lists_the_options_of_the_launcher(name, capsys):
+    with pytest.raises(SystemExit):
+        main(["--launcher", name, "--help"])
+    told = capsys.readouterr().out
+
+    assert f"--launcher {name}:" in told
+    assert ("--gpus-per-node" in told) is (name != "ray")
+    assert ("--partition" in told) is (name == "slurm")
+
+
+def test_errors_end_the_command_with_2(capsys):
+    assert 2 == main(["--launcher", "slurm", "--nodes", "none", "train.py"])
+    assert "parwrap.run: argument --nodes: 'none' is not a whole number above 0.\n" == capsys.readouterr().err

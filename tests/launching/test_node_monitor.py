@@ -1,0 +1,325 @@
+"""Jobs on two hosts: network namespaces with names, addresses and disks of their own. A run takes seconds, so it says much."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from command_line import ended_with_the_test
+
+ROOT = Path(__file__).parents[2]
+WITHIN = 120
+"""Seconds, far above what any of these takes."""
+ENVIRON = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "LOGLEVEL")} | {"PYTHONPATH": str(ROOT)}
+COMMAND = (sys.executable, "-m", "parwrap.run", "--nproc-per-node")
+
+
+class Host:
+    """A network namespace. By its own name, as on Debian, a host knows no address of its own but one of the loopback."""
+
+    def __init__(self, name: str, known: Path) -> None:
+        self.name, self._known, self._processes = name, known, []
+
+    def start(self, directory: Path, *command: str, own_disk: bool = False) -> subprocess.Popen:
+        """Start a command in ``directory``; if the host has its ``own_disk``, that is a copy."""
+        copied = 'cp -r . "$0.disk" && mount --bind "$0.disk" . && cd "$PWD" && ' if own_disk else ""
+        inside = f'hostname {self.name} && mount --bind {self._known} /etc/hosts && {copied}exec "$@"'
+        command = ("unshare", "-um", "sh", "-c", inside, f"{directory}/../{self.name}", *command)
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.name, *command],
+            cwd=directory,
+            env=ENVIRON,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._processes.append(process)
+        ending = threading.Timer(WITHIN, process.kill)  # or a line that never comes would be waited for
+        ending.daemon = True
+        ending.start()
+        return process
+
+    def remove(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+        ip("netns", "del", self.name)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def hosts(tmp_path_factory):
+    """Two hosts at 10.77.0.1 and 10.77.0.2, and at fd77::1 and fd77::2."""
+    if not (shutil.which("ip") and shutil.which("unshare")):
+        pytest.skip("no iproute2 or util-linux here")
+    made = []
+    try:
+        for number in (1, 2):
+            known = tmp_path_factory.mktemp("etc") / "hosts"
+            host = Host(f"pw{os.getpid()}-{number}", known)
+            try:
+                ip("netns", "add", host.name)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+            made.append(host)
+        first, second = (host.name for host in made)
+        for mine, (other, address) in ((0, (second, "10.77.0.2")), (1, (first, "10.77.0.1"))):
+            made[mine]._known.write_text(f"127.0.0.1 localhost\n127.0.1.1 {made[mine].name}\n{address} {other}\n")
+        ip("-n", first, "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", second)
+        for number, host in enumerate(made, 1):
+            ip("-n", host.name, "addr", "add", f"10.77.0.{number}/24", "dev", "wire")
+            ip("-n", host.name, "addr", "add", f"fd77::{number}/64", "dev", "wire", "nodad")
+            for link in ("wire", "lo"):
+                ip("-n", host.name, "link", "set", link, "up")
+        yield made
+    finally:
+        for host in made:
+            host.remove()
+
+
+def ended(*processes: subprocess.Popen) -> list[tuple[int, str, str]]:
+    """The exit codes, stdouts and stderrs of ``processes``, which end."""
+    said = [process.communicate(timeout=WITHIN) for process in processes]
+    return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
+
+
+TRAINING = """
+import os, sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(60, 8)
+data = TensorDataset(x, x.sum(1, keepdim=True).sin())
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+for epoch in range(3):
+    for inputs, targets in DataLoader(data, batch_size=12, shuffle=True):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    torch.save(model.state_dict(), "model.pt")
+    model.load_state_dict(torch.load("model.pt"))  # on a host with a disk of its own there is another
+    with open("log.txt", "a") as log:
+        log.write(f"{epoch} ")
+    print(open("log.txt").read())
+"""
+
+
+def test_two_nodes_train_as_one_process_does(tmp_path, hosts):
+    job, alone = tmp_path / "job", tmp_path / "alone"
+    for directory in (job, alone):
+        directory.mkdir()
+        (directory / "train.py").write_text(TRAINING)
+    options = ("--nnodes", "2", "--master-addr", hosts[0].name, "--batch", "global", "--log-dir", str(tmp_path / "logs"))
+    (job / "model.pt").write_text("of an earlier run")
+    processes = [
+        host.start(job, *COMMAND, str(2 - rank), *options, "--node-rank", str(rank), "train.py", own_disk=rank == 1)
+        for rank, host in enumerate(hosts)
+    ]
+    expected = subprocess.run([sys.executable, "train.py"], cwd=alone, env=ENVIRON, capture_output=True, text=True, check=True).stdout
+    first, second = ended(*processes)
+
+    assert (0, expected) == first[:2]
+    assert first[2].startswith("parwrap: 3 ranks, gloo on cpu, ddp, batch 4 per rank, 12 global")
+    assert (0, "", "") == second
+    torch.testing.assert_close(torch.load(job / "model.pt"), torch.load(alone / "model.pt"), rtol=1e-5, atol=1e-6)
+    assert [expected] * 2 == [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (1, 2)]
+
+
+FAILING = """
+import time, parwrap
+if parwrap.rank() == 1:
+    parwrap.barrier()
+    time.sleep(3)
+    raise ValueError("rank one is unhappy")
+parwrap.barrier()
+print("waiting", flush=True)
+parwrap.barrier()
+"""
+
+
+def test_a_failure_on_one_node_ends_the_other_and_is_told_on_both(tmp_path, hosts):
+    (tmp_path / "train.py").write_text(FAILING)
+    options = ("--nnodes", "2", "--rdzv-endpoint", "[fd77::1]:29477", "--hang-after", "1")
+    first, second = ended(*(host.start(tmp_path, *COMMAND, "1", *options, "train.py") for host in hosts))
+
+    assert [(1, "waiting\n"), (1, "")] == [first[:2], second[:2]]
+    for _, _, stderr in (first, second):
+        told = f"rank 1 of 2 on node 1 ({hosts[1].name}) failed:\nTraceback (most recent call last):\n  File "
+        assert told in stderr
+        assert stderr.endswith("\nValueError: rank one is unhappy\n")
+    assert f"{tmp_path}/train.py:5" in first[2]  # where the other rank was, when this one had waited for a second
+
+
+WAITING = """
+import sys, time, torch
+print("up", flush=True)
+time.sleep(99)
+"""
+
+
+def test_a_node_that_is_lost_is_given_up(tmp_path, hosts):
+    (tmp_path / "train.py").write_text(WAITING)
+    options = ("--nnodes", "2", "--master-addr", "10.77.0.1", "--all-ranks", "--timeout", "4")
+    processes = [host.start(tmp_path, *COMMAND, "1", *options, "--node-rank", str(rank), "train.py") for rank, host in enumerate(hosts)]
+    up = [process.stdout.readline() for process in processes]
+    processes[1].send_signal(signal.SIGKILL)
+    (status, _, stderr), _ = ended(*processes)
+
+    assert ["[rank 0] up\n", "[rank 1] up\n"] == up
+    assert 1 == status
+    assert f"parwrap: node 1 ({hosts[1].name}) has not been heard of for 4 s\n" == stderr
+
+
+ELASTIC = """
+import os, time, parwrap
+print("ranks:", parwrap.world_size(), flush=True)
+while not parwrap.any_rank(os.path.exists("enough")):
+    time.sleep(0.05)
+"""
+
+
+def test_nodes_come_and_go(tmp_path, hosts):
+    (tmp_path / "train.py").write_text(ELASTIC)
+    options = ("--nnodes", "1:2", "--max-restarts", "3", "--rdzv-endpoint", "10.77.0.1:29478")
+    quickly = ("--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1")
+    first, *others = [host.start(tmp_path, *COMMAND, "1", *options, *quickly, "train.py") for host in hosts[:1]]
+    sizes = [first.stdout.readline()]
+    for goes in (True, False):
+        other = hosts[1].start(tmp_path, *COMMAND, "1", *options, *quickly, "train.py")
+        others.append(other)
+        sizes.append(first.stdout.readline())
+        if goes:
+            other.send_signal(signal.SIGTERM)
+            sizes.append(first.stdout.readline())
+    (tmp_path / "enough").touch()
+    (status, _, stderr), left, back = ended(first, *others)
+
+    assert ["ranks: 1\n", "ranks: 2\n", "ranks: 1\n", "ranks: 2\n"] == sizes
+    assert [0, 128 + signal.SIGTERM, 0] == [status, left[0], back[0]]
+    here, there = (f"node {number} ({host.name})" for number, host in enumerate(hosts))
+    assert [line for line in stderr.splitlines() if line.startswith("parwrap: ")] == [
+        f"parwrap: started again on {here}, {there}",
+        f"parwrap: {there} was stopped by SIGTERM",
+        f"parwrap: started again on {here}",
+        f"parwrap: started again on {here}, {there}",
+    ]
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def alone(directory: Path, *options: str) -> tuple[int, str]:
+    """A node that no other joins."""
+    (directory / "train.py").touch()
+    command = [*COMMAND, "1", "--nnodes", "2", "--timeout", "2", *options, "train.py"]
+    run = subprocess.run(command, cwd=directory, env=ENVIRON, capture_output=True, text=True, timeout=WITHIN)
+    return run.returncode, run.stderr
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_nodes_that_do_not_come_are_told_of(tmp_path, backend):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = ("--master-addr", "127.0.0.1", "--master-port", str(port)) if backend == "static" else ("--rdzv-endpoint", f"127.0.0.1:{port}")
+
+    assert alone(tmp_path, *place) == (
+        2,
+        f"parwrap.run: fewer than 2 nodes have met at 127.0.0.1 port {port} in time: check that all have been started, with the same "
+        "--nnodes and --rdzv-id, and that the first one is at that address.\n",
+    )
+
+
+def test_a_port_that_is_taken_is_told_of(tmp_path, port):
+    assert alone(tmp_path, "--master-addr", "127.0.0.1", "--master-port", str(port)) == (
+        2,
+        f"parwrap.run: port {port} of this machine is taken, by another job or by a node of the same --node-rank: name another one, the "
+        "same on all nodes.\n",
+    )
+
+
+MEETING = """
+import torch
+print("up", flush=True)
+while True:
+    torch.distributed.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_server_of_another_kind_at_the_port_is_told_of(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address, port = silent.getsockname()
+        place = ("--master-addr", address, "--master-port", str(port), "--node-rank", "1")
+
+        assert alone(tmp_path, *place) == (
+            2,
+            f"parwrap.run: something listens at {address} port {port}, and it does not answer as the first node of a job does: check that "
+            "--master-addr and --master-port are those of --node-rank 0, and that no other server has this port.\n",
+        )
+
+
+@contextmanager
+def two_nodes_up(directory: Path, script: str) -> Iterator[list[subprocess.Popen]]:
+    """Two nodes of a rank each, on this machine, that have come as far as the line in which ``script`` says that it is up."""
+    (directory / "train.py").write_text(script)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--all-ranks")
+    with ended_with_the_test() as start:
+        nodes = [start(*COMMAND, "1", *options, "--node-rank", str(rank), "train.py", cwd=directory, env=ENVIRON) for rank in (0, 1)]
+        assert ["[rank 0] up\n", "[rank 1] up\n"] == [node.stdout.readline() for node in nodes]
+        yield nodes
+
+
+def test_a_node_that_is_killed_is_named_where_its_ranks_are_missed(tmp_path):
+    with two_nodes_up(tmp_path, MEETING) as nodes:
+        nodes[1].kill()
+        status, _, told = ended(nodes[0])[0]
+
+    assert 1 == status
+    assert told.startswith(f"parwrap: no answer from node 1 ({socket.gethostname()}); if it is gone, that is why ranks here miss others\n")
+
+
+@pytest.mark.parametrize(("script", "number"), [(WAITING, signal.SIGTERM), (MEETING, signal.SIGTERM), (MEETING, signal.SIGINT)])
+def test_the_others_are_told_that_the_first_node_was_stopped(tmp_path, script, number):
+    """It keeps the store by which they hear of it. What their ranks miss then is a line each, and no traceback."""
+    with two_nodes_up(tmp_path, script) as nodes:
+        nodes[0].send_signal(number)
+        first, (status, _, told) = ended(*nodes)
+        lost, *later = told.splitlines()
+
+    assert (128 + number, 1) == (first[0], status)
+    assert f"parwrap: node 0 ({socket.gethostname()}) was stopped by {number.name}" == lost
+    assert all(line.startswith(f"rank 1 of 2 on node 1 ({socket.gethostname()}) failed later: ") for line in later), told
+    assert len(later) <= (0 if script == WAITING else 1)  # if it is not stopped first
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "parwrap.run: interrupted\n"), (signal.SIGTERM, "")])
+def test_a_node_that_waits_for_others_can_be_stopped(tmp_path, number, said):
+    (tmp_path / "train.py").touch()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    with ended_with_the_test() as start:
+        options = ("--nnodes", "2", "--master-addr", address[0], "--master-port", str(address[1]))
+        node = start(*COMMAND, "2", *options, "train.py", cwd=tmp_path, env=ENVIRON)
+        while socket.socket().connect_ex(address):
+            time.sleep(0.01)
+        node.send_signal(number)
+
+        assert [(128 + number, "", said)] == ended(node)

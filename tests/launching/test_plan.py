@@ -1,0 +1,238 @@
+"""What a command line means, in a table; no process is started."""
+
+from dataclasses import replace
+
+import pytest
+
+from parwrap.errors import UsageError
+from parwrap.launching.command.plan import describe
+from parwrap.launching.command.script import Script
+from planning import plan
+
+pytestmark = pytest.mark.usefixtures("scripts")
+
+
+@pytest.mark.parametrize(
+    ("argv", "script"),
+    [
+        (["train.py"], Script("train.py", scope={})),
+        (["train.py", "--seed", "3"], Script("train.py", ("--seed", "3"), scope={})),
+        (["--seed", "3", "train.py", "--lr=1"], Script("train.py", ("--lr=1",), scope={"seed": 3})),
+        (["--batch=global", "--bucket_cap_mb", "5", "train.py"], Script("train.py", scope={"batch": "global", "bucket_cap_mb": 5.0})),
+        (
+            ["--uneven", "join", "--lr=sqrt", "--loss", "sum", "train.py", "--lr", "1"],
+            Script("train.py", args=("--lr", "1"), scope={"uneven": "join", "lr": "sqrt", "loss": "sum"}),
+        ),
+        (["--timeout", "9", "--backend", "gloo", "train.py"], Script("train.py", scope={"timeout": 9.0, "backend": "gloo"})),
+        (["--hang-after", "5", "train.py"], Script("train.py", scope={"hang_after": 5.0})),
+        (
+            ["--strategy", "local_sgd", "--every", "4", "--warmup=9", "--outer", "nesterov", "train.py", "--every", "2"],
+            Script("train.py", ("--every", "2"), scope={"strategy": "local_sgd", "every": 4, "warmup": 9, "outer": "nesterov"}),
+        ),
+        (
+            ["--strategy=local_sgd", "--outer=nesterov", "--outer-lr", "0.5", "--outer_momentum", "0.8", "train.py"],
+            Script("train.py", scope={"strategy": "local_sgd", "outer": "nesterov", "outer_lr": 0.5, "outer_momentum": 0.8}),
+        ),
+        (
+            ["--compress", "powersgd", "--powersgd-rank", "8", "train.py", "--compress"],
+            Script("train.py", ("--compress",), scope={"compress": "powersgd", "powersgd_rank": 8}),
+        ),
+        (["--gradient-as-bucket-view", "train.py"], Script("train.py", scope={"gradient_as_bucket_view": True})),
+        (["--strategy", "hogwild", "--lock", "train.py"], Script("train.py", scope={"strategy": "hogwild", "lock": True})),
+        (
+            ["--strategy", "fsdp", "--wrap", "Block,Head", "train.py"],
+            Script("train.py", scope={"strategy": "fsdp", "wrap": ("Block", "Head")}),
+        ),
+        (["--strategy=fsdp", "--wrap=5000", "train.py"], Script("train.py", scope={"strategy": "fsdp", "wrap": 5000})),
+        (["--amp", "train.py"], Script("train.py", scope={}, features={"amp": {"dtype": "auto"}})),
+        (["--amp", "bf16", "train.py", "--amp", "O1"], Script("train.py", ("--amp", "O1"), scope={}, features={"amp": {"dtype": "bf16"}})),
+        (["--amp=float16", "train.py"], Script("train.py", scope={}, features={"amp": {"dtype": "float16"}})),
+        (["--amp", "O2", "--seed", "3", "train.py"], Script("train.py", scope={"seed": 3}, features={"amp": {"level": "O2"}})),
+        (["train.py", "--amp"], Script("train.py", ("--amp",), scope={})),
+        (["--sync-bn", "train.py"], Script("train.py", scope={}, features={"sync_bn": {}})),
+        (
+            ["--accumulate", "4", "train.py", "--accumulate", "2"],
+            Script("train.py", ("--accumulate", "2"), scope={}, features={"accumulate": {"steps": 4}}),
+        ),
+        (
+            ["--data-parallel", "cpu,cpu", "train.py", "--data-parallel"],
+            Script("train.py", ("--data-parallel",), scope={}, features={"data_parallel": {"device_ids": ["cpu", "cpu"]}}),
+        ),
+        (["--data-parallel", "all", "train.py"], Script("train.py", scope={}, features={"data_parallel": {"device_ids": None}})),
+        (["--uniform-length", "train.py"], Script("train.py", scope={}, features={"uniform_length": {}})),
+        (
+            ["--uniform_length", "--pad-value", "0", "--max-tokens=512", "train.py", "--max-tokens", "9"],
+            Script("train.py", ("--max-tokens", "9"), scope={}, features={"uniform_length": {"pad_value": 0.0, "max_tokens": 512}}),
+        ),
+        (["-m", "recipes.digits", "x"], Script("recipes.digits", ("x",), "module", scope={})),
+        (["--plain", "train.py"], Script("train.py", scope=None, hand_local_rank=True)),
+        (["--plain", "--use_env", "train.py"], Script("train.py", scope=None)),
+        (["--plain", "--no_python", "ls", "-l"], Script("ls", ("-l",), "program", scope=None)),
+        (["-m", "parwrap.doctor", "--json"], Script("parwrap.doctor", ("--json",), "module", scope=None)),
+    ],
+)
+def test_what_every_rank_runs(argv, script):
+    assert plan(*argv).script == script
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "gpus", "ranks"),
+    [
+        ([], {}, 0, 1),
+        ([], {}, 4, 4),
+        ([], {"PET_NPROC_PER_NODE": "3"}, 0, 3),
+        (["--nproc-per-node", "2"], {}, 0, 2),
+        (["--nproc_per_node=2"], {}, 4, 2),
+        (["--nproc-per-node", "gpu"], {}, 4, 4),
+        (["--nproc-per-node", "cpu", "--backend", "gloo"], {}, 4, 8),
+        (["--nproc-per-node", "auto"], {}, 4, 4),
+        (["--nproc-per-node", "auto"], {}, 0, 8),
+        (["--nproc-per-node", "6", "--plain"], {}, 4, 6),
+    ],
+)
+def test_how_many_ranks(argv, environ, gpus, ranks):
+    assert plan(*argv, "train.py", gpus=gpus, **environ).ranks == ranks
+
+
+def test_ranks_share_out_the_cores():
+    shared = plan("--nproc-per-node", "3", "train.py", cores=8)
+    crowded = plan("--nproc-per-node", "8", "train.py", cores=2)
+
+    assert (shared.threads, shared.variables["OMP_NUM_THREADS"]) == (2, "2")
+    assert crowded.threads == 1
+
+
+def test_variables_that_the_user_has_set_stay():
+    chosen = plan("--nproc-per-node", "2", "train.py", OMP_NUM_THREADS="7", PYTHONHASHSEED="1", GLOO_SOCKET_IFNAME="eth0")
+
+    assert chosen.threads is None
+    assert not chosen.variables.keys() & {"OMP_NUM_THREADS", "PYTHONHASHSEED", "GLOO_SOCKET_IFNAME"}
+
+
+@pytest.mark.parametrize("argv", [["--standalone"], ["--nnodes", "1"], ["--rdzv-id", "job"], ["--max-restarts", "2"]])
+def test_one_node_meets_on_its_loopback(argv):
+    alone = plan("--nproc-per-node", "2", *argv, "train.py")
+
+    assert alone.torchrun.rdzv_backend == "parwrap"
+    assert "GLOO_SOCKET_IFNAME" in alone.variables
+
+
+@pytest.mark.parametrize(
+    ("argv", "meeting"),
+    [
+        (["--nnodes", "2", "--node-rank", "1", "--master_addr", "there"], "by static rendezvous at there:29500"),
+        (["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "there:29400"], "by c10d rendezvous at there:29400"),
+        (["--nnodes", "1:4", "--rdzv-endpoint", "there:29400"], "by c10d rendezvous at there:29400"),
+        (["--rdzv-backend", "static", "--rdzv-endpoint", "there:29400"], "by static rendezvous at there:29400"),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"], "by c10d rendezvous at localhost:0"),
+        (["--master-port", "29501"], "by static rendezvous at 127.0.0.1:29501"),
+    ],
+)
+def test_a_rendezvous_of_the_users_is_torchruns(argv, meeting):
+    met = plan("--nproc-per-node", "2", *argv, "train.py")
+
+    assert f"meeting    {meeting}" in describe(met)
+    assert "GLOO_SOCKET_IFNAME" not in met.variables
+
+
+def test_torchruns_options_are_kept():
+    torchrun = plan("--max-restarts", "3", "--monitor_interval", "0.5", "--tee", "3", "--role", "trainer", "train.py").torchrun
+
+    assert (torchrun.max_restarts, torchrun.monitor_interval, torchrun.tee, torchrun.role) == (3, 0.5, "3", "trainer")
+    assert plan("train.py").torchrun.start_method == "forkserver"
+    assert plan("--start-method", "spawn", "train.py").torchrun.start_method == "spawn"
+    assert plan("train.py", PET_START_METHOD="fork").torchrun.start_method == "fork"
+
+
+@pytest.mark.parametrize(
+    ("argv", "here"),
+    [
+        (["train.py"], True),
+        (["--standalone", "train.py"], True),
+        (["--nproc-per-node", "2", "train.py"], False),
+        (["--plain", "train.py"], False),
+        (["--max-restarts", "1", "train.py"], False),
+        (["--tee", "3", "train.py"], False),
+        (["--log-dir", "logs", "train.py"], False),
+        (["--all-ranks", "train.py"], True),
+        (["--nnodes", "2", "--master-addr", "there", "train.py"], False),
+    ],
+)
+def test_one_rank_that_needs_no_agent_runs_in_this_process(argv, here):
+    assert plan(*argv).in_this_process is here
+
+
+def test_what_ranks_say_and_where():
+    ours = plan("--all-ranks", "--log-dir", "logs", "train.py")
+    torchruns = plan("--redirects", "3", "--log-dir", "logs", "train.py")
+
+    assert (True, "logs") == (ours.everyone, ours.log_dir)
+    assert (False, None) == (torchruns.everyone, torchruns.log_dir)
+
+
+def test_show_two_ranks():
+    shown = plan("--dry-run", "--nproc-per-node", "2", "--batch", "global", "--seed=1", "train.py", "--lr", "0.1", "two words", cores=2)
+
+    assert shown.dry_run
+    assert (
+        describe(replace(shown, variables={"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}))
+        == """\
+ranks      2 ranks on 1 node
+script     train.py --lr 0.1 'two words'
+inside     parwrap.distributed(seed=1, batch='global')
+started    by forkserver
+meeting    at a free port of 127.0.0.1
+variables  OMP_NUM_THREADS=1 PYTHONHASHSEED=0"""
+    )
+
+
+def test_show_what_else_it_runs_in():
+    assert "inside     parwrap.distributed() sync_bn()\n" in describe(plan("--sync_bn", "train.py"))
+
+
+def test_show_one_rank():
+    assert (
+        describe(plan("-m", "recipes.digits"))
+        == """\
+ranks      1 rank on 1 node
+module     recipes.digits
+inside     parwrap.distributed()
+started    in this process"""
+    )
+
+
+def test_show_many_nodes():
+    argv = ["--nnodes", "2:4", "--nproc-per-node", "8", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "there"]
+
+    assert (
+        describe(plan(*argv, "--plain", "train.py", OMP_NUM_THREADS="1", PYTHONHASHSEED="0"))
+        == """\
+ranks      8 ranks on each of 2-4 nodes
+script     train.py
+inside     nothing: it is only launched
+started    by forkserver, and again after a failure up to 3 times
+meeting    by c10d rendezvous at there
+variables  as they are"""
+    )
+
+
+def test_show_mixed_precision():
+    assert "inside     parwrap.distributed(seed=1) amp(dtype='bf16')" in describe(plan("--seed", "1", "--amp", "bf16", "train.py"))
+
+
+def test_show_accumulation():
+    assert "inside     parwrap.distributed(seed=1) accumulate(steps=4)" in describe(plan("--seed", "1", "--accumulate", "4", "train.py"))
+
+
+def test_show_parameter_servers():
+    shown = describe(plan("--strategy", "parameter_server", "--servers", "2", "--staleness", "0", "--survive", "train.py"))
+
+    assert "inside     parwrap.distributed(strategy='parameter_server', servers=2, staleness=0, survive=True)" in shown
+    with pytest.raises(UsageError, match="argument --staleness: 'some' is not a whole number"):
+        plan("--strategy", "parameter_server", "--staleness", "some", "train.py")
+
+
+def test_show_uniform_length():
+    shown = describe(plan("--uniform-length", "--pad-value", "0", "train.py"))
+
+    assert "inside     parwrap.distributed() uniform_length(pad_value=0.0)" in shown
