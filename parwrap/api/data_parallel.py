@@ -1,6 +1,6 @@
 """``@data_parallel``: one process trains on several devices, each with a part of every batch.
 
-The options and what they mean together with ranks; which calls are divided, and how, is ``strategies/data_parallel.py``'s.
+The options and what they mean together with ranks; which calls are divided, and how, is ``strategies/data_parallel/``'s.
 """
 
 from __future__ import annotations

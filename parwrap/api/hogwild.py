@@ -1,7 +1,7 @@
 """``@hogwild``: a plain training function runs on workers of its own, which train one model in the memory that they share.
 
 Checks the options, has ``launching.py`` start the workers, and opens ``distributed`` in each of them; how they train together is
-``strategies/hogwild.py``'s.
+``strategies/hogwild/``'s.
 """
 
 from __future__ import annotations

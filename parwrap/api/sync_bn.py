@@ -1,6 +1,6 @@
 """``@sync_bn``: BatchNorm layers normalize by the statistics of the whole batch, of which each rank has a part.
 
-No module is converted: its class and the keys of its state stay. What a rank sends and computes is ``strategies/sync_bn.py``'s.
+No module is converted: its class and the keys of its state stay. What a rank sends and computes is ``batch_norm/``'s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Change what an attribute does for the length of a ``with`` block, and put the identical object back.
 
 A patch is data: an owner, a name and a wrapper. Installing and undoing are wrapt's; this is the only file that imports
-it. What the wrappers do is left to ``verbs/``.
+it. What the wrappers do is left to ``intercept/``.
 """
 
 from __future__ import annotations

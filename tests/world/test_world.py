@@ -299,7 +299,7 @@ def test_launchers_are_told_apart_by_name():
 def names_of_all() -> list[str]:
     """Every variable that is written down in the files that read them."""
     package = Path(detect.__code__.co_filename).parent
-    nodes = [node for name in ("families", "world", "nodes") for node in ast.walk(ast.parse((package / f"{name}.py").read_text()))]
+    nodes = [node for name in ("launchers", "world", "nodes") for node in ast.walk(ast.parse((package / f"{name}.py").read_text()))]
     words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return sorted(word for word in words if word.replace("_", "").isalnum() and word.isupper())
 
