@@ -19,10 +19,10 @@ from parwrap.errors import UsageError
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["Decorating", "Left", "ScopeDecorator", "decorators_of", "describe", "module_of", "refuse_undecoratable", "result_told"]
+__all__ = ["Decorating", "EarlyExit", "ScopeDecorator", "decorators_of", "describe", "module_of", "refuse_undecoratable", "result_told"]
 
 
-class Left(SystemExit):
+class EarlyExit(SystemExit):
     """A scope has made the function end before its time, well.
 
     Attributes:
@@ -107,7 +107,7 @@ class ScopeDecorator:
                     for decorator in decorators:
                         scopes.enter_context(decorator.scope(function))
                     return runs(*args, **kwargs)
-            except Left as left:
+            except EarlyExit as left:
                 if left.function is not function:
                     raise
                 return left.result

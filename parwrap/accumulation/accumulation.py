@@ -127,8 +127,8 @@ class Accumulation(AtWork):
             try:
                 if position.closing:
                     due = [asked for asked in self._asked.values() if asked.at == position.backwards]
-                    holding = put_back(due, position.correction)
-                    call._replace(weight=position.rank_weight, holding=holding).run()
+                    existing_grads = put_back(due, position.correction)
+                    call._replace(weight=position.rank_weight, existing_grads=existing_grads).run()
                 else:
                     call._replace(averaged=False).run()
             except BaseException:
@@ -150,11 +150,11 @@ class Accumulation(AtWork):
         if self._readings or not self.position.asked or not self.position.is_new(site):
             return False
         stepped = {id(p) for optimizer in self._asks for p in parameters_of(optimizer)}
-        return all(id(leaf) in stepped for leaf in reached(call.beginnings) if isinstance(leaf, torch.nn.Parameter))
+        return all(id(leaf) in stepped for leaf in reached(call.roots) if isinstance(leaf, torch.nn.Parameter))
 
     def _leave(self, call: Backward) -> None:
         """No step has followed the batch before: it was left, as where a loss is not finite, or the loop accumulates by hand."""
-        if any(leaf.grad is not None and leaf.grad.any() for leaf in reached(call.beginnings)):
+        if any(leaf.grad is not None and leaf.grad.any() for leaf in reached(call.roots)):
             self._next_batch()
             return
         self._warn_of_sums_not_used()

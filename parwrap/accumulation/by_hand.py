@@ -30,9 +30,9 @@ from parwrap.strategies.common.share import Share
 __all__ = ["ByHand"]
 
 FIRST_LOOK = 8
-"""Meetings of the ranks after which they compare what they have learned, and again after at least as many."""
+"""Sync points of the ranks after which they compare what they have learned, and again after at least as many."""
 RARER = 4
-"""They compare again after a fourth of all meetings that there were, once that is more."""
+"""They compare again after a fourth of all sync points that there were, once that is more."""
 
 
 @dataclass
@@ -107,12 +107,12 @@ class ByHand(AtWork):
             call = call.scaled(scale) if scale != 1.0 else call
             if goes_on:
                 if self._pattern.mixed:
-                    local.reached.update((id(leaf), leaf) for leaf in reached(call.beginnings))
+                    local.reached.update((id(leaf), leaf) for leaf in reached(call.roots))
                 call._replace(averaged=False).run()
                 return
             del self._local[place]
-            holding = local.reached.values() if local.reached else over_ranks.with_gradients()
-            call._replace(weight=fmean(local.weights), holding=tuple(holding)).run()
+            existing_grads = local.reached.values() if local.reached else over_ranks.with_gradients()
+            call._replace(weight=fmean(local.weights), existing_grads=tuple(existing_grads)).run()
 
     def clip(self, clip: Clip) -> Any:
         """Clip what is averaged."""
@@ -140,18 +140,18 @@ class ByHand(AtWork):
         """Nothing of it outlives the function."""
 
     def _look_at_others(self, over_ranks: OverRanks, call: Backward) -> None:
-        """At meetings that are the same on all ranks, find out whether they have learned the same."""
+        """At sync points that are the same on all ranks, find out whether they have learned the same."""
         if not self._first_meeting:
-            self._first_meeting = over_ranks.meetings
+            self._first_meeting = over_ranks.coordinator
             self._next_look = self._first_meeting + FIRST_LOOK
-        if over_ranks.meetings < self._next_look:
+        if over_ranks.coordinator < self._next_look:
             return
         # what no optimizer steps with is the loop's own, which may use it after any backward
-        learned = self._pattern.learned() if over_ranks.owns(reached(call.beginnings)) else ()
+        learned = self._pattern.learned() if over_ranks.owns(reached(call.roots)) else ()
         everybodys = over_ranks.compared(learned)
         if everybodys is not None:
             (self._pattern.take if learned and len(everybodys) == 1 else self._pattern.drop)()
-        self._next_look = over_ranks.meetings + max(FIRST_LOOK, (over_ranks.meetings - self._first_meeting) // RARER)
+        self._next_look = over_ranks.coordinator + max(FIRST_LOOK, (over_ranks.coordinator - self._first_meeting) // RARER)
 
     def _average(self, gives: bool = False) -> None:
         """Average what backwards have left on each rank alone.

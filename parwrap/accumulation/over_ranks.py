@@ -58,8 +58,8 @@ class OverRanks:
     def __init__(self, group: Group, loop: Loop, strategy: Strategy) -> None:
         self._group, self._loop, self._strategy = group, loop, strategy
         self._answered = 0
-        group.meetings.answer(WINDOW, lambda detail, present: self._answer(present))
-        group.meetings.answer(LEARNED, lambda detail, present: group.share(LEARNED, None, present))
+        group.coordinator.answer(WINDOW, lambda detail, present: self._answer(present))
+        group.coordinator.answer(LEARNED, lambda detail, present: group.share(LEARNED, None, present))
 
     @property
     def averages_gradients(self) -> bool:
@@ -71,9 +71,9 @@ class OverRanks:
         return self._loop.weights.find(lambda: leading_sizes(call.tensors))
 
     @property
-    def meetings(self) -> int:
-        """The number of the next meeting of the ranks."""
-        return self._group.meetings.number
+    def coordinator(self) -> int:
+        """The number of the next sync point of the ranks."""
+        return self._group.coordinator.number
 
     def with_gradients(self) -> list[torch.Tensor]:
         """The parameters of optimizers that have a gradient and are trained."""
@@ -106,7 +106,7 @@ class OverRanks:
             return Applied(mean_of(several, weight or 1.0), clips_of(several), [asked.optimizer for asked in several if asked.optimizer])
         self._strategy.share = share
         try:
-            present = self._group.meet(WINDOW)
+            present = self._group.synchronize(WINDOW)
         finally:
             self._strategy.share = Share
         told = self._told(several)
@@ -144,7 +144,7 @@ class OverRanks:
         """Others apply their windows, and this rank has come for something else: it has missed what they do."""
         views = list(self._group.share(WINDOW, None, present).values())
         if self._mean(views, {}, 0.0):
-            self._group.meetings.miss()
+            self._group.coordinator.miss()
 
     def _told(self, several: Sequence[Asked]) -> _Told:
         number_of = {id(p): number for number, p in self._loop.once_owned().items()}

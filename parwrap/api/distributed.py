@@ -18,7 +18,7 @@ import torch.distributed as dist
 from parwrap.api.self_launch import Launch, gathered, on_ranks, there_are_ranks
 from parwrap.data.loaders import Loaders
 from parwrap.data.sharing_rules import TrainingData
-from parwrap.decorator import Left, ScopeDecorator, module_of, result_told
+from parwrap.decorator import EarlyExit, ScopeDecorator, module_of, result_told
 from parwrap.errors import UsageError
 from parwrap.group import group as groups
 from parwrap.options import Options
@@ -205,7 +205,7 @@ def _opened(
         try:
             with _session.patched(module, hidden), _session.met():
                 yield
-        except Left as left:
+        except EarlyExit as left:
             if function is not None or not returns:
                 left.function = function if left.returns else None
                 raise

@@ -1,7 +1,7 @@
 """``@evaluate``: a plain ``evaluate(model, loader)`` reads each sample once on all ranks together, and returns what one process would.
 
 What each rank reads is ``data/evaluation.py``'s, how the ranks' results become one ``data/merging.py``'s. Here are the decorator and
-the meeting of the ranks at the end.
+the sync point of the ranks at the end.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class _Call:
 
     def together(self, mine: Any, error: Exception | None) -> list[Any]:
         """What each rank passes as ``mine``, unless one passes an ``error``, which all of them raise then."""
-        self.group.meet(self.kind)
+        self.group.synchronize(self.kind)
         told = gathered_objects("evaluate", (mine, None if error is None else _packed(error)), self.group)
         failed = next(((rank, each[1]) for rank, each in enumerate(told) if each[1] is not None), None)
         if failed is None:
@@ -251,8 +251,8 @@ def _evaluated(call: _Call, trust: _Trust) -> Any:
     data = call.data()
     asks = not trust.whole and trust.asks(data)
     # one that has left an epoch sooner must not evaluate other weights
-    call.group.meet(call.kind, detail=zlib.crc32(repr((trust.whole, asks, data)).encode()))
-    if call.group.meetings and not call.group.meetings.alike:
+    call.group.synchronize(call.kind, detail=zlib.crc32(repr((trust.whole, asks, data)).encode()))
+    if call.group.coordinator and not call.group.coordinator.alike:
         raise RankMismatchError(
             f"{call.name} evaluates datasets of different lengths on the ranks: {data} on rank {call.group.world.rank}. All ranks have to "
             "evaluate the same data, of which each reads a part."

@@ -1,7 +1,7 @@
 """Gathering the rows of a tensor from all ranks, and sending the gradients of what was gathered back to the ranks of the rows.
 
-The forward is a meeting of all ranks; one that has left the loop answers it with no rows. The backward comes in the midst of the ranks'
-gradient averages, so it has a process group and a lane of its own, as shared batch norms have.
+The forward is a sync point of all ranks; one that has left the loop answers it with no rows. The backward comes in the midst of the ranks'
+gradient averages, so it has a process group and nested sync points of its own, as shared batch norms have.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from parwrap.batch_norm.statistics_exchange import SUM, Sharing, new_group, own_group
+from parwrap.batch_norm.statistics_exchange import SUM, StatisticsExchange, new_group, own_group
 from parwrap.coordination import status_board
-from parwrap.coordination.subgroup_sync import Lane
+from parwrap.coordination.subgroup_sync import NestedCoordinator
 from parwrap.group.collectives import differing_structures, home, refuse_difference
 from parwrap.group.group import Group
 from parwrap.system.structures import Structure
@@ -39,7 +39,7 @@ class RowGatherer:
         sharing: sums up the gradients of all ranks.
     """
 
-    def __init__(self, group: Group, sharing: Sharing) -> None:
+    def __init__(self, group: Group, sharing: StatisticsExchange) -> None:
         self._group, self._sharing = group, sharing
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,19 +105,19 @@ class _Gathered(torch.autograd.Function):
 
 def row_gatherer(group: Group) -> RowGatherer:
     """That of ``group``, made when all ranks have come to it."""
-    if group.meetings is None:
-        return RowGatherer(group, Sharing(own_group(tuple(range(group.world.size)))))
+    if group.coordinator is None:
+        return RowGatherer(group, StatisticsExchange(own_group(tuple(range(group.world.size)))))
     return group.once(NAME, lambda: _opened(group))
 
 
 @contextmanager
 def _opened(group: Group) -> Iterator[RowGatherer]:
-    group.meet(f"the first {KIND}")
+    group.synchronize(f"the first {KIND}")
     ranks = range(group.world.size)
     with status_board.opened(group.world, dist.PrefixStore(NAME, group.store)) as entries:
-        sharing = Sharing(new_group(ranks, backend=group.backend, timeout=group.timeout), group)
-        sharing.lane = Lane(entries, ranks, sharing.answer, ADVICE, runs_ahead=group.backend == "nccl")
-        group.meetings.add_lane(sharing.lane)
+        sharing = StatisticsExchange(new_group(ranks, backend=group.backend, timeout=group.timeout), group)
+        sharing.nested = NestedCoordinator(entries, ranks, sharing.answer, ADVICE, runs_ahead=group.backend == "nccl")
+        group.coordinator.add_nested(sharing.nested)
         gatherer = RowGatherer(group, sharing)
-        group.meetings.answer(KIND, gatherer.answer, lasting=True)
+        group.coordinator.answer(KIND, gatherer.answer, lasting=True)
         yield gatherer

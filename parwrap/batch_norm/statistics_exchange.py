@@ -1,7 +1,7 @@
 """How ranks that share the batch of a layer send each other its numbers.
 
-On the CPUs of one node they put them on a blackboard, elsewhere they have a process group of their own for it. They also have a lane of
-meetings, for all this comes in the midst of forwards and backwards, whose own must not be mixed up with it. A rank that has parted ways
+On the CPUs of one node they put them into shared memory, elsewhere they have a process group for it. They also have nested sync
+points, for all this comes in the midst of forwards and backwards, whose own must not be mixed up with it. A rank that has parted ways
 answers with zeros, which count for nothing.
 """
 
@@ -21,17 +21,17 @@ from torch import nn
 
 from parwrap.coordination import status_board
 from parwrap.coordination.call_site import worth_a_look
-from parwrap.coordination.subgroup_sync import Lane
-from parwrap.coordination.sync_points import Meetings
+from parwrap.coordination.subgroup_sync import NestedCoordinator
+from parwrap.coordination.sync_points import Coordinator
 from parwrap.errors import UsageError
 from parwrap.group.collectives import CPU
 from parwrap.group.device import uses_nccl
 from parwrap.group.group import Group
 from parwrap.intercept.norm import Norm
 from parwrap.system.shared_memory import shared_memory
-from parwrap.system.shared_vectors import CAPACITY, Blackboard
+from parwrap.system.shared_vectors import CAPACITY, SharedVectors
 
-__all__ = ["SUM", "Sharing", "new_group", "own_group", "shared_among"]
+__all__ = ["SUM", "StatisticsExchange", "new_group", "own_group", "shared_among"]
 
 FIRST_USE = "the first use of a batch norm"
 ADVICE = "Have all ranks run the same layers in the same order, or leave @parwrap.sync_bn out."
@@ -42,13 +42,13 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 GATHER, SUM = 0, 1
 
 
-class Sharing:
+class StatisticsExchange:
     """What ranks that share their batches do together.
 
     Args:
         process_group: torch's, of those ranks; ``None`` if they have a blackboard.
-        group: parwrap's, if it has started that; its meetings keep ranks apart that are in different layers.
-        first_uses: the meetings of all ranks of that ``group``.
+        group: parwrap's, if it has started that; its sync points keep ranks apart that are in different layers.
+        first_uses: the sync points of all ranks of that ``group``.
     """
 
     def __init__(self, process_group: Any = None, group: Group | None = None, first_uses: _FirstUses | None = None) -> None:
@@ -57,16 +57,16 @@ class Sharing:
         self._nameless = _Layer(self, "a batch norm")
         self._layers: dict[int, tuple[weakref.ref[torch.Tensor], _Layer]] = {}
         self._search, self._part = first_uses is not None, -1
-        self.lane: Lane | None = None
-        self.board: Blackboard | None = None
+        self.nested: NestedCoordinator | None = None
+        self.board: SharedVectors | None = None
 
     def layer(self, call: Norm) -> _Layer:
         """The layer that ``call`` is of, by which ranks know that they are in the same."""
         tensor = call.weight if call.running_mean is None else call.running_mean
         if tensor is None:
             return self._nameless
-        if self.lane and self.lane.part != self._part:
-            self._layers, self._search, self._part = {}, True, self.lane.part
+        if self.nested and self.nested.part != self._part:
+            self._layers, self._search, self._part = {}, True, self.nested.part
         known = self._layers.get(id(tensor))
         if known is None or known[0]() is not tensor:
             known = self._find(tensor) if self._search else None
@@ -87,11 +87,11 @@ class Sharing:
                     f"{what} sends {len(sent)} numbers, and parwrap.sync_bn shares layers of at most {CAPACITY // 2 - 1} channels."
                 )
             sent = sent.double()
-        if self.lane is None:
+        if self.nested is None:
             return self._send(how, sent).to(numbers)
-        self.lane.enter(what, len(sent) << 3 | DTYPES.index(sent.dtype) << 1 | how, self._group.meetings.number)  # type: ignore[union-attr]
+        self.nested.enter(what, len(sent) << 3 | DTYPES.index(sent.dtype) << 1 | how, self._group.coordinator.number)  # type: ignore[union-attr]
         result = self._send(how, sent) if self.board is None else self._put(how, sent)
-        self.lane.through()
+        self.nested.through()
         return result.to(numbers)
 
     def answer(self, sent: int) -> None:
@@ -100,7 +100,7 @@ class Sharing:
         if self.board is None:
             self._send(sent & 1, nothing)
         else:
-            self.board.put(self.lane.number, nothing)  # type: ignore[union-attr]
+            self.board.put(self.nested.number, nothing)  # type: ignore[union-attr]
 
     def _home(self, numbers: torch.Tensor | None = None) -> torch.device:
         """Where numbers must be to be sent."""
@@ -120,23 +120,23 @@ class Sharing:
         return rows
 
     def _put(self, how: int, numbers: torch.Tensor) -> torch.Tensor:
-        board, lane, group = self.board, self.lane, self._group
-        assert board is not None and lane is not None and group is not None  # noqa: PT018
+        board, nested, group = self.board, self.nested, self._group
+        assert board is not None and nested is not None and group is not None  # noqa: PT018
         deadline = time.monotonic() + group.timeout.total_seconds()
 
         def waiting() -> None:
-            lane.compare()
-            group.meetings.raise_if_failed()
+            nested.compare()
+            group.coordinator.raise_if_failed()
             if time.monotonic() > deadline:
-                raise group.meetings.in_vain("the statistics of a batch norm", None)
+                raise group.coordinator.in_vain("the statistics of a batch norm", None)
 
-        board.put(lane.number, numbers)
-        rows = board.all(lane.number, len(numbers), waiting)
+        board.put(nested.number, numbers)
+        rows = board.all(nested.number, len(numbers), waiting)
         return rows.sum(0) if how == SUM else rows
 
     def _find(self, tensor: torch.Tensor) -> tuple[weakref.ref[torch.Tensor], _Layer] | None:
         """The layer of a ``tensor`` that is new, once all ranks have come to one; ``None`` if it belongs to no module."""
-        met = self._first_uses.meet()  # type: ignore[union-attr]
+        met = self._first_uses.synchronize()  # type: ignore[union-attr]
         if met > SEARCHES and not worth_a_look(met):
             self._layers[id(tensor)] = weakref.ref(tensor), self._nameless
         else:
@@ -147,24 +147,24 @@ class Sharing:
 
 
 class _FirstUses:
-    """The meetings at which all ranks have come to layers that are new to them.
+    """The sync points at which all ranks have come to layers that are new to them.
 
     They are counted alike on all ranks, those too that have only answered, so that all search at the same.
     """
 
-    def __init__(self, meetings: Meetings) -> None:
-        self._meetings, self._part, self._met = meetings, -1, 0
-        meetings.answer(FIRST_USE, lambda detail, present: self._count(), lasting=True)
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator, self._part, self._met = coordinator, -1, 0
+        coordinator.answer(FIRST_USE, lambda detail, present: self._count(), lasting=True)
 
-    def meet(self) -> int:
+    def synchronize(self) -> int:
         """Wait for all; returns the how-manieth time it is in this part of the run."""
-        self._meetings.wait(FIRST_USE)
+        self._coordinator.wait(FIRST_USE)
         self._count()
         return self._met
 
     def _count(self) -> None:
-        if self._part != self._meetings.part:
-            self._part, self._met = self._meetings.part, 0
+        if self._part != self._coordinator.part:
+            self._part, self._met = self._coordinator.part, 0
         self._met += 1
 
 
@@ -186,7 +186,7 @@ def _named_layers() -> dict[int, tuple[torch.Tensor, str]]:
 class _Layer:
     """One layer's exchange."""
 
-    def __init__(self, sharing: Sharing, name: str) -> None:
+    def __init__(self, sharing: StatisticsExchange, name: str) -> None:
         self._sharing, self._name = sharing, name
 
     def gathered(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -197,9 +197,9 @@ class _Layer:
         return self._sharing.together(SUM, f"the backward of {self._name} ({numbers.numel() // 2} channels)", numbers)
 
 
-def shared_among(group: Group, ranks: Sequence[int]) -> Sharing | None:
+def shared_among(group: Group, ranks: Sequence[int]) -> StatisticsExchange | None:
     """How ``ranks`` of ``group`` share, unless that is one rank; made once, when all ranks of the group have come to it."""
-    first_uses = group.once(FIRST_USE, lambda: nullcontext(_FirstUses(group.meetings)))
+    first_uses = group.once(FIRST_USE, lambda: nullcontext(_FirstUses(group.coordinator)))
     return group.once(("sync_bn", ranks), lambda: _opened(group, ranks, first_uses))
 
 
@@ -221,8 +221,8 @@ def new_group(ranks: Sequence[int], **options: Any) -> Any:
 
 
 @contextmanager
-def _opened(group: Group, ranks: Sequence[int], first_uses: _FirstUses) -> Iterator[Sharing | None]:
-    group.meet("parwrap.sync_bn")
+def _opened(group: Group, ranks: Sequence[int], first_uses: _FirstUses) -> Iterator[StatisticsExchange | None]:
+    group.synchronize("parwrap.sync_bn")
     if len(ranks) == 1:
         yield None
         return
@@ -231,12 +231,12 @@ def _opened(group: Group, ranks: Sequence[int], first_uses: _FirstUses) -> Itera
     world = replace(group.world, rank=place, size=len(ranks), local_rank=place, local_size=len(ranks) if on_one_node else 0)
     with status_board.opened(world, store) as entries:
         if on_one_node and group.backend != "nccl":
-            sharing = Sharing(group=group, first_uses=first_uses)
+            sharing = StatisticsExchange(group=group, first_uses=first_uses)
             board_store = dist.PrefixStore("blackboard", store)
-            memory = shared_memory(board_store, world.rank, range(world.size), Blackboard.size(world.size))
-            sharing.board = Blackboard(memory, world.size, place)
+            memory = shared_memory(board_store, world.rank, range(world.size), SharedVectors.size(world.size))
+            sharing.board = SharedVectors(memory, world.size, place)
         else:
-            sharing = Sharing(new_group(ranks, backend=group.backend, timeout=group.timeout), group, first_uses)
-        sharing.lane = Lane(entries, ranks, sharing.answer, ADVICE, runs_ahead=group.backend == "nccl")
-        group.meetings.add_lane(sharing.lane)
+            sharing = StatisticsExchange(new_group(ranks, backend=group.backend, timeout=group.timeout), group, first_uses)
+        sharing.nested = NestedCoordinator(entries, ranks, sharing.answer, ADVICE, runs_ahead=group.backend == "nccl")
+        group.coordinator.add_nested(sharing.nested)
         yield sharing

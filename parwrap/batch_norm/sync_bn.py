@@ -16,7 +16,7 @@ from torch import nn
 
 from parwrap.batch_norm.batch_norm import BatchNorm, Exchange
 from parwrap.batch_norm.compiled_norm import scopes, traced
-from parwrap.batch_norm.statistics_exchange import Sharing, own_group, shared_among
+from parwrap.batch_norm.statistics_exchange import StatisticsExchange, own_group, shared_among
 from parwrap.coordination.call_site import location, warn, worth_a_look
 from parwrap.errors import UsageError
 from parwrap.group import group as groups
@@ -43,7 +43,7 @@ class SyncBN:
         self._reads_whole = reads_whole
         self._process_group, self._group_size = process_group, group_size
         self._opened_for: Any = None
-        self._sharing: Sharing | None = None
+        self._sharing: StatisticsExchange | None = None
         self._process = os.getpid()
         self._warned = self._said = self._has_replicas = False
         self._backwards = 0
@@ -82,7 +82,7 @@ class SyncBN:
         """Warn, ever more rarely looking, of batch norms that no patch of Python's names reaches; then run ``call``."""
         self._backwards += 1
         if worth_a_look(self._backwards) and self._sharing is not None and not (self._said or self._has_whole()):
-            self._said = normalizes_by_torch(call.beginnings)
+            self._said = normalizes_by_torch(call.roots)
             if self._said:
                 warn(
                     f"parwrap: the backward at {location()} goes through a batch norm that used this rank's part of the batch only. "
@@ -132,7 +132,7 @@ class SyncBN:
         if ours:
             self._sharing = shared_among(together, ranks)
         elif len(ranks) > 1:
-            self._sharing = Sharing(self._process_group or own_group(ranks))
+            self._sharing = StatisticsExchange(self._process_group or own_group(ranks))
 
     def _ranks(self, size: int) -> tuple[int, ...]:
         """The ranks that this one shares with."""

@@ -1,6 +1,6 @@
 """The report of a hang: when a rank has waited for long, say once where every rank is.
 
-A thread of each rank looks into the mailbox now and then. Nothing is ended here: a slow rank is no error.
+A thread of each rank looks into the status board now and then. Nothing is ended here: a slow rank is no error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from parwrap.coordination.call_site import innermost
-from parwrap.coordination.rank_positions import Whereabouts
+from parwrap.coordination.rank_positions import RankPositions
 from parwrap.system.background import in_background
 
 __all__ = ["watched"]
@@ -21,7 +21,7 @@ LOOKS = 10
 
 
 @contextmanager
-def watched(whereabouts: Whereabouts, rank: int, hang_after: float, timeout: float) -> Iterator[None]:
+def watched(rank_positions: RankPositions, rank: int, hang_after: float, timeout: float) -> Iterator[None]:
     """While this is held, report on rank 0 if any rank waits for longer than ``hang_after`` seconds.
 
     Every rank writes down where it is in time for that report, and for the errors of ranks that give up.
@@ -37,16 +37,16 @@ def watched(whereabouts: Whereabouts, rank: int, hang_after: float, timeout: flo
 
     def look(stopped: threading.Event) -> None:
         while not stopped.wait(place_after / LOOKS):
-            if not whereabouts.waited(place_after):
+            if not rank_positions.waited(place_after):
                 continue
             frame = sys._current_frames().get(main)
             if frame is not None:
-                whereabouts.tell(innermost(frame))
-            if not whereabouts.waited(hang_after):
+                rank_positions.tell(innermost(frame))
+            if not rank_positions.waited(hang_after):
                 continue
             # all ranks look in this time, and tell where they are
-            if rank == 0 and not stopped.wait(2 * hang_after / LOOKS) and whereabouts.waited(hang_after):
-                print(f"parwrap: a rank has waited for more than {hang_after:g} s. {whereabouts.told()}", file=said, flush=True)
+            if rank == 0 and not stopped.wait(2 * hang_after / LOOKS) and rank_positions.waited(hang_after):
+                print(f"parwrap: a rank has waited for more than {hang_after:g} s. {rank_positions.told()}", file=said, flush=True)
                 return
 
     with in_background(look, "parwrap watch"):

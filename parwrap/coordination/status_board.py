@@ -1,7 +1,7 @@
-"""Who is where: before a rank meets the others it writes down, where all ranks can read it, which meeting it enters.
+"""Who is where: before a rank meets the others it writes down, where all ranks can read it, which sync point it enters.
 
-A meeting is anything that ranks do together: a backward, a reduction, the end. Every rank has a short ring of entries of its
-own, one for each meeting, in a memory that the ranks of one node share; across nodes a thread carries it through the store.
+A sync point is anything that ranks do together: a backward, a reduction, the end. Every rank has a short ring of entries of its
+own, one for each sync point, in a memory that the ranks of one node share; across nodes a thread carries it through the store.
 Writing costs microseconds and no collective. What follows from the entries is decided in ``sync_points.py``.
 """
 
@@ -22,11 +22,11 @@ from parwrap.system.background import in_background
 from parwrap.system.shared_memory import shared_memory
 from parwrap.world.world import World
 
-__all__ = ["PART", "Entry", "Mailbox", "Meeting", "State", "opened"]
+__all__ = ["PART", "Entry", "State", "StatusBoard", "SyncPoint", "opened"]
 
 KEPT, PARTS = 8, 3
-"""Entries that a rank keeps of each part of the run, and of how many parts. Ranks are at most a meeting apart on the CPU; with a GPU
-the host runs a few steps ahead. Two parts may begin with no meeting between them."""
+"""Entries that a rank keeps of each part of the run, and of how many parts. Ranks are at most a sync point apart on the CPU; with a GPU
+the host runs a few steps ahead. Two parts may begin with no sync point between them."""
 RING = KEPT * PARTS
 
 PART = 32
@@ -43,7 +43,7 @@ LOOKING = 1.0
 NUMBER = struct.Struct("q")
 IDENTIFIED = struct.Struct("q q")
 HEAD = struct.Struct(f"q {TEXT}s 28x")
-"""The number of the last meeting that a rank is through with, and where it is."""
+"""The number of the last sync point that a rank is through with, and where it is."""
 ENTRY = struct.Struct(f"q q q d B ? ? {TEXT}s x")
 """Number, identity, detail, since, state, stale, astray, text."""
 ASTRAY = struct.calcsize("q q q d B ?")
@@ -51,12 +51,12 @@ ROW = HEAD.size + RING * ENTRY.size
 
 
 class State(IntEnum):
-    """How a rank takes part in a meeting."""
+    """How a rank takes part in a sync point."""
 
     WAITING = 1
     """It is there, and waits for the others to come."""
     FETCHING = 2
-    """It waits for a file of another rank, not for a meeting."""
+    """It waits for a file of another rank, not for a sync point."""
     CONTRIBUTING = 3
     """It has gone ahead and counts on the others to come."""
     ANSWERING = 4
@@ -64,17 +64,17 @@ class State(IntEnum):
     MET = 5
     """All ranks were there."""
     FAILED = 6
-    """It has left with an error and comes to no meeting any more."""
+    """It has left with an error and comes to no sync point any more."""
 
 
 @dataclass(frozen=True)
-class Meeting:
+class SyncPoint:
     """What ranks do together.
 
     Attributes:
         kind: such as ``"backward"``.
         place: file and line in the user's script.
-        detail: a number by which meetings of one kind are told apart.
+        detail: a number by which sync points of one kind are told apart.
         identity: what others know it by; an entry has that of its writer, where a long ``kind`` is cut off.
     """
 
@@ -90,9 +90,9 @@ class Meeting:
         room = TEXT - len(self.kind) - 1
         object.__setattr__(self, "text", self.kind.encode() + b"\n" + self.place.encode()[-room:])
 
-    def of_batch(self, number: int) -> Meeting:
-        """The same for one batch, which ranks in this meeting must all be at."""
-        return Meeting(self.kind, f"{self.place}, batch {number}", self.detail, zlib.crc32(f"{self.identity}/{number}".encode()))
+    def of_batch(self, number: int) -> SyncPoint:
+        """The same for one batch, which ranks in this sync point must all be at."""
+        return SyncPoint(self.kind, f"{self.place}, batch {number}", self.detail, zlib.crc32(f"{self.identity}/{number}".encode()))
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.place})" if self.place else self.kind
@@ -100,38 +100,38 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one rank has written about one meeting."""
+    """What one rank has written about one sync point."""
 
     rank: int
     number: int
-    meeting: Meeting
+    sync_point: SyncPoint
     state: State
     stale: bool
     since: float
 
 
-class Mailbox:
+class StatusBoard:
     """The entries of all ranks.
 
     Args:
         world: this rank's place.
-        memory: room for all ranks' entries, as a writable buffer of ``Mailbox.size(world)`` bytes.
+        memory: room for all ranks' entries, as a writable buffer of ``StatusBoard.size(world)`` bytes.
 
     Attributes:
         waiting: whether this rank waits for what others write.
-        written: the meeting that this rank has entered last, with its number.
+        written: the sync point that this rank has entered last, with its number.
         immediate: whether it is seen at once by all ranks when one has written something.
 
-    >>> mailbox = Mailbox(World(), bytearray(Mailbox.size(World())))
-    >>> mailbox.write(1, Meeting("barrier", "train.py:7"), State.WAITING)
-    >>> str(mailbox.read(0, 1).meeting)
+    >>> status_board = StatusBoard(World(), bytearray(StatusBoard.size(World())))
+    >>> status_board.write(1, SyncPoint("barrier", "train.py:7"), State.WAITING)
+    >>> str(status_board.read(0, 1).sync_point)
     'barrier (train.py:7)'
     """
 
     def __init__(self, world: World, memory: Any) -> None:
         self.world, self._memory = world, memory
         self.waiting, self.immediate = False, isinstance(memory, mmap.mmap)
-        self.written: tuple[int, Meeting] | None = None
+        self.written: tuple[int, SyncPoint] | None = None
         # what is looked at after each backward lies together, so that one comparison of bytes does
         self._rows = world.size * RING * NUMBER.size
         self._mine = self._row(world.rank)
@@ -142,72 +142,72 @@ class Mailbox:
         """The bytes that the entries of all ranks take."""
         return world.size * (RING * NUMBER.size + ROW)
 
-    def write(self, number: int, meeting: Meeting, state: State, stale: bool = False) -> None:
-        """Enter the ``number``-th meeting."""
+    def write(self, number: int, sync_point: SyncPoint, state: State, stale: bool = False) -> None:
+        """Enter the ``number``-th sync point."""
         at = self._mine + _in_row(number)
         NUMBER.pack_into(self._memory, at, 0)  # nobody is to read it half written
-        ENTRY.pack_into(self._memory, at, 0, meeting.identity, meeting.detail, time.time(), state, stale, False, meeting.text)
+        ENTRY.pack_into(self._memory, at, 0, sync_point.identity, sync_point.detail, time.time(), state, stale, False, sync_point.text)
         NUMBER.pack_into(self._memory, at, number)
-        self._show(number, meeting.identity if state is State.CONTRIBUTING else 0)
-        self.written = number, meeting
+        self._show(number, sync_point.identity if state is State.CONTRIBUTING else 0)
+        self.written = number, sync_point
 
     def take_back(self, number: int) -> None:
-        """This rank does not come to the ``number``-th meeting, if it has entered that."""
+        """This rank does not come to the ``number``-th sync point, if it has entered that."""
         if self.written and self.written[0] == number:
             NUMBER.pack_into(self._memory, self._mine + _in_row(number), 0)
             self.written = None
 
     def done(self, number: int) -> None:
-        """This rank is through with the ``number``-th meeting."""
+        """This rank is through with the ``number``-th sync point."""
         NUMBER.pack_into(self._memory, self._mine, number)
 
-    def regular(self, number: int, meeting: Meeting) -> bool:
-        """Whether all ranks that are known to be in the ``number``-th meeting went ahead to ``meeting``, with nothing to tell.
+    def regular(self, number: int, sync_point: SyncPoint) -> bool:
+        """Whether all ranks that are known to be in the ``number``-th sync point went ahead to ``sync_point``, with nothing to tell.
 
-        Who has not come yet counts with what it did ``KEPT`` meetings ago.
+        Who has not come yet counts with what it did ``KEPT`` sync points ago.
         """
-        if self._expected[0] != meeting.identity:
-            self._expected = meeting.identity, NUMBER.pack(meeting.identity) * self.world.size
+        if self._expected[0] != sync_point.identity:
+            self._expected = sync_point.identity, NUMBER.pack(sync_point.identity) * self.world.size
         begin = self._glances(number)
         return self._memory[begin : begin + self.world.size * NUMBER.size] == self._expected[1]
 
     def behind(self, number: int) -> bool:
-        """Whether a rank is not through yet with the ``number``-th meeting."""
+        """Whether a rank is not through yet with the ``number``-th sync point."""
         return any(NUMBER.unpack_from(self._memory, self._row(rank))[0] < number for rank in range(self.world.size))
 
-    def agreed(self, number: int, meeting: Meeting) -> bool:
-        """Whether no rank is known to be in another meeting with that number."""
+    def agreed(self, number: int, sync_point: SyncPoint) -> bool:
+        """Whether no rank is known to be in another sync point with that number."""
         elsewhere = (IDENTIFIED.unpack_from(self._memory, self._row(rank) + _in_row(number)) for rank in range(self.world.size))
-        return all(written != number or identity == meeting.identity for written, identity in elsewhere)
+        return all(written != number or identity == sync_point.identity for written, identity in elsewhere)
 
     def tell(self, number: int) -> None:
-        """This rank has something to tell in the ``number``-th meeting."""
+        """This rank has something to tell in the ``number``-th sync point."""
         self._show(number, 0)
 
     def go_astray(self, number: int) -> None:
-        """In the ``number``-th meeting, this rank does something else than was expected of it."""
+        """In the ``number``-th sync point, this rank does something else than was expected of it."""
         self._memory[self._mine + _in_row(number) + ASTRAY] = True
         self.tell(number)
 
     def any_astray(self, number: int) -> bool:
-        """Whether a rank has gone astray in the ``number``-th meeting, which is over."""
+        """Whether a rank has gone astray in the ``number``-th sync point, which is over."""
         return any(self._memory[self._row(rank) + _in_row(number) + ASTRAY] for rank in range(self.world.size))
 
     def read(self, rank: int, number: int) -> Entry | None:
-        """What ``rank`` has written about the ``number``-th meeting, if it has come there."""
+        """What ``rank`` has written about the ``number``-th sync point, if it has come there."""
         at = self._row(rank) + _in_row(number)
         written, identity, detail, since, state, stale, _, text = ENTRY.unpack_from(self._memory, at)
         if not number or written != number or NUMBER.unpack_from(self._memory, at) != (number,):
             return None
         kind, _, place = text.rstrip(b"\0").decode(errors="replace").partition("\n")
-        return Entry(rank, number, Meeting(kind, place, detail, identity), State(state), stale, since)
+        return Entry(rank, number, SyncPoint(kind, place, detail, identity), State(state), stale, since)
 
     def read_all(self, number: int, without: Collection[int] = ()) -> list[Entry | None]:
-        """What every rank has written about the ``number``-th meeting, ``without`` some."""
+        """What every rank has written about the ``number``-th sync point, ``without`` some."""
         return [self.read(rank, number) for rank in range(self.world.size) if rank not in without]
 
     def last(self, rank: int) -> tuple[Entry | None, bool]:
-        """The last meeting that ``rank`` has entered, and whether it is still in there."""
+        """The last sync point that ``rank`` has entered, and whether it is still in there."""
         row = self._row(rank)
         numbers = [NUMBER.unpack_from(self._memory, row + HEAD.size + slot * ENTRY.size)[0] for slot in range(RING)]
         entry = self.read(rank, max(numbers))
@@ -241,12 +241,12 @@ class Mailbox:
         return _slot(number) * self.world.size * NUMBER.size
 
     def _show(self, number: int, identity: int) -> None:
-        """``identity`` is what others see at a glance of this rank in the ``number``-th meeting."""
+        """``identity`` is what others see at a glance of this rank in the ``number``-th sync point."""
         NUMBER.pack_into(self._memory, self._glances(number) + self.world.rank * NUMBER.size, identity)
 
 
 def _slot(number: int) -> int:
-    """Where the entry of the ``number``-th meeting is; the ends of one part and the beginnings of the next do not meet there."""
+    """Where the entry of the ``number``-th sync point is; the ends of one part and the beginnings of the next do not meet there."""
     return number % KEPT + KEPT * ((number >> PART) % PARTS)
 
 
@@ -255,34 +255,34 @@ def _in_row(number: int) -> int:
 
 
 @contextmanager
-def opened(world: World, store: Any) -> Iterator[Mailbox]:
-    """The mailbox of the ranks of ``world``, which find each other's by ``store``."""
+def opened(world: World, store: Any) -> Iterator[StatusBoard]:
+    """The status board of the ranks of ``world``, which find each other's by ``store``."""
     if world.on_one_node:
-        yield Mailbox(world, shared_memory(store, world.rank, range(world.size), Mailbox.size(world)))
+        yield StatusBoard(world, shared_memory(store, world.rank, range(world.size), StatusBoard.size(world)))
         return
-    mailbox = Mailbox(world, bytearray(Mailbox.size(world)))
-    with _carried(mailbox, store):
-        yield mailbox
+    status_board = StatusBoard(world, bytearray(StatusBoard.size(world)))
+    with _carried(status_board, store):
+        yield status_board
 
 
 @contextmanager
-def _carried(mailbox: Mailbox, store: Any) -> Iterator[None]:
+def _carried(status_board: StatusBoard, store: Any) -> Iterator[None]:
     """Carry entries between nodes for as long as this is held."""
     store = store.clone()
-    mine, others = mailbox.world.rank, [rank for rank in range(mailbox.world.size) if rank != mailbox.world.rank]
-    store.set(f"mailbox/{mine}", bytes(ROW))
+    mine, others = status_board.world.rank, [rank for rank in range(status_board.world.size) if rank != status_board.world.rank]
+    store.set(f"status/{mine}", bytes(ROW))
 
     def carry(stopped: threading.Event) -> None:
         sent, looked = b"", 0.0
         while not stopped.wait(CARRYING):
-            now = mailbox.row()
+            now = status_board.row()
             if now != sent:
-                store.set(f"mailbox/{mine}", now)
+                store.set(f"status/{mine}", now)
                 sent = now
-            if mailbox.waiting or time.monotonic() > looked + LOOKING:
+            if status_board.waiting or time.monotonic() > looked + LOOKING:
                 looked = time.monotonic()
-                for rank, row in zip(others, store.multi_get([f"mailbox/{rank}" for rank in others]), strict=True):
-                    mailbox.take_row(rank, row)
+                for rank, row in zip(others, store.multi_get([f"status/{rank}" for rank in others]), strict=True):
+                    status_board.take_row(rank, row)
 
-    with in_background(carry, "parwrap mailbox"):
+    with in_background(carry, "parwrap status board"):
         yield

@@ -1,11 +1,11 @@
 """How ranks meet: who goes ahead, who waits, and who answers for having nothing to contribute.
 
-A backward is entered without waiting, so a regular run pays only the writing of an entry. At every other meeting a rank waits until
+A backward is entered without waiting, so a regular run pays only the writing of an entry. At every other sync point a rank waits until
 all have come. While it waits it *answers* the others: it takes part in the backwards that they begin with nothing to contribute, so
-nobody hangs when ranks part ways. Once all wait, the meeting that counts most takes place; ranks that came for another one
+nobody hangs when ranks part ways. Once all wait, the sync point that counts most takes place; ranks that came for another one
 answer it and wait on. Ranks that have answered backwards are *stale*: before anything else they take over the state of a rank that has not.
 
-What it means to answer a meeting is known to the actor that holds such meetings. Nothing is sent here; see ``status_board.py``.
+What it means to answer a sync point is known to the actor that holds such sync points. Nothing is sent here; see ``status_board.py``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from datetime import timedelta
 
 from parwrap.coordination.call_site import location, warn
 from parwrap.coordination.held_signals import HeldSignals
-from parwrap.coordination.rank_positions import Whereabouts
-from parwrap.coordination.status_board import PART, Entry, Mailbox, Meeting, State
-from parwrap.coordination.subgroup_sync import Lane, answered_beside
+from parwrap.coordination.rank_positions import RankPositions
+from parwrap.coordination.status_board import PART, Entry, State, StatusBoard, SyncPoint
+from parwrap.coordination.subgroup_sync import NestedCoordinator, answered_beside
 from parwrap.errors import RankMismatchError
 from parwrap.system.remote_exception import in_one_line
 
-__all__ = ["BACKWARD", "END", "FIRST_BACKWARD", "THEN_AVERAGED", "Meetings"]
+__all__ = ["BACKWARD", "END", "FIRST_BACKWARD", "THEN_AVERAGED", "Coordinator"]
 
 BACKWARD = "backward"
 THEN_AVERAGED = "backward, averaged afterwards"
@@ -39,17 +39,17 @@ GRACE = 5.0
 """Seconds for a launcher to end the ranks after one has failed; its error is the one to be shown."""
 
 Answer = Callable[[int, list[int]], bool | Callable[[], bool] | None]
-"""Called with the meeting's detail and the ranks that hold it; what is true, or gives true afterwards, says that it has missed nothing."""
+"""Called with the sync point's detail and the ranks that hold it; true, or what gives true afterwards, says that nothing was missed."""
 
 _Hooks = tuple[Callable[[], int], Callable[[int], None], Callable[[], bool], Callable[..., None], Callable[[], Collection[int]]]
 _ALONE: _Hooks = (lambda: 0, lambda source: None, lambda: False, lambda waits, step=0: None, tuple)
 
 
-class Meetings:
-    """The meetings of this rank with the others, in the order in which they take place.
+class Coordinator:
+    """The sync points of this rank with the others, in the order in which they take place.
 
     Args:
-        mailbox: what the ranks have written.
+        status board: what the ranks have written.
         timeout: how long to wait for another rank.
 
     Attributes:
@@ -59,31 +59,31 @@ class Meetings:
             answer the others. A number that grows.
         whereabouts: of every rank.
         stale: whether the others have trained on without this rank, which has not taken over their state yet.
-        waits_for: the meeting that this rank waits for, if it does.
-        alike: whether all ranks that came to the last meeting gave the same ``detail``.
-        signals: those that arrive while this rank is in a meeting that it went ahead to are handled after it.
+        waits_for: the sync point that this rank waits for, if it does.
+        alike: whether all ranks that came to the last sync point gave the same ``detail``.
+        signals: those that arrive while this rank is in a sync point that it went ahead to are handled after it.
         take_state: called with the rank whose state the stale ones shall take over; on all ranks.
         at_work: called when a rank has waited too long: whether the others get on without it, so that it shall wait on.
         waits, lost: called with whether this rank begins or ends to wait for others, and with the step of another that is held up by
             that; gives those that have died.
     """
 
-    def __init__(self, mailbox: Mailbox, timeout: timedelta) -> None:
-        self._mailbox, self.timeout = mailbox, timeout
-        self._rank, self._ranks = mailbox.world.rank, range(mailbox.world.size)
-        self.immediate = mailbox.immediate
-        self.waits_for: Meeting | None = None
+    def __init__(self, status_board: StatusBoard, timeout: timedelta) -> None:
+        self._status_board, self.timeout = status_board, timeout
+        self._rank, self._ranks = status_board.world.rank, range(status_board.world.size)
+        self.immediate = status_board.immediate
+        self.waits_for: SyncPoint | None = None
         self.alike = True
         self.signals = HeldSignals()
         self.part, self._number, self._fetching, self.stale, self._warned, self._seen = 0, 1, False, False, False, 0
         self._answers, self._lasting = dict[str, Answer](), dict[str, Answer]()
-        self._lanes: list[Lane] = []
-        self.whereabouts = Whereabouts(mailbox, self._lanes)
+        self._nested: list[NestedCoordinator] = []
+        self.rank_positions = RankPositions(status_board, self._nested)
         self.phase, self.take_state, self.at_work, self.waits, self.lost = _ALONE
 
     @property
     def number(self) -> int:
-        """The number of the next meeting, the same on all ranks that wait for it."""
+        """The number of the next sync point, the same on all ranks that wait for it."""
         return self._number
 
     def answer(self, kind: str, answer: Answer, lasting: bool = False) -> None:
@@ -92,44 +92,44 @@ class Meetings:
         if lasting:
             self._lasting[kind] = answer
 
-    def add_lane(self, lane: Lane) -> None:
-        """From now on answer what others do in ``lane`` whenever this rank waits."""
-        lane.begin(self.part)
-        self._lanes.append(lane)
+    def add_nested(self, nested: NestedCoordinator) -> None:
+        """From now on answer what others do in ``nested`` whenever this rank waits."""
+        nested.begin(self.part)
+        self._nested.append(nested)
 
     def answering(self) -> AbstractContextManager[None]:
-        """While this is held, another thread answers what others do in lanes within this rank's meeting; its error is raised in the end."""
-        return answered_beside(self._lanes, self._number) if self._lanes else nullcontext()
+        """While this is held, another thread answers the nested sync points within this rank's, and raises at the end."""
+        return answered_beside(self._nested, self._number) if self._nested else nullcontext()
 
-    def go_ahead(self, meeting: Meeting) -> None:
-        """Enter ``meeting`` without waiting for the others.
+    def go_ahead(self, sync_point: SyncPoint) -> None:
+        """Enter ``sync_point`` without waiting for the others.
 
         Raises:
-            RankMismatchError: another rank has gone ahead to another meeting.
+            RankMismatchError: another rank has gone ahead to another sync point.
         """
         self.signals.hold()
         try:
-            self._mailbox.write(self._number, meeting, State.CONTRIBUTING)
-            self.compare(meeting)
+            self._status_board.write(self._number, sync_point, State.CONTRIBUTING)
+            self.compare(sync_point)
         except BaseException:
             self.signals.release()
             raise
 
-    def compare(self, meeting: Meeting) -> bool:
-        """Find out how the others are doing in this meeting, which goes on.
+    def compare(self, sync_point: SyncPoint) -> bool:
+        """Find out how the others are doing in this sync point, which goes on.
 
         Returns:
             Whether none of them has anything to tell; known once nothing is left to be sent, and only if :attr:`immediate`.
 
         Raises:
-            RankMismatchError: a rank is known to be in another meeting than this one.
+            RankMismatchError: a rank is known to be in another sync point than this one.
         """
-        if self._mailbox.regular(self._number, meeting):
+        if self._status_board.regular(self._number, sync_point):
             return True
-        if not self._mailbox.agreed(self._number, meeting):
-            elsewhere = [entry for entry in self._mailbox.read_all(self._number) if entry and entry.state is State.CONTRIBUTING]
-            kinds = {(entry.meeting.kind, entry.meeting.detail) for entry in elsewhere}
-            if len(kinds) == 1 and len({entry.meeting.identity for entry in elsewhere}) > 1:
+        if not self._status_board.agreed(self._number, sync_point):
+            elsewhere = [entry for entry in self._status_board.read_all(self._number) if entry and entry.state is State.CONTRIBUTING]
+            kinds = {(entry.sync_point.kind, entry.sync_point.detail) for entry in elsewhere}
+            if len(kinds) == 1 and len({entry.sync_point.identity for entry in elsewhere}) > 1:
                 raise RankMismatchError(
                     f"the ranks are in backwards of different batches: {_told(elsewhere)}. With batch='global' a rank cannot leave "
                     "out its part of a batch alone, as by `if not torch.isfinite(loss): continue`, or break off a pass alone. Have all "
@@ -144,31 +144,31 @@ class Meetings:
 
     def tell(self) -> None:
         """In the backward that this rank went ahead to, it has something to tell the others, which goes with its gradients."""
-        self._mailbox.tell(self._number)
+        self._status_board.tell(self._number)
 
     def go_astray(self) -> None:
         """In the backward that this rank went ahead to, it does something that the others must follow."""
-        self._mailbox.go_astray(self._number)
+        self._status_board.go_astray(self._number)
 
     def any_astray(self) -> bool:
         """Whether a rank does, in the backward that runs, once nothing is left to be sent; asked only if :attr:`immediate`."""
-        return self._mailbox.any_astray(self._number)
+        return self._status_board.any_astray(self._number)
 
     def through(self, over: bool = True) -> None:
-        """This rank is through with the meeting that it went ahead to; if it is not ``over``, more may come before :meth:`past`."""
+        """This rank is through with the sync point that it went ahead to; if it is not ``over``, more may come before :meth:`past`."""
         self._number += 1
         if over:
             self.past()
         self.signals.release()
 
     def past(self) -> None:
-        """All meetings until now are over."""
-        self._mailbox.done(self._number - 1)
+        """All sync points until now are over."""
+        self._status_board.done(self._number - 1)
 
     def answer_next(self, rank: int) -> bool:
-        """Answer the meeting to which ``rank`` has come and this one has not, if that can be answered."""
-        entry = self._mailbox.read(rank, self._number)
-        if entry is None or entry.meeting.kind not in self._answers or threading.current_thread() is not threading.main_thread():
+        """Answer the sync point to which ``rank`` has come and this one has not, if that can be answered."""
+        entry = self._status_board.read(rank, self._number)
+        if entry is None or entry.sync_point.kind not in self._answers or threading.current_thread() is not threading.main_thread():
             return False
         self.wait(FILE, until_answered=True)
         return True
@@ -187,10 +187,10 @@ class Meetings:
         Args:
             kind: what for.
             place: where in the user's script; found if left out.
-            until_answered: return when one meeting was answered.
+            until_answered: return when one sync point was answered.
             detail: a number that ranks compare, of 64 bits; they meet also if it differs, and :attr:`alike` is then ``False``.
             answers_backwards: whether ranks may part ways here; else it is an error if another begins a backward.
-            unless_begun: return, with no ranks, when another has gone ahead to a meeting, which is not answered.
+            unless_begun: return, with no ranks, when another has gone ahead to a sync point, which is not answered.
 
         Returns:
             The ranks that came for it; the others answer it.
@@ -200,18 +200,18 @@ class Meetings:
         """
         place = location() if place is None else place
         if detail:
-            meeting = Meeting(kind, place, detail, Meeting(kind).identity)
+            sync_point = SyncPoint(kind, place, detail, SyncPoint(kind).identity)
         else:
-            meeting = Meeting(kind, place, self.phase() if kind in self._answers else 0)
+            sync_point = SyncPoint(kind, place, self.phase() if kind in self._answers else 0)
         deadline, polling = time.monotonic() + self.timeout.total_seconds(), POLLING
-        self._wait(True, meeting)
+        self._wait(True, sync_point)
         try:
             while True:
-                if self._mailbox.written != (self._number, meeting):
-                    self._mailbox.write(self._number, meeting, State.WAITING, self.stale)
-                entries = self._mailbox.read_all(self._number, without=self.lost())
+                if self._status_board.written != (self._number, sync_point):
+                    self._status_board.write(self._number, sync_point, State.WAITING, self.stale)
+                entries = self._status_board.read_all(self._number, without=self.lost())
                 if unless_begun and any(entry and entry.state is State.CONTRIBUTING for entry in entries):
-                    self._mailbox.take_back(self._number)
+                    self._status_board.take_back(self._number)
                     return []
                 if self._answer_begun(entries, answers_backwards):
                     if until_answered:
@@ -220,33 +220,37 @@ class Meetings:
                     continue
                 came = self._all_came(entries)
                 if came:
-                    present = self._meet(came)
+                    present = self._synchronize_all(came)
                     if self._rank in present or until_answered or unless_begun:
                         return present
                     deadline = time.monotonic() + self.timeout.total_seconds()
                     continue
-                if self._answer_lanes(meeting):
+                if self._answer_nested(sync_point):
                     deadline = time.monotonic() + self.timeout.total_seconds()
                     continue
                 self._raise_if_failed(entries)
                 if time.monotonic() > deadline and not self.at_work():
-                    raise self.in_vain(str(meeting), None)
+                    raise self.in_vain(str(sync_point), None)
                 time.sleep(polling)
                 polling = min(1.5 * polling, LONGEST_POLLING)
         finally:
             self._wait(False)
 
     def fetching(self, purpose: str, step: int = 0) -> None:
-        """This rank waits for another's file, or in that ``step``: tell, unless it is in a meeting, or not in its main thread."""
-        inside = self._mailbox.written is not None and self._mailbox.written[0] == self._number
+        """This rank waits for another's file, or in that ``step``: tell, unless it is in a sync point, or not in its main thread."""
+        inside = self._status_board.written is not None and self._status_board.written[0] == self._number
         if not self._fetching and not inside and threading.current_thread() is threading.main_thread():
-            self._fetching = self._mailbox.waiting = True
-            self._mailbox.write(self._number, Meeting(purpose, location(), step), State.FETCHING)
+            self._fetching = self._status_board.waiting = True
+            self._status_board.write(self._number, SyncPoint(purpose, location(), step), State.FETCHING)
 
     def hold_up(self, rank: int) -> None:
         """This rank still waits for a file of ``rank``: if that waits in a step, tell that it shall not wait for this one."""
-        entry = self._mailbox.read(rank, self._number) if self._fetching and threading.current_thread() is threading.main_thread() else None
-        step = entry.meeting.detail if entry and entry.state is State.FETCHING else 0
+        entry = (
+            self._status_board.read(rank, self._number)
+            if self._fetching and threading.current_thread() is threading.main_thread()
+            else None
+        )
+        step = entry.sync_point.detail if entry and entry.state is State.FETCHING else 0
         if step and step == self._seen:  # seen before this rank looked for the file again, which was there if it is from before the step
             self.waits(True, step)
         self._seen = step
@@ -254,19 +258,21 @@ class Meetings:
     def fetched(self) -> None:
         """The waiting is over."""
         if self._fetching and threading.current_thread() is threading.main_thread():
-            self._fetching = self._mailbox.waiting = False
+            self._fetching = self._status_board.waiting = False
             self.waits(False)
-            self._mailbox.take_back(self._number)
+            self._status_board.take_back(self._number)
 
     def passed(self, rank: int) -> bool:
-        """Whether ``rank`` has come to the meeting that is the next for this one, and so has passed this point of the script."""
-        entry = self._mailbox.read(rank, self._number)
+        """Whether ``rank`` has come to the sync point that is the next for this one, and so has passed this point of the script."""
+        entry = self._status_board.read(rank, self._number)
         self._raise_if_failed([entry])
-        return (entry is not None and entry.state not in (State.FETCHING, State.FAILED)) or any(lane.passed(rank) for lane in self._lanes)
+        return (entry is not None and entry.state not in (State.FETCHING, State.FAILED)) or any(
+            nested.passed(rank) for nested in self._nested
+        )
 
     def fail(self, error: BaseException) -> None:
         """This rank leaves with ``error``: tell those who would wait for it."""
-        self._mailbox.write(self._number, Meeting(in_one_line(error)), State.FAILED)
+        self._status_board.write(self._number, SyncPoint(in_one_line(error)), State.FAILED)
 
     def miss(self) -> None:
         """The others have taken a step that this rank has not."""
@@ -279,38 +285,38 @@ class Meetings:
         self.stale = False
         self._answers = {**self._lasting}
         self.phase, self.take_state, self.at_work, self.waits, self.lost = _ALONE
-        for lane in self._lanes:
-            lane.begin(self.part)
+        for nested in self._nested:
+            nested.begin(self.part)
 
     def raise_if_failed(self) -> None:
         """Raise an error if another rank has failed, and so comes nowhere any more."""
-        self._raise_if_failed(self._mailbox.read_all(self._number))
+        self._raise_if_failed(self._status_board.read_all(self._number))
 
     def in_vain(self, what: str, owner: int | None) -> RankMismatchError:
         """The error of having waited too long, for rank ``owner`` or for any."""
         whom = "the other ranks" if owner is None else f"rank {owner}"
         return RankMismatchError(
             f"rank {self._rank} waited {self.timeout.total_seconds():g} s for {whom} at the same point ({what}), in vain. "
-            f"{self.whereabouts.told()} Who is missing has ended, is stuck or took another way; if it is only slow, raise timeout=."
+            f"{self.rank_positions.told()} Who is missing has ended, is stuck or took another way; if it is only slow, raise timeout=."
         )
 
-    def _wait(self, waiting: bool, meeting: Meeting | None = None) -> None:
-        self._mailbox.waiting, self.waits_for = waiting, meeting
+    def _wait(self, waiting: bool, sync_point: SyncPoint | None = None) -> None:
+        self._status_board.waiting, self.waits_for = waiting, sync_point
         self.waits(waiting)
-        for lane in self._lanes:
-            lane.wait(waiting)
+        for nested in self._nested:
+            nested.wait(waiting)
 
-    def _answer_lanes(self, meeting: Meeting) -> bool:
-        """Answer what others do in lanes before they come to ``meeting``, for which this rank waits."""
-        begun = [lane for lane in self._lanes if lane.begun(self._number)]
+    def _answer_nested(self, sync_point: SyncPoint) -> bool:
+        """Answer what others do at nested sync points before they come to ``sync_point``, for which this rank waits."""
+        begun = [nested for nested in self._nested if nested.begun(self._number)]
         if begun and not self.stale:
             # they must read that before they come there themselves
             self.stale = True
-            self._mailbox.write(self._number, meeting, State.WAITING, stale=True)
-        return any(lane.answer_begun(self._number) for lane in begun)
+            self._status_board.write(self._number, sync_point, State.WAITING, stale=True)
+        return any(nested.answer_begun(self._number) for nested in begun)
 
     def _answer_begun(self, entries: list[Entry | None], answers: bool) -> bool:
-        """Answer the meeting to which another rank has gone ahead, if there is one."""
+        """Answer the sync point to which another rank has gone ahead, if there is one."""
         begun = next((entry for entry in entries if entry and entry.state is State.CONTRIBUTING), None)
         if begun is None:
             return False
@@ -322,8 +328,8 @@ class Meetings:
             )
         self.signals.hold()
         try:
-            self._mailbox.write(self._number, begun.meeting, State.ANSWERING)
-            kept_up = self._answers[begun.meeting.kind](begun.meeting.detail, [])
+            self._status_board.write(self._number, begun.sync_point, State.ANSWERING)
+            kept_up = self._answers[begun.sync_point.kind](begun.sync_point.detail, [])
             self.through()
         finally:
             self.signals.release()
@@ -338,19 +344,19 @@ class Meetings:
         came = [entry for entry in entries if entry and entry.state in (State.WAITING, State.MET)]
         return came if len(came) == len(entries) else []
 
-    def _meet(self, came: list[Entry]) -> list[int]:
-        """Hold the meeting that counts most among those that ranks ``came`` for; returns the ranks that came for it."""
-        chosen = max((entry.meeting for entry in came), key=self._precedence)
-        present = [entry.rank for entry in came if entry.meeting.identity == chosen.identity]
+    def _synchronize_all(self, came: list[Entry]) -> list[int]:
+        """Hold the sync point that counts most among those that ranks ``came`` for; returns the ranks that came for it."""
+        chosen = max((entry.sync_point for entry in came), key=self._precedence)
+        present = [entry.rank for entry in came if entry.sync_point.identity == chosen.identity]
         others = [entry for entry in came if entry.rank not in present]
         if others and chosen.kind not in self._answers:
             raise RankMismatchError(
                 f"the ranks have come to different points of the script, and each would wait for the others for ever: {_told(came)}. "
                 "Have all ranks take the same way there, or guard what only one shall do with @parwrap.rank_zero_only."
             )
-        self.alike = len({entry.meeting.detail for entry in came if entry.rank in present}) == 1
-        mine = next(entry.meeting for entry in came if entry.rank == self._rank)
-        self._mailbox.write(self._number, mine, State.MET, self.stale)
+        self.alike = len({entry.sync_point.detail for entry in came if entry.rank in present}) == 1
+        mine = next(entry.sync_point for entry in came if entry.rank == self._rank)
+        self._status_board.write(self._number, mine, State.MET, self.stale)
         if any(entry.stale for entry in came):
             self._catch_up(came)
         self.through()
@@ -358,10 +364,10 @@ class Meetings:
             self._answers[chosen.kind](chosen.detail, present)
         return present
 
-    def _precedence(self, meeting: Meeting) -> tuple[int, int, bool, str]:
+    def _precedence(self, sync_point: SyncPoint) -> tuple[int, int, bool, str]:
         """Most is what the others can answer, by phase and backwards first; then what users call; last leaving, and waiting for a file."""
-        importance = {FILE: -1, END: 0}.get(meeting.kind, 2 if meeting.kind in self._answers else 1)
-        return importance, -meeting.detail, meeting.kind == FIRST_BACKWARD, meeting.kind
+        importance = {FILE: -1, END: 0}.get(sync_point.kind, 2 if sync_point.kind in self._answers else 1)
+        return importance, -sync_point.detail, sync_point.kind == FIRST_BACKWARD, sync_point.kind
 
     def _catch_up(self, came: list[Entry]) -> None:
         """The stale ranks take over the state of the lowest that is not."""
@@ -376,13 +382,13 @@ class Meetings:
             )
         self.take_state(source)
         # who has ended sees nothing of what the others' scripts do after this, such as loading weights, and takes it at the end
-        self.stale = self.stale and any(entry.rank == self._rank and entry.meeting.kind == END for entry in came)
+        self.stale = self.stale and any(entry.rank == self._rank and entry.sync_point.kind == END for entry in came)
 
     def _raise_if_failed(self, entries: list[Entry | None]) -> None:
         failed = next((entry for entry in entries if entry and entry.state is State.FAILED and entry.rank not in self.lost()), None)
         if failed and time.time() > failed.since + GRACE:
-            raise RankMismatchError(f"rank {failed.rank} has failed with {failed.meeting}, and rank {self._rank} waits for it in vain.")
+            raise RankMismatchError(f"rank {failed.rank} has failed with {failed.sync_point}, and rank {self._rank} waits for it in vain.")
 
 
 def _told(entries: list[Entry]) -> str:
-    return "; ".join(f"rank {entry.rank} is at {entry.meeting}" for entry in entries)
+    return "; ".join(f"rank {entry.rank} is at {entry.sync_point}" for entry in entries)

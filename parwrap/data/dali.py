@@ -28,7 +28,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.dali import pipelines_of, readers_of
 from parwrap.loop.loop_state import Loop
-from parwrap.loop.random_streams import Streams
+from parwrap.loop.random_streams import RandomStreams
 
 __all__ = ["Pipelines"]
 
@@ -68,7 +68,7 @@ class Pipelines:
     """
 
     def __init__(
-        self, group: Group, loop: Loop, streams: Streams, split: Callable[[], bool], began: Callable[[TrainingData], None]
+        self, group: Group, loop: Loop, streams: RandomStreams, split: Callable[[], bool], began: Callable[[TrainingData], None]
     ) -> None:
         self._group, self._loop, self._streams, self._split, self._began = group, loop, streams, split, began
         self._rank, self._size = group.world.rank, group.world.size
@@ -78,7 +78,7 @@ class Pipelines:
         self._said: set[str] = set()
         self._seeds = 0
         for kind in (FILES, DRAWS):
-            group.meetings.answer(kind, lambda detail, present: None)  # who has left shares out nothing
+            group.coordinator.answer(kind, lambda detail, present: None)  # who has left shares out nothing
 
     def shard_reader(self, operator: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """What a reader that was ``given`` these arguments is to have instead: its shard, if it shuffles and has none.

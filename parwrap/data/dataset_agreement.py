@@ -1,7 +1,7 @@
 """What the ranks agree on before a loader is shared out: that they hold the same samples, in the same order.
 
 Where their lists differ, rank 0's are taken if that does no harm, with a warning; where it might, there is only the warning.
-Everything goes through the store. A pass whose lists were agreed on and are what they were costs no meeting.
+Everything goes through the store. A pass whose lists were agreed on and are what they were costs no sync point.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Agreement:
         self._rank = group.world.rank
         self._known: dict[int, tuple[Any, int, dict[str, str | None]]] = {}
         for kind in (LOADER, ITEMS, SAMPLER, DRAWS, DRAWN):
-            group.meetings.answer(kind, lambda detail, present: None)  # who has left shares out nothing
+            group.coordinator.answer(kind, lambda detail, present: None)  # who has left shares out nothing
 
     def changed(self, loader: DataLoader) -> list[list[Held]]:
         """Those of the sequences behind ``loader`` that have yet to be agreed on."""
@@ -196,7 +196,7 @@ class SameDraws:
             yield from first
             yield from drawing
         else:
-            present = self._group.meet(DRAWS)
+            present = self._group.synchronize(DRAWS)
             listed = _from_first(self._group, present, self._listed(first, drawing) if self._group.world.rank == min(present) else None)
             if listed is None:
                 raise RankMismatchError(

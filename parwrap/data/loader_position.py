@@ -18,7 +18,7 @@ from parwrap.data.sampler_state import get_sources, set_sources
 from parwrap.data.unread import Unread
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group.group import Group
-from parwrap.loop.random_streams import Streams
+from parwrap.loop.random_streams import RandomStreams
 
 __all__ = ["EPOCH", "LENGTH", "MARK", "RANKS", "Plan", "Position", "check_drawn", "digest"]
 
@@ -79,7 +79,7 @@ class Position:
         looked_at: how many passes are open that do not train.
     """
 
-    def __init__(self, loader: DataLoader, streams: Streams, plan: Callable[..., Plan]) -> None:
+    def __init__(self, loader: DataLoader, streams: RandomStreams, plan: Callable[..., Plan]) -> None:
         self._loader, self._streams, self._plan_of = weakref.ref(loader), streams, plan
         self.number: int | None = None
         self.epoch = -1

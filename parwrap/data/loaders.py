@@ -28,7 +28,7 @@ from parwrap.errors import UsageError
 from parwrap.group.group import Group, is_alone
 from parwrap.loop.batch_weights import Reading, Weighed
 from parwrap.loop.loop_state import Loop
-from parwrap.loop.random_streams import Streams, get_state, set_state
+from parwrap.loop.random_streams import RandomStreams, get_state, set_state
 from parwrap.system.progress_bars import write_line
 from parwrap.system.structures import first_tensor
 
@@ -104,7 +104,7 @@ class Loaders:
         self,
         group: Group | None,
         loop: Loop,
-        streams: Streams,
+        streams: RandomStreams,
         sharing: Callable[[], Sharing],
         began: Callable[[TrainingData], None],
     ) -> None:

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from parwrap.data.looking import ShareThenRest
-from parwrap.loop.random_streams import Streams
+from parwrap.loop.random_streams import RandomStreams
 from parwrap.patching.imported_names import is_installed, is_standard
 
 __all__ = ["Pass", "SharedDraws"]
@@ -29,7 +29,7 @@ class SharedDraws:
         check: called with the one that is drawn as that number, or with ``None`` if there is no such.
     """
 
-    def __init__(self, indices: Any, streams: Streams) -> None:
+    def __init__(self, indices: Any, streams: RandomStreams) -> None:
         self._indices = self.within = indices
         self._streams = streams
         self.drawn = 0

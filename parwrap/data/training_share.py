@@ -46,7 +46,7 @@ from parwrap.data.samplers import (
 from parwrap.data.sharing_rules import OwnPart, Sharing, TrainingData, replicated
 from parwrap.data.unread import unread_of
 from parwrap.group.group import Group
-from parwrap.loop.random_streams import Streams
+from parwrap.loop.random_streams import RandomStreams
 
 __all__ = ["Shares"]
 
@@ -87,14 +87,14 @@ class Shares:
     """
 
     def __init__(
-        self, group: Group | None, streams: Streams, sharing: Callable[[], Sharing], began: Callable[[TrainingData], None]
+        self, group: Group | None, streams: RandomStreams, sharing: Callable[[], Sharing], began: Callable[[TrainingData], None]
     ) -> None:
         self._group, self._streams, self._sharing, self._began = group, streams, sharing, began
         self._rank, self._size = (group.world.rank, group.world.size) if group else (0, 1)
         self._agreement = Agreement(group) if group else None
         if group:
             for kind in (END_OF_STREAM, END_OF_SHARE):
-                group.meetings.answer(kind, lambda detail, present: None)
+                group.coordinator.answer(kind, lambda detail, present: None)
         self._own = OwnSamplers(self._agreement, self._rank, self._size)
         self._loaders: weakref.WeakKeyDictionary[DataLoader, _Shared] = weakref.WeakKeyDictionary()
         self._sharded = 0
@@ -169,7 +169,7 @@ class Shares:
         """Meet the others at the end of a share in which this rank has not trained: whether no rank ``trains`` in this pass."""
         if self._group is None or self._closed or threading.current_thread() is not threading.main_thread():
             return False  # a thread draws ahead
-        present = self._group.meetings.wait(END_OF_SHARE, unless_begun=True)
+        present = self._group.coordinator.wait(END_OF_SHARE, unless_begun=True)
         return self._rank in present and not any(self._group.share(END_OF_SHARE, trains, present).values())
 
     def take_back(self, loader: DataLoader) -> None:
@@ -248,7 +248,7 @@ class Shares:
                     weights.append((samples_in(batch) if count is None else count) / samples)
                 yield batch
             if self._group and threading.current_thread() is threading.main_thread():
-                self._group.meet(END_OF_STREAM)  # parts may differ in length: who is through answers the others
+                self._group.synchronize(END_OF_STREAM)  # parts may differ in length: who is through answers the others
 
         return drawn(), weights
 

@@ -178,8 +178,8 @@ class LaunchedExam(Exam):
 
     def _run(self) -> None:
         world = self._world
-        meeting = self._held.enter_context(closing(dist.rendezvous(world.meeting, world.rank, world.size, timeout=self.patience)))
-        store, _, _ = next(meeting)
+        rendezvous = self._held.enter_context(closing(dist.rendezvous(world.rendezvous, world.rank, world.size, timeout=self.patience)))
+        store, _, _ = next(rendezvous)
         self._store = dist.PrefixStore("parwrap/doctor", store)
         self._store.set_timeout(self.patience)
         self._looking = self._store.clone()

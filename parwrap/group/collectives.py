@@ -157,7 +157,7 @@ def group_for(name: str) -> Group | None:
     """The group on which the collective ``name`` runs, once all ranks are there; ``None`` where this rank is the only one."""
     group = callers(name)
     if group is not None:
-        group.meet(f"parwrap.{name}")
+        group.synchronize(f"parwrap.{name}")
     return group
 
 
@@ -282,9 +282,9 @@ def _compared(name: str, structure: Structure, group: Group, remedy: str = ALIKE
 def differing_structures(name: str, structure: Structure, group: Group) -> dict[int, Structure]:
     """The ``structure`` of each rank that has come for the collective ``name``; empty if all ranks have, with the same."""
     mine = digest(structure)
-    if group.meetings is not None:
-        ranks = group.meet(f"parwrap.{name}", mine)
-        return {} if group.meetings.alike and len(ranks) == group.world.size else group.share("structure", structure, ranks)
+    if group.coordinator is not None:
+        ranks = group.synchronize(f"parwrap.{name}", mine)
+        return {} if group.coordinator.alike and len(ranks) == group.world.size else group.share("structure", structure, ranks)
     digests = torch.empty(group.world.size, 1, dtype=torch.int64, device=home(group))
     dist.all_gather(list(digests), torch.tensor([mine], device=digests.device))
     return {} if (digests == mine).all() else dict(enumerate(gathered_objects(name, structure, group)))

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from parwrap.coordination import status_board
-from parwrap.coordination.sync_points import Meetings
+from parwrap.coordination.sync_points import Coordinator
 from parwrap.group.device import choose_backend, choose_device, torch_backend, uses_nccl
 from parwrap.group.first_failure import first_failure_told
 from parwrap.group.rendezvous import on_loopback, placed
@@ -66,7 +66,7 @@ class Group:
         device: where this rank trains, and where its numbers are put to be reduced.
         store: a key-value store that all ranks share, for what must not cost a collective.
         timeout: how long to wait for another rank.
-        meetings: this rank's meetings with the others; ``None``, as ``store``, for a group that the user's own code has started.
+        sync points: this rank's sync points with the others; ``None``, as ``store``, for a group that the user's own code has started.
     """
 
     world: World
@@ -74,7 +74,7 @@ class Group:
     device: torch.device
     store: Any
     timeout: timedelta
-    meetings: Any
+    coordinator: Any
     _made: dict[Hashable, Any] = field(default_factory=dict)
     _ends: ExitStack = field(default_factory=ExitStack)
 
@@ -84,13 +84,13 @@ class Group:
             self._made[key] = self._ends.enter_context(make())
         return self._made[key]
 
-    def meet(self, kind: str, detail: int = 0) -> list[int]:
-        """Wait for the other ranks, as in :meth:`Meetings.wait`; returns those that came for ``kind``."""
-        return self.meetings.wait(kind, detail=detail) if self.meetings else list(range(self.world.size))
+    def synchronize(self, kind: str, detail: int = 0) -> list[int]:
+        """Wait for the other ranks, as in :meth:`Coordinator.wait`; returns those that came for ``kind``."""
+        return self.coordinator.wait(kind, detail=detail) if self.coordinator else list(range(self.world.size))
 
     def key(self, topic: str) -> str:
-        """A key in the store for ``topic``, the same on all ranks and new after each meeting."""
-        return f"{topic}/{self.meetings.number}"
+        """A key in the store for ``topic``, the same on all ranks and new after each sync point."""
+        return f"{topic}/{self.coordinator.number}"
 
     def exchange(self, topic: str, value: Any) -> dict[int, Any]:
         """Meet for ``topic``, and have the ``value`` of every rank that came for it, by rank.
@@ -102,7 +102,7 @@ class Group:
         Raises:
             RankMismatchError: a rank did not come in time, or came for something that cannot be put off.
         """
-        return self.share(topic, value, self.meet(topic))
+        return self.share(topic, value, self.synchronize(topic))
 
     def share(self, topic: str, value: Any, among: Iterable[int]) -> dict[int, Any]:
         """The ``value`` of each rank ``among`` those that are at the same point, by rank; this rank's own may be left out."""
@@ -118,26 +118,26 @@ class Group:
             # each kind of store has an exception of its own
             if "timeout" not in str(error).lower():
                 raise
-            raise self.meetings.in_vain(purpose, owner) from None
+            raise self.coordinator.in_vain(purpose, owner) from None
         return self.store.get(key)
 
     @property
     def clock(self) -> int:
         """How often this rank has met the others: at the same point of the script the same on all ranks."""
-        return self.meetings.number + dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+        return self.coordinator.number + dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
 
     def wait_until(self, ready: Callable[[], bool], owner: int, purpose: str) -> None:
         """Return when ``ready()``, which looks into the store for what rank ``owner`` puts there."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         try:
             while not ready():
-                self.meetings.fetching(purpose)
-                self.meetings.hold_up(owner)
+                self.coordinator.fetching(purpose)
+                self.coordinator.hold_up(owner)
                 if time.monotonic() > deadline:
-                    raise self.meetings.in_vain(purpose, owner)
+                    raise self.coordinator.in_vain(purpose, owner)
                 time.sleep(POLLING)
         finally:
-            self.meetings.fetched()
+            self.coordinator.fetched()
 
 
 _current: Group | None = None
@@ -157,19 +157,19 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
     backend = choose_backend(backend, device)
     waiting = timeout or PATIENCE
     # without a timeout of its own the process group keeps torch's, which is 30 minutes for all backends but NCCL alone
-    meeting = dist.rendezvous(world.meeting, world.rank, world.size, timeout=waiting)
+    rendezvous = dist.rendezvous(world.rendezvous, world.rank, world.size, timeout=waiting)
     with _told_of_a_long_wait(world):
-        store, _, _ = next(meeting)
+        store, _, _ = next(rendezvous)
         # a launcher's store outlives a process group, and the next one must not read what the last has left
         _opened += 1
         torchs, store = dist.PrefixStore(f"torch/{_opened}", store), dist.PrefixStore(f"parwrap/{_opened}", store)
         world = placed(world, store)
-    with closing(meeting), on_loopback(world), _excepthook_kept():
+    with closing(rendezvous), on_loopback(world), _excepthook_kept():
         try:
             with _told_of_a_long_wait(world):
                 dist.init_process_group(torch_backend(backend), store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
             with status_board.opened(world, store) as entries:
-                _current = Group(world, backend, device, store, waiting, Meetings(entries, waiting))
+                _current = Group(world, backend, device, store, waiting, Coordinator(entries, waiting))
                 with _current._ends, first_failure_told(world, store):
                     yield _current
         finally:
@@ -310,4 +310,4 @@ def open_group() -> Group | None:
         return None
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     backend = "nccl" if uses_nccl() else dist.get_backend()
-    return Group(World(dist.get_rank(), dist.get_world_size()), backend, device, store=None, timeout=PATIENCE, meetings=None)
+    return Group(World(dist.get_rank(), dist.get_world_size()), backend, device, store=None, timeout=PATIENCE, coordinator=None)

@@ -18,12 +18,12 @@ from typing import Any, NoReturn, TextIO, cast
 
 from parwrap.errors import UsageError
 
-__all__ = ["Heard", "refuse_stdin", "show_in_notebook", "speak_through"]
+__all__ = ["ChildOutput", "refuse_stdin", "show_in_notebook", "speak_through"]
 
 CHUNK = 1 << 16
 
 
-class Heard:
+class ChildOutput:
     """What one rank writes, until :meth:`close`.
 
     Attributes:

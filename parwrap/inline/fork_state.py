@@ -19,7 +19,7 @@ from parwrap.coordination.call_site import warn
 from parwrap.inline.object_graph import found_by
 from parwrap.system.shared_memory import private_file
 
-__all__ = ["Inherited"]
+__all__ = ["ForkState"]
 
 QUEUES = (queue.Queue, queue.SimpleQueue)
 CHUNK = 1 << 20
@@ -28,13 +28,13 @@ CLOSED = ("IPython", "ipykernel", "zmq", "pytest", "_pytest", "pluggy")
 WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
-class Inherited:
+class ForkState:
     """What there is of it in the caller, whose files have been flushed by this: what is in a buffer would be written by every rank.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w") as file:
     ...     _ = file.write("header")
-    ...     _ = Inherited()
+    ...     _ = ForkState()
     ...     open(file.name).read()
     'header'
     """

@@ -17,10 +17,10 @@ import torch
 
 from parwrap.errors import UsageError
 from parwrap.group import group as groups
-from parwrap.inline.child_output import Heard
-from parwrap.inline.fork_state import Inherited
+from parwrap.inline.child_output import ChildOutput
+from parwrap.inline.fork_state import ForkState
 from parwrap.inline.object_changes import objects_reached
-from parwrap.inline.object_sync import CallersObjects
+from parwrap.inline.object_sync import SyncedObjects
 from parwrap.inline.rank_process import ENDING, Job, run
 from parwrap.world.world import detect
 
@@ -36,19 +36,19 @@ class Forks:
     """
 
     def __init__(self, function: Callable[[], Any], environ: Mapping[str, str]) -> None:
-        self.callers = CallersObjects(reached=objects_reached(function))
+        self.callers = SyncedObjects(reached=objects_reached(function))
         self.callers.watch()
-        self._function, self._environ, self._inherited = function, environ, Inherited()
+        self._function, self._environ, self._inherited = function, environ, ForkState()
         self._inherited.warn(function)
 
-    def start(self, job: Callable[..., Job], heard: Heard, word: int) -> Any:
+    def start(self, job: Callable[..., Job], heard: ChildOutput, word: int) -> Any:
         """The process of the rank whose ``job`` that is, once it is told how this one is started."""
         how = {"load": self._load, "environ": self._environ, "threads": 1, "streams": None, "outputs": dict(heard.outputs)}
         process = multiprocessing.get_context("fork").Process(target=run, args=(job(word=word, **how),))
         process.start()
         return process
 
-    def _load(self, device: torch.device) -> tuple[Callable[[], Any], CallersObjects]:
+    def _load(self, device: torch.device) -> tuple[Callable[[], Any], SyncedObjects]:
         self._inherited.settle(groups.rank())
         return self._called, self.callers
 

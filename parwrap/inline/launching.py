@@ -20,9 +20,9 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, NoReturn, cast
 
 from parwrap.errors import RankMismatchError
-from parwrap.inline.child_output import Heard
+from parwrap.inline.child_output import ChildOutput
 from parwrap.inline.forking import Forks, starting
-from parwrap.inline.object_sync import CallersObjects
+from parwrap.inline.object_sync import SyncedObjects
 from parwrap.inline.rank_process import WORD, Job
 from parwrap.inline.spawning import Spawns
 from parwrap.system.processes import how_ended
@@ -77,11 +77,11 @@ def run_on_ranks(
     tensor([2., 2.])
     """
     with ExitStack() as opened:
-        meeting = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="parwrap-")), "meeting").as_uri()
+        rendezvous = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="parwrap-")), "rendezvous").as_uri()
         files = [(opened.enter_context(private_file()), opened.enter_context(private_file())) for _ in range(size)]
         jobs = []
         for rank, (failure, end) in enumerate(files):
-            world = World(rank, size, rank, size, launcher=start_method, init_method=meeting)
+            world = World(rank, size, rank, size, launcher=start_method, init_method=rendezvous)
             job = partial(Job, world=world, backend=backend, timeout=timeout, parent=os.getpid())
             jobs.append(partial(job, failure=failure.fileno(), end=end.fileno()))
         starter: Forks | Spawns
@@ -108,7 +108,7 @@ class _Rank:
         self.failed_at: float | None = None
         self.through = self.gone = self._told_to_end = False
         self.how = ""
-        self._heard = Heard()
+        self._heard = ChildOutput()
         self._words, theirs = os.pipe()
         try:
             self.process = starter.start(job, self._heard, theirs)
@@ -241,7 +241,7 @@ def _wait(ranks: Sequence[_Rank], deadline: float | None) -> None:
         rank.end()
 
 
-def _outcome(ranks: Sequence[_Rank], interrupted: bool, callers: CallersObjects, files: Sequence[tuple[BinaryIO, BinaryIO]]) -> Any:
+def _outcome(ranks: Sequence[_Rank], interrupted: bool, callers: SyncedObjects, files: Sequence[tuple[BinaryIO, BinaryIO]]) -> Any:
     """Return or raise what rank 0 has returned, or the first rank that has failed has raised, with the caller's objects changed."""
     told = [number for number, rank in enumerate(ranks) if rank.through]
     ends = {number: _read(files[number][1], callers) for number in told}
@@ -259,12 +259,12 @@ def _outcome(ranks: Sequence[_Rank], interrupted: bool, callers: CallersObjects,
     return ends[0].value
 
 
-def _raise(rank: _Rank, who: str, failure: BinaryIO, callers: CallersObjects) -> NoReturn:
+def _raise(rank: _Rank, who: str, failure: BinaryIO, callers: SyncedObjects) -> NoReturn:
     if rank.how:
         raise RankMismatchError(f"{who} {rank.how}{' (out of memory?)' if 'SIGKILL' in rank.how else ''} before it was through.")
     raise _read(failure, callers).error(who)
 
 
-def _read(file: BinaryIO, callers: CallersObjects) -> Any:
+def _read(file: BinaryIO, callers: SyncedObjects) -> Any:
     file.seek(0)
     return callers.unpack(file)

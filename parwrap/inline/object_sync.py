@@ -29,7 +29,7 @@ from parwrap.inline.object_changes import INTERNAL, Change, Snapshot, entry_name
 from parwrap.inline.object_graph import is_users_module
 from parwrap.system.remote_exception import in_one_line
 
-__all__ = ["CallersObjects", "is_tracked", "pickle_module"]
+__all__ = ["SyncedObjects", "is_tracked", "pickle_module"]
 
 KINDS = (torch.Tensor, nn.Module, Optimizer, LRScheduler)
 PARTS = ("_parameters", "_buffers", "_modules", "training")
@@ -39,7 +39,7 @@ CALLERS = "parwrap"
 """Marks the number of an object of the caller's in what is packed."""
 
 
-class CallersObjects:
+class SyncedObjects:
     """The tensors, models, optimizers and schedulers of the caller, the other objects that a function reaches, and their numbers.
 
     Args:
@@ -50,7 +50,7 @@ class CallersObjects:
         own: in a rank that was spawned, further objects that the function reaches there, which the caller has not sent.
 
     >>> model, file = nn.Linear(1, 1), io.BytesIO()
-    >>> callers = CallersObjects()
+    >>> callers = SyncedObjects()
     >>> callers.pack({"trained": model}, file)
     >>> _ = file.seek(0)
     >>> callers.unpack(file)["trained"] is model

@@ -23,10 +23,10 @@ from parwrap.coordination.call_site import is_ours
 from parwrap.errors import UsageError
 from parwrap.group import group as groups
 from parwrap.inline.child_output import refuse_stdin, show_in_notebook, speak_through
-from parwrap.inline.object_sync import CallersObjects
+from parwrap.inline.object_sync import SyncedObjects
 from parwrap.loop.random_streams import set_state
 from parwrap.system.processes import die_with_parent
-from parwrap.system.remote_exception import Raised
+from parwrap.system.remote_exception import RemoteException
 from parwrap.world.world import World
 
 __all__ = ["ENDING", "WORD", "End", "Job", "failed", "run"]
@@ -57,7 +57,7 @@ class Job:
         parent: the caller's process.
     """
 
-    load: Callable[[torch.device], tuple[Callable[[], Any], CallersObjects]]
+    load: Callable[[torch.device], tuple[Callable[[], Any], SyncedObjects]]
     world: World
     backend: str | None
     timeout: timedelta | None
@@ -91,7 +91,7 @@ class _Stopped(BaseException):
 
 
 _job: Job | None = None
-_callers = CallersObjects(())
+_callers = SyncedObjects(())
 _told = False
 
 
@@ -163,7 +163,7 @@ def failed(error: BaseException) -> None:
         return
     _told = True
     when = time.monotonic()
-    _pack(Raised.of(error, _users(error.__traceback__), _callers.can_pack), job.failure)
+    _pack(RemoteException.of(error, _users(error.__traceback__), _callers.can_pack), job.failure)
     _tell(job, when)
 
 

@@ -25,10 +25,10 @@ from torch.serialization import default_restore_location
 
 from parwrap.errors import UsageError
 from parwrap.group.device import cores
-from parwrap.inline.child_output import Heard
+from parwrap.inline.child_output import ChildOutput
 from parwrap.inline.object_changes import objects_reached
 from parwrap.inline.object_graph import within
-from parwrap.inline.object_sync import CallersObjects, is_tracked, pickle_module
+from parwrap.inline.object_sync import SyncedObjects, is_tracked, pickle_module
 from parwrap.inline.rank_process import Job, run
 from parwrap.loop.random_streams import get_state
 from parwrap.system.shared_memory import private_file
@@ -53,13 +53,13 @@ class Spawns:
     """
 
     def __init__(self, function: Callable[[], Any], environ: Mapping[str, str], size: int, file: BinaryIO, who: str) -> None:
-        self.callers = CallersObjects(*_pack(function, file, who))
+        self.callers = SyncedObjects(*_pack(function, file, who))
         self._function = file.fileno()
         shared_out = {"OMP_NUM_THREADS": str(max(1, cores() // size)), "PYTHONHASHSEED": "0"}
         self._environ = {**shared_out, **os.environ, **environ}
         self._streams = get_state()
 
-    def start(self, job: Callable[..., Job], heard: Heard, word: int) -> _Interpreter:
+    def start(self, job: Callable[..., Job], heard: ChildOutput, word: int) -> _Interpreter:
         """The process of the rank whose ``job`` that is, once it is told how this one is started."""
         how = {"load": partial(_load, self._function), "environ": {}, "threads": None, "streams": self._streams}
         spawned = job(word=word, outputs={number: number for number in heard.outputs}, **how)
@@ -183,7 +183,7 @@ def _is_sent_in_parts(kind: type) -> bool:
     return issubclass(kind, (FunctionType, MethodType, partial)) or all(own is usual for own, usual in ways)
 
 
-def _load(descriptor: int, device: torch.device) -> tuple[Callable[[], Any], CallersObjects]:
+def _load(descriptor: int, device: torch.device) -> tuple[Callable[[], Any], SyncedObjects]:
     """The function, and what of its objects the caller has too; what the caller has on a GPU comes to ``device``.
 
     The names that the function uses in the caller's ``__main__`` are then this process's, so that what is found there by its name, as by
@@ -197,7 +197,7 @@ def _load(descriptor: int, device: torch.device) -> tuple[Callable[[], Any], Cal
             map_location=lambda storage, where: default_restore_location(storage, str(device) if where.startswith("cuda") else where),
             pickle_module=pickle_module(Unpickler=pickle.Unpickler),
         )
-    callers = CallersObjects(things, reached, _cloudpickle("parwrap").Pickler, own=objects_reached(function))
+    callers = SyncedObjects(things, reached, _cloudpickle("parwrap").Pickler, own=objects_reached(function))
     callers.watch()
     # schedulers mark the step of their optimizers, which is not sent
     warnings.filterwarnings("ignore", r"Seems like `optimizer\.step\(\)` has been overridden")

@@ -37,17 +37,17 @@ class Backward(NamedTuple):
     original: Callable[..., None]
     averaged: bool = True
     weight: float | None = None
-    holding: tuple[torch.Tensor, ...] = ()
+    existing_grads: tuple[torch.Tensor, ...] = ()
 
     def run(self) -> None:
         """Do what torch does, or hand the call on to the next actor."""
         options = self.options
         if is_patched(self.original):
-            options = {**options, "averaged": self.averaged, "weight": self.weight, "holding": self.holding}
+            options = {**options, "averaged": self.averaged, "weight": self.weight, "holding": self.existing_grads}
         self.original(self.tensors, self.grad_tensors, **options)
 
     @property
-    def beginnings(self) -> tuple[torch.Tensor | GradientEdge, ...]:
+    def roots(self) -> tuple[torch.Tensor | GradientEdge, ...]:
         """The tensors behind which the leaves that get a gradient are found."""
         return self.options.get("inputs") or self.tensors
 
@@ -94,7 +94,7 @@ def _bound(
     inputs: Any = None,
     averaged: bool = True,
     weight: float | None = None,
-    holding: tuple[torch.Tensor, ...] = (),
+    existing_grads: tuple[torch.Tensor, ...] = (),
 ) -> Backward:
     """The call with torch's own signature taken apart; its deprecated ``grad_variables`` is an older ``grad_tensors``.
 
@@ -111,4 +111,4 @@ def _bound(
             if isinstance(inputs, (torch.Tensor, GradientEdge))
             else tuple(inputs.values() if isinstance(inputs, dict) else inputs)
         )
-    return Backward(tensors, tuple(grad_tensors), options, original, averaged, weight, holding)
+    return Backward(tensors, tuple(grad_tensors), options, original, averaged, weight, existing_grads)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Streams", "get_state", "seed_all", "set_state"]
+__all__ = ["RandomStreams", "get_state", "seed_all", "set_state"]
 
 
 def seed_all(seed: int) -> None:
@@ -43,13 +43,13 @@ def set_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
 
 
-class Streams:
+class RandomStreams:
     """Switches this process between the shared streams, which run at first, and the rank's own.
 
     The rank's streams are seeded with ``seed + rank``, where ``seed`` is torch's at the time of the first switch; a script
     that seeds anew while the shared ones run gets new ones of its own too.
 
-    >>> seed_all(0); streams = Streams(rank=1)
+    >>> seed_all(0); streams = RandomStreams(rank=1)
     >>> with streams.own(): noise = torch.rand(1)
     >>> seed_all(1); torch.equal(noise, torch.rand(1))
     True

@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 from parwrap.coordination.call_site import DEPTH, is_ours
 from parwrap.group.group import is_alone
 from parwrap.loop.loop_state import Loop
-from parwrap.loop.random_streams import Streams
+from parwrap.loop.random_streams import RandomStreams
 
 __all__ = ["StepDraws"]
 
@@ -61,7 +61,7 @@ class StepDraws:
         streams: the random streams.
     """
 
-    def __init__(self, loop: Loop, streams: Streams) -> None:
+    def __init__(self, loop: Loop, streams: RandomStreams) -> None:
         self._loop, self._streams = loop, streams
         self._lines: dict[tuple[int, ...], _Line] = {}
         self._since_step: list[_Line] = []

@@ -49,7 +49,7 @@ class Unscaling:
         before = [(tensor, _taken(tensor)) for tensor in {id(tensor): tensor for tensor in kept}.values()]
         try:
             with self._hooks:
-                self._watch(reached(call.beginnings))
+                self._watch(reached(call.roots))
                 yield
         finally:
             for tensor, grad in before:
@@ -61,7 +61,7 @@ class Unscaling:
         Other leaf tensors that it reaches are what stands for the inputs of the checkpoint. Their gradients go on into the backward
         around, so they stay scaled.
         """
-        self._watch(leaf for leaf in reached(call.beginnings) if isinstance(leaf, torch.nn.Parameter) or id(leaf) in owned)
+        self._watch(leaf for leaf in reached(call.roots) if isinstance(leaf, torch.nn.Parameter) or id(leaf) in owned)
 
     def _watch(self, leaves: Iterable[torch.Tensor]) -> None:
         new = [leaf for leaf in leaves if id(leaf) not in self.leaves]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from parwrap.rank_zero.file_overlay import View
+from parwrap.rank_zero.file_overlay import FileOverlay
 from parwrap.rank_zero.file_versions import PART
 
 __all__ = ["Entries", "seen", "seen_entries"]
@@ -78,7 +78,7 @@ def seen_entries(path: Any, seen: dict[str, str]) -> Iterator[SeenEntry]:
     return (SeenEntry(coded(name), os.path.join(text, coded(name)), place) for name, place in seen.items())
 
 
-def seen(view: View, folder: str, waits: bool = True) -> dict[str, str]:
+def seen(view: FileOverlay, folder: str, waits: bool = True) -> dict[str, str]:
     """The names in ``folder`` and where each is to be read.
 
     Args:
@@ -112,7 +112,7 @@ def seen(view: View, folder: str, waits: bool = True) -> dict[str, str]:
     return found
 
 
-def _hidden(view: View, key: str, entry: os.DirEntry) -> bool:
+def _hidden(view: FileOverlay, key: str, entry: os.DirEntry) -> bool:
     try:
         return view.hidden(key, entry.stat(follow_symlinks=False).st_ctime)
     except FileNotFoundError:

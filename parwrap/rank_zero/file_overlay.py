@@ -18,10 +18,10 @@ from typing import Any
 
 from parwrap.errors import RankMismatchError
 from parwrap.rank_zero.file_versions import Awaited, Outcome, Saving
-from parwrap.rank_zero.path_rules import Places, ancestors
+from parwrap.rank_zero.path_rules import PathRules, ancestors
 from parwrap.rank_zero.per_thread import passing
 
-__all__ = ["Entry", "View", "missing"]
+__all__ = ["Entry", "FileOverlay", "missing"]
 
 PATIENCE = 10
 """Seconds that a child process, which has no store, waits for a folder to be made by rank 0."""
@@ -57,7 +57,7 @@ class Entry:
         return self.scratch is not None and not os.path.islink(self.scratch)
 
 
-class View:
+class FileOverlay:
     """The view of one clone; every method takes paths by their keys.
 
     Args:
@@ -65,7 +65,7 @@ class View:
         places: learns that the scratch directory is this rank's own.
     """
 
-    def __init__(self, awaited: Awaited, places: Places) -> None:
+    def __init__(self, awaited: Awaited, places: PathRules) -> None:
         self._awaited, self._places = awaited, places
         self._entries: dict[str, Entry] = {}
         self._inside: defaultdict[str, set[str]] = defaultdict(set)

@@ -1,7 +1,7 @@
 """How often rank 0 has written each path and when: announced in the store by rank 0, awaited there by the clones.
 
 A version of a path is whatever makes it another: a close after writing, a rename onto it, its removal, a folder made. *When* is
-counted in meetings of the ranks, :attr:`Group.clock`, which is the same on all ranks at the same point of a script: what rank 0
+counted in sync points of the ranks, :attr:`Group.clock`, which is the same on all ranks at the same point of a script: what rank 0
 did at an earlier count lies in a clone's past, and what it did at the clone's own may be in its future. Nothing here is a
 collective.
 """
@@ -30,7 +30,7 @@ PART = ".parwrap-"
 """What the names begin with under which rank 0 writes what is renamed when it is ready; nobody is to see them."""
 
 MOST_KEPT = 64
-"""How many files that have been replaced or removed rank 0 holds open for slower ranks, between two meetings."""
+"""How many files that have been replaced or removed rank 0 holds open for slower ranks, between two sync points."""
 
 MOST_COPIED = 2**24
 """The bytes of a file of an earlier run that is copied for slower ranks when it is first written to."""
@@ -45,7 +45,7 @@ SAVING = 1.0
 """Seconds that a clone waits to learn whether rank 0 saves to the same path, before it keeps a copy of what it saves."""
 
 AHEAD = 8
-"""How many meetings the host of a rank with a GPU may be ahead of the others."""
+"""How many sync points the host of a rank with a GPU may be ahead of the others."""
 
 
 @dataclass
@@ -330,7 +330,7 @@ class Awaited:
             return outcome is not None
 
         self._group.wait_until(settled, 0, f"version {version} of {key}")
-        while needs_it and outcome is Outcome.NEVER and not record.closed and self._group.meetings.answer_next(0):
+        while needs_it and outcome is Outcome.NEVER and not record.closed and self._group.coordinator.answer_next(0):
             outcome = passed = None
             self._group.wait_until(settled, 0, f"version {version} of {key}")
         assert outcome is not None
@@ -357,10 +357,10 @@ class Awaited:
 
     def _passed(self) -> bool:
         """Whether rank 0 has passed the point of the script where this rank is."""
-        return self._group.meetings.passed(0) or self._store.check([f"{self._topic}/ended"])
+        return self._group.coordinator.passed(0) or self._store.check([f"{self._topic}/ended"])
 
     def _wanted(self, record: Record, version: int, own: int) -> int:
-        """Rank 0 may have written more often, by its own numbers: the versions before the last meeting are then known from it."""
+        """Rank 0 may have written more often, by its own numbers: the versions before the last sync point are then known from it."""
         return max(version, record.before + own) if record.clock >= self.clock else version
 
     def _replaced(self, record: Record, version: int) -> bool:

@@ -17,7 +17,7 @@ from typing import TextIO
 from parwrap.coordination.call_site import outside
 from parwrap.system.progress_bars import bars_cleared
 
-__all__ = ["Voice", "Voices", "settle"]
+__all__ = ["RankZeroOutput", "Voice", "settle"]
 
 _everyone, _aside = False, os.devnull
 
@@ -35,7 +35,7 @@ class Voice:
         say()
 
 
-class Voices(Voice):
+class RankZeroOutput(Voice):
     """Lets rank 0 speak for all.
 
     Args:

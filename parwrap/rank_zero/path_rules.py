@@ -19,7 +19,7 @@ from typing import Any
 from parwrap.group.group import is_alone
 from parwrap.rank_zero.per_thread import here, passing
 
-__all__ = ["Places", "ancestors"]
+__all__ = ["PathRules", "ancestors"]
 
 SYSTEM = ("/dev", "/proc", "/sys")
 
@@ -46,7 +46,7 @@ _TEMPORARY_OF = re.compile(r"[a-z0-9_]{8}~r(\d+)")
 """What a temporary file of a rank has in its name."""
 
 
-class Places:
+class PathRules:
     """Tells exempt paths from others, in the process that makes it, until it is closed.
 
     Args:

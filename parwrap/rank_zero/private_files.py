@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from parwrap.rank_zero.file_overlay import View
+from parwrap.rank_zero.file_overlay import FileOverlay
 from parwrap.rank_zero.file_versions import Awaited, Outcome, Record
-from parwrap.rank_zero.path_rules import Places
-from parwrap.rank_zero.replica_files import CloneFiles
+from parwrap.rank_zero.path_rules import PathRules
+from parwrap.rank_zero.replica_files import ReplicaFiles
 
-__all__ = ["FilesAside"]
+__all__ = ["PrivateFiles"]
 
 
 class _Nobody(Awaited):
@@ -34,7 +34,7 @@ class _Nobody(Awaited):
         return Outcome.REPLACED, Record(), version
 
 
-class FilesAside(CloneFiles):
+class PrivateFiles(ReplicaFiles):
     """Keeps effects on files to this process.
 
     Args:
@@ -42,8 +42,8 @@ class FilesAside(CloneFiles):
     """
 
     def __init__(self, rank: int) -> None:
-        self._places = Places(rank)
-        self._view = View(_Nobody(), self._places)
+        self._places = PathRules(rank)
+        self._view = FileOverlay(_Nobody(), self._places)
         self._descriptors: dict[int, str] = {}
 
     def save(self, file: Any, write: Callable[[Any], None]) -> None:

@@ -18,16 +18,16 @@ from parwrap.group.group import Group
 from parwrap.intercept.disk import WRITING, Change
 from parwrap.rank_zero.atomic_save import on_own_gpu
 from parwrap.rank_zero.directory_listing import Entries, seen, seen_entries
-from parwrap.rank_zero.file_overlay import View, missing
+from parwrap.rank_zero.file_overlay import FileOverlay, missing
 from parwrap.rank_zero.file_versions import Awaited
 from parwrap.rank_zero.open_files import is_too_large, is_valid, opened, writes
-from parwrap.rank_zero.path_rules import Places
+from parwrap.rank_zero.path_rules import PathRules
 from parwrap.rank_zero.per_thread import passing
 
-__all__ = ["CloneFiles"]
+__all__ = ["ReplicaFiles"]
 
 
-class CloneFiles:
+class ReplicaFiles:
     """Keeps a clone's effects on files to the clone.
 
     Args:
@@ -35,8 +35,8 @@ class CloneFiles:
     """
 
     def __init__(self, group: Group) -> None:
-        self._places = Places(group.world.rank)
-        self._view = View(Awaited(group, group.key("files")), self._places)
+        self._places = PathRules(group.world.rank)
+        self._view = FileOverlay(Awaited(group, group.key("files")), self._places)
         self._descriptors: dict[int, str] = {}
 
     def close(self) -> None:

@@ -16,13 +16,13 @@ from parwrap.rank_zero.child_processes import Processes
 from parwrap.rank_zero.directory_listing import Entries
 from parwrap.rank_zero.file_versions import Announced
 from parwrap.rank_zero.open_files import is_too_large, is_valid, opened, writes
-from parwrap.rank_zero.path_rules import Places
+from parwrap.rank_zero.path_rules import PathRules
 from parwrap.rank_zero.per_thread import here, passing
 
-__all__ = ["RankZeroFiles"]
+__all__ = ["WriterFiles"]
 
 
-class RankZeroFiles:
+class WriterFiles:
     """Announces every version of a file that clones may wait for.
 
     Args:
@@ -30,7 +30,7 @@ class RankZeroFiles:
     """
 
     def __init__(self, group: Group) -> None:
-        self._places = Places(group.world.rank)
+        self._places = PathRules(group.world.rank)
         self._announced = Announced(group, group.key("files"))
         self._processes = Processes(group.world.size)
         self._descriptors: dict[int, str] = {}

@@ -23,12 +23,12 @@ from parwrap.group.group import Group
 from parwrap.inline.rank_process import failed
 from parwrap.intercept import acting
 from parwrap.loop.loop_state import Loop
-from parwrap.loop.random_streams import Streams, get_state, seed_all, set_state
+from parwrap.loop.random_streams import RandomStreams, get_state, seed_all, set_state
 from parwrap.loop.step_draws import StepDraws
 from parwrap.options import Options
-from parwrap.rank_zero.output import Voice, Voices
-from parwrap.rank_zero.replica_files import CloneFiles
-from parwrap.rank_zero.writer_files import RankZeroFiles
+from parwrap.rank_zero.output import RankZeroOutput, Voice
+from parwrap.rank_zero.replica_files import ReplicaFiles
+from parwrap.rank_zero.writer_files import WriterFiles
 from parwrap.session.fixed_batch_sizes import note_fixed_size
 from parwrap.session.hidden_environment import without_variables
 from parwrap.session.hidden_group import HiddenGroup
@@ -75,7 +75,7 @@ class Session:
         self._loop = Loop()
         self._beside = beside(self._loop) if beside else None
         self.strategy: Strategy | None = None
-        self._streams = Streams(group.world.rank if group else 0)
+        self._streams = RandomStreams(group.world.rank if group else 0)
         self._module: str | None = None
         self._step_draws: StepDraws | None = None
         self._hidden_group: HiddenGroup | None = None
@@ -91,7 +91,7 @@ class Session:
         with self._undo:
             self._module = module
             if self._group is not None:
-                self._undo.enter_context(self._group.meetings.signals.installed())
+                self._undo.enter_context(self._group.coordinator.signals.installed())
             self._undo.enter_context(without_variables(hidden))
             actors = self._start()
             if hidden and self._group is not None:
@@ -117,7 +117,7 @@ class Session:
             if isinstance(error, SystemExit) and not error.code:
                 self._leave(group)
             else:
-                group.meetings.fail(error)
+                group.coordinator.fail(error)
                 if self.strategy is not None:
                     self.strategy.failed(error)
             raise
@@ -133,7 +133,7 @@ class Session:
         if self.loaders is not None:
             self.loaders.left()
         if groups.current() is group and not self._aside:
-            group.meetings.wait(END, place="")
+            group.coordinator.wait(END, place="")
             self.strategy.leave(self._returns)  # type: ignore[union-attr]
 
     @contextmanager
@@ -184,8 +184,8 @@ class Session:
         """Put the random streams in step and make the actors."""
         group, loop = self._group, self._loop
         if group is not None:
-            group.meetings.begin()
-            self._undo.callback(group.meetings.begin)
+            group.coordinator.begin()
+            self._undo.callback(group.coordinator.begin)
             self.strategy = strategy_of(self._options)(group, loop, lambda: self._options)
         if self._options.seed is not None:
             seed_all(self._options.seed)
@@ -204,11 +204,11 @@ class Session:
             return [loop, self.loaders, *self._undo.enter_context(self._beside.quiet())]
         if group is None or self.strategy is None:
             return [loop, self.loaders, *([Single(loop)] if self._options.batch == "global" else []), Voice()]
-        voices = Voices(group.world.rank)
+        voices = RankZeroOutput(group.world.rank)
         self._undo.enter_context(voices.silenced())
         self._undo.callback(self.strategy.close)
         self._undo.enter_context(
-            watched(group.meetings.whereabouts, group.world.rank, self._options.hang_after, group.timeout.total_seconds())
+            watched(group.coordinator.rank_positions, group.world.rank, self._options.hang_after, group.timeout.total_seconds())
         )
         shared = [] if together is None else self._shared(together, self.strategy, self.loaders)
         return [loop, self.loaders, *shared, *self.strategy.actors(), voices, self]
@@ -216,7 +216,7 @@ class Session:
     def _shared(self, group: Group, strategy: Strategy, loaders: Loaders) -> list[Any]:
         """The actors by which ranks that train one model share out the rest."""
         self.parts = Parts(group, self._loop, strategy, Counts(group, self._loop), loaders)
-        files = RankZeroFiles(group) if group.world.rank == 0 else CloneFiles(group)
+        files = WriterFiles(group) if group.world.rank == 0 else ReplicaFiles(group)
         self._undo.callback(files.close)
         if self._options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))

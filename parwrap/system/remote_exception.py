@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
-__all__ = ["Raised", "RemoteTraceback", "in_one_line"]
+__all__ = ["RemoteException", "RemoteTraceback", "in_one_line"]
 
 MEMBERS = ("errno", "strerror", "filename", "filename2", "name", "path")
 GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
@@ -22,7 +22,7 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-class Raised(NamedTuple):
+class RemoteException(NamedTuple):
     """An exception, in parts that can be sent whatever its ``__init__`` takes.
 
     Attributes:
@@ -38,11 +38,11 @@ class Raised(NamedTuple):
     args: tuple
     attributes: dict[str, Any]
     members: dict[str, Any]
-    grouped: tuple[Raised, ...]
+    grouped: tuple[RemoteException, ...]
     text: str
 
     @classmethod
-    def of(cls, error: BaseException, outermost: TracebackType | None, can_pack: Callable[[Any], bool]) -> Raised:
+    def of(cls, error: BaseException, outermost: TracebackType | None, can_pack: Callable[[Any], bool]) -> RemoteException:
         """``error`` in parts that can be packed; its traceback is shown from ``outermost`` on."""
         kind = next(each for each in type(error).__mro__ if can_pack(each))
         name = type(error).__qualname__

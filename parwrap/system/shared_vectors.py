@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["CAPACITY", "Blackboard"]
+__all__ = ["CAPACITY", "SharedVectors"]
 
 CAPACITY = 1 << 18
 """Numbers in a vector at most. Memory is only taken for what is used."""
@@ -27,15 +27,15 @@ POLLING = 5e-5
 """Seconds between two looks from then on."""
 
 
-class Blackboard:
+class SharedVectors:
     """The vectors of all ranks.
 
     Args:
-        memory: that the ranks share, a writable buffer of ``Blackboard.size(ranks)`` bytes.
+        memory: that the ranks share, a writable buffer of ``SharedVectors.size(ranks)`` bytes.
         ranks: how many there are.
         rank: this one.
 
-    >>> board = Blackboard(bytearray(Blackboard.size(1)), 1, 0)
+    >>> board = SharedVectors(bytearray(SharedVectors.size(1)), 1, 0)
     >>> board.put(1, torch.tensor([2.0, 3.0], dtype=torch.float64))
     >>> board.all(1, 2, lambda: None).tolist()
     [[2.0, 3.0]]

@@ -180,8 +180,8 @@ def _group_opened(task: Task) -> AbstractContextManager:
     from parwrap.group import group
     from parwrap.world.world import World
 
-    meeting = (task.folder / "rendezvous").as_uri()
-    return group.opened(World(task.rank, task.size, task.rank, task.size, launcher="testing", init_method=meeting), backend="gloo")
+    rendezvous = (task.folder / "rendezvous").as_uri()
+    return group.opened(World(task.rank, task.size, task.rank, task.size, launcher="testing", init_method=rendezvous), backend="gloo")
 
 
 def _comparisons_explained(config: pytest.Config) -> AbstractContextManager:

@@ -67,7 +67,7 @@ class World:
         return self.local_size == self.size
 
     @property
-    def meeting(self) -> str:
+    def rendezvous(self) -> str:
         """``init_method``.
 
         Raises:

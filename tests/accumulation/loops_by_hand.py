@@ -8,15 +8,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.group.group import alone
-from parwrap.strategies.ddp.gradient_averager import Averager
+from parwrap.strategies.ddp.gradient_averager import GradientAverager
 
 EPOCHS, BATCHES = 6, 10
 
 
 def watched(monkeypatch):
     """The epochs and batches whose backwards were averaged."""
-    numbers, run = [], Averager.run
-    monkeypatch.setattr(Averager, "run", lambda self, *args: (numbers.append((now.epoch, now.batch)), run(self, *args))[1])
+    numbers, run = [], GradientAverager.run
+    monkeypatch.setattr(GradientAverager, "run", lambda self, *args: (numbers.append((now.epoch, now.batch)), run(self, *args))[1])
     return numbers
 
 

@@ -90,11 +90,11 @@ def test_each_rank_has_batches_of_its_own(size):
 
 @pytest.mark.ranks(2)
 def test_gradients_are_sent_once_for_a_step(monkeypatch):
-    from parwrap.strategies.ddp.gradient_averager import Averager
+    from parwrap.strategies.ddp.gradient_averager import GradientAverager
 
     sent = []
-    run = Averager.run
-    monkeypatch.setattr(Averager, "run", lambda self, call, weight: (sent.append(weight), run(self, call, weight))[1])
+    run = GradientAverager.run
+    monkeypatch.setattr(GradientAverager, "run", lambda self, call, weight: (sent.append(weight), run(self, call, weight))[1])
     parwrap.distributed(accumulated_in(4, train_by_rank))(range(10))
 
     assert [1.0] * 3 == sent

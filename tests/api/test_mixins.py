@@ -260,9 +260,9 @@ def test_an_instance_inside_another_follows_the_rule_of_the_decorators(size):
     class Inner(parwrap.AccumulateMixin, Loop, steps=2):
         pass
 
-    class Outer(parwrap.AccumulateMixin, steps=4):
+    class DiLoCo(parwrap.AccumulateMixin, steps=4):
         def fit(self, inner):
             return inner.fit()
 
     with pytest.raises(UsageError, match=r"parwrap.accumulate\(2\) cannot be opened inside parwrap.accumulate\(4\): a batch is in one"):
-        Outer().fit(Inner(8))
+        DiLoCo().fit(Inner(8))

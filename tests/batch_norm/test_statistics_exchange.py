@@ -165,7 +165,7 @@ def test_a_regular_step_meets_nobody_beside_its_backwards():
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for step in range(8):
             if step == 3:
-                for owner, name in [(dist, "all_reduce"), (dist, "all_gather"), (dist, "broadcast"), (type(current().meetings), "wait")]:
+                for owner, name in [(dist, "all_reduce"), (dist, "all_gather"), (dist, "broadcast"), (type(current().coordinator), "wait")]:
                     patched.setattr(owner, name, lambda *args, name=name, **options: counted.append(name))
             optimizer.zero_grad()
             net(torch.randn(4, 2)).square().mean().backward()
@@ -178,9 +178,11 @@ def test_a_regular_step_meets_nobody_beside_its_backwards():
 @pytest.mark.ranks(2)
 def test_one_exchange_forward_and_one_backward_a_layer():
     counted = []
-    together = statistics_exchange.Sharing.together
+    together = statistics_exchange.StatisticsExchange.together
     with pytest.MonkeyPatch.context() as patched, parwrap.sync_bn():
-        patched.setattr(statistics_exchange.Sharing, "together", lambda self, how, *rest: counted.append(how) or together(self, how, *rest))
+        patched.setattr(
+            statistics_exchange.StatisticsExchange, "together", lambda self, how, *rest: counted.append(how) or together(self, how, *rest)
+        )
         model()(torch.randn(4, 2)).sum().backward()
 
     assert [statistics_exchange.GATHER] * 2 + [statistics_exchange.SUM] * 2 == counted

@@ -162,7 +162,7 @@ def test_a_rank_that_is_stuck_is_named_after_a_while():
 @pytest.mark.ranks(2)
 def test_one_that_waits_too_long_ends_with_an_error():
     def impatient():
-        current().timeout = current().meetings.timeout = timedelta(seconds=0.3)
+        current().timeout = current().coordinator.timeout = timedelta(seconds=0.3)
         time.sleep(parwrap.rank())
 
     with pytest.raises(RankMismatchError) as error, parwrap.distributed(), parwrap.sync_bn():

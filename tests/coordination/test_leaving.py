@@ -11,7 +11,7 @@ from torch import nn
 
 import parwrap
 from parwrap.coordination import status_board
-from parwrap.coordination.sync_points import Meetings
+from parwrap.coordination.sync_points import Coordinator
 from parwrap.group.group import current
 
 
@@ -24,7 +24,7 @@ def test_a_regular_run_has_no_collectives_and_waits_beside_its_backwards():
         for step in range(8):
             if step == 3:
                 for owner, name in [
-                    (Meetings, "wait"),
+                    (Coordinator, "wait"),
                     (dist, "all_reduce"),
                     (dist, "broadcast"),
                     (dist, "all_gather_object"),
@@ -105,7 +105,7 @@ def test_optimizer_scheduler_buffers_and_kept_gradients_are_taken_over():
             model(torch.randn(4, 2)).square().sum().backward()
             optimizer.step()
             scheduler.step()
-        model.eval()  # a meeting: who comes first answers the other's backwards
+        model.eval()  # a sync point: who comes first answers the other's backwards
         return optimizer.state_dict(), scheduler.state_dict()
 
     with warnings.catch_warnings():
@@ -126,7 +126,7 @@ def test_ranks_on_different_nodes_part_ways_too():
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     with status_board.opened(apart, dist.PrefixStore("apart", group.store)) as entries:
-        group.meetings = Meetings(entries, timedelta(seconds=30))
+        group.coordinator = Coordinator(entries, timedelta(seconds=30))
         with parwrap.distributed(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -136,7 +136,7 @@ def test_ranks_on_different_nodes_part_ways_too():
                 optimizer.step()
 
         assert model.weight.item() == pytest.approx(2 * 1.5 + 2 * 2.0)
-        group.meetings.wait("the end of the test")
+        group.coordinator.wait("the end of the test")
 
 
 @pytest.mark.ranks(3)

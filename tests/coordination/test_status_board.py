@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 import parwrap
 from parwrap.coordination import status_board
-from parwrap.coordination.status_board import KEPT, PART, Mailbox, Meeting, State
+from parwrap.coordination.status_board import KEPT, PART, State, StatusBoard, SyncPoint
 from parwrap.group.group import current
 from parwrap.world.world import World
 
-BARRIER = Meeting("barrier", "train.py:7")
+BARRIER = SyncPoint("barrier", "train.py:7")
 
 
 def until(true, seconds=10):
@@ -25,17 +25,17 @@ def until(true, seconds=10):
 
 def two_ranks():
     """The mailboxes of two ranks in one memory."""
-    memory = bytearray(Mailbox.size(World(size=2)))
-    return [Mailbox(World(rank, 2), memory) for rank in range(2)]
+    memory = bytearray(StatusBoard.size(World(size=2)))
+    return [StatusBoard(World(rank, 2), memory) for rank in range(2)]
 
 
 def test_an_entry_is_read_by_the_others_as_it_was_written():
     ours, theirs = two_ranks()
-    ours.write(3, Meeting("backward", "train.py:12", detail=5), State.ANSWERING, stale=True)
+    ours.write(3, SyncPoint("backward", "train.py:12", detail=5), State.ANSWERING, stale=True)
 
     entry = theirs.read(0, 3)
 
-    assert ("backward", "train.py:12", 5) == (entry.meeting.kind, entry.meeting.place, entry.meeting.detail)
+    assert ("backward", "train.py:12", 5) == (entry.sync_point.kind, entry.sync_point.place, entry.sync_point.detail)
     assert (0, 3, State.ANSWERING, True) == (entry.rank, entry.number, entry.state, entry.stale)
     assert [entry, None] == theirs.read_all(3)
 
@@ -50,17 +50,17 @@ def test_who_has_not_come_to_a_meeting_has_no_entry():
 
 def test_ranks_agree_unless_one_is_known_to_be_elsewhere():
     ours, theirs = two_ranks()
-    ours.write(1, Meeting("backward", detail=1), State.CONTRIBUTING)
+    ours.write(1, SyncPoint("backward", detail=1), State.CONTRIBUTING)
 
-    assert ours.agreed(1, Meeting("backward", "another.py:3", detail=1))
-    assert theirs.agreed(2, Meeting("backward", detail=2))
-    assert not theirs.agreed(1, Meeting("backward", detail=2))
-    assert not theirs.agreed(1, Meeting("barrier", detail=1))
+    assert ours.agreed(1, SyncPoint("backward", "another.py:3", detail=1))
+    assert theirs.agreed(2, SyncPoint("backward", detail=2))
+    assert not theirs.agreed(1, SyncPoint("backward", detail=2))
+    assert not theirs.agreed(1, SyncPoint("barrier", detail=1))
 
 
 def test_a_meeting_is_regular_when_all_went_ahead_to_it_with_nothing_to_tell():
     ours, theirs = two_ranks()
-    backward = Meeting("backward", detail=1)
+    backward = SyncPoint("backward", detail=1)
     for number, speak_up in enumerate([lambda number: None, ours.tell, ours.go_astray, lambda number: None], start=1):
         ours.write(number, backward, State.CONTRIBUTING)
         theirs.write(number, backward, State.CONTRIBUTING)
@@ -68,12 +68,12 @@ def test_a_meeting_is_regular_when_all_went_ahead_to_it_with_nothing_to_tell():
 
     assert [True, False, False, True] == [theirs.regular(number, backward) for number in range(1, 5)]
     assert [False, False, True, False] == [theirs.any_astray(number) for number in range(1, 5)]
-    assert not theirs.regular(1, Meeting("backward", detail=2))
+    assert not theirs.regular(1, SyncPoint("backward", detail=2))
 
 
 def test_a_meeting_that_a_rank_answers_is_not_regular():
     ours, theirs = two_ranks()
-    backward = Meeting("backward", detail=1)
+    backward = SyncPoint("backward", detail=1)
     ours.write(1, backward, State.CONTRIBUTING)
     theirs.write(1, backward, State.ANSWERING)
 
@@ -82,9 +82,9 @@ def test_a_meeting_that_a_rank_answers_is_not_regular():
 
 def test_a_long_path_is_known_by_its_end():
     ours, theirs = two_ranks()
-    ours.write(1, Meeting("barrier", "/very" * 100 + "/train.py:7"), State.WAITING)
+    ours.write(1, SyncPoint("barrier", "/very" * 100 + "/train.py:7"), State.WAITING)
 
-    assert theirs.read(0, 1).meeting.place.endswith("/very/train.py:7")
+    assert theirs.read(0, 1).sync_point.place.endswith("/very/train.py:7")
 
 
 def test_the_last_meeting_and_whether_a_rank_is_still_in_it():
@@ -105,7 +105,7 @@ def test_telling_a_place_touches_nothing_beside_it():
         ours.tell_where(place)
 
         assert place.endswith(theirs.where[0])
-        assert (BARRIER, False) == (theirs.last(0)[0].meeting, theirs.last(0)[1])
+        assert (BARRIER, False) == (theirs.last(0)[0].sync_point, theirs.last(0)[1])
 
 
 def test_the_end_of_a_part_can_be_read_when_the_next_two_have_begun():
@@ -125,9 +125,9 @@ def test_entries_travel_between_nodes_too():
     apart = replace(group.world, local_rank=0, local_size=1, node_rank=group.world.rank)
     with status_board.opened(apart, dist.PrefixStore("apart", group.store)) as entries:
         entries.waiting = True
-        entries.write(1, Meeting("barrier", f"train.py:{apart.rank}"), State.WAITING)
+        entries.write(1, SyncPoint("barrier", f"train.py:{apart.rank}"), State.WAITING)
         until(lambda: entries.read(1 - apart.rank, 1))
 
-        assert f"train.py:{1 - apart.rank}" == entries.read(1 - apart.rank, 1).meeting.place
+        assert f"train.py:{1 - apart.rank}" == entries.read(1 - apart.rank, 1).sync_point.place
         assert not entries.immediate
         parwrap.barrier()

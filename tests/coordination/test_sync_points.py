@@ -13,37 +13,37 @@ from torch import nn
 
 import parwrap
 from parwrap.coordination import status_board
-from parwrap.coordination.sync_points import Meetings
+from parwrap.coordination.sync_points import Coordinator
 from parwrap.errors import RankMismatchError
 from parwrap.group.group import current
 from parwrap.world.world import World
 
 
-def answered(meetings, kind):
-    """The details of the meetings of ``kind`` that this rank answers from now on."""
+def answered(coordinator, kind):
+    """The details of the sync points of ``kind`` that this rank answers from now on."""
     details = []
-    meetings.answer(kind, lambda detail, present: details.append((detail, present)))
+    coordinator.answer(kind, lambda detail, present: details.append((detail, present)))
     return details
 
 
 @pytest.mark.ranks(3)
 def test_all_that_came_for_the_same_meet():
-    assert [0, 1, 2] == current().meetings.wait("lunch")
+    assert [0, 1, 2] == current().coordinator.wait("lunch")
 
 
 @pytest.mark.ranks(3)
 def test_who_waits_for_something_else_answers_and_waits_on():
-    meetings = current().meetings
-    lunches = answered(meetings, "lunch")
+    coordinator = current().coordinator
+    lunches = answered(coordinator, "lunch")
     if parwrap.rank() == 1:
-        assert [1] == meetings.wait("lunch")
+        assert [1] == coordinator.wait("lunch")
 
-    assert [0, 1, 2] == meetings.wait("tea")
+    assert [0, 1, 2] == coordinator.wait("tea")
     assert ([] if parwrap.rank() == 1 else [(0, [1])]) == lunches
 
 
 def test_what_goes_wrong_in_answering_is_raised():
-    meetings = Meetings(status_board.Mailbox(World(), bytearray(status_board.Mailbox.size(World()))), timedelta(seconds=1))
+    coordinator = Coordinator(status_board.StatusBoard(World(), bytearray(status_board.StatusBoard.size(World()))), timedelta(seconds=1))
     failed = threading.Event()
 
     class Failing:
@@ -54,35 +54,35 @@ def test_what_goes_wrong_in_answering_is_raised():
             failed.set()
             raise ConnectionError("the others are gone")
 
-    with meetings.answering():
+    with coordinator.answering():
         pass
-    meetings.add_lane(Failing())
-    with pytest.raises(ConnectionError, match="the others are gone"), meetings.answering():
+    coordinator.add_nested(Failing())
+    with pytest.raises(ConnectionError, match="the others are gone"), coordinator.answering():
         assert failed.wait(10)
-    with pytest.raises(ConnectionError) as raised, meetings.answering():
+    with pytest.raises(ConnectionError) as raised, coordinator.answering():
         raise KeyError("on purpose")
     assert isinstance(raised.value.__context__, KeyError)
 
 
 @pytest.mark.ranks(2)
 def test_an_answer_that_lasts_is_given_in_every_part_of_the_run():
-    meetings = current().meetings
+    coordinator = current().coordinator
     answered = []
-    meetings.answer("lunch", lambda detail, present: answered.append("lunch"), lasting=True)
-    meetings.answer("tea", lambda detail, present: answered.append("tea"))
-    meetings.begin()
+    coordinator.answer("lunch", lambda detail, present: answered.append("lunch"), lasting=True)
+    coordinator.answer("tea", lambda detail, present: answered.append("tea"))
+    coordinator.begin()
     if parwrap.rank() == 1:
-        meetings.wait("lunch")
-    meetings.wait("dinner")
+        coordinator.wait("lunch")
+    coordinator.wait("dinner")
 
     assert ([] if parwrap.rank() == 1 else ["lunch"]) == answered
 
 
 @pytest.mark.ranks(2, timeout=30)
 def test_what_cannot_be_answered_is_an_error_on_all_ranks_that_names_both_places():
-    meetings = current().meetings
+    coordinator = current().coordinator
     with pytest.raises(RankMismatchError, match=r"each would wait.*rank 0 is at lunch \(.*test_meetings.py:\d+\); rank 1 is at tea \("):
-        meetings.wait("lunch" if parwrap.rank() == 0 else "tea")
+        coordinator.wait("lunch" if parwrap.rank() == 0 else "tea")
 
 
 @pytest.mark.ranks(2, timeout=30)

@@ -21,7 +21,7 @@ def test_an_exchange_gives_every_rank_the_values_of_all():
 @pytest.mark.ranks(2, timeout=30)
 def test_a_rank_that_never_comes_is_named():
     mine = current()
-    mine.timeout = mine.meetings.timeout = timedelta(seconds=0.3)
+    mine.timeout = mine.coordinator.timeout = timedelta(seconds=0.3)
     if parwrap.rank() == 1:
         mine.store.wait(["gave up"])
     else:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import parwrap
-from parwrap.inline.fork_state import Inherited
+from parwrap.inline.fork_state import ForkState
 
 SEEN = {}
 
@@ -116,13 +116,13 @@ def test_what_needs_threads_or_workers_of_the_caller_is_named(pool, fed, monkeyp
         (Trainer().fit, r"SEEN\['log'\]"),
     ]:
         with pytest.warns(UserWarning, match=text.format(name, "threads", "threads")):
-            Inherited().warn(function)
+            ForkState().warn(function)
     with pytest.warns(UserWarning, match=text.format("begun", "workers", "workers")):
-        Inherited().warn(lambda: next(begun))
+        ForkState().warn(lambda: next(begun))
 
 
 def test_threads_and_workers_that_the_function_does_not_reach_are_not_told_of(pool, fed, request):
     persistent = DataLoader(range(2), num_workers=1, persistent_workers=True)
     next(iter(persistent))
 
-    Inherited().warn(lambda: (persistent, request, torch, threading, queue.Queue(), Trainer(parts=queue.Queue())))
+    ForkState().warn(lambda: (persistent, request, torch, threading, queue.Queue(), Trainer(parts=queue.Queue())))

@@ -18,9 +18,9 @@ from planning import plan
 
 PARSER = command_parser()
 OURS = sorted(PARSER._option_string_actions)
-beginnings = st.sampled_from(OURS).flatmap(lambda option: st.integers(2, len(option)).map(lambda length: option[:length]))
-words = st.one_of(beginnings, st.text(string.printable, max_size=8), st.sampled_from(["--", "-", "", "-1", "--=", "train.py"]))
-command_lines = st.lists(st.one_of(words, st.tuples(beginnings, words).map("=".join)), max_size=6)
+roots = st.sampled_from(OURS).flatmap(lambda option: st.integers(2, len(option)).map(lambda length: option[:length]))
+words = st.one_of(roots, st.text(string.printable, max_size=8), st.sampled_from(["--", "-", "", "-1", "--=", "train.py"]))
+command_lines = st.lists(st.one_of(words, st.tuples(roots, words).map("=".join)), max_size=6)
 search = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 NASTY = [

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from parwrap.loop.random_streams import Streams, get_state, seed_all, set_state
+from parwrap.loop.random_streams import RandomStreams, get_state, seed_all, set_state
 
 
 def draw():
@@ -15,7 +15,7 @@ def test_the_ranks_own_streams_differ_by_rank_and_the_shared_ones_do_not():
     own, shared = [], []
     for rank in range(3):
         seed_all(1)
-        streams = Streams(rank)
+        streams = RandomStreams(rank)
         with streams.own():
             own.append(draw())
         shared.append(draw())
@@ -28,7 +28,7 @@ def test_each_set_goes_on_where_it_was():
     seed_all(1)
     expected = [draw() for _ in range(4)]
     seed_all(1)
-    streams = Streams(rank=2)
+    streams = RandomStreams(rank=2)
     actual = [draw()]
     for _ in range(3):
         with streams.own():
@@ -39,7 +39,7 @@ def test_each_set_goes_on_where_it_was():
 
 
 def test_own_streams_go_on_too_and_are_seeded_with_seed_plus_rank():
-    streams = Streams(rank=2)
+    streams = RandomStreams(rank=2)
     seed_all(5)
     with streams.own():
         first = draw()
@@ -51,7 +51,7 @@ def test_own_streams_go_on_too_and_are_seeded_with_seed_plus_rank():
 
 
 def test_a_new_seed_of_the_script_makes_new_own_streams():
-    streams = Streams(rank=0)
+    streams = RandomStreams(rank=0)
     drawn = []
     for fold in (1, 2, 1):
         torch.manual_seed(fold)
@@ -63,7 +63,7 @@ def test_a_new_seed_of_the_script_makes_new_own_streams():
 
 def test_blocks_nest():
     seed_all(0)
-    streams = Streams(rank=1)
+    streams = RandomStreams(rank=1)
     streams.use(own=True)
     with streams.shared():
         shared = draw()
@@ -86,7 +86,7 @@ def test_states_are_taken_and_set():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_gpus_stream_is_switched_too():
     seed_all(0)
-    streams = Streams(rank=1)
+    streams = RandomStreams(rank=1)
     torch.rand(1, device="cuda")
     with streams.own():
         own = torch.rand(1, device="cuda").item()

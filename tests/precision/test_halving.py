@@ -148,7 +148,7 @@ def test_o2_with_checkpoints(use_reentrant):
         torch.manual_seed(0)
         inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
 
-        class Outer(nn.Module):
+        class DiLoCo(nn.Module):
             def __init__(self):
                 super().__init__()
                 self.first, self.inner = nn.Linear(6, 6), inner
@@ -158,7 +158,7 @@ def test_o2_with_checkpoints(use_reentrant):
                 return checkpoint(self.inner, x, use_reentrant=use_reentrant) if checkpointed else self.inner(x)
 
         with parwrap.amp(level="O2", init_scale=64.0):
-            model = Outer()
+            model = DiLoCo()
             torch.optim.SGD(model.parameters(), lr=0.1)
             model(torch.ones(2, 6)).sum().backward()
         return [p.grad for p in model.parameters()]

@@ -162,7 +162,7 @@ def test_what_rank_zero_makes_is_announced_before_it_is_there(tmp_path):
 def test_waiting_ends_with_the_timeout_and_says_for_what(tmp_path):
     path = tmp_path / "a.txt"
     with parwrap.distributed():
-        current().timeout = current().meetings.timeout = timedelta(seconds=0.5)
+        current().timeout = current().coordinator.timeout = timedelta(seconds=0.5)
         if by(1):
             path.write_text("mine")
             with pytest.raises(
@@ -177,7 +177,7 @@ def test_waiting_ends_with_the_timeout_and_says_for_what(tmp_path):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("late", [0.0, 0.1])
 def test_the_wait_for_a_file_is_a_matter_of_its_own_for_a_thread(tmp_path, late):
-    """Also where rank 0's thread writes after its main thread has passed the next meeting."""
+    """Also where rank 0's thread writes after its main thread has passed the next sync point."""
     read = []
 
     def write_and_read():

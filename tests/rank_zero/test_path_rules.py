@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import parwrap
 from parwrap.group.group import alone
-from parwrap.rank_zero.path_rules import Places
+from parwrap.rank_zero.path_rules import PathRules
 
 
 def written(path):
@@ -90,10 +90,10 @@ def test_a_rank_does_not_see_what_tempfile_has_made_on_another(kind, tmp_path):
 
 def test_what_tempfile_had_made_on_another_rank_in_an_earlier_run_is_seen(tmp_path, monkeypatch):
     (tmp_path / "tmpabcdefgh~r1").touch()
-    assert Places(rank=0).of_another_rank(tmp_path / "tmpabcdefgh~r1")
+    assert PathRules(rank=0).of_another_rank(tmp_path / "tmpabcdefgh~r1")
     in_a_minute = time.time() + 60
     monkeypatch.setattr(time, "time", lambda: in_a_minute)
-    assert not Places(rank=0).of_another_rank(tmp_path / "tmpabcdefgh~r1")
+    assert not PathRules(rank=0).of_another_rank(tmp_path / "tmpabcdefgh~r1")
 
 
 @pytest.mark.ranks(2)

@@ -7,7 +7,7 @@ from torch import nn
 
 from parwrap.group.group import current
 from parwrap.intercept.backward import Backward
-from parwrap.strategies.ddp.gradient_averager import Averager
+from parwrap.strategies.ddp.gradient_averager import GradientAverager
 
 STEPS = 4
 """Buckets are rebuilt, in the order in which gradients came, after the first."""
@@ -17,7 +17,7 @@ STEPS = 4
 def test_the_first_bucket_is_sent_while_the_backward_still_runs():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     model(torch.ones(2, 64))  # the nodes of what comes now are not the first of this process
-    averager = Averager(current(), 1, tuple(model.parameters()), frozenset(), varies=False, bucket_cap_mb=0.01)
+    averager = GradientAverager(current(), 1, tuple(model.parameters()), frozenset(), varies=False, bucket_cap_mb=0.01)
     events = []
 
     def send(state, bucket):

@@ -241,14 +241,16 @@ def test_data_parallel_is_a_wrapper_that_does_nothing(devices):
 
 def test_data_parallel_takes_this_ranks_gpu():
     """Without a GPU: what torch's constructor would be asked for."""
-    from parwrap.coordination.status_board import Mailbox
-    from parwrap.coordination.sync_points import Meetings
+    from parwrap.coordination.status_board import StatusBoard
+    from parwrap.coordination.sync_points import Coordinator
     from parwrap.strategies.ddp.bypasses import Bypasses
     from parwrap.world.world import World
 
     asked = []
-    mailbox = Mailbox(World(), bytearray(Mailbox.size(World())))
-    group = Group(World(1, 2, 1, 2), "nccl", torch.device("cuda", 1), store=None, timeout=None, meetings=Meetings(mailbox, timedelta(1)))
+    status_board = StatusBoard(World(), bytearray(StatusBoard.size(World())))
+    group = Group(
+        World(1, 2, 1, 2), "nccl", torch.device("cuda", 1), store=None, timeout=None, coordinator=Coordinator(status_board, timedelta(1))
+    )
     Bypasses(group, loop=None).data_parallel(None, nn.Linear(1, 1), asked.append)
 
     assert [[1]] == asked

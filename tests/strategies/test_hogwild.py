@@ -142,7 +142,7 @@ def test_ranks_that_take_different_numbers_of_steps_end_together_with_all_of_the
 
 def patience(seconds):
     group = current()
-    group.timeout = group.meetings.timeout = timedelta(seconds=seconds)
+    group.timeout = group.coordinator.timeout = timedelta(seconds=seconds)
     return group
 
 
@@ -331,7 +331,7 @@ def test_options_without_a_meaning_are_refused(options, text):
     ],
 )
 def test_nodes_and_gpus_are_refused_before_training(world, device, text):
-    group = Group(world, "gloo", torch.device(device), store=None, timeout=timedelta(1), meetings=None)
+    group = Group(world, "gloo", torch.device(device), store=None, timeout=timedelta(1), coordinator=None)
     with pytest.raises(UsageError, match=text):
         Hogwild.joining(group, Options(strategy="hogwild"))
 

@@ -3,11 +3,11 @@
 import pytest
 
 from parwrap.errors import RankMismatchError
-from parwrap.strategies.parameter_server.staleness import Pace
+from parwrap.strategies.parameter_server.staleness import Staleness
 
 
 def test_without_a_bound_nobody_waits():
-    pace = Pace([0, 1], staleness=None)
+    pace = Staleness([0, 1], staleness=None)
     for _ in range(5):
         pace.push(0, 0, 1)
 
@@ -15,7 +15,7 @@ def test_without_a_bound_nobody_waits():
 
 
 def test_a_worker_is_at_most_the_bound_ahead_of_the_slowest():
-    pace = Pace([0, 1, 2], staleness=2)
+    pace = Staleness([0, 1, 2], staleness=2)
     released = 0
     pace.push(1, 0, 1)
     assert [[1]] == pace.released()
@@ -29,7 +29,7 @@ def test_a_worker_is_at_most_the_bound_ahead_of_the_slowest():
 
 
 def test_with_staleness_0_all_that_train_take_one_step():
-    pace = Pace([0, 1, 2], staleness=0)
+    pace = Staleness([0, 1, 2], staleness=0)
     pace.push(2, 0, 1)
     pace.push(0, 0, 1)
     assert [] == pace.released()
@@ -41,7 +41,7 @@ def test_with_staleness_0_all_that_train_take_one_step():
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_who_waits_elsewhere_has_ended_or_died_is_not_waited_for(staleness):
-    pace = Pace([0, 1, 2], staleness)
+    pace = Staleness([0, 1, 2], staleness)
     pace.wait(1, number=3)
     pace.end(2)
     for _ in range(3):
@@ -51,7 +51,7 @@ def test_who_waits_elsewhere_has_ended_or_died_is_not_waited_for(staleness):
 
 
 def test_who_was_at_a_meeting_that_is_over_is_waited_for_though_it_has_not_said_so():
-    pace = Pace([0, 1], staleness=0)
+    pace = Staleness([0, 1], staleness=0)
     pace.wait(1, number=3)
     pace.push(0, 0, number=4)
     assert [] == pace.released()
@@ -61,7 +61,7 @@ def test_who_was_at_a_meeting_that_is_over_is_waited_for_though_it_has_not_said_
 
 
 def test_what_was_missed_at_a_meeting_is_not_made_up_for():
-    pace = Pace([0, 1], staleness=1)
+    pace = Staleness([0, 1], staleness=1)
     pace.wait(1, number=3)
     for _ in range(9):
         pace.push(0, 0, number=3)
@@ -74,7 +74,7 @@ def test_what_was_missed_at_a_meeting_is_not_made_up_for():
 
 
 def test_steps_of_different_optimizers_at_the_same_time_are_an_error():
-    pace = Pace([0, 1], staleness=0)
+    pace = Staleness([0, 1], staleness=0)
     pace.push(0, 0, 1)
     assert [] == pace.released()
     pace.push(1, 1, 1)
@@ -85,7 +85,7 @@ def test_steps_of_different_optimizers_at_the_same_time_are_an_error():
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_who_waits_for_a_file_is_not_waited_for_in_the_step_alone_that_comes_before_it_is_written(staleness):
-    pace = Pace([0, 1], staleness)
+    pace = Staleness([0, 1], staleness)
     if staleness:
         pace.push(0, 0, number=3, step=1)
         assert [[0]] == pace.released()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import buffered
 import parwrap
 from parwrap.strategies.common.training_buffers import TrainingBuffers
-from parwrap.strategies.ddp.gradient_averager import Averager
+from parwrap.strategies.ddp.gradient_averager import GradientAverager
 
 
 def equal_to_ddps(state, kind, **options):
@@ -337,7 +337,7 @@ def test_constants_are_sent_no_more_after_an_evaluation(norm, monkeypatch):
             model.eval()
             assert not norm or same_on_all(model.norm.running_mean)
             model.train()
-        at_once = [each.at_once for each in gc.get_objects() if type(each) is Averager and each.buffers is taken[0]]
+        at_once = [each.at_once for each in gc.get_objects() if type(each) is GradientAverager and each.buffers is taken[0]]
 
     assert 1 == len(taken)
     assert [False] == at_once
@@ -357,7 +357,7 @@ def test_a_version_without_other_values_does_not_make_each_step_wait(monkeypatch
             model(torch.randn(4, 4)).backward()
             optimizer.step()
         mine = {id(p) for p in model.parameters()}
-        at_once = [each.at_once for each in gc.get_objects() if type(each) is Averager and mine <= each.ids]
+        at_once = [each.at_once for each in gc.get_objects() if type(each) is GradientAverager and mine <= each.ids]
 
     assert [False] == at_once
 

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
-from parwrap.coordination.sync_points import Meetings
+from parwrap.coordination.sync_points import Coordinator
 from parwrap.errors import RankMismatchError
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.ddp.unaveraged import GRADIENTS
@@ -275,8 +275,8 @@ def test_what_only_rank_zero_does_is_left_alone(nothing_is_warned_of):
 
 @pytest.mark.ranks(2)
 def test_clipping_every_step_is_looked_at_ever_more_rarely(monkeypatch):
-    met, wait = [], Meetings.wait
-    monkeypatch.setattr(Meetings, "wait", lambda self, kind, *args, **kwargs: (met.append(kind), wait(self, kind, *args, **kwargs))[1])
+    met, wait = [], Coordinator.wait
+    monkeypatch.setattr(Coordinator, "wait", lambda self, kind, *args, **kwargs: (met.append(kind), wait(self, kind, *args, **kwargs))[1])
     with parwrap.distributed(seed=0):
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -5,12 +5,12 @@ import threading
 import pytest
 import torch
 
-from parwrap.system.shared_vectors import Blackboard
+from parwrap.system.shared_vectors import SharedVectors
 
 
 def boards(ranks):
-    memory = bytearray(Blackboard.size(ranks))
-    return [Blackboard(memory, ranks, rank) for rank in range(ranks)]
+    memory = bytearray(SharedVectors.size(ranks))
+    return [SharedVectors(memory, ranks, rank) for rank in range(ranks)]
 
 
 def vector(*numbers):

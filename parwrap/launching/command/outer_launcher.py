@@ -88,6 +88,6 @@ def _starts_ranks(outer: World, arguments: argparse.Namespace, environ: Mapping[
 
 def _node_of_world(outer: World, environ: Mapping[str, str]) -> Node:
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    if outer.meeting.startswith("tcp://"):
-        address, _, port = outer.meeting.removeprefix("tcp://").rpartition(":")
+    if outer.rendezvous.startswith("tcp://"):
+        address, _, port = outer.rendezvous.removeprefix("tcp://").rpartition(":")
     return Node(outer.launcher or "", "", str(outer.size), str(outer.rank), address, port, None)

@@ -88,15 +88,15 @@ def _run(plan: LaunchPlan, directory: Path, failures: Path) -> tuple[int, bool]:
     variables = dict(plan.variables)
     processes: list[Any] = []
     nodes = Nodes(failures, variables, (plan.script.scope or {}).get("timeout", math.inf), partial(told, plan))
-    meetings = [] if plan.torchrun.rdzv_backend == ONE_NODE else [nodes.rendezvous]
+    rendezvous_wrappers = [] if plan.torchrun.rdzv_backend == ONE_NODE else [nodes.rendezvous]
     pipes = None
     with ExitStack() as stack:
         if plan.everyone or plan.log_dir is not None:
             output = RankOutput(directory, plan.ranks, plan.everyone, plan.log_dir)
             stack.enter_context(output.passed_on())
-            meetings, pipes = [*meetings, output.rendezvous], output.pipes
+            rendezvous_wrappers, pipes = [*rendezvous_wrappers, output.rendezvous], output.pipes
         poll = _ends_by_exit_code(failures, _may_die(plan), nodes, processes)
-        patches = [Patch(SimpleElasticAgent, "_rendezvous", each) for each in meetings]
+        patches = [Patch(SimpleElasticAgent, "_rendezvous", each) for each in rendezvous_wrappers]
         stack.enter_context(
             installed([Patch(MultiprocessContext, "_poll", poll), Patch(MultiprocessContext, "_close", forward_once(failures)), *patches])
         )
@@ -127,7 +127,7 @@ def _tell(plan: LaunchPlan, status: int, explained: bool, failed: list[Failure])
 
 
 class _OneNode(RendezvousHandler):
-    """The meeting of a single node: nobody to wait for, and a new store on a free port of the loopback at each start."""
+    """The rendezvous of a single node: nobody to wait for, and a new store on a free port of the loopback at each start."""
 
     use_agent_store = True
 

@@ -1,7 +1,7 @@
 """How this machine reaches the node where a job meets: by which of its addresses and interfaces, and whether anything answers there.
 
 torch's agents find each other without more where the name of every machine resolves to the address that the others see. Elsewhere gloo
-connects to 127.0.0.1, or no node feels meant by the address of the meeting. So what follows from the route there is found out here.
+connects to 127.0.0.1, or no node feels meant by the address of the rendezvous. So what follows from the route there is found out here.
 What nodes then tell each other is left to ``node_monitor.py``.
 """
 
@@ -30,7 +30,7 @@ PORTS = {"static": 29500, "c10d": 29400}
 """Where nodes meet if the command line names no port, by the backend of the rendezvous."""
 
 PATIENCE = 900.0
-"""Seconds that a node waits for the others where neither ``--timeout`` nor ``--rdzv-conf`` says otherwise; torch's for a static meeting."""
+"""Seconds that a node waits for the others where neither ``--timeout`` nor ``--rdzv-conf`` says otherwise, as torch does."""
 
 TELLING = 10.0
 """Seconds after which a node that waits says so."""
@@ -68,7 +68,7 @@ def way_to(host: str, port: int) -> Way:
 
 
 def endpoint(torchrun: argparse.Namespace) -> tuple[str, int]:
-    """Host and port of the meeting that torchrun's options name.
+    """Host and port of the rendezvous that torchrun's options name.
 
     Raises:
         UsageError: they cannot be read from it.
@@ -85,9 +85,9 @@ def endpoint(torchrun: argparse.Namespace) -> tuple[str, int]:
 
 
 def with_way(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
-    """``plan`` with what follows from the way to its meeting, as far as the user has not said it; unchanged where there is none.
+    """``plan`` with what follows from the way to its rendezvous, as far as the user has not said it; unchanged where there is none.
 
-    That is the interface for gloo and NCCL, this node's address for the others, and whether it is this node that hosts the meeting.
+    That is the interface for gloo and NCCL, this node's address for the others, and whether it is this node that hosts the rendezvous.
     """
     if plan.torchrun.rdzv_backend not in PORTS or plan.in_this_process:
         return plan
@@ -142,7 +142,7 @@ def met(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
 
 
 def _wait_for(plan: LaunchPlan, seconds: float) -> None:
-    """Return when something listens at the meeting, or when it is for this node to listen there."""
+    """Return when something listens at the rendezvous, or when it is for this node to listen there."""
     host, port = endpoint(plan.torchrun)
     static = plan.torchrun.rdzv_backend == "static"
     is_host = plan.torchrun.node_rank == 0 if static else _conf(plan.torchrun).get("is_host", "").lower() in ("1", "true", "t", "yes", "y")

@@ -69,7 +69,7 @@ class Nodes:
         self.lost = False
 
     def rendezvous(self, wrapped: Callable, agent: Any, args: tuple, kwargs: dict) -> None:
-        """A wrapper for the meeting of torch's agents: the ranks get a store that no others have used, and nodes agree on restarts."""
+        """A wrapper for the rendezvous of torch's agents: the ranks get a store that no others have used, and nodes agree on restarts."""
         self._store = None
         while True:
             try:

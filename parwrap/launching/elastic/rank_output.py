@@ -91,7 +91,7 @@ class RankOutput:
                 raise LaunchError(f"--log-dir {log_dir} cannot be made: {error.strerror}.") from None
 
     def rendezvous(self, wrapped: Callable, agent: Any, args: tuple, kwargs: dict) -> None:
-        """A wrapper for the meeting of torch's agents, after which ranks have their numbers."""
+        """A wrapper for the rendezvous of torch's agents, after which ranks have their numbers."""
         wrapped(*args, **kwargs)
         self.begin({worker.local_rank: worker.global_rank for worker in agent._worker_group.workers})
 

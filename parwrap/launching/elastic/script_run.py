@@ -124,10 +124,10 @@ class _Ending:
             yield
             return
         from parwrap.intercept import acting
-        from parwrap.rank_zero.output import Voices
-        from parwrap.rank_zero.private_files import FilesAside
+        from parwrap.rank_zero.output import RankZeroOutput
+        from parwrap.rank_zero.private_files import PrivateFiles
 
-        with Voices(self._rank).silenced(), acting([files := FilesAside(self._rank)]):
+        with RankZeroOutput(self._rank).silenced(), acting([files := PrivateFiles(self._rank)]):
             yield
         files.close()
 

@@ -24,7 +24,7 @@ class Counts:
 
     def __init__(self, group: Group, loop: Loop) -> None:
         self._group, self._loop = group, loop
-        group.meetings.answer(COUNT, lambda detail, present: self._summed(0.0, 0.0))
+        group.coordinator.answer(COUNT, lambda detail, present: self._summed(0.0, 0.0))
 
     def mean_factor(self, count: float, loss_sum: torch.Tensor) -> tuple[float, float]:
         """What makes of this rank's loss sum a loss whose average over ranks is the mean; and the total count.
@@ -33,7 +33,7 @@ class Counts:
             count: tokens or samples that the sum is over.
             loss_sum: that sum.
         """
-        self._group.meet(COUNT)
+        self._group.synchronize(COUNT)
         weight = self._loop.weights.upcoming(lambda: leading_sizes([loss_sum])).weight
         total, weights = self._summed(count if weight else 0.0, weight)
         return (weights / (total * weight) if total and weight else 0.0), total

@@ -39,9 +39,9 @@ class InStep:
         self._group, self._loop = group, loop
         self._synced: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._values: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        group.meetings.answer(EVALUATION, lambda detail, present: self._take_buffers([], present))
+        group.coordinator.answer(EVALUATION, lambda detail, present: self._take_buffers([], present))
         for kind in (METRIC, CLOSURE):
-            group.meetings.answer(kind, lambda detail, present: self._weighted_sum(0.0, weight=0.0))
+            group.coordinator.answer(kind, lambda detail, present: self._weighted_sum(0.0, weight=0.0))
 
     def metric(self, metric: Any) -> Any:
         """The mean over ranks of what ``ReduceLROnPlateau`` looks at, or learning rates drift apart."""
@@ -66,7 +66,7 @@ class InStep:
             return
         modules = self._loop.evaluated_with(module)
         if any(self._synced.get(each, 0) != self._loop.backwards for each in modules):
-            self._take_buffers(modules, self._group.meet(EVALUATION))
+            self._take_buffers(modules, self._group.synchronize(EVALUATION))
         elif any(module is stranger for stranger in self._loop.strangers().values()):
             self.evaluation_begins()
 
@@ -75,10 +75,10 @@ class InStep:
         if is_alone() or not self._loop.backwards or self._loop.parts:
             return
         if any(self._values.get(module, 0) != _values(module) for module in self._loop.strangers().values()):
-            self._take_buffers([], self._group.meet(EVALUATION))
+            self._take_buffers([], self._group.synchronize(EVALUATION))
 
     def _mean(self, kind: str, weighted: float, weight: float = 1.0) -> float:
-        self._group.meet(kind)
+        self._group.synchronize(kind)
         total, weights = self._weighted_sum(weighted, weight)
         return total / weights
 

@@ -43,7 +43,7 @@ class Averaging:
     def __init__(self, group: Group, loop: Loop, answered: Callable[[dict[Number, torch.Tensor], bool], None]) -> None:
         self._group, self._loop, self._answered = group, loop, answered
         self.others_backwards = 0
-        group.meetings.answer(AVERAGED, lambda detail, present: self._answer(present))
+        group.coordinator.answer(AVERAGED, lambda detail, present: self._answer(present))
 
     @property
     def backwards(self) -> int:

@@ -41,8 +41,8 @@ class WeightedMeans:
         self._group, self._loop = group, loop
         self._known: dict[tuple, bool] = {}
         self._warned = False
-        group.meetings.answer(DIVISOR, lambda detail, present: self._total(torch.zeros(())))
-        group.meetings.answer(JUDGED, lambda detail, present: None)
+        group.coordinator.answer(DIVISOR, lambda detail, present: self._total(torch.zeros(())))
+        group.coordinator.answer(JUDGED, lambda detail, present: None)
 
     def criterion(self, call: Criterion) -> torch.Tensor:
         """The loss of ``call``, with a gradient that counts by its divisor."""
@@ -54,7 +54,7 @@ class WeightedMeans:
             return call.loss
         if not self._needs_divisor(call, batch.samples):
             return call.loss
-        self._group.meet(DIVISOR)
+        self._group.synchronize(DIVISOR)
         divisor = call.divisor().to(torch.float32) * bool(batch.weight)
         factor = divisor * self._group.world.size / self._total(divisor).to(divisor).clamp(min=LEAST)
 

@@ -19,12 +19,12 @@ from parwrap.strategies.common.agreement import Described, View, alike, checksum
 from parwrap.strategies.common.same_values import BUILT_APART, take_values
 from parwrap.strategies.common.state_transfer import take_state
 from parwrap.strategies.ddp.following import Following
-from parwrap.strategies.ddp.gradient_averager import Averager
+from parwrap.strategies.ddp.gradient_averager import GradientAverager
 
-__all__ = ["Averagers"]
+__all__ = ["AveragerRegistry"]
 
 
-class Averagers:
+class AveragerRegistry:
     """The averagers of one strategy.
 
     Args:
@@ -40,15 +40,15 @@ class Averagers:
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], dict[str, Any]]) -> None:
         self._group, self._loop, self._options = group, loop, options
-        self._all: dict[int, Averager] = {}
+        self._all: dict[int, GradientAverager] = {}
         self._shared: dict[int, Any] = {}
         self._built = 0
         self.while_taking: Callable[[], AbstractContextManager[None]] = nullcontext
         self.took: Callable[[list[torch.Tensor]], None] = lambda parameters: None
         self.following = Following(group, loop, self.take_state)
-        group.meetings.take_state = self.take_state
+        group.coordinator.take_state = self.take_state
 
-    def get(self, number: int) -> Averager | None:
+    def get(self, number: int) -> GradientAverager | None:
         """The averager of that number, if this rank knows it."""
         return self._all.get(number)
 
@@ -72,7 +72,7 @@ class Averagers:
         owned: Mapping[tuple[int, int], torch.Tensor],
         others: list[torch.Tensor],
         bare: list[torch.Tensor],
-    ) -> tuple[Averager | None, dict[int, torch.Tensor]]:
+    ) -> tuple[GradientAverager | None, dict[int, torch.Tensor]]:
         """The averager of what any rank reaches, and the leaf tensors in it that are no ``nn.Parameter``; the same on all ranks.
 
         Args:
@@ -127,13 +127,13 @@ class Averagers:
         if apart and self._loop.backwards:
             self.take_state(source)  # they have drifted apart, and so has what the optimizers keep
 
-    def build(self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool, which: Any = None) -> Averager:
+    def build(self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool, which: Any = None) -> GradientAverager:
         """An averager of ``parameters``; the one that is in use, if it is of ``which`` and that says all about them."""
         shared = next((number for number, known in self._shared.items() if known == which), None)
         if shared is not None:
             return self._all[shared]
         self._built += 1
-        self._all[self._built] = Averager(self._group, self._built, parameters, sparse, varies, **self._options())
+        self._all[self._built] = GradientAverager(self._group, self._built, parameters, sparse, varies, **self._options())
         if which is not None:
             self._shared[self._built] = which
         return self._all[self._built]

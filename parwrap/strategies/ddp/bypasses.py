@@ -74,7 +74,7 @@ class Bypasses:
     def __init__(self, group: Group, loop: Loop) -> None:
         self._group, self._loop = group, loop
         self._sites: dict[tuple, _Site] = {}
-        group.meetings.answer(GRAD, lambda detail, present: None)
+        group.coordinator.answer(GRAD, lambda detail, present: None)
 
     def grad(self, leaves: list[torch.Tensor]) -> None:
         """``torch.autograd.grad`` is asked for the gradients of ``leaves``.

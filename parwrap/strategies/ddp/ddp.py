@@ -1,7 +1,7 @@
 """Data parallelism: every rank holds the model, and each backward leaves the average gradient in ``.grad``.
 
 The actor on the backward verb. It finds out which parameters a backward call site reaches, lets the ranks agree on them once
-and hands the backward to the ``Averager`` of that set; exactly one is armed at a time. A parameter that a site never
+and hands the backward to the ``GradientAverager`` of that set; exactly one is armed at a time. A parameter that a site never
 reaches is in no set of that site, so its ``grad`` stays ``None`` as in a single process.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from parwrap.coordination.call_site import call_site, location, trail, warn, worth_a_look
-from parwrap.coordination.status_board import Meeting
+from parwrap.coordination.status_board import SyncPoint
 from parwrap.coordination.sync_points import BACKWARD, FIRST_BACKWARD, THEN_AVERAGED
 from parwrap.errors import RankMismatchError
 from parwrap.group.collectives import all_reduced
@@ -32,12 +32,12 @@ from parwrap.strategies.common.reducer import reducer_options
 from parwrap.strategies.common.share import Share
 from parwrap.strategies.common.strategy import Strategy
 from parwrap.strategies.common.training_buffers import TrainingBuffers
-from parwrap.strategies.ddp.averagers import Averagers
+from parwrap.strategies.ddp.averagers import AveragerRegistry
 from parwrap.strategies.ddp.bypasses import Bypasses
-from parwrap.strategies.ddp.gradient_averager import Averager, has_timed_out
+from parwrap.strategies.ddp.gradient_averager import GradientAverager, has_timed_out
 from parwrap.strategies.ddp.one_thread import OneThread
 from parwrap.strategies.ddp.unaveraged import Unaveraged
-from parwrap.system.remote_exception import Raised, in_one_line
+from parwrap.system.remote_exception import RemoteException, in_one_line
 
 __all__ = ["DDP"]
 
@@ -63,7 +63,7 @@ class _Site:
         generation: the loop's, when the ranks agreed on it.
         averager: of the parameters that it reaches; ``None`` where there is nothing to train.
         trail: the lines that lead there, by which other ranks know it.
-        meeting: of its next backward.
+        sync point: of its next backward.
         bare: the leaf tensors among those parameters that are no ``nn.Parameter``, by id.
         frozen: parameters of optimizers that were frozen then.
         reenters: whether backwards are called inside of it.
@@ -72,9 +72,9 @@ class _Site:
 
     visits: int = 0
     generation: int = -1
-    averager: Averager | None = None
+    averager: GradientAverager | None = None
     trail: tuple[str, ...] = ()
-    meeting: Meeting | None = None
+    sync_point: SyncPoint | None = None
     bare: dict[int, torch.Tensor] = field(default_factory=dict)
     frozen: tuple[torch.Tensor, ...] = ()
     reenters: bool = False
@@ -88,26 +88,26 @@ class DDP(Strategy):
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         super().__init__(group, loop, options)
-        self._meetings = group.meetings
+        self._coordinator = group.coordinator
         self._sites: dict[tuple, _Site] = {}
-        self._averagers = Averagers(group, loop, lambda: reducer_options(options()))
+        self._averagers = AveragerRegistry(group, loop, lambda: reducer_options(options()))
         self.unaveraged = Unaveraged(group, loop)
         self._averagers.took = self.unaveraged.begin
         self._threads = OneThread()
         self._strays: dict[int, torch.Tensor] = {}
-        self._armed: Averager | None = None
+        self._armed: GradientAverager | None = None
         self._late_buffers: list[TrainingBuffers] = []
         self._watched: list[torch.utils.hooks.RemovableHandle] = []
         self._running = self._nested = self._said_failed = False
-        self._immediate = self._meetings.immediate and group.device.type == "cpu"
+        self._immediate = self._coordinator.immediate and group.device.type == "cpu"
         with torch.inference_mode(False), torch.enable_grad():
             # autograd runs nodes of the same age in any order, and those of signals have the age 0: the script's are to be newer
             torch.zeros((), requires_grad=True).sum()
-        self._meetings.phase = lambda: loop.generation
-        self._meetings.answer(MOVING, lambda detail, present: None)
-        self._meetings.answer(FIRST_BACKWARD, self._answer_first)
-        self._meetings.answer(BACKWARD, lambda number, present: self._answer(number, Averager.answer))
-        self._meetings.answer(THEN_AVERAGED, lambda number, present: self._answer(number, Averager.answer_then_average))
+        self._coordinator.phase = lambda: loop.generation
+        self._coordinator.answer(MOVING, lambda detail, present: None)
+        self._coordinator.answer(FIRST_BACKWARD, self._answer_first)
+        self._coordinator.answer(BACKWARD, lambda number, present: self._answer(number, GradientAverager.answer))
+        self._coordinator.answer(THEN_AVERAGED, lambda number, present: self._answer(number, GradientAverager.answer_then_average))
 
     def described(self) -> str:
         options = self._options()
@@ -143,7 +143,7 @@ class DDP(Strategy):
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
         """Give the parameters of ``module`` another device or dtype, once no rank trains them as they are any more."""
         if not is_alone() and any(id(p) in self._averagers.ids() for p in module.parameters()):
-            self._group.meet(MOVING)
+            self._group.synchronize(MOVING)
         moved = apply()
         self._loop.moved()
         return moved
@@ -183,34 +183,34 @@ class DDP(Strategy):
         if site.visits < SETTLING or site.generation != self._loop.generation or any(p.requires_grad for p in site.frozen):
             self._settle(site, call)
         site.visits += 1
-        averager, meeting, weight = site.averager, site.meeting, call.weight
+        averager, sync_point, weight = site.averager, site.sync_point, call.weight
         if weight is None:
             weight, loss_factor, *_ = self._loop.weights.find(lambda: leading_sizes(call.tensors))
             scale = weight * loss_factor
             call = call.scaled(scale) if scale != 1.0 else call
-        if averager is None or meeting is None:
+        if averager is None or sync_point is None:
             call.run()
             return
         if site.remakes:
-            averager.stand_for(reversed(reached(call.beginnings)))
+            averager.stand_for(reversed(reached(call.roots)))
         then = site.reenters or site.remakes or call.options.get("create_graph")
         if then:
-            meeting = Meeting(THEN_AVERAGED, meeting.place, meeting.detail)
+            sync_point = SyncPoint(THEN_AVERAGED, sync_point.place, sync_point.detail)
         if call.weight is None and (batch := self._loop.weights.number):
-            meeting = meeting.of_batch(batch)
-        self._meetings.go_ahead(meeting)
+            sync_point = sync_point.of_batch(batch)
+        self._coordinator.go_ahead(sync_point)
         try:
             self._armed = averager
             averager.note_buffers()
-            for p in call.holding:
+            for p in call.existing_grads:
                 self._stray(p)
-            if worth_a_look(site.visits) and averager.others(reached(call.beginnings)):
-                self._meetings.go_astray()  # it has all of the set, and more that no hook is on
+            if worth_a_look(site.visits) and averager.others(reached(call.roots)):
+                self._coordinator.go_astray()  # it has all of the set, and more that no hook is on
             (averager.run_then_average if then else averager.run)(call, weight)
-            if not (self._meetings.compare(meeting) and self._immediate):
+            if not (self._coordinator.compare(sync_point) and self._immediate):
                 self._follow(averager, weight, call)
             if averager.error is not None:  # with a GPU the others know a step later, and have taken this one
-                self._meetings.miss()
+                self._coordinator.miss()
                 raise averager.error
             if self._late_buffers and not _keeps_graph(call):
                 self._settle_buffers()
@@ -222,12 +222,12 @@ class DDP(Strategy):
             site.averager, site.visits = None, 0  # it failed half way: start afresh
             self._strays.clear()
             if has_timed_out(error):
-                raise self._meetings.in_vain(AVERAGE, None) from error
+                raise self._coordinator.in_vain(AVERAGE, None) from error
             raise
         finally:
-            self._meetings.through()
+            self._coordinator.through()
 
-    def _answer(self, number: int, take_part: Callable[[Averager, Share], None]) -> Callable[[], bool]:
+    def _answer(self, number: int, take_part: Callable[[GradientAverager, Share], None]) -> Callable[[], bool]:
         """Take part in the backward of others, with this rank's share of it, if it has any.
 
         Returns:
@@ -251,7 +251,7 @@ class DDP(Strategy):
         self._loop.ran_backward()
         return share.averaged
 
-    def _follow(self, averager: Averager, weight: float, call: Backward | None) -> None:
+    def _follow(self, averager: GradientAverager, weight: float, call: Backward | None) -> None:
         """What all ranks do together after a backward in which one has told something.
 
         Args:
@@ -264,8 +264,8 @@ class DDP(Strategy):
             self._fail_alike(averager, call)
             return
         misfit = noticed.misfit
-        if self._immediate and self._meetings.any_astray():
-            leaves = reversed(reached(call.beginnings)) if call else ()
+        if self._immediate and self._coordinator.any_astray():
+            leaves = reversed(reached(call.roots)) if call else ()
             misfit |= self._look_closer(averager, weight, averager.others(leaves))
         if noticed.buffers:
             late = call is not None and _keeps_graph(call)
@@ -282,7 +282,7 @@ class DDP(Strategy):
         if misfit or noticed.strays:
             self._averagers.drop(averager.number)  # no site of any rank has it any more
 
-    def _fail_alike(self, averager: Averager, call: Backward | None) -> None:
+    def _fail_alike(self, averager: GradientAverager, call: Backward | None) -> None:
         """A backward has raised on a rank: raise the same on all, so that a script that goes on skips the same step everywhere.
 
         Args:
@@ -290,7 +290,7 @@ class DDP(Strategy):
             call: this rank's own backward, if it has contributed.
         """
         error, averager.error = averager.error, None
-        mine = None if error is None else Raised.of(error, error.__traceback__, _can_pickle)
+        mine = None if error is None else RemoteException.of(error, error.__traceback__, _can_pickle)
         told = self._group.share(FAILED, mine, range(self._group.world.size))
         for site in self._sites.values():
             if site.averager is averager:
@@ -320,8 +320,8 @@ class DDP(Strategy):
         # not by who is alive: whether an optimizer in a cycle of garbage still is differs between ranks
         owned = {number: p for number, p in sorted(self._loop.once_owned().items()) if p.requires_grad}
         number_of = {id(p): number for number, p in owned.items()}
-        leaves = {id(leaf): leaf for leaf in (*reached(call.beginnings), *call.holding)}
-        sparse = sparsely_used(call.beginnings) | {id(p) for p in call.holding if p.grad is not None and p.grad.is_sparse}
+        leaves = {id(leaf): leaf for leaf in (*reached(call.roots), *call.existing_grads)}
+        sparse = sparsely_used(call.roots) | {id(p) for p in call.existing_grads if p.grad is not None and p.grad.is_sparse}
 
         def is_parameter(leaf: torch.Tensor) -> bool:
             return isinstance(leaf, nn.Parameter) or id(leaf) in number_of
@@ -341,13 +341,13 @@ class DDP(Strategy):
             others=described(others),
             bare=described(bare),
             sparse=frozenset(number_of[key] for key in sparse if key in number_of),
-            reenters=site.reenters or self._nested or reenters(call.beginnings),
+            reenters=site.reenters or self._nested or reenters(call.roots),
             generation=self._loop.generation,
             owns=bool(owned),
             visits=0 if afresh else site.visits,
             buffers=afresh or (site.averager is not None and site.averager.buffers.moves()),
         )
-        self._group.meet(FIRST_BACKWARD)
+        self._group.synchronize(FIRST_BACKWARD)
         views, used = self._share_views(view, site)
         refuse_different_parameters(views)
         site.averager, site.bare = self._averagers.agree(views, used, owned, others, bare)
@@ -355,7 +355,7 @@ class DDP(Strategy):
         site.visits = 0 if afresh else site.visits
         site.reenters = any(each.reenters for each in views.values())
         site.remakes = remade and bool(site.bare)
-        site.meeting = Meeting(BACKWARD, place, site.averager.number) if site.averager else None
+        site.sync_point = SyncPoint(BACKWARD, place, site.averager.number) if site.averager else None
         site.frozen = tuple(p for p in self._loop.owned().values() if not p.requires_grad)
         self._watch(owned.values())
 
@@ -367,9 +367,9 @@ class DDP(Strategy):
         averager, _ = self._averagers.agree(views, used, *self._averagers.stand_ins(told))
         for site in self._sites.values():
             # this rank has been there too, and need not ask again when it comes back
-            if averager and site.meeting and site.trail == told.trail and site.generation == told.generation:
+            if averager and site.sync_point and site.trail == told.trail and site.generation == told.generation:
                 site.averager, site.visits = averager, told.visits + 1
-                site.meeting = Meeting(BACKWARD, told.location, averager.number)
+                site.sync_point = SyncPoint(BACKWARD, told.location, averager.number)
 
     def _share_views(self, mine: View | None, here: _Site | None = None) -> tuple[dict[int, View], set[int]]:
         """The views of those who are in a backward, and the numbers of the averagers that any rank uses elsewhere than ``here``."""
@@ -393,7 +393,7 @@ class DDP(Strategy):
             self._strays[id(parameter)] = parameter
             self._armed.note_stray()
 
-    def _look_closer(self, averager: Averager, weight: float, others: list[torch.Tensor]) -> bool:
+    def _look_closer(self, averager: GradientAverager, weight: float, others: list[torch.Tensor]) -> bool:
         """One rank has missed parameters, or reached others that no optimizer is known to own: find out, and average those.
 
         Returns:
@@ -417,7 +417,7 @@ class DDP(Strategy):
         self.unaveraged.note(others)
         return bool(kinds) or any(misfits for _, misfits, _ in told)
 
-    def _average_strays(self, averager: Averager, weight: float) -> None:
+    def _average_strays(self, averager: GradientAverager, weight: float) -> None:
         """Average what this backward left in parameters outside of its set, and take them into the set."""
         owned = self._loop.once_owned()
         own = {number: p for number, p in owned.items() if id(p) in self._strays}
@@ -437,8 +437,8 @@ class DDP(Strategy):
         self.unaveraged.note(strays)
         extended = self._averagers.build([*averager.parameters, *strays], sparse, varies=True)
         for site in self._sites.values():
-            if site.averager is averager and site.meeting:
-                site.averager, site.meeting = extended, Meeting(BACKWARD, site.meeting.place, extended.number)
+            if site.averager is averager and site.sync_point:
+                site.averager, site.sync_point = extended, SyncPoint(BACKWARD, site.sync_point.place, extended.number)
         self._watch(trained.values())
 
 

@@ -1,9 +1,9 @@
 """Weights that a script changes to other values on each rank, as by noise (SGLD) or by a learning rate: rank 0's are taken for each batch.
 
 Gradients are averaged, so steps keep weights the same. What is added to weights or to gradients from random streams of each rank does not.
-Weights are compared at the second backward of each place, and in backwards from the 16th meeting of the ranks on, at numbers of meetings
-that are powers of two. Once they have drifted apart, all ranks take rank 0's with each batch of a training pass, so that its noise is
-everybody's. A loop by hand takes them in its backward, after the forward: that gradient is of each rank's own weights.
+Weights are compared at the second backward of each place, and from the 16th sync point on in backwards whose number is a power of two.
+Once they have drifted apart, all ranks take rank 0's with each batch of a training pass, so that its noise is everybody's. A loop by hand
+takes them in its backward, after the forward: that gradient is of each rank's own weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FOLLOWED = "rank 0's weights"
 RATES = "learning rates"
 
 FIRST_LOOK = 16
-"""The number of the meeting of ranks from which weights are compared; then at each power of two."""
+"""The number of the sync point of ranks from which weights are compared; then at each power of two."""
 
 Number = tuple[int, int]
 
@@ -47,13 +47,13 @@ class Following:
     def __init__(self, group: Group, loop: Loop, take_state: Callable[[int], None]) -> None:
         self._group, self._loop, self._take_state = group, loop, take_state
         self._next_look, self._follows = FIRST_LOOK, False
-        group.meetings.answer(COMPARED, lambda detail, present: self._compare(present))
-        group.meetings.answer(FOLLOWED, lambda detail, present: self._take(present))
+        group.coordinator.answer(COMPARED, lambda detail, present: self._compare(present))
+        group.coordinator.answer(FOLLOWED, lambda detail, present: self._take(present))
 
     def look(self) -> None:
-        """A backward is about to run: compare weights, if it is time, at a meeting that has the same number on all ranks."""
+        """A backward is about to run: compare weights, if it is time, at a sync point that has the same number on all ranks."""
         if self._number() >= self._next_look and not self._follows:
-            self._compare(self._group.meet(COMPARED))
+            self._compare(self._group.synchronize(COMPARED))
         if self._follows and not self._loop.passes:
             self._follow()
 
@@ -100,11 +100,11 @@ class Following:
 
     def _follow(self) -> None:
         if not is_alone() and threading.current_thread() is threading.main_thread() and not self._loop.evaluations:
-            self._take(self._group.meet(FOLLOWED))
+            self._take(self._group.synchronize(FOLLOWED))
 
     def _number(self) -> int:
-        """The number of the next meeting in this run."""
-        return self._group.meetings.number & 0xFFFFFFFF
+        """The number of the next sync point in this run."""
+        return self._group.coordinator.number & 0xFFFFFFFF
 
     def _compare(self, present: list[int]) -> None:
         self._next_look = 1 << self._number().bit_length()

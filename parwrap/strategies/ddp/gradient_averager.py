@@ -26,7 +26,7 @@ from parwrap.strategies.common.reducer import Reducer
 from parwrap.strategies.common.share import Share
 from parwrap.strategies.common.training_buffers import TrainingBuffers
 
-__all__ = ["Averager", "Noticed", "divide", "has_timed_out"]
+__all__ = ["GradientAverager", "Noticed", "divide", "has_timed_out"]
 
 WEIGHT, STRAYS, MISFIT, FAILED, BUFFERS, ASKS = -6, -5, -4, -3, -2, -1
 """The facts behind the flags that say which parameters this rank's loss reaches: how much this rank counts in the average; whether
@@ -73,7 +73,7 @@ class _Touch(torch.autograd.Function):
         return (None, *ctx.nothing)
 
 
-class Averager:
+class GradientAverager:
     """Averages the gradients of ``parameters`` over the ranks in each backward that it is told to run.
 
     Args:
@@ -182,7 +182,7 @@ class Averager:
     def note_stray(self) -> None:
         """A gradient came outside of the set, in the backward that runs."""
         self._facts.data[STRAYS] = 1
-        self._group.meetings.tell()
+        self._group.coordinator.tell()
 
     def note_buffers(self) -> None:
         """Tell the others in the backward that comes if buffers have changed on this rank."""
@@ -192,7 +192,7 @@ class Averager:
             self._facts.data[BUFFERS] = changed
             self._facts.data[ASKS] = changed and self.buffers.asks()
         if changed:
-            self._group.meetings.tell()
+            self._group.coordinator.tell()
 
     def others(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters among ``leaves`` that are not in the set."""
@@ -207,12 +207,12 @@ class Averager:
         """Set what this rank knows before the backward; ``.data``, because autograd may hold the facts of the last."""
         facts = self._facts.data
         if self._varies:
-            leaves = {id(leaf) for leaf in (*reached(call.beginnings), *call.holding)}
+            leaves = {id(leaf) for leaf in (*reached(call.roots), *call.existing_grads)}
             facts[:WEIGHT] = facts.new_tensor([id(p) in leaves for p in self.parameters])
         if self._told_weight != weight:
             facts[WEIGHT] = self._told_weight = weight
         if weight != 1.0 or self._to_tell:
-            self._group.meetings.tell()
+            self._group.coordinator.tell()
         self._signal.grad = None
         self.missed = self._without = NONE
         self.misfits, self.error = False, None
@@ -233,7 +233,7 @@ class Averager:
         """This rank's backward has raised ``error``, which the others are told in the same backward."""
         self.error = error
         self._facts.data[FAILED] = 1
-        self._group.meetings.tell()
+        self._group.coordinator.tell()
 
     def _complete(self, error: Exception) -> None:
         """This rank's backward has raised ``error``: send what it has not sent, so that nobody waits for it."""
@@ -261,15 +261,15 @@ class Averager:
 
     def _touch_the_rest(self, call: Backward) -> None:
         """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
-        leaves = {id(leaf): leaf for leaf in reached(call.beginnings)}
-        held = {id(p) for p in call.holding}
+        leaves = {id(leaf): leaf for leaf in reached(call.roots)}
+        held = {id(p) for p in call.existing_grads}
         rest = [(place, p) for place, p in enumerate(self.parameters) if id(p) not in leaves]
         missing = frozenset(place for place, p in rest if id(p) not in held)
         self._without = frozenset(place for place, p in rest if p.grad is None)
         self.misfits = bool(self.others(leaves.values())) or any(not p.requires_grad for _, p in rest)
         if self.misfits or (missing and not self._varies):
             self.missed = missing
-            self._group.meetings.go_astray()
+            self._group.coordinator.go_astray()
         if self.misfits:
             self.note_misfit()
         known, self._varies = self._varies, self._varies or bool(missing)
@@ -284,7 +284,7 @@ class Averager:
             p.requires_grad_(True)
         try:
             # the others may be in a layer that this rank has not come to in this backward
-            with torch.inference_mode(False), torch.enable_grad(), self._group.meetings.answering():
+            with torch.inference_mode(False), torch.enable_grad(), self._group.coordinator.answering():
                 touched = [_Touch.apply(self.sparse, *parameters)] if parameters else []
                 BACKWARD((*touched, *roots))
         finally:
@@ -346,7 +346,7 @@ class Averager:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in self.parameters]
         signal = self._told().detach()
         signal[:WEIGHT] = signal.new_tensor([p.grad is not None for p in self.parameters])  # a checkpoint may hide what is reached
-        with self._group.meetings.answering():
+        with self._group.coordinator.answering():
             *sums, signal = all_reduced([*grads, signal], self._group)
         size = self._group.world.size
         self._signal.grad = signal.to(self._facts) / size

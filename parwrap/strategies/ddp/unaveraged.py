@@ -53,7 +53,7 @@ class Unaveraged:
         self._generation = -1
         self._visits: Counter[int] = Counter()
         self._changed_in_place = self._warned = self._paused = False
-        group.meetings.answer(GRADIENTS, lambda detail, present: self._answer(present))
+        group.coordinator.answer(GRADIENTS, lambda detail, present: self._answer(present))
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
         """The gradients of ``parameters`` are the same on all ranks now."""
@@ -120,7 +120,7 @@ class Unaveraged:
             RankMismatchError: other ranks use other gradients, or go on without.
         """
         changes = self._changes(parameters)
-        if not changes or is_alone() or self._paused or self._group.meetings.waits_for:  # it steps as others do, in what it answers
+        if not changes or is_alone() or self._paused or self._group.coordinator.waits_for:  # it steps as others do, in what it answers
             return
         if torch._C._current_graph_task_id() != -1:
             return  # a step inside of a backward, which Bypasses refuses
@@ -129,7 +129,7 @@ class Unaveraged:
             self._visits[changes] += 1
             if not worth_a_look(self._visits[changes]):
                 return
-        present = self._group.meetings.wait(GRADIENTS, answers_backwards=False)
+        present = self._group.coordinator.wait(GRADIENTS, answers_backwards=False)
         if self._take_means(parameters, present):
             self._changed_in_place |= changes != REPLACED
             self._loop.ran_backward()
@@ -178,7 +178,7 @@ class Unaveraged:
         *_, different = self._means(kinds, nothing, [False] * len(kinds), 0.0)
         if different:
             self._loop.ran_backward()  # others have
-        self._group.meetings.miss()
+        self._group.coordinator.miss()
 
     def _means(
         self, kinds: Kinds, grads: list[torch.Tensor], there: list[bool], counts: float

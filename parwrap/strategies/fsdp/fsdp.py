@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from parwrap.coordination.call_site import location, warn
-from parwrap.coordination.status_board import Meeting
+from parwrap.coordination.status_board import SyncPoint
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group.collectives import all_reduced
 from parwrap.group.group import Group, is_alone
@@ -66,16 +66,16 @@ class FSDP(Strategy):
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         super().__init__(group, loop, options)
-        self._meetings = group.meetings
+        self._coordinator = group.coordinator
         self._models: list[weakref.ref[ShardedModel]] = []
-        self._tensors = ShardedTensors(lambda: self._enter(USE, location()), self._meetings.past)
+        self._tensors = ShardedTensors(lambda: self._enter(USE, location()), self._coordinator.past)
         self.call_sharded, self.show_sharded = self._tensors.call_sharded, self._tensors.show_sharded
         self._replicated = Replicated(group, loop, self._sharded_ids, lambda size: self._enter(AVERAGING, location(), size))
         self._in_step = InStep(group, loop)
         self._mesh: DeviceMesh | None = None
         self._running = False
         for kind in AT_ONCE:
-            self._meetings.answer(kind, lambda detail, present: self._refuse_to_answer())
+            self._coordinator.answer(kind, lambda detail, present: self._refuse_to_answer())
 
     def actors(self) -> list[Any]:
         self._adopt_all()
@@ -132,7 +132,7 @@ class FSDP(Strategy):
         """Give the parameters of ``module`` another device or dtype: they are whole meanwhile."""
         if is_alone() or not any(is_sharded(p) for p in module.parameters()):
             return apply()
-        self._group.meet("a cast or move of the model")
+        self._group.synchronize("a cast or move of the model")
         self._put_back()
         moved = apply()
         self._loop.moved()
@@ -150,7 +150,7 @@ class FSDP(Strategy):
             return clip.run()
         self._enter(CLIPPING, location())
         norm = clip_by_norm(clip, self._group.device, *clip.args, **clip.kwargs)
-        self._meetings.past()
+        self._coordinator.past()
         return norm
 
     def backward(self, call: Backward) -> None:
@@ -177,7 +177,7 @@ class FSDP(Strategy):
         if any(model.left_over() for model in self._alive()):
             _refuse_hidden(None)
         self._replicated.average()
-        self._meetings.past()
+        self._coordinator.past()
         self._loop.ran_backward()
 
     def summed(self, sums: list[torch.Tensor], weight: float) -> tuple[list[torch.Tensor], float]:
@@ -241,7 +241,7 @@ class FSDP(Strategy):
         if call.weight is None:
             factor *= weight * batch.loss_factor
         else:
-            for p in call.holding if factor != 1.0 else ():
+            for p in call.existing_grads if factor != 1.0 else ():
                 p.grad = None if p.grad is None else p.grad * factor
         return call if factor == 1.0 else call.scaled(factor)
 
@@ -255,7 +255,7 @@ class FSDP(Strategy):
     def _whole(self, state: Any, what: str) -> dict[str, Any]:
         if is_alone():
             _refuse_alone(what)
-        self._group.meet(what)
+        self._group.synchronize(what)
         return whole_state(state, self._tensors.whole)
 
     def _sharded_ids(self) -> set[int]:
@@ -287,7 +287,7 @@ class FSDP(Strategy):
                 if self._group.device.type == "cuda":  # else the mesh takes the GPU of the number LOCAL_RANK, and this rank sees one
                     torch.cuda.set_device(self._group.device)
                 self._mesh = init_device_mesh(self._group.device.type, (self._group.world.size,))
-            model = ShardedModel(root, inside, left, self._mesh, self._enter_unit, self._meetings.past)
+            model = ShardedModel(root, inside, left, self._mesh, self._enter_unit, self._coordinator.past)
             self._models.append(weakref.ref(model))
             self._replicated.add(left)
 
@@ -320,18 +320,18 @@ class FSDP(Strategy):
         if is_alone():
             _refuse_alone(what)
         try:
-            self._meetings.go_ahead(Meeting(what, place, detail))
+            self._coordinator.go_ahead(SyncPoint(what, place, detail))
         except RankMismatchError:
             raise RankMismatchError(
-                f"the ranks are at different points at the same time: {self._meetings.whereabouts.told()} {ADVICE}"
+                f"the ranks are at different points at the same time: {self._coordinator.rank_positions.told()} {ADVICE}"
             ) from None
-        self._meetings.through(over=False)
+        self._coordinator.through(over=False)
 
     def _refuse_to_answer(self) -> NoReturn:
         rank = self._group.world.rank
         raise RankMismatchError(
-            f"rank {rank} has come to {self._meetings.waits_for}, and others are not there yet: "
-            f"{self._meetings.whereabouts.told(but=rank)} {ADVICE}"
+            f"rank {rank} has come to {self._coordinator.waits_for}, and others are not there yet: "
+            f"{self._coordinator.rank_positions.told(but=rank)} {ADVICE}"
         )
 
 

@@ -69,7 +69,7 @@ class Replicated:
         if not worth_a_look(self._visits[key]):
             return
         known = self._sharded() | {number for number, ref in self._known.items() if ref() is not None}
-        leaves = [leaf for leaf in reached(call.beginnings) if id(leaf) not in known]
+        leaves = [leaf for leaf in reached(call.roots) if id(leaf) not in known]
         self.add(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))
         bare = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter)]
         again = any(ref() is leaf for ref in self._bare.get(key, ()) for leaf in bare)

@@ -34,8 +34,8 @@ def roots(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
     place = {id(p): number for number, p in enumerate(parameters)}
     modules = alive(nn.Module)
     inner = {id(child) for module in modules for child in module.children()}
-    holding = [module for module in modules if id(module) not in inner and _first(module, place) < len(place)]
-    callable_ones = [each for module in holding for each in _with_forward(module) if _first(each, place) < len(place)]
+    existing_grads = [module for module in modules if id(module) not in inner and _first(module, place) < len(place)]
+    callable_ones = [each for module in existing_grads for each in _with_forward(module) if _first(each, place) < len(place)]
     chosen: list[nn.Module] = []
     taken: set[int] = set()
     for module in sorted(callable_ones, key=lambda module: (-_elements(module.parameters()), _first(module, place))):

@@ -50,8 +50,8 @@ class Hogwild(Strategy):
         # opened here, where all ranks are
         self._lock = Lock(group) if options().lock else None
         self._progress = Progress(group)
-        group.meetings.phase = lambda: loop.generation
-        group.meetings.at_work = self._progress.of_others
+        group.coordinator.phase = lambda: loop.generation
+        group.coordinator.at_work = self._progress.of_others
 
     @classmethod
     def check(cls, options: Options) -> None:
@@ -138,7 +138,7 @@ class Evaluations:
         self._in_step = InStep(group, loop)
         self._trained, self._looking = 0, False
         self.metric = self._in_step.metric
-        group.meetings.answer(GOING_ON, lambda detail, present: None)
+        group.coordinator.answer(GOING_ON, lambda detail, present: None)
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """``module.train(training)`` was called."""
@@ -150,7 +150,7 @@ class Evaluations:
             self._in_step.set_mode(module, training)
         elif self._looking:
             self._looking = False
-            self._group.meet(GOING_ON)
+            self._group.synchronize(GOING_ON)
 
 
 class Lock:
@@ -161,7 +161,7 @@ class Lock:
     """
 
     def __init__(self, group: Group) -> None:
-        store = dist.PrefixStore(f"lock/{group.meetings.part}", group.store)
+        store = dist.PrefixStore(f"lock/{group.coordinator.part}", group.store)
         self._file = shared_file(store, group.world.rank, range(group.world.size), 1)
 
     def step(self, optimizer: Optimizer) -> None:
@@ -195,7 +195,7 @@ class Progress:
     """
 
     def __init__(self, group: Group) -> None:
-        store, size = dist.PrefixStore(f"progress/{group.meetings.part}", group.store), group.world.size
+        store, size = dist.PrefixStore(f"progress/{group.coordinator.part}", group.store), group.world.size
         self._steps = memoryview(shared_memory(store, group.world.rank, range(size), size * LINE * 8)).cast("q")
         self._mine, self._seen, self._since = group.world.rank * LINE, b"", 0.0
         self._timeout = group.timeout.total_seconds()

@@ -52,7 +52,7 @@ class SharedParameters:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._shared: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, int]] = {}
-        group.meetings.answer(KIND, lambda detail, present: None)
+        group.coordinator.answer(KIND, lambda detail, present: None)
 
     def holds(self, parameters: Collection[torch.Tensor]) -> bool:
         """Whether all ``parameters`` are where they were put; one without elements need not be anywhere."""
@@ -68,7 +68,7 @@ class SharedParameters:
         private = {number: p for number, p in sorted(parameters.items()) if not self._holds(p)}
         for p in private.values():
             _refuse_unshareable(p)
-        present = sorted(self._group.meet(KIND))
+        present = sorted(self._group.synchronize(KIND))
         rank, source = self._group.world.rank, present[0]
         told = self._group.share(KIND, (_laid_out(private), set(parameters)), present)
         layout = told[source][0]

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.optim.sgd import sgd
 
-__all__ = ["Outer"]
+__all__ = ["DiLoCo"]
 
 Number = tuple[int, int]
 
 
-class Outer:
+class DiLoCo:
     """Steps on the differences of weights; parameters go by numbers that are the same on all ranks."""
 
     def __init__(self) -> None:

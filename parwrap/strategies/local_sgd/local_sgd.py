@@ -56,7 +56,7 @@ class LocalSGD(Strategy):
         self._running = self._stepped = self._warned = False
         self._weights: list[float] = []
         loop.looking = self._look
-        self._take_models, group.meetings.take_state = group.meetings.take_state, self._take_state
+        self._take_models, group.coordinator.take_state = group.coordinator.take_state, self._take_state
 
     @classmethod
     def check(cls, options: Options) -> None:
@@ -92,7 +92,7 @@ class LocalSGD(Strategy):
         self._running = True
         try:
             if self._by_hand.due:
-                self._by_hand.look(reached(call.beginnings))
+                self._by_hand.look(reached(call.roots))
             self._run(call)
         finally:
             self._running = False
@@ -208,7 +208,7 @@ class LocalSGD(Strategy):
             self._weights = [weight]  # of all that has been added up for this backward
             call.run()
             if weight not in (0.0, 1.0):
-                _divide([*reached(call.beginnings), *call.holding], weight)
+                _divide([*reached(call.roots), *call.existing_grads], weight)
             return
         self._weights.append(weight)
         # where this rank is shown a sample that counts for nothing, it learns nothing from it
@@ -225,7 +225,7 @@ class LocalSGD(Strategy):
 
     def _take_state(self, source: int) -> None:
         """Have ranks that have missed something go on from rank ``source``; the others keep what they have learned by themselves."""
-        takes = self._group.meetings.stale
+        takes = self._group.coordinator.stale
         self._take_models(source, takes)
         told = [(self._taken, self._warming, self._steps.state()) if self._group.world.rank == source else None]
         dist.broadcast_object_list(told, source)

@@ -19,7 +19,7 @@ from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.options import Options
 from parwrap.strategies.common.agreement import Described, described
 from parwrap.strategies.common.weight_average import AVERAGED, Averaging
-from parwrap.strategies.local_sgd.diloco import Outer
+from parwrap.strategies.local_sgd.diloco import DiLoCo
 
 __all__ = ["LocalSteps"]
 
@@ -54,10 +54,10 @@ class LocalSteps:
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         self._group, self._loop, self._options = group, loop, options
-        self._averaging, self._outer = Averaging(group, loop, self._answered), Outer()
+        self._averaging, self._outer = Averaging(group, loop, self._answered), DiLoCo()
         self._own: dict[int, _Own] = {}
         self._sizes: dict[int, int] = {}
-        group.meetings.answer(COMPARED, lambda detail, present: self._compare({}, present))
+        group.coordinator.answer(COMPARED, lambda detail, present: self._compare({}, present))
 
     def begin(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` is about to step; if the ranks hold the same weights, they do no more after this."""
@@ -71,7 +71,7 @@ class LocalSteps:
             self._sizes[number] = len(parameters)
             trained = {which: p for which, p in parameters.items() if p.requires_grad}
             told = dict(zip(trained, described(trained.values()), strict=True))
-            self._compare(told, self._group.meet(COMPARED))
+            self._compare(told, self._group.synchronize(COMPARED))
             others = self._loop.sharing(optimizer) - {number}  # whose momenta are not those of what begins now
             self._outer.keep([which for which in self._loop.once_owned() if which[0] not in others])
         trained = {which: p for which, p in parameters.items() if p.requires_grad}
@@ -117,10 +117,10 @@ class LocalSteps:
         if kept_up and not any(number in self._own and self._own[number].steps for number, _ in means):
             self._take(means)
         else:
-            self._group.meetings.miss()
+            self._group.coordinator.miss()
 
     def _average(self, numbers: Iterable[int]) -> None:
-        present = self._group.meet(AVERAGED)
+        present = self._group.synchronize(AVERAGED)
         self._take(self._averaging.means(self._trained(numbers), present))
 
     def _trained(self, numbers: Iterable[int]) -> dict[Number, float]:

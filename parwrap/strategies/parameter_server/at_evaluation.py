@@ -14,7 +14,7 @@ from torch import nn
 from parwrap.group.group import Group, is_alone
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.in_step import EVALUATION, METRIC, InStep
-from parwrap.strategies.parameter_server.worker import Pushing
+from parwrap.strategies.parameter_server.worker import Worker
 
 __all__ = ["AtEvaluation"]
 
@@ -28,11 +28,11 @@ class AtEvaluation(InStep):
         pushing: leads to the servers.
     """
 
-    def __init__(self, group: Group, loop: Loop, pushing: Pushing) -> None:
+    def __init__(self, group: Group, loop: Loop, pushing: Worker) -> None:
         super().__init__(group, loop)
         self._pushing = pushing
-        group.meetings.answer(EVALUATION, lambda detail, present: None)
-        group.meetings.answer(METRIC, lambda detail, present: None)
+        group.coordinator.answer(EVALUATION, lambda detail, present: None)
+        group.coordinator.answer(METRIC, lambda detail, present: None)
 
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         return closure
@@ -51,7 +51,7 @@ class AtEvaluation(InStep):
             return
         for each in modules:
             self._synced[each] = self._loop.backwards
-        source = min(self._group.meet(EVALUATION))
+        source = min(self._group.synchronize(EVALUATION))
         held = (tensor for each in modules for tensor in (*each.parameters(), *each.buffers()))
         tensors = [tensor for tensor in held if tensor.layout == torch.strided]
         topic = self._group.key(EVALUATION)

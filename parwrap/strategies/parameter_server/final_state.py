@@ -14,10 +14,10 @@ from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.state_transfer import optimizers_and_schedulers, tensors_by_name
 from parwrap.strategies.parameter_server.optimizer_transfer import options_of, set_options, set_state, state_of
 
-__all__ = ["Ending", "ending", "take_over"]
+__all__ = ["FinalState", "ending", "take_over"]
 
 
-class Ending(NamedTuple):
+class FinalState(NamedTuple):
     """The end of a run.
 
     Attributes:
@@ -31,17 +31,17 @@ class Ending(NamedTuple):
     result: bytes | None
 
 
-def ending(loop: Loop, result: Any) -> Ending:
+def ending(loop: Loop, result: Any) -> FinalState:
     """That of this process, whose optimizers have their state."""
     tensors = {name: t.detach().cpu() for name, t in tensors_by_name(loop, {}).items() if t.layout == torch.strided}
     states = {}
     for name, each in optimizers_and_schedulers(loop).items():
         with suppress(Exception):  # a scheduler may keep what does not pickle
             states[name] = pickle.dumps((state_of(each), options_of(each)) if isinstance(each, Optimizer) else each.state_dict())
-    return Ending(tensors, states, _pickled(result))
+    return FinalState(tensors, states, _pickled(result))
 
 
-def take_over(loop: Loop, end: Ending, states: bool = False) -> None:
+def take_over(loop: Loop, end: FinalState, states: bool = False) -> None:
     """Have this process's tensors take the values of those of the same names, and with ``states`` optimizers and schedulers theirs."""
     mine = tensors_by_name(loop, {})
     with torch.no_grad():

@@ -13,7 +13,7 @@ from torch.optim import optimizer as torchs
 from parwrap.strategies.parameter_server.optimizer_transfer import set_options, set_state, state_of
 from parwrap.strategies.parameter_server.transport import Layout
 
-__all__ = ["Held", "Pushed", "unobserved"]
+__all__ = ["HeldOptimizer", "Pushed", "unobserved"]
 
 
 class Pushed(NamedTuple):
@@ -30,7 +30,7 @@ class Pushed(NamedTuple):
     options: list[dict[str, Any]] | None
 
 
-class Held:
+class HeldOptimizer:
     """The part of an optimizer that a server holds.
 
     Args:

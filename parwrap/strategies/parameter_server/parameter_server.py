@@ -27,7 +27,7 @@ from parwrap.strategies.common.strategy import Strategy
 from parwrap.strategies.parameter_server.at_evaluation import AtEvaluation
 from parwrap.strategies.parameter_server.roles import joined, the_split
 from parwrap.strategies.parameter_server.server import Server
-from parwrap.strategies.parameter_server.worker import Pushing
+from parwrap.strategies.parameter_server.worker import Worker
 
 __all__ = ["ParameterServer"]
 
@@ -47,7 +47,7 @@ class ParameterServer(Strategy):
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         super().__init__(group, loop, options)
-        self._pushing = Pushing(the_split(), group, loop, lambda: options().lr_factor(group.world.size))
+        self._pushing = Worker(the_split(), group, loop, lambda: options().lr_factor(group.world.size))
         self._weights: list[float] = []
         self._weight = 1.0
         self._result: Any = None

@@ -12,22 +12,22 @@ from typing import Any
 import torch.distributed as dist
 
 from parwrap.coordination import status_board
-from parwrap.coordination.sync_points import Meetings
+from parwrap.coordination.sync_points import Coordinator
 from parwrap.errors import UsageError
 from parwrap.group.device import torch_backend
 from parwrap.group.group import Group, within
 from parwrap.loop.random_streams import get_state, set_state
 from parwrap.options import Options
-from parwrap.strategies.parameter_server.transport import Wire
+from parwrap.strategies.parameter_server.transport import Transport
 
-__all__ = ["Split", "joined", "the_split"]
+__all__ = ["Roles", "joined", "the_split"]
 
 LOOKING = 0.1
 """Seconds between two looks for workers that have died."""
 
 
 @dataclass
-class Split:
+class Roles:
     """The ranks of a process group, taken apart.
 
     Attributes:
@@ -48,12 +48,12 @@ class Split:
     connections: Any
     runs: int = 0
     survives: bool = False
-    wires: list[Wire] = field(default_factory=list)
+    wires: list[Transport] = field(default_factory=list)
     _looked: float = 0.0
     _lost: frozenset[int] = frozenset()
 
     @property
-    def wire(self) -> Wire:
+    def wire(self) -> Transport:
         return self.wires[-1]
 
     @property
@@ -77,10 +77,10 @@ class Split:
         return f"lost/{self.workers}/{self.runs}"
 
 
-_current: Split | None = None
+_current: Roles | None = None
 
 
-def the_split() -> Split:
+def the_split() -> Roles:
     """That of the run that is open."""
     assert _current is not None
     return _current
@@ -103,11 +103,11 @@ def joined(group: Group | None, options: Options) -> Iterator[Group | None]:
             "or ask for fewer servers."
         )
     split = group.once(("parameter server", options.servers), lambda: _split(group, group.world.size - options.servers))
-    group.meetings.begin()
+    group.coordinator.begin()
     state = group.exchange("random state", get_state() if group.world.rank == 0 else None)[0]
     split.runs += 1
     split.survives, split._lost = options.survive, frozenset()
-    split.wires.append(Wire(split.connections, split.runs))
+    split.wires.append(Transport(split.connections, split.runs))
     _current = split
     set_state(state)
     try:
@@ -115,25 +115,25 @@ def joined(group: Group | None, options: Options) -> Iterator[Group | None]:
             yield split.among_workers
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
-            group.meetings.fail(error)  # whoever comes to the next run first waits for this rank
+            group.coordinator.fail(error)  # whoever comes to the next run first waits for this rank
         raise
     finally:
         _current = None
 
 
 @contextmanager
-def _split(group: Group, workers: int) -> Iterator[Split]:
-    group.meet("parameter servers")
+def _split(group: Group, workers: int) -> Iterator[Roles]:
+    group.synchronize("parameter servers")
     world, ranks = group.world, list(range(workers))
     connections = dist.new_group(backend="gloo", timeout=group.timeout)
     process_group = dist.new_group(ranks, backend=torch_backend(group.backend), timeout=group.timeout)
     if world.rank >= workers:
-        yield Split(group, workers, None, process_group, connections)
+        yield Roles(group, workers, None, process_group, connections)
         return
     # launchers may deal ranks out over the nodes in any order
     mine = replace(world, size=workers, local_size=workers if world.on_one_node else 0)
     store = dist.PrefixStore(f"workers/{workers}", group.store)
     with status_board.opened(mine, store) as entries:
-        among = Group(mine, group.backend, group.device, store, group.timeout, Meetings(entries, group.timeout))
+        among = Group(mine, group.backend, group.device, store, group.timeout, Coordinator(entries, group.timeout))
         with among._ends:
-            yield Split(group, workers, among, process_group, connections)
+            yield Roles(group, workers, among, process_group, connections)

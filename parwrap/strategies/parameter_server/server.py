@@ -19,23 +19,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from parwrap.decorator import Left
+from parwrap.decorator import EarlyExit
 from parwrap.errors import RankMismatchError
 from parwrap.intercept.backward import Backward
 from parwrap.loop.loop_state import Loop, parameters_of
-from parwrap.rank_zero.output import Voices
-from parwrap.rank_zero.private_files import FilesAside
+from parwrap.rank_zero.output import RankZeroOutput
+from parwrap.rank_zero.private_files import PrivateFiles
 from parwrap.strategies.parameter_server.final_state import take_over
-from parwrap.strategies.parameter_server.held_optimizer import Held, Pushed
+from parwrap.strategies.parameter_server.held_optimizer import HeldOptimizer, Pushed
 from parwrap.strategies.parameter_server.optimizer_transfer import set_options, unpacked
-from parwrap.strategies.parameter_server.staleness import Pace
-from parwrap.strategies.parameter_server.transport import Kind, Layout, Message, Wire, gone
+from parwrap.strategies.parameter_server.staleness import Staleness
+from parwrap.strategies.parameter_server.transport import Kind, Layout, Message, Transport, gone
 from parwrap.system.remote_exception import in_one_line
 
 __all__ = ["Begun", "Served", "Server"]
 
 
-class Served(Left):
+class Served(EarlyExit):
     """All workers have come to the end, and so has the server: it leaves the user's function where it is, with what worker 0's returned.
 
     ``returns`` says whether that could be sent.
@@ -76,7 +76,7 @@ class Server:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: Transport,
         rank: int,
         place: int,
         workers: int,
@@ -86,8 +86,8 @@ class Server:
         loop: Loop,
     ) -> None:
         self._wire, self._rank, self._place, self._survives, self._tell_lost, self._loop = wire, rank, place, survives, tell_lost, loop
-        self._pace, self._there, self._lost = Pace(range(workers), staleness), set(range(workers)), set[int]()
-        self._held: dict[int, Held] = {}
+        self._pace, self._there, self._lost = Staleness(range(workers), staleness), set(range(workers)), set[int]()
+        self._held: dict[int, HeldOptimizer] = {}
         self._parameters: dict[tuple[int, int], nn.Parameter] = {}
         self._pushed: dict[int, tuple[Message, Pushed | None]] = {}
         self._put: dict[str, bytes] = {}
@@ -108,7 +108,7 @@ class Server:
     @contextmanager
     def quiet(self) -> Iterator[list[Any]]:
         """The actors of this process; while this is held, it is heard of no more than a rank above 0."""
-        voices, files = Voices(self._rank), FilesAside(self._rank)
+        voices, files = RankZeroOutput(self._rank), PrivateFiles(self._rank)
         with voices.silenced():
             try:
                 yield [self, files, voices]
@@ -215,7 +215,7 @@ class Server:
         optimizer = unpacked(begun.optimizer, parameters) if is_sent else self._own(number, begun, parameters)  # type: ignore[arg-type]
         set_options(optimizer, begun.options)
         before = self._held.get(number)
-        self._held[number] = Held(optimizer, mine, [parameters[place] for place in mine])
+        self._held[number] = HeldOptimizer(optimizer, mine, [parameters[place] for place in mine])
         if before is not None:  # it has got more parameters
             self._held[number].load({**self._held[number].state(), **before.state()}, begun.options)
 

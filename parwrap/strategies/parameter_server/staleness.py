@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from parwrap.errors import RankMismatchError
 
-__all__ = ["Pace"]
+__all__ = ["Staleness"]
 
 
 @dataclass
@@ -21,9 +21,9 @@ class _Worker:
 
     Attributes:
         steps: that it has asked for, by optimizer.
-        asks: the optimizer whose step it waits for, and the number of its next meeting with other workers.
+        asks: the optimizer whose step it waits for, and the number of its next sync point with other workers.
         step: how many it has asked for, of all optimizers.
-        waits_at: the number of the meeting at which it waits.
+        waits_at: the number of the sync point at which it waits.
         holds_up: the step of worker 0 that is held up where this one waits for a file of that; 0 if it does not.
         level: the optimizers in whose steps it was counted since it waited.
     """
@@ -36,14 +36,14 @@ class _Worker:
     level: set[int] = field(default_factory=set)
 
 
-class Pace:
+class Staleness:
     """The pace of some workers.
 
     Args:
         workers: their ranks.
         staleness: how many steps one may be ahead of the slowest; 0 for all together, ``None`` for any number.
 
-    >>> pace = Pace([0, 1], staleness=1)
+    >>> pace = Staleness([0, 1], staleness=1)
     >>> pace.push(0, optimizer=0, number=1); pace.released()
     [[0]]
     >>> pace.push(0, optimizer=0, number=1); pace.released()
@@ -57,7 +57,7 @@ class Pace:
         self._workers = {rank: _Worker() for rank in workers}
 
     def push(self, rank: int, optimizer: int, number: int, step: int = 0) -> None:
-        """A worker asks for a step of ``optimizer``, its ``step``-th; the ``number`` is that of its next meeting with others."""
+        """A worker asks for a step of ``optimizer``, its ``step``-th; the ``number`` is that of its next sync point with others."""
         worker = self._workers[rank]
         if optimizer not in worker.level:
             worker.level.add(optimizer)
@@ -67,7 +67,7 @@ class Pace:
         worker.waits_at, worker.holds_up, worker.asks, worker.step = None, 0, (optimizer, number), step
 
     def wait(self, rank: int, number: int, step: int = 0) -> None:
-        """A worker waits for others, at the meeting of that number; or for a file that worker 0 writes after that ``step``."""
+        """A worker waits for others, at the sync point of that number; or for a file that worker 0 writes after that ``step``."""
         worker = self._workers[rank]
         worker.waits_at, worker.holds_up = number, step
         worker.level.clear()
@@ -119,7 +119,7 @@ class Pace:
             )
 
     def _is_away(self, worker: _Worker, number: int) -> bool:
-        """Whether ``worker`` waits for those whose next meeting has that ``number``; it may have been there, and not yet told.
+        """Whether ``worker`` waits for those whose next sync point has that ``number``; it may have been there, and not yet told.
 
         One that waits for a file comes back at any time, unless worker 0 has to take this step before it writes that.
         """

@@ -15,7 +15,7 @@ import torch
 
 from parwrap.errors import RankMismatchError
 
-__all__ = ["Kind", "Layout", "Message", "Wire", "gone", "split_by_size"]
+__all__ = ["Kind", "Layout", "Message", "Transport", "gone", "split_by_size"]
 
 ALIGNED = 16
 """Bytes; each tensor of a buffer begins at a multiple of them, so that it can be looked at as one of its dtype."""
@@ -36,7 +36,7 @@ class Kind(IntEnum):
     LOAD = 6
     """The same, to go on from."""
     WAIT = 7
-    """The worker waits for others, at the meeting of that number; or for a file of worker 0, who is held up in that step."""
+    """The worker waits for others, at the sync point of that number; or for a file of worker 0, who is held up in that step."""
     GO_ON = 8
     PUT = 9
     """An object for other workers, who ``TAKE`` it."""
@@ -55,7 +55,7 @@ class Message(NamedTuple):
     Attributes:
         kind: what it is for.
         optimizer: the number of the one that it is about.
-        number: of the worker's next meeting with other workers.
+        number: of the worker's next sync point with other workers.
         weight: how much the gradients count in an average.
         content: an object, pickled; empty for none.
         values: a buffer, or ``None``.
@@ -75,7 +75,7 @@ class Message(NamedTuple):
         return pickle.loads(self.content)
 
 
-class Wire:
+class Transport:
     """The connections of this process with others.
 
     Args:

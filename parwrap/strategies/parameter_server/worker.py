@@ -23,12 +23,12 @@ from parwrap.strategies.common.agreement import checksums
 from parwrap.strategies.parameter_server.final_state import ending, take_over
 from parwrap.strategies.parameter_server.held_optimizer import Pushed
 from parwrap.strategies.parameter_server.optimizer_transfer import options_of, packed, set_state, state_of
-from parwrap.strategies.parameter_server.roles import Split
+from parwrap.strategies.parameter_server.roles import Roles
 from parwrap.strategies.parameter_server.server import Begun
 from parwrap.strategies.parameter_server.transport import Kind, Layout, Message, split_by_size
 from parwrap.system.remote_exception import in_one_line
 
-__all__ = ["Pushing"]
+__all__ = ["Worker"]
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Part:
         self.known = self.layout.views(self.values)
 
 
-class Pushing:
+class Worker:
     """Has servers take the steps of this worker's optimizers.
 
     Args:
@@ -69,17 +69,17 @@ class Pushing:
         lr_factor: what learning rates are multiplied by.
     """
 
-    def __init__(self, split: Split, group: Group, loop: Loop, lr_factor: Callable[[], float]) -> None:
+    def __init__(self, split: Roles, group: Group, loop: Loop, lr_factor: Callable[[], float]) -> None:
         self._split, self._wire, self._group, self._loop, self._lr_factor = split, split.wire, group, loop, lr_factor
         self._parts: dict[int, list[_Part]] = {}
         self._places: dict[int, tuple[tuple[int, int], int]] = {}
         self._known: dict[int, torch.Tensor] = {}
         self._dropped: set[int] = set()
         self._generation, self._ended, self._waiting, self._steps = -1, False, (False, 0), 0
-        group.meetings.phase = lambda: loop.generation
-        group.meetings.answer(FIRST_BACKWARD, lambda detail, present: self._agree(None))
-        group.meetings.waits = self._tell_waiting
-        group.meetings.lost = split.lost
+        group.coordinator.phase = lambda: loop.generation
+        group.coordinator.answer(FIRST_BACKWARD, lambda detail, present: self._agree(None))
+        group.coordinator.waits = self._tell_waiting
+        group.coordinator.lost = split.lost
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether a server holds ``parameter``."""
@@ -96,7 +96,7 @@ class Pushing:
                 "Build it before, or choose another strategy."
             )
         if new:
-            self._group.meet(FIRST_BACKWARD)
+            self._group.synchronize(FIRST_BACKWARD)
             self._agree(new)
         self._generation = self._loop.generation
 
@@ -119,13 +119,13 @@ class Pushing:
         for part in self._parts[number]:
             self._push_changes(number, part)
             content = self._filled(part, options)
-            message = Message(Kind.PUSH, number, self._group.meetings.number, weight, content, part.gradients, self._steps)
+            message = Message(Kind.PUSH, number, self._group.coordinator.number, weight, content, part.gradients, self._steps)
             self._send(part.server, message)
-        self._group.meetings.fetching("a step of the parameter server", self._steps)
+        self._group.coordinator.fetching("a step of the parameter server", self._steps)
         for part in self._parts[number]:
             self._wire.answer_of(part.server, part.values)
             self._take(part)
-        self._group.meetings.fetched()
+        self._group.coordinator.fetched()
 
     def pull(self) -> None:
         """Take over the present values of all parameters that were not changed by hand."""
@@ -209,7 +209,7 @@ class Pushing:
         if not self._ended and (waits, step) != self._waiting:
             self._waiting = waits, step
             for server in self._split.servers:
-                self._send(server, Message(Kind.WAIT if waits else Kind.GO_ON, number=self._group.meetings.number, step=step))
+                self._send(server, Message(Kind.WAIT if waits else Kind.GO_ON, number=self._group.coordinator.number, step=step))
 
     def _send(self, server: int, message: Message) -> None:
         try:

@@ -18,7 +18,7 @@ from parwrap.group.collectives import CPU, arrived, sent
 from parwrap.group.group import Group
 from parwrap.loop.loop_state import parameters_of
 
-__all__ = ["Shards", "dealt_out"]
+__all__ = ["StatePartition", "dealt_out"]
 
 BUCKET = 2**20
 """Elements that are sent at a time."""
@@ -41,7 +41,7 @@ def dealt_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
     return ranks
 
 
-class Shards:
+class StatePartition:
     """The shards of one optimizer.
 
     Args:

@@ -21,7 +21,7 @@ from parwrap.intercept.skipping import has_inner
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
 from parwrap.strategies.ddp.ddp import DDP
-from parwrap.strategies.zero1.state_partition import Shards
+from parwrap.strategies.zero1.state_partition import StatePartition
 
 __all__ = ["Zero1"]
 
@@ -31,10 +31,10 @@ class Zero1(DDP):
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         super().__init__(group, loop, options)
-        self._shards: weakref.WeakKeyDictionary[Optimizer, Shards] = weakref.WeakKeyDictionary()
+        self._shards: weakref.WeakKeyDictionary[Optimizer, StatePartition] = weakref.WeakKeyDictionary()
         self._held: dict[int, Optimizer] = {}
         self._former: set[int] = set()
-        self._stepping: Shards | None = None
+        self._stepping: StatePartition | None = None
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._calls_closure = self._catches_up = False
         self._averagers.while_taking = self._catching_up
@@ -53,9 +53,9 @@ class Zero1(DDP):
             )
         if optimizer not in self._shards and not is_alone():
             number = self._number(optimizer)
-            self._shards[optimizer] = Shards(optimizer, self._group)
-            self._meetings.answer(_step(number), lambda detail, present: self._answer_step(number, present))
-            self._meetings.answer(_state(number), lambda detail, present: self._answer_state(number, present))
+            self._shards[optimizer] = StatePartition(optimizer, self._group)
+            self._coordinator.answer(_step(number), lambda detail, present: self._answer_step(number, present))
+            self._coordinator.answer(_state(number), lambda detail, present: self._answer_state(number, present))
             self._former = set(self._held)
 
     def takes_step(self, optimizer: Optimizer) -> None:
@@ -67,7 +67,7 @@ class Zero1(DDP):
         number = self._number(optimizer)
         self._hold(number, optimizer)
         self._stepping = self._shards[optimizer]
-        self._stepping.settle(self._group.meet(_step(number)))
+        self._stepping.settle(self._group.synchronize(_step(number)))
         if not calls_closure:
             self._hide()
 
@@ -103,7 +103,7 @@ class Zero1(DDP):
                 "this rank runs what @parwrap.rank_zero_only guards: call it outside of that function, and save there what it returns."
             )
         number = self._number(optimizer)
-        self._shards[optimizer].settle(self._group.meet(_state(number)), hands_on=False)
+        self._shards[optimizer].settle(self._group.synchronize(_state(number)), hands_on=False)
         return self._shards[optimizer].whole(state)
 
     def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ class Zero1(DDP):
             self._held[number] = optimizer
         self._former.discard(number)
 
-    def _known(self, number: int) -> Shards:
+    def _known(self, number: int) -> StatePartition:
         optimizer = dict(self._loop.numbered_optimizers()).get(number)
         if optimizer is None:
             raise RankMismatchError(
