@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parwrap.api import signatures
     from parwrap.api.amp import amp_state
     from parwrap.api.gather_with_grad import gather_with_grad
     from parwrap.api.launch import launch
@@ -15,22 +16,21 @@ if TYPE_CHECKING:
     from parwrap.api.mean_over_ranks import mean_over_ranks
     from parwrap.api.mixins import AccumulateMixin, AmpMixin, DistributedMixin, EvaluateMixin, SyncBNMixin, UniformLengthMixin
     from parwrap.api.shard import replicate, shard
-    from parwrap.decorator import Decorating
     from parwrap.errors import LaunchError, ParwrapError, RankMismatchError, RankZeroError, UsageError
     from parwrap.group.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
     from parwrap.group.group import is_rank_zero, local_rank, rank, world_size
 
-    accumulate: Decorating
-    amp: Decorating
-    data_parallel: Decorating
-    distributed: Decorating
-    evaluate: Decorating
-    every_rank_writes: Decorating
-    hogwild: Decorating
-    rank_zero_first: Decorating
-    rank_zero_only: Decorating
-    sync_bn: Decorating
-    uniform_length: Decorating
+    accumulate: signatures.Accumulate
+    amp: signatures.Amp
+    data_parallel: signatures.DataParallel
+    distributed: signatures.Distributed
+    evaluate: signatures.Evaluate
+    every_rank_writes: signatures.WithoutOptions
+    hogwild: signatures.Hogwild
+    rank_zero_first: signatures.RankZeroFirst
+    rank_zero_only: signatures.RankZeroOnly
+    sync_bn: signatures.SyncBN
+    uniform_length: signatures.UniformLength
 
 __version__ = "0.1.0"
 
@@ -112,4 +112,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__", "data"])

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
-from typing import Any, ClassVar, Protocol, TypeVar, overload
+from typing import Any, ClassVar, TypeVar
 
 from parwrap.errors import UsageError
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["Decorating", "EarlyExit", "ScopeDecorator", "decorators_of", "describe", "module_of", "refuse_undecoratable", "result_told"]
+__all__ = ["EarlyExit", "ScopeDecorator", "decorators_of", "describe", "module_of", "refuse_undecoratable", "result_told"]
 
 
 class EarlyExit(SystemExit):
@@ -48,12 +48,13 @@ class ScopeDecorator:
     not_here: ClassVar[Mapping[str, str]] = {}
     """What to do instead of giving an option that this decorator does not have, by the option's name."""
 
-    def __new__(cls, function: Any = None, /, **options: Any) -> Any:
+    def __new__(cls, function: Any = None, /, *others: Any, **options: Any) -> Any:
         for name in options:
             if name not in cls.option_names():
                 raise UsageError(f"parwrap.{cls.__name__} has no option {name!r}; {cls._hint(name)}")
         decorator = super().__new__(cls)
-        if function is None:
+        is_function = callable(function) or isinstance(function, (staticmethod, classmethod))
+        if function is None or (cls._first_is_option() and not is_function):
             return decorator
         decorator.__init__(**options)  # type: ignore[misc]
         return decorator(function)
@@ -73,6 +74,11 @@ class ScopeDecorator:
     def option_names(cls) -> tuple[str, ...]:
         """The options that it takes."""
         return tuple(inspect.signature(cls.__init__).parameters)[1:]
+
+    @classmethod
+    def _first_is_option(cls) -> bool:
+        """Whether its first option can be given without its name."""
+        return any(each.kind is each.POSITIONAL_OR_KEYWORD for each in list(inspect.signature(cls.__init__).parameters.values())[1:])
 
     def scope(self, function: Callable | None) -> AbstractContextManager:
         """What to hold during one call of ``function``; ``None`` stands for a ``with`` block."""
@@ -131,16 +137,6 @@ def decorators_of(function: Any) -> tuple[ScopeDecorator, ...]:
     outermost, decorators = getattr(function, "__parwrap_scopes__", (None, ()))
     # functools.wraps carries them over to somebody else's wrapper
     return decorators if outermost is getattr(function, "__func__", function) else ()
-
-
-class Decorating(Protocol):
-    """What a subclass of :class:`ScopeDecorator` is to a type checker, which does not follow ``__new__`` that far."""
-
-    @overload
-    def __call__(self, function: F, /) -> F: ...
-
-    @overload
-    def __call__(self, **options: Any) -> ScopeDecorator: ...
 
 
 def result_told(function: Callable, tell: Callable[[Any], None]) -> Callable:

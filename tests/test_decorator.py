@@ -49,6 +49,17 @@ def test_bare():
     assert trace == ["+scoped", "train", "-scoped"]
 
 
+class first_without_its_name(scoped):
+    def __init__(self, word="scoped"):
+        super().__init__(word=word)
+
+
+def test_the_first_option_may_be_given_without_its_name_where_the_signature_says_so():
+    assert first_without_its_name("other")(lambda: trace.append("body"))() is None
+    assert first_without_its_name(lambda: trace.append("body"))() is None
+    assert trace == ["+other", "body", "-other", "+scoped", "body", "-scoped"]
+
+
 def test_called_with_options():
     assert scoped(word="other")(lambda: trace.append("body"))() is None
     assert trace == ["+other", "body", "-other"]

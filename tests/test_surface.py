@@ -1,9 +1,13 @@
+import ast
+import inspect
 import subprocess
 import sys
 
 import pytest
 
 import parwrap
+from parwrap.api import signatures
+from parwrap.decorator import ScopeDecorator
 
 IMPORT = "import sys; before = set(sys.modules); import parwrap; print(*sorted(set(sys.modules) - before))"
 
@@ -12,7 +16,30 @@ def test_every_public_name_is_there_and_documented():
     assert sorted(set(parwrap.__all__)) == sorted(parwrap.__all__)
     for name in parwrap.__all__:
         assert getattr(parwrap, name).__doc__, name
-    assert set(parwrap.__all__) <= set(dir(parwrap))
+    assert {*parwrap.__all__, "__version__", "data"} == set(dir(parwrap))
+
+
+DECORATORS = {
+    name: each for name in parwrap.__all__ if isinstance(each := getattr(parwrap, name), type) and issubclass(each, ScopeDecorator)
+}
+
+
+def seen_by_a_type_checker(name):
+    """The options of a decorator, as :mod:`parwrap.api.signatures` has them: names, whether by name alone, and defaults."""
+    parwrap_types = ast.parse(inspect.getsource(parwrap)).body
+    annotations = [node for each in parwrap_types if isinstance(each, ast.If) for node in each.body if isinstance(node, ast.AnnAssign)]
+    (kind,) = [node.annotation.attr for node in annotations if node.target.id == name]
+    call = ast.parse(inspect.getsource(getattr(signatures, kind))).body[0].body[-1].args
+    first = zip(call.args[1:], [ast.unparse(default) for default in call.defaults] or ["None"] * len(call.args), strict=False)
+    by_name = zip(call.kwonlyargs, map(ast.unparse, call.kw_defaults), strict=True)
+    return [(each.arg, False, eval(default)) for each, default in first] + [(each.arg, True, eval(default)) for each, default in by_name]
+
+
+@pytest.mark.parametrize("name", DECORATORS)
+def test_editors_and_type_checkers_see_every_option_of_a_decorator(name):
+    options = inspect.signature(DECORATORS[name]).parameters.values()
+
+    assert [(each.name, each.kind is each.KEYWORD_ONLY, each.default) for each in options] == seen_by_a_type_checker(name)
 
 
 def test_the_names_of_data_are_there_and_documented():

@@ -57,11 +57,6 @@ class accumulate(ActingDecorator):
 
     layer = 30
 
-    def __new__(cls, steps: Any = None, /, **options: Any) -> Any:
-        if steps is None or (callable(steps) and not options):
-            return super().__new__(cls, steps, **options)
-        return super().__new__(cls)
-
     def __init__(self, steps: Any = None) -> None:
         super().__init__()
         if steps != AUTO and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch.distributed as dist
@@ -50,6 +51,12 @@ NOT_HERE = {
     "epochs": "it is an argument of your function",
 }
 """What users of other tools look for among the options of ``distributed``."""
+
+
+def signature_of(*options: type) -> Signature:
+    """That of a decorator which takes the fields of the dataclasses ``options`` by name."""
+    given = [field for each in options for field in fields(each)]
+    return Signature([Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type) for each in given])
 
 
 class distributed(ScopeDecorator):
@@ -93,6 +100,7 @@ class distributed(ScopeDecorator):
     """
 
     not_here = NOT_HERE
+    __signature__ = signature_of(Options, Launch)
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

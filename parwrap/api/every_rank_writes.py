@@ -23,5 +23,8 @@ class every_rank_writes(ScopeDecorator):
     ...         json.dump([0.5], file)
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def scope(self, function: Callable | None) -> AbstractContextManager:
         return every_rank_writing()
