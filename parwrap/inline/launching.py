@@ -72,7 +72,7 @@ def run_on_ranks(
     What the first rank that fails has raised, this raises too, with its traceback as the cause.
 
     >>> import torch
-    >>> from parwrap import group as groups
+    >>> from parwrap.group import group as groups
     >>> run_on_ranks(lambda: torch.ones(2) * groups.world_size(), size=2)
     tensor([2., 2.])
     """

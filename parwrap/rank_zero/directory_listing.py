@@ -91,6 +91,24 @@ def seen(view: FileOverlay, folder: str, waits: bool = True) -> dict[str, str]:
     """
     place = view.readable(folder, waits)
     own = view.inside(folder)
+    try:
+        found = _on_disk(view, folder, place, own)
+    except FileNotFoundError:
+        if not (own and view.replaced(folder, place)):
+            raise
+        found = {}  # rank 0, which is ahead, has removed it in the meantime
+    for name in sorted(own):
+        key = os.path.join(folder, name)
+        if view.exists(key):
+            try:
+                found[name] = view.readable(key, waits)
+            except FileNotFoundError:
+                continue  # rank 0 has never made it
+    return found
+
+
+def _on_disk(view: FileOverlay, folder: str, place: str, own: set[str]) -> dict[str, str]:
+    """The names that rank 0 has in ``folder`` and this rank is to see, ``own`` ones left out; ``place`` is the folder on the disk."""
     found = {}
     with os.scandir(place) as real:
         # a folder changes with what is made in it
@@ -102,13 +120,6 @@ def seen(view: FileOverlay, folder: str, waits: bool = True) -> dict[str, str]:
             if recent and _hidden(view, os.path.join(folder, name), entry):
                 continue
             found[name] = entry.path
-    for name in sorted(own):
-        key = os.path.join(folder, name)
-        if view.exists(key):
-            try:
-                found[name] = view.readable(key, waits)
-            except FileNotFoundError:
-                continue  # rank 0 has never made it
     return found
 
 

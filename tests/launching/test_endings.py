@@ -202,7 +202,7 @@ def test_a_signal_that_comes_before_the_script_has_begun_ends_a_rank_too(started
         "-c",
         """
 import os, signal
-from parwrap import fork_server
+from parwrap.launching.elastic import fork_server
 ranks = '''
 from parwrap.launching.elastic.fork_server import BLOCKED
 os.kill(os.getpid(), signal.SIGTERM)
