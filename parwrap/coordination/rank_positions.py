@@ -15,7 +15,7 @@ class RankPositions:
     """Looks up all ranks, from any thread.
 
     Args:
-        status board: what the ranks have written.
+        status_board: what the ranks have written.
         nested_coordinators: that they may be in within a sync point.
     """
 

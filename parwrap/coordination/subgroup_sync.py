@@ -28,7 +28,7 @@ class NestedCoordinator:
     """The sync points of some ranks beside the main ones.
 
     Args:
-        status board: what those ranks have written about them.
+        status_board: what those ranks have written about them.
         ranks: who they are, in the order of the status board.
         answer: called with what is sent, as given to :meth:`enter`, to take part with nothing.
         advice: what users can do where ranks are in different sync points, for the error text.

@@ -49,7 +49,7 @@ class Coordinator:
     """The sync points of this rank with the others, in the order in which they take place.
 
     Args:
-        status board: what the ranks have written.
+        status_board: what the ranks have written.
         timeout: how long to wait for another rank.
 
     Attributes:

@@ -66,7 +66,7 @@ class Group:
         device: where this rank trains, and where its numbers are put to be reduced.
         store: a key-value store that all ranks share, for what must not cost a collective.
         timeout: how long to wait for another rank.
-        sync points: this rank's sync points with the others; ``None``, as ``store``, for a group that the user's own code has started.
+        coordinator: this rank's sync points with the others; ``None``, as ``store``, for a group that the user's own code has started.
     """
 
     world: World

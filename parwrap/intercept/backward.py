@@ -28,7 +28,7 @@ class Backward(NamedTuple):
         averaged: whether what it leaves in gradients is to be averaged over the ranks now; else it is added to later.
         weight: how much this rank counts in that average, where ``tensors`` were multiplied by it already; ``None`` leaves both to
             the strategy.
-        holding: parameters whose ``.grad`` of before is averaged with it for the first time, whether or not it reaches them.
+        existing_grads: parameters whose ``.grad`` of before is averaged with it for the first time, whether or not it reaches them.
     """
 
     tensors: tuple[torch.Tensor | GradientEdge, ...]
@@ -43,7 +43,7 @@ class Backward(NamedTuple):
         """Do what torch does, or hand the call on to the next actor."""
         options = self.options
         if is_patched(self.original):
-            options = {**options, "averaged": self.averaged, "weight": self.weight, "holding": self.existing_grads}
+            options = {**options, "averaged": self.averaged, "weight": self.weight, "existing_grads": self.existing_grads}
         self.original(self.tensors, self.grad_tensors, **options)
 
     @property

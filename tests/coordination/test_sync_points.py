@@ -81,7 +81,7 @@ def test_an_answer_that_lasts_is_given_in_every_part_of_the_run():
 @pytest.mark.ranks(2, timeout=30)
 def test_what_cannot_be_answered_is_an_error_on_all_ranks_that_names_both_places():
     coordinator = current().coordinator
-    with pytest.raises(RankMismatchError, match=r"each would wait.*rank 0 is at lunch \(.*test_meetings.py:\d+\); rank 1 is at tea \("):
+    with pytest.raises(RankMismatchError, match=r"each would wait.*rank 0 is at lunch \(.*test_sync_points.py:\d+\); rank 1 is at tea \("):
         coordinator.wait("lunch" if parwrap.rank() == 0 else "tea")
 
 

@@ -1,4 +1,4 @@
-"""Which way leads to the other nodes, and what is said when none does. Between two hosts it is tried out in ``test_between_nodes.py``."""
+"""Which way leads to the other nodes, and what is said when none does. Between two hosts it is tried out in ``test_node_monitor.py``."""
 
 import errno
 import os

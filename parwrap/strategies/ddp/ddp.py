@@ -63,7 +63,7 @@ class _Site:
         generation: the loop's, when the ranks agreed on it.
         averager: of the parameters that it reaches; ``None`` where there is nothing to train.
         trail: the lines that lead there, by which other ranks know it.
-        sync point: of its next backward.
+        sync_point: of its next backward.
         bare: the leaf tensors among those parameters that are no ``nn.Parameter``, by id.
         frozen: parameters of optimizers that were frozen then.
         reenters: whether backwards are called inside of it.
