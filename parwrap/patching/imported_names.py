@@ -20,11 +20,13 @@ _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "
 _NEVER = ("torch", "parwrap")
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def is_installed(file: str) -> bool:
     """Whether the source ``file`` is of an installed package."""
     return any(folder in file for folder in _INSTALLED)
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def is_standard(file: str) -> bool:
     """Whether the source ``file`` is of the standard library."""
     return file.startswith(_STANDARD) and not is_installed(file)
@@ -38,7 +40,7 @@ class Namespaces:
 
     >>> import math
     >>> sys.modules["script"] = script = ModuleType("script")
-    >>> script.__file__, script.root = "script_run.py", math.sqrt
+    >>> script.__file__, script.root = "script.py", math.sqrt
     >>> Namespaces().exchange({id(math.sqrt): print})
     >>> script.root is print
     True
@@ -68,11 +70,13 @@ def _users(names: tuple[str, ...], package: str) -> tuple[str, ...]:
 
 
 def _is_users(name: str, package: str) -> bool:
-    top = name.partition(".")[0]
-    file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
     if name == "__main__":
         return True  # it has no file in a notebook
-    if top in _NEVER or not isinstance(file, str):
+    top = name.partition(".")[0]
+    if top in _NEVER:
+        return False
+    file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
+    if not isinstance(file, str):
         return False
     return top == package if is_installed(file) else not is_standard(file)
 

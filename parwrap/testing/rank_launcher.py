@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.config import builtin_plugins
 
 from parwrap.system.processes import how_ended
 from parwrap.testing import rank_process
@@ -31,8 +32,8 @@ GRACE = 2.0
 """Seconds that the other ranks have to end by themselves after one has failed, and all of them after all have passed."""
 
 PRELOADED = [
-    *("numpy", "torch", "torch.distributed", "torch._dynamo", "pytest"),
-    *("parwrap.group.collectives", "parwrap.api.distributed", "parwrap.testing.rank_process"),
+    *("numpy", "torch", "torch.distributed", "torch._dynamo", "pytest", *sorted(f"_pytest.{name}" for name in builtin_plugins)),
+    *("parwrap.group.collectives", "parwrap.api.distributed", "parwrap.strategies.ddp.ddp", "parwrap.testing.rank_process"),
 ]
 """What the fork server imports once for all ranks; ``torch._dynamo`` is what a process's first optimizer imports, in a second."""
 
