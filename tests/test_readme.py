@@ -24,7 +24,7 @@ def test_the_main_job_trains_digits_to_over_95_percent_and_prints_once():
     assert float(re.fullmatch(r"test accuracy (\d\.\d+)", last)[1]) > 0.95
     assert len(epochs) == len(set(epochs))
     assert re.search(
-        r"^parwrap: 2 ranks, gloo on cpu, ddp, batch 32 per rank, 64 global, lr kept, 1437 samples / 2 ranks, seed \d+$",
+        r"^parwrap: 2 ranks, gloo on cpu, ddp, batch 32 per rank, 64 global, learning rate unchanged, 1437 samples / 2 ranks, seed \d+$",
         run.stderr,
         re.MULTILINE,
     )

@@ -63,8 +63,8 @@ class distributed(ScopeDecorator):
     """Run a plain single-GPU training function on every rank of the launch, unchanged.
 
     As ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher it runs on one rank, with no
-    process group. Met inside another ``distributed``, it joins that one, and its options stand for its own function, but for
-    ``timeout``, ``hang_after`` and what is of parameter servers, which are the outermost's; streams that have its ``seed`` already go on.
+    process group. Met inside another ``distributed``, it joins that one, and its options hold for its own function.
+    ``timeout``, ``hang_after`` and the parameter-server options come from the outermost scope. An unchanged seed is not applied again.
 
     Args:
         backend: of the process group; by default nccl for GPUs and gloo for the CPU.

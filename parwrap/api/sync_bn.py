@@ -27,8 +27,8 @@ class sync_bn(ActingDecorator):
 
     As ``@sync_bn``, ``@sync_bn(group_size=2)`` or ``with sync_bn():``, together with ``distributed`` or in a process group of your own.
     Outputs, gradients and running statistics are those of a single process that has the whole batch. Parts may differ in size and be
-    empty; what all ranks read whole, as in evaluation, counts once. Once the gradients are averaged they are those of the mean of the
-    ranks' losses, as ever. With one rank it changes nothing.
+    empty; what all ranks read whole, as in evaluation, counts once. Averaged gradients are those of the mean of
+    the ranks' losses. With one rank it changes nothing.
 
     Met inside another ``sync_bn``, it shares among the ranks that it is given, or as the outer does.
 

@@ -83,11 +83,11 @@ class NestedCoordinator:
         self.number += 1
 
     def begun(self, main: int) -> bool:
-        """Whether another rank is in the next sync point, having come no further than the main sync point ``main``."""
+        """Whether another rank is in the next sync point, and has reached the main sync point ``main`` at most."""
         return self._begun(main) is not None
 
     def answer_begun(self, main: int) -> bool:
-        """Take part, with nothing, in the sync point that another rank is in, if it has come no further than ``main``."""
+        """Take part, with nothing, in the sync point that another rank is in, if that rank has reached ``main`` at most."""
         begun = self._begun(main)
         if begun is None:
             return False

@@ -194,8 +194,8 @@ def _told_of_a_long_wait(world: World) -> Iterator[None]:
     def tell(stopped: threading.Event) -> None:
         if not stopped.wait(TELLING):
             print(
-                f"parwrap: rank 0 waits for the others of {world.size} to begin. That there are so many is told by {world.launcher}; if "
-                "this process is the only one, set PARWRAP_WORLD_SIZE=1.",
+                f"parwrap: rank 0 waits for the others of {world.size} to begin. The world size comes from {world.launcher}; if this "
+                "process is the only one, set PARWRAP_WORLD_SIZE=1.",
                 file=sys.stderr,
             )
 

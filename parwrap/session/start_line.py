@@ -38,7 +38,7 @@ def start_line(group: Group, strategy: Strategy, options: Options, data: Trainin
         accumulated = f", {together * batches_per_step()} per step" if together and batches_per_step() > 1 else ""
         facts.append(f"batch {data.batch_size} per rank{shared}{accumulated}" if data.batch_size else dealt)
         if options.batch == "per_rank" and strategy.steps_together:
-            facts.append("lr kept" if options.lr == "keep" else f"lr times {lr_factor:.4g}")
+            facts.append("learning rate unchanged" if options.lr == "keep" else f"learning rate times {lr_factor:.4g}")
         facts.append(f"{counted(data.samples, 'sample')} / {counted(size, 'rank')}" if data.samples else "samples without a length")
         facts += [f"{name} {value}" for name in ("uneven", "loss") if (value := getattr(options, name)) != getattr(Options, name)]
         if strategy.steps_together:

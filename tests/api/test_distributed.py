@@ -62,7 +62,10 @@ def test_one_rank_starts_no_process_group_and_says_nothing():
 def test_one_line_on_rank_zero_says_what_runs():
     lines = parwrap.gather(said(parwrap.distributed(seed=7)(train))[0])
 
-    assert ["parwrap: 2 ranks, gloo on cpu, ddp, batch 2 per rank, 4 global, lr kept, 8 samples / 2 ranks, seed 7\n", ""] == lines
+    assert [
+        "parwrap: 2 ranks, gloo on cpu, ddp, batch 2 per rank, 4 global, learning rate unchanged, 8 samples / 2 ranks, seed 7\n",
+        "",
+    ] == lines
     lines = parwrap.gather(said(parwrap.distributed(seed=7, batch="global")(train))[0])
 
     assert "batch 1 per rank, 2 global" in lines[0]

@@ -70,7 +70,7 @@ def test_the_start_line_says_that_data_was_shared_out_by_hand():
             model(x).sum().backward()
             optimizer.step()
 
-    assert parwrap.rank() > 0 or heard.getvalue().endswith("ddp, batches dealt out, lr kept, 6 samples / 2 ranks, seed 3\n")
+    assert parwrap.rank() > 0 or heard.getvalue().endswith("ddp, batches dealt out, learning rate unchanged, 6 samples / 2 ranks, seed 3\n")
 
 
 @pytest.mark.parametrize(

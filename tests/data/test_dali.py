@@ -210,5 +210,5 @@ def test_a_plain_script(tmp_path):
 
     assert 0 == run.returncode, run.stderr
     assert ["steps 3 3 total 153.0"] * 2 == run.stdout.splitlines()
-    assert "batch 4 per rank, 8 global, lr kept, 18 samples / 2 ranks" in run.stderr
+    assert "batch 4 per rank, 8 global, learning rate unchanged, 18 samples / 2 ranks" in run.stderr
     assert "parwrap: a DALI" not in run.stderr

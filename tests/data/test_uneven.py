@@ -211,7 +211,7 @@ def test_the_start_line_says_how_uneven_data_is_treated_and_what_becomes_of_lear
     heard = io.StringIO()
     with contextlib.redirect_stderr(heard), parwrap.distributed(uneven="join", lr="sqrt", loss="sum", seed=1):
         trained(DataLoader(numbers(5), batch_size=2))
-    said = "ddp, batch 2 per rank, 4 global, lr times 1.414, 5 samples / 2 ranks, uneven join, loss sum, seed 1"
+    said = "ddp, batch 2 per rank, 4 global, learning rate times 1.414, 5 samples / 2 ranks, uneven join, loss sum, seed 1"
 
     assert parwrap.rank() > 0 or heard.getvalue().strip().endswith(said)
 

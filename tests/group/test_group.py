@@ -66,6 +66,6 @@ def test_a_rank_that_waits_for_others_to_begin_says_so(tmp_path, monkeypatch, ca
         pass
 
     assert (
-        "parwrap: rank 0 waits for the others of 2 to begin. That there are so many is told by SLURM; if this process is the only one, set "
+        "parwrap: rank 0 waits for the others of 2 to begin. The world size comes from SLURM; if this process is the only one, set "
         "PARWRAP_WORLD_SIZE=1.\n"
     ) == capfd.readouterr().err

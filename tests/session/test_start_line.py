@@ -82,7 +82,9 @@ def test_lines_and_warnings_stand_beside_the_bars_of_a_script(shown_by, tmp_path
     lines = lines_on_screen(written)
 
     (announced,) = [line for line in lines if "parwrap: 2 ranks" in line]
-    assert announced.startswith("parwrap: 2 ranks, gloo on cpu, ddp, batch 2 per rank, 4 global, lr kept, 8 samples / 2 ranks, seed ")
+    assert announced.startswith(
+        "parwrap: 2 ranks, gloo on cpu, ddp, batch 2 per rank, 4 global, learning rate unchanged, 8 samples / 2 ranks, seed "
+    )
     (warned,) = [line for line in lines if "one of the script's" in line and "UserWarning" in line]
     assert re.match(r"\S+train\.py:\d+: UserWarning: one of the script's$", warned)
     assert 2 == len([line for line in lines if re.match(r"training: 100%\|.*\| 2/2 \[", line)])
@@ -91,10 +93,14 @@ def test_lines_and_warnings_stand_beside_the_bars_of_a_script(shown_by, tmp_path
 @pytest.mark.parametrize(
     ("samples", "options", "told"),
     [
-        (1, (), "batch 2 per rank, 4 global, lr kept, 1 sample / 2 ranks, "),
-        (8, ("--accumulate", "4"), "batch 2 per rank, 4 global, 16 per step, lr kept, 8 samples / 2 ranks, accumulate(4), "),
+        (1, (), "batch 2 per rank, 4 global, learning rate unchanged, 1 sample / 2 ranks, "),
+        (
+            8,
+            ("--accumulate", "4"),
+            "batch 2 per rank, 4 global, 16 per step, learning rate unchanged, 8 samples / 2 ranks, accumulate(4), ",
+        ),
         (8, ("--accumulate", "4", "--batch", "global"), "batch 1 per rank, 2 global, 8 per step, 8 samples / 2 ranks, accumulate(4), "),
-        (8, ("--accumulate", "auto"), "batch 2 per rank, 4 global, lr kept, 8 samples / 2 ranks, accumulate('auto'), "),
+        (8, ("--accumulate", "auto"), "batch 2 per rank, 4 global, learning rate unchanged, 8 samples / 2 ranks, accumulate('auto'), "),
     ],
 )
 def test_it_says_how_many_samples_there_are_and_make_a_step(samples, options, told, tmp_path):

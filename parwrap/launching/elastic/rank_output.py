@@ -96,7 +96,7 @@ class RankOutput:
         self.begin({worker.local_rank: worker.global_rank for worker in agent._worker_group.workers})
 
     def begin(self, ranks: Mapping[int, int]) -> None:
-        """From here on the local ranks are these ``ranks``; a file that is there already is gone on with."""
+        """From here on the local ranks are these ``ranks``; existing log files are appended to."""
         self._ranks = ranks
         if self._log_dir is None:
             return

@@ -1,7 +1,7 @@
 """A worker of Ray Train is one rank: it runs the script in a process of its own, and passes on what that writes and how it fails.
 
 In a process, for Ray runs functions in a thread, where a script could handle no signal and would leave behind what it has imported. The
-process group is opened in it by the scope, as ever, from torch's variables, which are all that it is told of the others.
+process group is opened in it by the scope, from torch's variables, which are all that it knows of the others.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Counts:
         group.coordinator.answer(COUNT, lambda detail, present: self._summed(0.0, 0.0))
 
     def mean_factor(self, count: float, loss_sum: torch.Tensor) -> tuple[float, float]:
-        """What makes of this rank's loss sum a loss whose average over ranks is the mean; and the total count.
+        """Factor that makes the average of the ranks' loss sums the global mean, and the total count.
 
         Args:
             count: tokens or samples that the sum is over.

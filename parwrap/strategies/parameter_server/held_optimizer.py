@@ -98,7 +98,7 @@ class HeldOptimizer:
 
 @contextmanager
 def unobserved():
-    """While this is held, nobody is told of steps: what a server does is none of its own script's."""
+    """Global optimizer hooks are off while the server steps."""
     hooks: tuple[Any, ...] = (torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks)
     before = [dict(each) for each in hooks]
     for each in hooks:
