@@ -20,13 +20,11 @@ _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "
 _NEVER = ("torch", "parwrap")
 
 
-@functools.lru_cache(maxsize=1 << 14)
 def is_installed(file: str) -> bool:
     """Whether the source ``file`` is of an installed package."""
     return any(folder in file for folder in _INSTALLED)
 
 
-@functools.lru_cache(maxsize=1 << 14)
 def is_standard(file: str) -> bool:
     """Whether the source ``file`` is of the standard library."""
     return file.startswith(_STANDARD) and not is_installed(file)
@@ -78,7 +76,13 @@ def _is_users(name: str, package: str) -> bool:
     file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
     if not isinstance(file, str):
         return False
-    return top == package if is_installed(file) else not is_standard(file)
+    installed, standard = _home(file)
+    return top == package if installed else not standard
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _home(file: str) -> tuple[bool, bool]:
+    return is_installed(file), is_standard(file)
 
 
 def _namespaces(names: Iterable[str]) -> list[dict[str, Any]]:

@@ -67,6 +67,7 @@ def blocks() -> None:
         pass
 
 
-half: float = bare(1) + called(1) + stacked(epochs=1) + evaluated(torch.nn.Linear(1, 1)) + Trainer().train(2) + Trainer().validate()
-where: str = Trainer.download()
-older(1)
+def calls() -> tuple[float, str]:
+    older(1)
+    half = bare(1) + called(1) + stacked(epochs=1) + evaluated(torch.nn.Linear(1, 1))
+    return half + Trainer().train(2) + Trainer().validate(), Trainer.download()
