@@ -140,6 +140,8 @@ def _within(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{index}]", each) for index, each in enumerate(thing.ravel().tolist() if thing.dtype == object else ()))
     elif issubclass(kind, _BaseDataLoaderIter):
         return
+    elif issubclass(kind, functools._lru_cache_wrapper):  # what it remembers is computed again where it is missing
+        yield f"{name}.__wrapped__", thing.__wrapped__
     else:
         if not (issubclass(kind, (list, tuple, set, deque)) and PLAIN.issuperset(map(type, thing))):
             yield from within(thing, name, sys.maxsize)

@@ -411,6 +411,22 @@ def schedule(model, optimizer):
     scheduler.step()
 
 
+counted = []
+
+
+@functools.lru_cache
+def remembered(number):
+    counted.append(number)
+    return torch.arange(number)
+
+
+def test_what_a_cached_function_remembers_is_no_loss_and_what_it_changes_comes_back(recwarn):
+    parwrap.launch(lambda: remembered(3).sum().item(), nprocs=2)
+
+    assert ([3], 0) == (counted, remembered.cache_info().currsize)
+    assert [] == [str(each.message) for each in recwarn if "cannot be sent" in str(each.message)]
+
+
 def test_a_scheduler_that_is_made_for_the_callers_optimizer_is_no_loss():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
