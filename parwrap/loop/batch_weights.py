@@ -105,7 +105,7 @@ class BatchWeights:
     def __init__(self) -> None:
         self.current = self.last = OUTSIDE
         self._readings: list[Reading] = []
-        self._differ = False
+        self._differ = self._split = False
         self._drawn: deque[tuple[weakref.ref[Any], Reading, Weighed]] = deque(maxlen=MOST_KEPT)
         self._warned = False
 
@@ -124,6 +124,7 @@ class BatchWeights:
         if tensor is not None:
             self._drawn.append((weakref.ref(tensor), reading, batch))
         self._differ |= batch[:2] != OUTSIDE[:2]
+        self._split |= batch.split
         self.current = self.last = batch
 
     def close(self, reading: Reading) -> None:
@@ -161,7 +162,7 @@ class BatchWeights:
 
     def _kept(self, sizes: Callable[[], Collection[int]]) -> Weighed:
         """The batch of a backward outside of all passes: one of a pass that is over, which the script has kept, or none."""
-        if not self._differ or not (kept := self._alive()):
+        if not (self._differ or self._split) or not (kept := self._alive()):
             return OUTSIDE  # as a rule
         known = sizes()
         found = sorted((each for each in kept if each.samples in known), key=lambda each: each.samples)
@@ -171,9 +172,9 @@ class BatchWeights:
 
     def _alive(self) -> set[Weighed]:
         """The batches that the script has kept: of the last one of a pass its variables hold the tensors as well."""
-        alive = [(reading, batch) for tensor, reading, batch in self._drawn if tensor() is not None]
-        counts = Counter(id(reading) for reading, _ in alive)
-        return {batch for reading, batch in alive if counts[id(reading)] > 1}
+        self._drawn = deque((each for each in self._drawn if each[0]() is not None), maxlen=MOST_KEPT)
+        counts = Counter(id(reading) for _, reading, _ in self._drawn)
+        return {batch for _, reading, batch in self._drawn if counts[id(reading)] > 1}
 
     def _chosen(self, readings: list[Reading], sizes: Callable[[], Collection[int]]) -> Weighed:
         last = readings[-1]

@@ -178,3 +178,25 @@ def test_ranks_agree_whether_a_loss_counts_by_its_targets_where_one_has_as_many_
     expected = ragged()
     with parwrap.distributed(batch="global"):
         assert expected == pytest.approx(ragged(), abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_batches_that_are_kept_and_of_one_size_count_so_too():
+    def cached():
+        torch.manual_seed(0)
+        model = nn.Linear(4, CLASSES).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        batches = []
+        for epoch in range(3):
+            for x, y in list(batches) if epoch else DataLoader(samples(24), batch_size=8):
+                if not epoch:
+                    batches.append((x, y))
+                optimizer.zero_grad()
+                CRITERIA["weighted"](model(x), y).backward()
+                optimizer.step()
+        return model.weight.flatten().tolist()
+
+    expected = cached()
+    with parwrap.distributed(batch="global"):
+        assert expected == pytest.approx(cached(), abs=1e-6)
