@@ -53,8 +53,8 @@ class ScopeDecorator:
             if name not in cls.option_names():
                 raise UsageError(f"parwrap.{cls.__name__} has no option {name!r}; {cls._hint(name)}")
         decorator = super().__new__(cls)
-        is_function = callable(function) or isinstance(function, (staticmethod, classmethod))
-        if function is None or (cls._first_is_option() and not is_function):
+        is_function = callable(function) or isinstance(function, classmethod)
+        if function is None or (not is_function and cls._first_is_option()):
             return decorator
         decorator.__init__(**options)  # type: ignore[misc]
         return decorator(function)

@@ -53,7 +53,7 @@ def test_imports_go_down_within_a_room(parent, rooms):
         for path in (PACKAGE / parent / name).glob("*.py"):
             higher = {f"parwrap.{parent}.{each}" for each in rooms[:number]}
 
-            assert [] == [each for each in imports(path) if any(f"{each}.".startswith(f"{room}.") for room in higher)], path
+            assert [] == [each for each in imports(path) if any(f"{each}.".startswith(f"{one}.") for one in higher)], path
 
 
 @pytest.mark.parametrize(

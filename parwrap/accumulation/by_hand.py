@@ -62,7 +62,7 @@ class ByHand(AtWork):
         self._pattern = Pattern()
         self._readings: list[_Reading] = []
         self._local: defaultdict[Hashable, _Local] = defaultdict(_Local)
-        self._first_meeting = self._next_look = 0
+        self._first_sync_point = self._next_look = 0
 
     def count(self, total: float) -> None:
         """The loop weighs its batches itself."""
@@ -141,17 +141,17 @@ class ByHand(AtWork):
 
     def _look_at_others(self, over_ranks: OverRanks, call: Backward) -> None:
         """At sync points that are the same on all ranks, find out whether they have learned the same."""
-        if not self._first_meeting:
-            self._first_meeting = over_ranks.coordinator
-            self._next_look = self._first_meeting + FIRST_LOOK
-        if over_ranks.coordinator < self._next_look:
+        if not self._first_sync_point:
+            self._first_sync_point = over_ranks.next_sync_point
+            self._next_look = self._first_sync_point + FIRST_LOOK
+        if over_ranks.next_sync_point < self._next_look:
             return
         # what no optimizer steps with is the loop's own, which may use it after any backward
         learned = self._pattern.learned() if over_ranks.owns(reached(call.roots)) else ()
         everybodys = over_ranks.compared(learned)
         if everybodys is not None:
             (self._pattern.take if learned and len(everybodys) == 1 else self._pattern.drop)()
-        self._next_look = over_ranks.coordinator + max(FIRST_LOOK, (over_ranks.coordinator - self._first_meeting) // RARER)
+        self._next_look = over_ranks.next_sync_point + max(FIRST_LOOK, (over_ranks.next_sync_point - self._first_sync_point) // RARER)
 
     def _average(self, gives: bool = False) -> None:
         """Average what backwards have left on each rank alone.

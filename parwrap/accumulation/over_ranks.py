@@ -71,7 +71,7 @@ class OverRanks:
         return self._loop.weights.find(lambda: leading_sizes(call.tensors))
 
     @property
-    def coordinator(self) -> int:
+    def next_sync_point(self) -> int:
         """The number of the next sync point of the ranks."""
         return self._group.coordinator.number
 

@@ -220,7 +220,7 @@ class Coordinator:
                     continue
                 came = self._all_came(entries)
                 if came:
-                    present = self._synchronize_all(came)
+                    present = self._hold(came)
                     if self._rank in present or until_answered or unless_begun:
                         return present
                     deadline = time.monotonic() + self.timeout.total_seconds()
@@ -344,7 +344,7 @@ class Coordinator:
         came = [entry for entry in entries if entry and entry.state in (State.WAITING, State.MET)]
         return came if len(came) == len(entries) else []
 
-    def _synchronize_all(self, came: list[Entry]) -> list[int]:
+    def _hold(self, came: list[Entry]) -> list[int]:
         """Hold the sync point that counts most among those that ranks ``came`` for; returns the ranks that came for it."""
         chosen = max((entry.sync_point for entry in came), key=self._precedence)
         present = [entry.rank for entry in came if entry.sync_point.identity == chosen.identity]

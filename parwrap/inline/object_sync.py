@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from parwrap.coordination.call_site import location
 from parwrap.inline.object_changes import INTERNAL, Change, Snapshot, entry_name, make_change, part_entries, without_entries
 from parwrap.inline.object_graph import is_users_module
+from parwrap.loop.loop_state import group_options, parameters_of
 from parwrap.system.remote_exception import in_one_line
 
 __all__ = ["SyncedObjects", "is_tracked", "pickle_module"]
@@ -83,7 +84,7 @@ class SyncedObjects:
         self._asks: dict[int, bool] = {}
         self._contents: dict[int, int] = {}
         self._modules: dict[int, tuple] = {}
-        self._settings: dict[int, str] = {}
+        self._options: dict[int, str] = {}
         self._objects = Snapshot({})
 
     def watch(self) -> None:
@@ -95,7 +96,7 @@ class SyncedObjects:
         self._asks = {key: asks for key in self._tensors if (asks := _asks(self._known[key])) is not None}
         self._contents = {key: _checksum(self._known[key]) for key in self._keys_of(owned) if self._tensors.get(key)}
         self._modules = {key: _parts_of(thing) for key, thing in self._of(nn.Module)}
-        self._settings = {key: _settings_of(thing) for key, thing in self._of(Optimizer)}
+        self._options = {key: repr(group_options(thing)) for key, thing in self._of(Optimizer)}
         self._objects = Snapshot(self._reached | {key: thing for key, (_, thing) in self._own.items()})
 
     def pack(self, thing: Any, file: BinaryIO) -> None:
@@ -155,8 +156,8 @@ class SyncedObjects:
         # running statistics are changed without a trace, and so is what is changed through ``p.data``
         changed |= {key for key, before in self._contents.items() if key not in changed and _checksum(self._known[key]) != before}
         changed -= {key for key in changed if _is_in_parts(self._known[key])}
-        stepped = {key for key, each in self._of(Optimizer) if key in asked or changed & self._keys_of(_parameters_of(each))}
-        stepped |= {key for key, before in self._settings.items() if _settings_of(self._known[key]) != before}
+        stepped = {key for key, each in self._of(Optimizer) if key in asked or changed & self._keys_of(parameters_of(each))}
+        stepped |= {key for key, before in self._options.items() if repr(group_options(self._known[key])) != before}
         storages, moved = self._where(changed)
         ties = self._ties(moved)
         tied = {key for key, *_ in ties if self._tensors[key]}
@@ -418,13 +419,3 @@ def _parts_of(module: nn.Module) -> tuple:
     """What is in it, by name; a module that is only half made may have nothing yet."""
     parts = [vars(module).get(name) for name in PARTS]
     return tuple([(name, id(part)) for name, part in each.items()] if isinstance(each, dict) else each for each in parts)
-
-
-def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-
-
-def _settings_of(optimizer: Optimizer) -> str:
-    """The learning rates and other options of its groups, to be compared."""
-    groups = getattr(optimizer, "param_groups", ())
-    return repr([{name: value for name, value in group.items() if name != "params"} for group in groups])

@@ -17,7 +17,7 @@ from torch import nn
 from parwrap.group.group import is_alone
 from parwrap.loop.batch_weights import BatchWeights
 
-__all__ = ["Loop", "parameters_of"]
+__all__ = ["Loop", "group_options", "parameters_of"]
 
 
 class Loop:
@@ -153,7 +153,7 @@ class Loop:
             self.ran_by_hand()
 
     def count_step(self) -> None:
-        """An optimizer has taken a step; not a verb, for one rank has no need to know."""
+        """An optimizer has taken a step. The session counts it, since a single rank needs no hook for it."""
         self.steps += 1
 
     def opened_pass(self) -> None:
@@ -270,8 +270,13 @@ class Loop:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Those in all its groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    """Those in all its groups; an optimizer that is only half made has none."""
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What is in each of its groups beside the parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in getattr(optimizer, "param_groups", ())]
 
 
 def _size(optimizer: torch.optim.Optimizer) -> int:

@@ -204,14 +204,14 @@ class Session:
             return [loop, self.loaders, *self._undo.enter_context(self._beside.quiet())]
         if group is None or self.strategy is None:
             return [loop, self.loaders, *([Single(loop)] if self._options.batch == "global" else []), Voice()]
-        voices = RankZeroOutput(group.world.rank)
-        self._undo.enter_context(voices.silenced())
+        output = RankZeroOutput(group.world.rank)
+        self._undo.enter_context(output.silenced())
         self._undo.callback(self.strategy.close)
         self._undo.enter_context(
             watched(group.coordinator.rank_positions, group.world.rank, self._options.hang_after, group.timeout.total_seconds())
         )
         shared = [] if together is None else self._shared(together, self.strategy, self.loaders)
-        return [loop, self.loaders, *shared, *self.strategy.actors(), voices, self]
+        return [loop, self.loaders, *shared, *self.strategy.actors(), output, self]
 
     def _shared(self, group: Group, strategy: Strategy, loaders: Loaders) -> list[Any]:
         """The actors by which ranks that train one model share out the rest."""

@@ -1,8 +1,8 @@
 """The actor of an exact evaluation: every pass over a loader yields this rank's part of what a single process would read.
 
 A rank for which nothing is left stands in: it reads the first batch, so that the function comes to its end as on any other rank, and
-what it returns is left out. Which batches are whose is ``evaluation_blocks.py``'s, what the user's code is told as lengths
-``reported_lengths.py``'s, and how results are put together ``merging.py``'s.
+what it returns is left out. ``evaluation_blocks.py`` divides the batches, ``reported_lengths.py`` answers ``len()``, and
+``merging.py`` puts the results together.
 """
 
 from __future__ import annotations

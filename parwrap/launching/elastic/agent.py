@@ -127,7 +127,7 @@ def _tell(plan: LaunchPlan, status: int, explained: bool, failed: list[Failure])
 
 
 class _OneNode(RendezvousHandler):
-    """The rendezvous of a single node: nobody to wait for, and a new store on a free port of the loopback at each start."""
+    """The rendezvous of a single node: it waits for no other, and opens a new store on a free loopback port at each start."""
 
     use_agent_store = True
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from parwrap.loop.loop_state import parameters_of
+from parwrap.loop.loop_state import group_options, parameters_of
 
 __all__ = ["options_of", "packed", "set_options", "set_state", "state_of", "unpacked"]
 
@@ -53,7 +53,7 @@ def unpacked(sent: bytes, parameters: Sequence[torch.Tensor]) -> Optimizer:
 
 def options_of(optimizer: Optimizer, lr_factor: float = 1.0) -> list[dict[str, Any]]:
     """What is in each group of ``optimizer`` beside the parameters, with learning rates times ``lr_factor``."""
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    groups = group_options(optimizer)
     return groups if lr_factor == 1.0 else [{**group, "lr": group["lr"] * lr_factor} if "lr" in group else group for group in groups]
 
 

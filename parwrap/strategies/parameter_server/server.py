@@ -108,10 +108,10 @@ class Server:
     @contextmanager
     def quiet(self) -> Iterator[list[Any]]:
         """The actors of this process; while this is held, it is heard of no more than a rank above 0."""
-        voices, files = RankZeroOutput(self._rank), PrivateFiles(self._rank)
-        with voices.silenced():
+        output, files = RankZeroOutput(self._rank), PrivateFiles(self._rank)
+        with output.silenced():
             try:
-                yield [self, files, voices]
+                yield [self, files, output]
             finally:
                 files.close()
 
