@@ -79,7 +79,8 @@ def parwrap_run(started, environ):
 def assert_nothing_left(process: subprocess.Popen, environ: dict[str, str]) -> None:
     assert_no_process_left(process)
     # torch's own cache, which its optimizers make, is not ours
-    assert [name for name in os.listdir(environ["TMPDIR"]) if not name.startswith("torchinductor_")] == []
+    left = [name for name in os.listdir(environ["TMPDIR"]) if not name.startswith("torchinductor_")]
+    assert left == [], left
 
 
 def assert_no_process_left(process: subprocess.Popen) -> None:

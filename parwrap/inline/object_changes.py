@@ -7,6 +7,7 @@ handled by ``object_sync.py``; attributes that a user gives to models and optimi
 from __future__ import annotations
 
 import array
+import builtins
 import datetime
 import dis
 import enum
@@ -115,7 +116,7 @@ def _is_closed(thing: Any) -> bool:
     kind = type(thing)
     if kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, thing))):
         return True
-    if issubclass(kind, CLOSED) or id(thing) in GLOBAL_STREAMS:
+    if issubclass(kind, CLOSED) or id(thing) in GLOBAL_STREAMS or thing is vars(builtins):
         return True
     if issubclass(kind, ModuleType):
         return not is_users_module(thing.__name__)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -20,6 +19,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.rank_zero.file_versions import Awaited, Outcome, Saving
 from parwrap.rank_zero.path_rules import PathRules, ancestors
 from parwrap.rank_zero.per_thread import passing
+from parwrap.system.scratch import scratch_directory
 
 __all__ = ["Entry", "FileOverlay", "missing"]
 
@@ -332,7 +332,7 @@ class FileOverlay:
         """A new place in the scratch directory; some libraries choose the format by the ``suffix``."""
         with self.lock, passing():
             if self._scratch is None:
-                self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="parwrap-scratch-"))
+                self._scratch = scratch_directory()
                 self._places.own(self._scratch)
             self._scratches += 1
             path = os.path.join(self._scratch, f"{self._scratches}{suffix}")

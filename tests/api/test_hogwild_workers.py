@@ -5,6 +5,7 @@ import os
 import re
 import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,9 @@ def test_the_callers_model_learns_digits(capfd):
         for _ in range(6):
             digits["train"](model, "cpu", DataLoader(train_set, batch_size=32, shuffle=True), optimizer)
 
-    train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train()
 
     assert digits["test"](model, "cpu", DataLoader(test_set, batch_size=256)) > 0.9
     assert re.search(

@@ -108,3 +108,13 @@ def test_a_signal_that_the_script_handles_on_every_rank_is_no_failure(way, numbe
 
     assert expected == process.returncode, f"stdout:\n{said}\nstderr:\n{stderr}"
     assert (expected == 0) == (tmp_path / "last.pt").exists()
+
+
+@pytest.mark.parametrize("ranks", ["2", "3"])
+def test_ranks_that_are_killed_leave_no_temporary_files(ranks, tmp_path, parwrap_run, script):
+    writes = "import os, signal\nopen('log.txt', 'w').write('kept')\nprint(open('log.txt').read())\nos.kill(os.getpid(), signal.SIGKILL)\n"
+
+    status, _, _ = parwrap_run("--nproc-per-node", ranks, script(writes))
+
+    assert status == 128 + 9
+    assert (tmp_path / "log.txt").read_text() == "kept"

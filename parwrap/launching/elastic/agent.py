@@ -51,6 +51,7 @@ from parwrap.launching.elastic.rank_output import RankOutput
 from parwrap.launching.elastic.script_run import run_rank
 from parwrap.launching.elastic.waiting_for_nodes import told
 from parwrap.patching.patch import Patch, installed
+from parwrap.system.scratch import SCRATCH
 
 __all__ = ["launch"]
 
@@ -85,7 +86,7 @@ def _run(plan: LaunchPlan, directory: Path, failures: Path) -> tuple[int, bool]:
     """Run the ranks; returns the exit code as far as it is known without their ``failures``, and whether these have been explained."""
     config = _config(plan, directory)
     ranks = elastic_launch(config, run_rank)
-    variables = dict(plan.variables)
+    variables = {**plan.variables, SCRATCH: str(directory)}
     processes: list[Any] = []
     nodes = Nodes(failures, variables, (plan.script.scope or {}).get("timeout", math.inf), partial(told, plan))
     rendezvous_wrappers = [] if plan.torchrun.rdzv_backend == ONE_NODE else [nodes.rendezvous]
