@@ -9,6 +9,11 @@ Python stack of every rank is shown. Fixtures are made once, in the pytest proce
 values, which must pickle, and of the environment; what else a fixture changes is not seen by the ranks. ``capsys``, ``capfd``,
 ``caplog``, ``recwarn`` and ``tmp_path_factory`` are of each rank; ``request`` has its ``param`` and names the test.
 
+Each rank imports the test's module anew. Name slow imports in ``ranks_preload`` of pytest's configuration, and they are imported once::
+
+    [tool.pytest.ini_options]
+    ranks_preload = ["pandas", "transformers"]
+
 This file reads the mark and tells pytest what happened; processes are ``rank_launcher.py``'s.
 """
 
@@ -33,6 +38,10 @@ from parwrap.testing.rank_launcher import GRACE, Rank, collect, dump_stacks, lau
 from parwrap.testing.rank_process import Report, Task
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("ranks_preload", "modules that are imported once for the ranks of all tests, such as slow ones that the tests import", "args", [])
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "ranks(n, timeout=60): run the test on n processes with a gloo process group open in each, for at most timeout seconds."
@@ -43,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
     """Start the fork server before a module that needs it is imported, so that both import torch at the same time."""
     if b"mark.ranks" in module_path.read_bytes() and not parent.config.getoption("--collect-only"):
-        start_fork_server()
+        start_fork_server(parent.config.getini("ranks_preload"))
 
 
 @pytest.hookimpl(tryfirst=True)

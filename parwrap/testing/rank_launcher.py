@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -32,7 +32,7 @@ GRACE = 2.0
 """Seconds that the other ranks have to end by themselves after one has failed, and all of them after all have passed."""
 
 PRELOADED = [
-    *("numpy", "torch", "torch.distributed", "torch._dynamo", "pytest", *sorted(f"_pytest.{name}" for name in builtin_plugins)),
+    *("numpy", "torch", "torch.distributed", "torch.utils.serialization", "torch._dynamo", "pytest", *sorted(f"_pytest.{name}" for name in builtin_plugins)),
     *("parwrap.group.collectives", "parwrap.api.distributed", "parwrap.strategies.ddp.ddp", "parwrap.testing.rank_process"),
 ]
 """What the fork server imports once for all ranks; ``torch._dynamo`` is what a process's first optimizer imports, in a second."""
@@ -89,11 +89,15 @@ def rank_environ() -> dict[str, str]:
     return environ
 
 
-def start_fork_server() -> None:
-    """Start multiprocessing's fork server unless it runs; its imports go on after the return."""
+def start_fork_server(preload: Sequence[str] = ()) -> None:
+    """Start multiprocessing's fork server unless it runs; its imports go on after the return.
+
+    Args:
+        preload: names of modules that it imports beside its own.
+    """
     with _default_start_method_kept(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", rank_environ()["OMP_NUM_THREADS"])  # torch reads it when it is imported, so not in a rank
-        forkserver.set_forkserver_preload(PRELOADED)
+        forkserver.set_forkserver_preload([*PRELOADED, *preload])
         forkserver.ensure_running()
 
 

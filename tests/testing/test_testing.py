@@ -53,6 +53,25 @@ def test_parameters_reach_every_rank(factor, total):
     assert parwrap.reduce_sum(factor * parwrap.rank()) == total
 
 
+def test_what_is_named_in_the_configuration_is_imported_once_for_all_ranks(pytester, inner_options):
+    pytester.makepyfile(slow="import os\nimported_in = os.getpid()\n")
+    pytester.makepyfile(
+        test_inner="""
+        import os, parwrap, pytest, slow
+
+        @pytest.mark.ranks(2)
+        def test_it():
+            assert os.getpid() not in parwrap.gather(slow.imported_in)
+            assert 1 == len({*parwrap.gather(slow.imported_in)})
+        """
+    )
+    pytester.makeini("[pytest]\npythonpath = .\nranks_preload = slow missing_module\n")
+
+    outcome = pytester.runpytest_subprocess(*inner_options)
+
+    outcome.assert_outcomes(passed=1)
+
+
 @pytest.mark.ranks(2)
 def test_a_fixture_has_the_same_value_on_every_rank(tmp_path):
     (tmp_path / str(parwrap.rank())).touch()
