@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from warm_command import Command
+
 ROOT = Path(__file__).parents[1]
 WITHIN = 60
 """Seconds, far above what any of these takes."""
@@ -44,7 +46,7 @@ def ended_with_the_test():
     processes = []
 
     def start(*command: str, **options) -> subprocess.Popen:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+        process = Command(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
         processes.append(process)
         return process
 

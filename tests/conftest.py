@@ -14,6 +14,17 @@ from planning import scripts  # noqa: F401
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: of several processes with a thread for each core, most wait
 
 
+def pytest_addoption(parser):
+    parser.addoption("--runslow", action="store_true", help="run the tests that are marked slow too")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--runslow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: add --runslow"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _ctrl_c_is_heard():
     """A shell starts background jobs with SIGINT ignored, and processes started by a test would inherit that."""

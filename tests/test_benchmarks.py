@@ -46,6 +46,7 @@ def test_the_benchmark_for_gpus_says_so_where_there_is_none():
     assert "torch can use no GPU here: nothing is measured.\n" == printed
 
 
+@pytest.mark.slow
 def test_what_features_cost_is_written_as_json(tmp_path):
     results = tmp_path / "features.json"
     results.write_text('{"another": "of another run"}')
@@ -60,6 +61,7 @@ def test_what_features_cost_is_written_as_json(tmp_path):
     assert written["another"] == "of another run"
 
 
+@pytest.mark.slow
 def test_how_much_faster_hogwild_is_is_written_as_json(tmp_path):
     results = tmp_path / "hogwild.json"
     command = [sys.executable, ROOT / "benchmarks" / "hogwild.py", "--pairs=2", "--seconds=0.1", "--ways=ddp by hand", f"--json={results}"]
@@ -107,6 +109,7 @@ def test_the_time_to_an_accuracy_lies_between_two_evaluations(monkeypatch, tmp_p
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_strategies_are_compared_in_one_table(tmp_path):
     results = tmp_path / "strategies.json"
     command = [sys.executable, ROOT / "benchmarks" / "strategies.py", "--repeats=1", "--only", "1 process", "ddp", f"--json={results}"]

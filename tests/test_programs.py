@@ -124,6 +124,7 @@ def largest(one, other):
     return 0.0 if one == other or (math.isnan(one) and math.isnan(other)) else abs(one - other)
 
 
+@pytest.mark.slow
 @search
 @given(programs())
 def test_a_program_on_one_rank_does_what_it_does_without_parwrap(program):
@@ -144,6 +145,7 @@ def test_a_program_on_three_ranks_ends_and_the_ranks_agree(program):
             assert results[0].state[name] == results[1].state[name] == results[2].state[name], name
 
 
+@pytest.mark.slow
 @search
 @given(programs().filter(lambda program: program.same_by_theory))
 def test_ranks_that_split_each_batch_come_to_the_weights_of_a_single_process(program):

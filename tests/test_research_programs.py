@@ -44,6 +44,7 @@ def assert_same_weights(one, other, tolerance=0.0):
         np.testing.assert_allclose(other.state[name], one.state[name], rtol=0, atol=tolerance, err_msg=name)
 
 
+@pytest.mark.slow
 @search
 @given(research_programs())
 def test_on_one_rank_it_does_what_it_does_without_parwrap(program):
@@ -71,6 +72,7 @@ def test_ranks_that_split_each_batch_come_to_the_weights_of_one_process(program,
     assert_same_weights(plain, results[0], tolerance=1e-4)
 
 
+@pytest.mark.slow
 @search
 @given(research_programs().filter(lambda program: program.has_equal_by_hand), ranks)
 def test_the_weights_are_those_of_hand_written_ddp(program, size):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+SLOW = {3: [pytest.mark.slow]}
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 
 
@@ -47,7 +48,7 @@ def as_good(name, value, reference):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (1, 2, 3)])
+@pytest.mark.parametrize("size", [pytest.param(size, marks=[pytest.mark.ranks(size), *SLOW.get(size, [])]) for size in (1, 2, 3)])
 def test_a_plain_script_trains_as_well_on_several_ranks(size, script, tmp_path, references):
     import torch
 

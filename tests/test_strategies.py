@@ -6,7 +6,6 @@ import io
 import re
 import runpy
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 import parwrap
 from parwrap.inline.launching import run_on_ranks
+from warm_command import run as run_command
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,7 +34,7 @@ def named(options):
 
 
 def command(*arguments, cwd=ROOT):
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=100)
+    return run_command([sys.executable, *arguments], cwd=cwd, timeout=100)
 
 
 def accuracies_in(printed):
@@ -60,7 +60,7 @@ def accuracies(ranks, options, epochs):
     return accuracies_in(run_on_ranks(script, ranks))
 
 
-@pytest.mark.parametrize("options", STRATEGIES, ids=named)
+@pytest.mark.parametrize("options", [*STRATEGIES[:2], *(pytest.param(each, marks=pytest.mark.slow) for each in STRATEGIES[2:])], ids=named)
 def test_digits_are_learnt_as_by_a_single_process(options):
     workers_and_servers = 3 if options.get("strategy") == "parameter_server" else 2
 
@@ -73,6 +73,7 @@ def test_digits_are_learnt_by_one_process_on_several_devices():
     assert accuracies_in(printed.stdout)[-1] >= single_process(epochs=8)[-1] - 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "options"), [(2, {"strategy": "hogwild"}), (3, {"strategy": "parameter_server"})], ids=str)
 def test_workers_at_their_own_pace_need_some_more_epochs_to_learn_digits_as_a_single_process_does(ranks, options):
     """No two runs are the same, and one epoch's accuracy goes up and down by 1 %."""

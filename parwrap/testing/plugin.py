@@ -39,7 +39,9 @@ from parwrap.testing.rank_process import Report, Task
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addini("ranks_preload", "modules that are imported once for the ranks of all tests, such as slow ones that the tests import", "args", [])
+    parser.addini(
+        "ranks_preload", "modules that are imported once for the ranks of all tests, such as slow ones that the tests import", "args", []
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -32,7 +32,15 @@ GRACE = 2.0
 """Seconds that the other ranks have to end by themselves after one has failed, and all of them after all have passed."""
 
 PRELOADED = [
-    *("numpy", "torch", "torch.distributed", "torch.utils.serialization", "torch._dynamo", "pytest", *sorted(f"_pytest.{name}" for name in builtin_plugins)),
+    *(
+        "numpy",
+        "torch",
+        "torch.distributed",
+        "torch.utils.serialization",
+        "torch._dynamo",
+        "pytest",
+        *sorted(f"_pytest.{name}" for name in builtin_plugins),
+    ),
     *("parwrap.group.collectives", "parwrap.api.distributed", "parwrap.strategies.ddp.ddp", "parwrap.testing.rank_process"),
 ]
 """What the fork server imports once for all ranks; ``torch._dynamo`` is what a process's first optimizer imports, in a second."""

@@ -208,6 +208,7 @@ def test_a_worker_that_is_gone_is_not_waited_for():
         train()
 
 
+@pytest.mark.slow
 def test_each_call_draws_other_numbers_that_the_callers_seed_makes_repeatable():
     @parwrap.hogwild(workers=2)
     def order():

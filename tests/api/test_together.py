@@ -1,9 +1,12 @@
 """Decorators together, and as options of ``parwrap.run``, on whole trainings."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from warm_command import run as run_command
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 
@@ -30,10 +33,11 @@ with torch.no_grad():
 
 
 def accuracy(*command):
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=100, check=True)
+    done = run_command([sys.executable, *map(str, command)], timeout=100, check=True)
     return float(re.findall(r"^test accuracy (\S+)$", done.stdout, re.MULTILINE)[-1])
 
 
+@pytest.mark.slow
 def test_digits_are_told_as_well_under_all_options_as_in_float32_by_one_process():
     options = ("--nproc-per-node", "2", "--amp", "bf16", "--sync-bn", "--accumulate", "2")
 
@@ -43,6 +47,7 @@ def test_digits_are_told_as_well_under_all_options_as_in_float32_by_one_process(
     assert together > plain - 0.01
 
 
+@pytest.mark.slow
 def test_a_tiny_net_learns_as_well_in_float16_as_in_float32(tmp_path):
     (tmp_path / "tiny.py").write_text(TINY)
 

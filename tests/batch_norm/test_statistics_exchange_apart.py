@@ -2,7 +2,6 @@
 
 import io
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -18,6 +17,7 @@ import parwrap
 from normed import model, states, train
 from parwrap.errors import RankMismatchError
 from parwrap.group.group import current
+from warm_command import run as run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,7 +142,7 @@ for step in range(3):
     norm(torch.randn(4, 2))
 """)
     command = [sys.executable, "-m", "parwrap.run", "--nproc-per-node", "2", "--sync-bn", str(path)]
-    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    run = run_command(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
 
     assert run.returncode
     assert "ZeroDivisionError: on purpose" in run.stderr

@@ -1,7 +1,6 @@
 """Who goes ahead, who waits and who answers, with real ranks."""
 
 import re
-import subprocess
 import sys
 import threading
 import warnings
@@ -17,6 +16,7 @@ from parwrap.coordination.sync_points import Coordinator
 from parwrap.errors import RankMismatchError
 from parwrap.group.group import current
 from parwrap.world.world import World
+from warm_command import run as run_command
 
 
 def answered(coordinator, kind):
@@ -111,9 +111,7 @@ for step in range(5):
             other(torch.ones(1, 2)).sum().backward()
         optimizer.step()
 """)
-    ended = subprocess.run(
-        [sys.executable, "-m", "parwrap.run", "--nproc-per-node", "2", script], capture_output=True, text=True, timeout=60
-    )
+    ended = run_command([sys.executable, "-m", "parwrap.run", "--nproc-per-node", "2", script], timeout=60)
 
     assert ended.returncode
     assert "RankMismatchError: the ranks are in different backwards at the same time" in ended.stderr

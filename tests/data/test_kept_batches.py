@@ -3,7 +3,6 @@
 import itertools
 import random
 import re
-import subprocess
 import sys
 import warnings
 
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import parwrap
 from test_batches_drawn_ahead import Trained, numbers
+from warm_command import run as run_command
 
 
 def replayed(samples, criterion):
@@ -98,7 +98,7 @@ print(*[p.item() for p in model.parameters()])
 
 def run(tmp_path, source, *command):
     (tmp_path / "train.py").write_text(source)
-    return subprocess.run([sys.executable, *command, "train.py"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    return run_command([sys.executable, *command, "train.py"], timeout=60, cwd=tmp_path)
 
 
 ON_TWO_RANKS = ("-m", "parwrap.run", "--nproc-per-node", "2", "--batch", "global")

@@ -3,7 +3,6 @@
 import functools
 import json
 import random
-import subprocess
 import sys
 
 import numpy as np
@@ -16,6 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import parwrap
 from parwrap.errors import UsageError
 from passes_to_leave import SAMPLES, Setup, Stream
+from warm_command import run as run_command
 
 
 class Drawn(Sampler):
@@ -227,7 +227,7 @@ def test_a_script_goes_on_with_ever_other_numbers_of_ranks(tmp_path):
     seen = []
     for ranks, steps in (2, 3), (3, 1):
         command = [sys.executable, "-m", "parwrap.run", "--nproc-per-node", str(ranks), "train.py", str(steps)]
-        printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True).stdout
+        printed = run_command(command, cwd=tmp_path, timeout=100, check=True).stdout
         seen += [batches for step in zip(*json.loads(printed), strict=True) for batches in step]
     kept = torch.load(tmp_path / "kept.pt", weights_only=True)
     with parwrap.distributed():

@@ -106,7 +106,7 @@ def kernel(tmp_path_factory):
         kernel.close()
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_what_the_cells_define_is_trained_and_shown(kernel, start_method):
     begin = int(kernel.run("weight = model.layer.weight; kept = weight.detach().clone(); steps()")["result"])
     shown = kernel.run(f"back, kind, size = parwrap.launch(Trainer().fit, epochs=2, nprocs=2, start_method={start_method!r})")
@@ -128,7 +128,7 @@ def test_what_is_displayed_is_rank_0_s_and_shown(kernel):
     assert "" == shown["error"] == shown["stderr"]
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_an_error_is_the_class_of_the_notebook_and_shows_the_line_of_the_cell(kernel, start_method):
     shown = kernel.run(f"""
 @parwrap.distributed(nprocs=2, start_method={start_method!r})

@@ -22,7 +22,7 @@ from tqdm import tqdm
 import parwrap
 
 BEST = None
-METHODS = pytest.mark.parametrize("start_method", ["fork", "spawn"])
+METHODS = pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 
 
 @pytest.fixture(autouse=True)

@@ -71,7 +71,7 @@ def test_an_error_that_cannot_be_had_again_is_its_nearest_base_with_its_tracebac
     assert "Never" in str(raised.value.__cause__)
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_what_is_returned_is_as_the_function_has_left_it(start_method):
     """Also where nothing tells of the change."""
     by_numpy, by_data, sparse = torch.zeros(3), torch.zeros(3), torch.eye(2).to_sparse()

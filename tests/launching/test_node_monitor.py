@@ -192,6 +192,7 @@ while not parwrap.any_rank(os.path.exists("enough")):
 """
 
 
+@pytest.mark.slow
 def test_nodes_come_and_go(tmp_path, hosts):
     (tmp_path / "train.py").write_text(ELASTIC)
     options = ("--nnodes", "1:2", "--max-restarts", "3", "--rdzv-endpoint", "10.77.0.1:29478")

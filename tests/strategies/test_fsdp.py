@@ -2,7 +2,6 @@
 
 import copy
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from sharded_models import OPTIMIZERS, Transformer, by_hand, close, is_plain, train
+from warm_command import run as run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -238,7 +238,7 @@ def test_the_example_is_trained_and_saved_as_its_page_says(tmp_path):
     page = (ROOT / "docs" / "strategies" / "fsdp.rst").read_text()
     (command,) = re.findall(r"^    python (-m parwrap\.run .* examples/fsdp\.py .*)$", page, re.MULTILINE)
     command = command.replace("decoder.pt", str(tmp_path / "decoder.pt")).split()
-    run = subprocess.run([sys.executable, *command, "--epochs", "1"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    run = run_command([sys.executable, *command, "--epochs", "1"], cwd=ROOT, timeout=100, check=True)
 
     assert "103575 parameters in a Decoder\n" in run.stdout
     assert re.search(r"^accuracy 0\.\d+$", run.stdout, re.MULTILINE)

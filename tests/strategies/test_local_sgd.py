@@ -1,7 +1,6 @@
 """Local SGD against DDP, and against ranks that are played one after the other in a single process."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import parwrap
 from local_sgd_in_one_process import FEATURES, DiLoCo, batch, build, flat, in_one_process, local, same_on_all_ranks, train, train_step
 from parwrap.errors import UsageError
+from warm_command import run as run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -201,9 +201,7 @@ def test_a_step_inside_of_a_backward_is_refused():
 
 def test_the_example_is_learnt_and_the_first_line_says_how():
     command = ["-m", "parwrap.run", "--nproc-per-node", "2", "--strategy", "local_sgd", "--every", "32", "--outer", "nesterov"]
-    run = subprocess.run(
-        [sys.executable, *command, "examples/local_sgd.py"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
-    )
+    run = run_command([sys.executable, *command, "examples/local_sgd.py"], cwd=ROOT, timeout=100, check=True)
 
     assert " local_sgd, weights averaged every 32 steps, outer nesterov lr 0.7 momentum 0.9, batch 32 per rank, 64 global, " in run.stderr
     assert float(re.search(r"^epoch 8: test loss (\S+)$", run.stdout, re.MULTILINE)[1]) < 0.02
