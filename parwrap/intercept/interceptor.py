@@ -72,14 +72,15 @@ class Interceptor:
                 works: without the mark, with other parameters, or without the one that it is called with.
         """
         super().__init_subclass__(**options)
-        for name in dir(cls):
-            if getattr(getattr(cls, name, None), MARK, None) is True and name not in DECLARED:
+        cls.intercepted = frozenset(name for name, declared in DECLARED.items() if getattr(cls, name) is not declared)
+        unchecked = (base for base in cls.__mro__ if base is cls or not issubclass(base, Interceptor))
+        for name in dict.fromkeys(name for base in unchecked for name in vars(base)):
+            if name in cls.intercepted:
+                _check(cls, name)
+            elif getattr(getattr(cls, name, None), MARK, None) is True:
                 close = difflib.get_close_matches(name, DECLARED, 1)
                 hint = f"Did you mean {close[0]!r}?" if close else "parwrap/intercept/interceptor.py lists the calls."
                 raise TypeError(f"{cls.__name__}.{name} is marked with @intercepts, but Interceptor declares no such call. {hint}")
-        cls.intercepted = frozenset(name for name, declared in DECLARED.items() if getattr(cls, name) is not declared)
-        for name in cls.intercepted:
-            _check(cls, name)
 
     # data
 
@@ -313,13 +314,12 @@ def _check(cls: type[Interceptor], name: str) -> None:
 
 def _takes(method: Callable, declared: Callable) -> bool:
     """Whether ``method`` takes what ``declared`` does, with all arguments and with those that it needs."""
-    parameters = inspect.signature(declared).parameters.values()
-    required = [each for each in parameters if each.default is each.empty]
-    for given in (parameters, required):
+    signature, parameters = inspect.signature(method), inspect.signature(declared).parameters.values()
+    for given in (parameters, [each for each in parameters if each.default is each.empty]):
         by_position = [each.name for each in given if each.kind is each.POSITIONAL_OR_KEYWORD]
         by_name = {each.name: each.name for each in given if each.kind is each.KEYWORD_ONLY}
         try:
-            inspect.signature(method).bind(*by_position, **by_name)
+            signature.bind(*by_position, **by_name)
         except TypeError:
             return False
     return True
