@@ -18,7 +18,7 @@ class Base:
 
 
 def open_group():
-    """Whether training verbs are changed, as inside the decorators."""
+    """Whether calls that train are intercepted, as inside the decorators."""
     return hasattr(torch.autograd.backward, "__wrapped__")
 
 

@@ -26,10 +26,10 @@ def run(script, scope):
 def by_itself(script, known):
     """The keys of what the script trains without parwrap, and what it prints last; run once for all numbers of ranks."""
     if not known.exists():
-        from parwrap.intercept import acting
+        from parwrap.intercept.table import intercepting
         from parwrap.session.hidden_group import HiddenGroup
 
-        left, last_line = run(script, acting([HiddenGroup()]))  # the test's own group is none of the script's
+        left, last_line = run(script, intercepting([HiddenGroup()]))  # the test's own group is none of the script's
         known.write_text(json.dumps([list(state(left["model"])), *last_line]))
     return json.loads(known.read_text())
 

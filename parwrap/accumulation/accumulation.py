@@ -1,4 +1,4 @@
-"""The actor that takes an optimizer step every few batches: what happens to backward, clipping, steps and passes over loaders.
+"""The interceptor that takes an optimizer step every few batches: what happens to backward, clipping, steps and passes over loaders.
 
 Inside a window a backward adds to this rank's gradients and sends nothing, and a step keeps what it would have used. The backward
 that closes the window is handed to the strategy with all of that. Where in a window the loop is, is counted in ``position.py``.
@@ -29,6 +29,7 @@ from parwrap.errors import UsageError
 from parwrap.group.group import is_alone
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.clipping import Clip
+from parwrap.intercept.interceptor import intercepts
 from parwrap.intercept.scaler import ScalerCall
 from parwrap.loop.batch_weights import Weighed
 from parwrap.loop.loop_state import parameters_of
@@ -82,6 +83,7 @@ class Accumulation(AtWork):
         """The next batch holds ``total`` tokens or samples on all ranks together, and counts by them in its window."""
         self.position.count(total)
 
+    @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         """A pass over ``loader``; what is only looked at has no backwards, and counts for nothing."""
         batches = original(loader)
@@ -107,6 +109,7 @@ class Accumulation(AtWork):
 
     iterate_pipelines = iterate
 
+    @intercepts
     def backward(self, call: Backward) -> None:
         """Run ``call`` at its part of the window; if that is the last, have it averaged together with what came before."""
         if self._busy or is_alone():
@@ -169,6 +172,7 @@ class Accumulation(AtWork):
         else:
             self.position.take_back()
 
+    @intercepts
     def clip(self, clip: Clip) -> Any:
         """Clip only what a step is taken with."""
         if self._busy or is_alone():
@@ -182,6 +186,7 @@ class Accumulation(AtWork):
         self._complete([asked for asked in late if any(id(p) in clipped for p in asked.parameters)])
         return clip.run()
 
+    @intercepts
     def skips(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a step is one of those inside a window."""
         if self._busy or is_alone():
@@ -206,6 +211,7 @@ class Accumulation(AtWork):
         asked.at, asked.clips = position.backwards - 1, list(self._clips)
         return True
 
+    @intercepts
     def use_scaler(self, call: ScalerCall) -> Any:
         """A script's own scaler acts only where a step is taken; until then gradients keep its scale."""
         if self._busy or is_alone():
@@ -215,6 +221,7 @@ class Accumulation(AtWork):
         self._scaler = call.scaler
         return None if self.position.is_open and not self.position.closing else call.run()
 
+    @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure runs backwards inside of a step, which is one of the steps that are skipped."""
         if self._busy or is_alone():

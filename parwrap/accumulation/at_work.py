@@ -1,21 +1,23 @@
-"""Whether an actor calls backwards, clips and steps itself: these come back to it, and are none of the user's."""
+"""Whether an interceptor calls backwards, clips and steps itself: it intercepts these too, and they are not the user's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from parwrap.intercept.interceptor import Interceptor
+
 __all__ = ["AtWork"]
 
 
-class AtWork:
-    """The base of actors that do so; they let pass what comes while they are busy."""
+class AtWork(Interceptor):
+    """The base of interceptors that do so: while they are busy, they let calls pass."""
 
     _busy = False
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """What is called inside is none of the user's calls."""
+        """What is called inside is not a call of the user."""
         self._busy = True
         try:
             yield

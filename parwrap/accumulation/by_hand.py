@@ -1,4 +1,4 @@
-"""The actor for a loop that accumulates by hand: gradients are averaged once for each of its steps, not in each of its backwards.
+"""The interceptor for a loop that accumulates by hand: gradients are averaged once for each of its steps, not in each of its backwards.
 
 Which backwards a step follows is learned in ``pattern.py``. Until all ranks have learned the same, and wherever the loop does something
 else, every backward is averaged, or what was not yet is averaged before it is used.
@@ -23,6 +23,7 @@ from parwrap.data.passes import Pass
 from parwrap.group.group import is_alone
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.clipping import Clip
+from parwrap.intercept.interceptor import intercepts
 from parwrap.intercept.scaler import ScalerCall
 from parwrap.strategies.common.autograd_graph import reached
 from parwrap.strategies.common.share import Share
@@ -67,6 +68,7 @@ class ByHand(AtWork):
     def count(self, total: float) -> None:
         """The loop weighs its batches itself."""
 
+    @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         """A pass over ``loader``: many loops take a step after its last batch, however many there were before."""
         batches = original(loader)
@@ -86,6 +88,7 @@ class ByHand(AtWork):
 
     iterate_pipelines = iterate
 
+    @intercepts
     def backward(self, call: Backward) -> None:
         """Run ``call``, and have its gradients averaged if no other is expected in their place before the next step."""
         over_ranks = None if self._busy or is_alone() else self._over_ranks()
@@ -114,17 +117,20 @@ class ByHand(AtWork):
             existing_grads = local.reached.values() if local.reached else over_ranks.with_gradients()
             call._replace(weight=fmean(local.weights), existing_grads=tuple(existing_grads)).run()
 
+    @intercepts
     def clip(self, clip: Clip) -> Any:
         """Clip what is averaged."""
         self._average()
         return clip.run()
 
+    @intercepts
     def use_scaler(self, call: ScalerCall) -> Any:
         """A script's own scaler looks for gradients that are not finite, which all ranks must see."""
         if call.name != "update":
             self._average()
         return call.run()
 
+    @intercepts
     def skips(self, optimizer: torch.optim.Optimizer) -> bool:
         """No step is left out; each uses what is averaged."""
         if not (self._busy or is_alone()):

@@ -1,6 +1,6 @@
 """``@accumulate``: a loop that steps after each batch takes an optimizer step every few batches.
 
-Checks the options and opens the actor; what it does is in ``accumulation/``.
+Checks the options and opens the interceptor; what it does is in ``accumulation/``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from parwrap.accumulation.by_hand import ByHand
 from parwrap.accumulation.over_ranks import OverRanks
 from parwrap.api import distributed
 from parwrap.errors import UsageError
-from parwrap.intercept import acting
-from parwrap.session.feature_scope import ActingDecorator
+from parwrap.intercept.table import intercepting
+from parwrap.session.feature_scope import FeatureDecorator
 
 __all__ = ["accumulate", "count_batch"]
 
@@ -24,7 +24,7 @@ AUTO = "auto"
 _open: list[Accumulation | ByHand] = []
 
 
-class accumulate(ActingDecorator):
+class accumulate(FeatureDecorator):
     """Take an optimizer step every ``steps`` batches, as if each batch were that much larger.
 
     As ``@accumulate(steps=4)``, ``@accumulate(4)`` or ``with accumulate(steps=4):``; with or without ``distributed``. Inside another
@@ -67,7 +67,7 @@ class accumulate(ActingDecorator):
         self._steps = steps
         self.batches_per_step = 1 if steps == AUTO else steps
 
-    def actor(self) -> Accumulation | ByHand:
+    def interceptor(self) -> Accumulation | ByHand:
         if strategy := distributed.strategy():
             strategy.check_feature("accumulate")
         known = None if distributed.steps_apart() else distributed.parts()
@@ -87,15 +87,15 @@ class accumulate(ActingDecorator):
 
     @contextmanager
     def opened(self, module: str | None) -> Iterator[None]:
-        actor = self.actor()
-        _open.append(actor)
+        interceptor = self.interceptor()
+        _open.append(interceptor)
         try:
-            with acting([actor], module):
+            with intercepting([interceptor], module):
                 yield
-                actor.finish()
+                interceptor.finish()
         finally:
-            actor.end()
-            _open.remove(actor)
+            interceptor.end()
+            _open.remove(interceptor)
 
     def described(self) -> str:
         return f"accumulate({self._steps!r})"
@@ -103,7 +103,7 @@ class accumulate(ActingDecorator):
     def asked(self) -> Any:
         return self._steps
 
-    def check_within(self, around: ActingDecorator) -> None:
+    def check_within(self, around: FeatureDecorator) -> None:
         raise UsageError(
             f"parwrap.accumulate({self.asked()!r}) cannot be opened inside parwrap.accumulate({around.asked()!r}): a batch is in one "
             "window only. Give both the same steps, or leave one of them out; --accumulate is one too."

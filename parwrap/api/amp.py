@@ -1,6 +1,6 @@
 """``@amp``: mixed precision around a plain training function or script, with no edit to backward, step or clipping.
 
-Opens autocast and makes the actors; what each does is in ``precision/``.
+Opens autocast and makes the interceptors; what each does is in ``precision/``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import torch
 from parwrap.api import distributed
 from parwrap.errors import UsageError
 from parwrap.group.group import current
-from parwrap.intercept import acting
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.table import intercepting
 from parwrap.precision.autocasting import Autocasting
 from parwrap.precision.choice import Precision, check, choose
 from parwrap.precision.halving import HalfForGood, HalfInCalls
 from parwrap.precision.missing import named
 from parwrap.precision.scaling import Scaling
 from parwrap.precision.state import AmpState
-from parwrap.session.feature_scope import ActingDecorator
+from parwrap.session.feature_scope import FeatureDecorator
 
 __all__ = ["amp", "amp_state"]
 
@@ -31,7 +32,7 @@ _states: list[AmpState] = []
 """Of the scopes that are open, the innermost last."""
 
 
-class amp(ActingDecorator):
+class amp(FeatureDecorator):
     """Compute in half precision where it pays, with dynamic loss scaling where it is needed.
 
     As ``@amp``, ``@amp(dtype="fp16")`` or ``with amp():``. ``loss.backward()`` leaves true-scale gradients, and a step for which one
@@ -112,17 +113,17 @@ class amp(ActingDecorator):
                     known.strategy.check_feature(name)
         with ExitStack() as opened:
             opened.enter_context(named(precision.device, precision.dtype))
-            actors: list[Any] = [HALVING[precision.model]()] if precision.model else []
+            interceptors: list[Interceptor] = [HALVING[precision.model]()] if precision.model else []
             if not (_states and _states[-1].scales):
                 self._state = self._state or AmpState(precision.scales, **self._policy)
                 _states.append(self._state)
                 opened.callback(_states.pop)
-                actors += self._scalings(self._state)
+                interceptors += self._scalings(self._state)
             if precision.autocasts or torch.is_autocast_enabled(precision.device):
                 casting = Autocasting(precision.device, precision.dtype if precision.autocasts else None)
                 opened.enter_context(casting.around())
-                actors.append(casting)
-            opened.enter_context(acting(actors, module))
+                interceptors.append(casting)
+            opened.enter_context(intercepting(interceptors, module))
             yield
 
     def _precision(self) -> Precision:
@@ -130,7 +131,7 @@ class amp(ActingDecorator):
         return choose(dtype, level, device or _device())
 
     def _scalings(self, state: AmpState) -> list[Scaling]:
-        """The actor on the loss scale, if there is one: the same in every call, so that the scale goes on."""
+        """The interceptor of the loss scale, if there is one: the same in every call, so that the scale is kept."""
         if not state.scales:
             return []
         self._scaling = self._scaling or Scaling(state)

@@ -13,13 +13,13 @@ import torch
 
 from parwrap.errors import UsageError
 from parwrap.group.group import current, world_size
-from parwrap.session.feature_scope import ActingDecorator
+from parwrap.session.feature_scope import FeatureDecorator
 from parwrap.strategies.data_parallel.data_parallel import DataParallel, refuse_ranks
 
 __all__ = ["data_parallel"]
 
 
-class data_parallel(ActingDecorator):
+class data_parallel(FeatureDecorator):
     """Run a plain ``model(x)`` on several devices of one process, each with a part of the batch.
 
     As ``@data_parallel``, ``@data_parallel(gather=False)`` or ``with data_parallel():``. The first dimension of all that a model takes
@@ -68,7 +68,7 @@ class data_parallel(ActingDecorator):
     def described(self) -> str:
         return "data_parallel does nothing with one device a rank"
 
-    def actor(self) -> DataParallel:
+    def interceptor(self) -> DataParallel:
         devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
         return DataParallel(self._device_ids or devices, self._gather, self._loss, self._device_ids is not None)
 

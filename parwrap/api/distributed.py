@@ -1,7 +1,7 @@
 """``@distributed``: while a plain training function or script runs, it runs on every rank of the launch.
 
-Opens the process group, and in it a session, which is ``session.py``'s: it builds the actors and installs the patches of their verbs;
-when the function returns or raises, every patch is taken off again. Ranks that a call launches itself are ``self_launch.py``'s.
+Opens the process group, and in it a session, which is ``session.py``'s: it builds the interceptors and installs their patches. When the
+function returns or raises, every patch is taken off again. Ranks that a call launches itself are ``self_launch.py``'s.
 """
 
 from __future__ import annotations

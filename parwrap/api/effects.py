@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from parwrap.data.evaluation.evaluation import refuse_unreadable, refused_backward
 from parwrap.group.group import together
 from parwrap.intercept.backward import Backward
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.patching.patch import Patch
 from parwrap.rank_zero.open_files import writes
 
@@ -48,7 +49,7 @@ PASSED_OVER = (
 """What is not looked into: data, code, and weights, which an evaluation does not change."""
 
 
-class Onlooker:
+class Onlooker(Interceptor):
     """Looks on while a function runs on the whole.
 
     Attributes:
@@ -62,27 +63,33 @@ class Onlooker:
         self.written: str | None = None
         self.printed: list[str] = []
 
+    @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         refuse_unreadable(loader)
         self.loaders.setdefault(id(loader), (loader, _samplers_state(loader)))
         return original(loader)
 
+    @intercepts
     def backward(self, call: Backward) -> None:
         raise refused_backward()
 
+    @intercepts
     def open(self, original: Callable, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if writes(mode):
             self._wrote(file)
         return original(file, mode, *args, **kwargs)
 
+    @intercepts
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
         self._wrote(file)
         write(file)
 
+    @intercepts
     def speak(self, say: Any, file: Any, force: bool) -> None:
         self.printed.append(" ".join(map(str, say.args)))
         say(force=force) if force else say()
 
+    @intercepts
     def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
         self.printed.append(record.getMessage())
         handle()
@@ -123,7 +130,7 @@ def _samplers_state(loader: DataLoader) -> list[tuple[Any, Any]]:
     ]
 
 
-class Silent:
+class Silent(Interceptor):
     """Has a function that runs once more say nothing.
 
     Attributes:
@@ -133,9 +140,11 @@ class Silent:
     def __init__(self) -> None:
         self.printed: list[str] = []
 
+    @intercepts
     def speak(self, say: Any, file: Any, force: bool) -> None:
         self.printed.append(" ".join(map(str, say.args)))
 
+    @intercepts
     def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
         self.printed.append(record.getMessage())
 

@@ -31,7 +31,7 @@ from parwrap.decorator import ScopeDecorator, describe, module_of
 from parwrap.errors import ParwrapError, RankMismatchError, UsageError
 from parwrap.group.collectives import AloneError, arrived, callers, gathered_objects, sent
 from parwrap.group.group import Group, alone, is_alone
-from parwrap.intercept import acting
+from parwrap.intercept.table import intercepting
 from parwrap.loop.loop_state import Loop
 from parwrap.loop.random_streams import get_state, set_state
 from parwrap.patching.patch import installed
@@ -337,8 +337,8 @@ def _whole(call: _Call, onlooker: Onlooker) -> tuple[Any, str | None]:
     before = State(roots)
     result, error = None, None
     apart = call.known.strategy.apart() if call.known else nullcontext()
-    acts = acting([onlooker], module_of(call.function))
-    with call.shared(), apart, alone(each=True), acts, installed([modes_set_together()]):
+    looking = intercepting([onlooker], module_of(call.function))
+    with call.shared(), apart, alone(each=True), looking, installed([modes_set_together()]):
         try:
             result = call.run()
         except Exception as raised:
@@ -385,9 +385,9 @@ def _shared(call: _Call, silent: Silent | None = None, warns: bool = False) -> t
     lengths = Lengths(function, call.arguments, told_parts) if told_parts or "mean" in ways else None
     evaluation = Evaluation(group, call.shared, known.loaders.agree if known else lambda loader: None, lengths)
     apart = known.strategy.apart() if known else nullcontext()
-    actors = [evaluation] if silent is None else [evaluation, silent]
+    interceptors = [evaluation] if silent is None else [evaluation, silent]
     result, error = None, None
-    with _innermost(evaluation, known), lengths or nullcontext(), apart, acting(actors, module_of(function)), _unseen(silent):
+    with _innermost(evaluation, known), lengths or nullcontext(), apart, intercepting(interceptors, module_of(function)), _unseen(silent):
         try:
             result = call.run()
         except Exception as raised:

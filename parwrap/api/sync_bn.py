@@ -16,13 +16,13 @@ from parwrap.batch_norm.compiled_norm import scopes
 from parwrap.batch_norm.sync_bn import SyncBN
 from parwrap.errors import UsageError
 from parwrap.group.group import world_size
-from parwrap.intercept import acting
-from parwrap.session.feature_scope import ActingDecorator
+from parwrap.intercept.table import intercepting
+from parwrap.session.feature_scope import FeatureDecorator
 
 __all__ = ["sync_bn"]
 
 
-class sync_bn(ActingDecorator):
+class sync_bn(FeatureDecorator):
     """Share the batch statistics of every BatchNorm layer over the ranks, on CPUs too.
 
     As ``@sync_bn``, ``@sync_bn(group_size=2)`` or ``with sync_bn():``, together with ``distributed`` or in a process group of your own.
@@ -60,16 +60,16 @@ class sync_bn(ActingDecorator):
 
     @contextmanager
     def opened(self, module: str | None) -> Iterator[None]:
-        actor = self.actor()
-        with scopes.opened(actor.exchange, shared=dist.is_initialized() or world_size() > 1), acting([actor], module):
+        interceptor = self.interceptor()
+        with scopes.opened(interceptor.exchange, shared=dist.is_initialized() or world_size() > 1), intercepting([interceptor], module):
             yield
 
-    def actor(self) -> SyncBN:
+    def interceptor(self) -> SyncBN:
         if strategy := distributed.strategy():
             strategy.check_feature("sync_bn")
-        actor = SyncBN(self._process_group, self._group_size, _reads_whole)
-        actor.prepare()
-        return actor
+        interceptor = SyncBN(self._process_group, self._group_size, _reads_whole)
+        interceptor.prepare()
+        return interceptor
 
 
 def _reads_whole() -> bool:

@@ -1,6 +1,6 @@
 """``@uniform_length``: the batches of a plain loop hold samples of about the same length, and are padded no further than need be.
 
-Checks the options and opens the actor, ``data/uniform.py``.
+Checks the options and opens the interceptor, ``data/lengths/uniform_length.py``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from parwrap.data.lengths.sample_lengths import Lengths
 from parwrap.data.lengths.uniform_length import UniformLength
 from parwrap.errors import UsageError
-from parwrap.session.feature_scope import ActingDecorator
+from parwrap.session.feature_scope import FeatureDecorator
 
 __all__ = ["uniform_length"]
 
 
-class uniform_length(ActingDecorator):
+class uniform_length(FeatureDecorator):
     """Have the shuffled loaders of a plain loop draw batches of samples of about the same length, padded to the longest of each batch.
 
     As ``@uniform_length``, ``@uniform_length(pad_value=0)`` or ``with uniform_length():``, with or without ``distributed``. A shuffled
@@ -74,7 +74,7 @@ class uniform_length(ActingDecorator):
         asked = length, self._pad_value, self._max_tokens, self._multiple_of
         return None if asked == (None, None, None, 1) else asked
 
-    def actor(self) -> UniformLength:
+    def interceptor(self) -> UniformLength:
         field = self._length if isinstance(self._length, (str, int)) else None
         return UniformLength(self._lengths, self._pad_value, field, self._max_tokens, self._multiple_of)
 

@@ -1,4 +1,4 @@
-"""The actor on the norm verb: which batch normalizations are shared, and by which ranks.
+"""The interceptor of batch normalization: which calls are shared, and by which ranks.
 
 Those that use the statistics of their batch are, in training and wherever a layer keeps no running ones. How the ranks' numbers are sent is
 ``statistics_exchange.py``'s, what is computed from them ``batch_norm.py``'s.
@@ -22,6 +22,7 @@ from parwrap.errors import UsageError
 from parwrap.group import group as groups
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.backward import Backward
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.intercept.norm import Norm
 from parwrap.strategies.common.autograd_graph import normalizes_by_torch
 from parwrap.strategies.data_parallel.replica_norm import shared_over_replicas
@@ -30,7 +31,7 @@ from parwrap.strategies.data_parallel.replica_threads import Replica, current_re
 __all__ = ["SyncBN"]
 
 
-class SyncBN:
+class SyncBN(Interceptor):
     """Shares the statistics of batch normalizations that use those of their batch.
 
     Args:
@@ -55,6 +56,7 @@ class SyncBN:
         if group := groups.current():
             self._open(group)
 
+    @intercepts
     def norm(self, call: Norm) -> torch.Tensor:
         """The normalization ``call`` by the statistics of all ranks' or replicas' parts of the batch, if it is by those of a batch."""
         if call.training and call.eps > 0 and (replica := current_replica()) is not None:
@@ -78,6 +80,7 @@ class SyncBN:
         layer = self._sharing.layer(call)
         return BatchNorm.apply(layer, call.input, call.weight, call.bias, call.running_mean, call.running_var, call.momentum, call.eps)
 
+    @intercepts
     def backward(self, call: Backward) -> None:
         """Warn, ever more rarely looking, of batch norms that no patch of Python's names reaches; then run ``call``."""
         self._backwards += 1
@@ -91,6 +94,7 @@ class SyncBN:
                 )
         call.run()
 
+    @intercepts
     def foreign(self, what: str, instance: Any) -> None:
         """The script starts a process group, in which compiled layers share too."""
         scopes.share()

@@ -31,7 +31,7 @@ def call_site() -> tuple:
     """A key for where in the user's script the running call comes from; two callers of one helper have different keys."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_ours(frame):
-        frame = frame.f_back  # as many as there are actors
+        frame = frame.f_back  # as many as there are interceptors
     key: list[int] = []
     while frame is not None and len(key) < 2 * DEPTH:
         key += (id(frame.f_code), frame.f_lasti)  # a code object hashes all that is in it, which takes longer than the walk

@@ -5,7 +5,7 @@ all have come. While it waits it *answers* the others: it takes part in the back
 nobody hangs when ranks part ways. Once all wait, the sync point that counts most takes place; ranks that came for another one
 answer it and wait on. Ranks that have answered backwards are *stale*: before anything else they take over the state of a rank that has not.
 
-What it means to answer a sync point is known to the actor that holds such sync points. Nothing is sent here; see ``status_board.py``.
+What it means to answer a sync point is known to the interceptor that holds it. Nothing is sent here; see ``status_board.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The actor on pipelines of NVIDIA DALI: each rank's readers read its part of the data, as a rank's share of a loader.
+"""The interceptor of pipelines of NVIDIA DALI: each rank's readers read its part of the data, as a rank's share of a loader.
 
 A pipeline is built, and begins to read, before anybody can know whether it will be trained on. So the guess is made by its reader: one
 that shuffles is for training, and each rank gets a shard of it; one that does not is read whole. If that is trained on all
@@ -27,6 +27,7 @@ from parwrap.data.training_share import ANOTHER_LOADER
 from parwrap.errors import RankMismatchError
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.dali import pipelines_of, readers_of
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.loop.random_streams import RandomStreams
 
@@ -56,7 +57,7 @@ class _History:
     agreed: bool = False
 
 
-class Pipelines:
+class Pipelines(Interceptor):
     """Shares out what DALI reads.
 
     Args:
@@ -80,6 +81,7 @@ class Pipelines:
         for kind in (FILES, DRAWS):
             group.coordinator.answer(kind, lambda detail, present: None)  # who has left shares out nothing
 
+    @intercepts
     def shard_reader(self, operator: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """What a reader that was ``given`` these arguments is to have instead: its shard, if it shuffles and has none.
 
@@ -91,6 +93,7 @@ class Pipelines:
         self._sharded[operator] = _listed(given)
         return {"num_shards": self._size, "shard_id": self._rank, "pad_last_batch": True}
 
+    @intercepts
     def build_pipeline(self, pipeline: Any, operators: Collection[Any], seed: int | None) -> tuple[int | None, int]:
         """The seed for ``pipeline``, which differs by rank if it reads a shard, and the size of its batches."""
         size = pipeline.max_batch_size
@@ -105,6 +108,7 @@ class Pipelines:
             return seed, size
         return seed + self._rank, math.ceil(size / self._size) if self._split() else size
 
+    @intercepts
     def make_iterator(self, pipelines: Collection[Any], size: int) -> int | None:
         """How many of ``size`` samples an epoch of this rank has; ``None`` if the pipelines read no shard that they got here."""
         if not any(self._built.get(pipeline) for pipeline in pipelines):
@@ -112,6 +116,7 @@ class Pipelines:
         self._announce(pipelines)
         return math.ceil(size / self._size) if size > 0 else size
 
+    @intercepts
     def iterate_pipelines(self, iterator: Any, original: Callable[[Any], Iterator]) -> Iterator:
         """A pass over ``iterator``."""
         if is_alone():
@@ -123,6 +128,7 @@ class Pipelines:
             return self._deal(iterator, original, history)
         return self._pass(original(iterator), False, True, lambda exhausted, trained: self._check_whole(iterator, history, trained))
 
+    @intercepts
     def length_of_pipelines(self, iterator: Any, original: Callable[[Any], int]) -> int:
         """``len(iterator)``: of what this rank gets to see of it."""
         whole = original(iterator)

@@ -1,4 +1,4 @@
-"""The actor on loaders: decides, when a pass over a loader begins, whether this rank sees all of it or its share.
+"""The interceptor of loaders: decides, when a pass over a loader begins, whether this rank sees all of it or its share.
 
 What is read to be looked at (evaluation) is seen whole by every rank, so that printed metrics are those of a single
 process; what is trained on is shared out, which is ``training_share.py``'s.
@@ -26,6 +26,7 @@ from parwrap.data.sharing_rules import Sharing, TrainingData
 from parwrap.data.training_share import Shares
 from parwrap.errors import UsageError
 from parwrap.group.group import Group, is_alone
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.batch_weights import Reading, Weighed
 from parwrap.loop.loop_state import Loop
 from parwrap.loop.random_streams import RandomStreams, get_state, set_state
@@ -84,7 +85,7 @@ class _Doubt(NamedTuple):
     text: str
 
 
-class Loaders:
+class Loaders(Interceptor):
     """Shares out the loaders of a loop.
 
     Args:
@@ -123,6 +124,7 @@ class Loaders:
         self.check_told(loader, self._history(loader), trains=False)
         self._shares.agree(loader)
 
+    @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         """A pass over ``loader``."""
         if _is_private():
@@ -234,10 +236,12 @@ class Loaders:
             self._trained += 1
         return position
 
+    @intercepts
     def loader_state(self, loader: DataLoader, original: Callable[[], dict]) -> dict:
         """``state_dict()`` of a loader that has one: its own iterator is not the one that is read where it is shared out."""
         return original() if _is_private() or not self._will_train(loader) else self.position(loader).state_dict()
 
+    @intercepts
     def load_loader_state(self, loader: DataLoader, original: Callable[[dict], None], state: dict) -> None:
         """``load_state_dict(state)`` of such a loader."""
         if isinstance(state, dict) and MARK in state:
@@ -269,6 +273,7 @@ class Loaders:
 
         return Pass(batches, closed, drawn, instead=instead)
 
+    @intercepts
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         """``len(loader)``: of what this rank gets to see of it."""
         whole = original(loader)
@@ -281,6 +286,7 @@ class Loaders:
             history.told_in_eval = self._loop.in_eval_mode()
         return share if trains else whole
 
+    @intercepts
     def world_size_asked(self) -> None:
         """A dataset that asks for the number of ranks shards itself."""
         world_size_asked()
@@ -415,7 +421,7 @@ class _Reading:
     """A pass that may train: this rank's share comes first.
 
     Args:
-        owner: the actor.
+        owner: the interceptor.
         shares: gives the rest of what this rank has not seen.
         loop: what the training loop has done so far.
         loader: the user's.

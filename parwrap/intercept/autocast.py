@@ -1,4 +1,4 @@
-"""A script's own ``with torch.autocast(...):`` and ``GradScaler.scale``: tell ``actor.enter_autocast`` and ``scale_by_hand``."""
+"""A script's own ``with torch.autocast(...):`` and ``GradScaler.scale``: call ``enter_autocast`` and ``scale_by_hand``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from parwrap.coordination.call_site import is_ours
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["autocast_patches", "scaler_patches"]
@@ -19,20 +20,20 @@ _BETWEEN = (os.path.dirname(torch.amp.__file__) + os.sep, contextlib.__file__)
 """Where frames between the one that enters and ``__enter__`` come from."""
 
 
-def autocast_patches(actor: Any) -> list[Patch]:
+def autocast_patches(interceptor: Interceptor) -> list[Patch]:
     """``torch.cuda.amp.autocast`` is a subclass, and a function under ``@torch.autocast(...)`` enters it too."""
 
     def enter(wrapped: Callable, instance: torch.autocast, args: tuple, kwargs: dict) -> Any:
         if not torch.compiler.is_compiling() and _by_the_user():
-            actor.enter_autocast(instance)
+            interceptor.enter_autocast(instance)
         return wrapped(*args, **kwargs)
 
     return [Patch(torch.amp.autocast_mode.autocast, "__enter__", enter)]
 
 
-def scaler_patches(actor: Any) -> list[Patch]:
+def scaler_patches(interceptor: Interceptor) -> list[Patch]:
     def scale(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:
-        actor.scale_by_hand(instance)
+        interceptor.scale_by_hand(instance)
         return wrapped(*args, **kwargs)
 
     return [Patch(torch.amp.GradScaler, "scale", scale)]

@@ -1,4 +1,4 @@
-"""``loss.backward()`` and ``torch.autograd.backward(losses)``: hand the call to ``actor.backward``.
+"""``loss.backward()`` and ``torch.autograd.backward(losses)``: forward the call to ``Interceptor.backward``.
 
 ``Tensor.backward`` looks ``torch.autograd.backward`` up when it is called, so one patch catches both.
 """
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch, is_patched
 
 __all__ = ["Backward", "patches"]
@@ -40,7 +41,7 @@ class Backward(NamedTuple):
     existing_grads: tuple[torch.Tensor, ...] = ()
 
     def run(self) -> None:
-        """Do what torch does, or hand the call on to the next actor."""
+        """Do what torch does, or forward the call to the next interceptor."""
         options = self.options
         if is_patched(self.original):
             options = {**options, "averaged": self.averaged, "weight": self.weight, "existing_grads": self.existing_grads}
@@ -77,9 +78,9 @@ def _scaled(
     return tensor, grad * factor
 
 
-def patches(actor: Any) -> list[Patch]:
+def patches(interceptor: Interceptor) -> list[Patch]:
     def backward(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
-        actor.backward(_bound(wrapped, *args, **kwargs))
+        interceptor.backward(_bound(wrapped, *args, **kwargs))
 
     return [Patch(torch.autograd, "backward", backward)]
 
@@ -98,7 +99,7 @@ def _bound(
 ) -> Backward:
     """The call with torch's own signature taken apart; its deprecated ``grad_variables`` is an older ``grad_tensors``.
 
-    The last three are those of an actor that hands the call on.
+    The last three are given by an interceptor that forwards the call.
     """
     tensors = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
     grad_tensors = grad_variables if grad_tensors is None else grad_tensors

@@ -1,4 +1,4 @@
-"""``module(...)``: hand the call of a module to ``actor.call``."""
+"""``module(...)``: forward the call to ``Interceptor.call``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["patches"]
 
 
-def patches(actor: Any) -> list[Patch]:
+def patches(interceptor: Interceptor) -> list[Patch]:
     def call(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> Any:
-        if torch.compiler.is_compiling():  # which would trace into the actor
+        if torch.compiler.is_compiling():  # which would trace into the interceptor
             return wrapped(*args, **kwargs)
-        return actor.call(instance, args, kwargs, wrapped)
+        return interceptor.call(instance, args, kwargs, wrapped)
 
     # which __call__ calls: torch.fx puts its own __call__ there for a while, and what it puts back would not be this patch
     return [Patch(nn.Module, "_call_impl", call)]

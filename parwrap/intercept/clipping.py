@@ -1,4 +1,4 @@
-"""``clip_grad_norm_``, ``clip_grad_value_`` and ``clip_grads_with_norm_``: hand them to ``actor.clip``."""
+"""``clip_grad_norm_``, ``clip_grad_value_`` and ``clip_grads_with_norm_``: forward them to ``Interceptor.clip``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import utils
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["Clip", "patches"]
@@ -29,7 +30,7 @@ class Clip(NamedTuple):
         parameters: whose gradients are clipped.
         args: what was given after ``parameters``.
         kwargs: what was given by name.
-        original: torch's own function, or the next actor's.
+        original: torch's own function, or the next interceptor's.
     """
 
     name: str
@@ -61,10 +62,10 @@ class Clip(NamedTuple):
         return utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
 
 
-def patches(actor: Any) -> list[Patch]:
+def patches(interceptor: Interceptor) -> list[Patch]:
     def patch(owner: Any, name: str) -> Patch:
         def clip(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-            return actor.clip(_bound(name, wrapped, *args, **kwargs))
+            return interceptor.clip(_bound(name, wrapped, *args, **kwargs))
 
         return Patch(owner, name, clip)
 

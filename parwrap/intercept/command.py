@@ -1,4 +1,4 @@
-"""``subprocess`` and ``os.system``: hand the command to ``actor.run_command`` before it runs."""
+"""``subprocess`` and ``os.system``: give the command to ``Interceptor.run_command`` before it runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["patches"]
 
 
-def patches(actor: Any) -> list[Patch]:
+def patches(interceptor: Interceptor) -> list[Patch]:
     def run(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        actor.run_command(args[0] if args else kwargs.get("args", kwargs.get("command")))
+        interceptor.run_command(args[0] if args else kwargs.get("args", kwargs.get("command")))
         return wrapped(*args, **kwargs)
 
     return [Patch(subprocess.Popen, "__init__", run), Patch(os, "system", run)]

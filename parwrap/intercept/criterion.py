@@ -1,4 +1,4 @@
-"""``cross_entropy`` and ``nll_loss``: hand each loss that is a mean to ``actor.criterion``, with the number that it was divided by.
+"""``cross_entropy`` and ``nll_loss``: give each loss that is a mean to ``Interceptor.criterion``, with the number it was divided by.
 
 The modules end there too. With weights of classes or targets that are ignored that number is not how many targets there are.
 """
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["Criterion", "patches"]
@@ -41,7 +42,7 @@ class Criterion(NamedTuple):
         return (self.weight[torch.where(counted, self.target, 0).long()] * counted).sum()
 
 
-def patches(actor: Any) -> list[Patch]:
+def patches(interceptor: Interceptor) -> list[Patch]:
     def patch(name: str) -> Patch:
         signature = inspect.signature(getattr(functional, name))
 
@@ -54,7 +55,7 @@ def patches(actor: Any) -> list[Patch]:
             target, named = given.arguments["target"], given.arguments
             if named["reduction"] != "mean" or named["reduce"] is False or named["size_average"] is False or target.is_floating_point():
                 return loss
-            return actor.criterion(Criterion(loss, target, named["weight"], named["ignore_index"]))
+            return interceptor.criterion(Criterion(loss, target, named["weight"], named["ignore_index"]))
 
         return Patch(functional, name, criterion)
 

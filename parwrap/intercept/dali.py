@@ -1,4 +1,4 @@
-"""NVIDIA DALI, once it is imported: its readers, pipelines and iterators are handed to an actor.
+"""NVIDIA DALI, once it is imported: forward what its readers, pipelines and iterators do to an interceptor.
 
 DALI says nowhere in public what all readers go through, of ``fn.readers`` and ``ops.readers`` alike, nor lets a pipeline be changed
 before it is built. So this file alone knows some of its private names; those of 2.4.
@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch, when_imported
 
 __all__ = ["build_patches", "iterate_patches", "iterator_patches", "length_patches", "pipelines_of", "readers_of", "shard_patches"]
@@ -22,15 +23,15 @@ OPERATORS, PIPELINES, ITERATORS = "nvidia.dali.ops", "nvidia.dali.pipeline", "nv
 """The modules with what is patched. DALI imports the last with a plugin only, as that for torch."""
 
 
-def shard_patches(actor: Any) -> list[AbstractContextManager]:
-    """``actor.shard_reader(operator, given)``: what a reader that was ``given`` these arguments is to have instead, if anything."""
+def shard_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
+    """Calls ``shard_reader`` for readers that can be sharded, whatever they were ``given``."""
 
     def patches(ops: ModuleType) -> list[Patch]:
         def init(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
             inputs, named_inputs, arguments, made_with, operator = args
             if not operator.schema.HasArgument("num_shards"):
                 return wrapped(*args)
-            instead = actor.shard_reader(instance, {**made_with, **arguments})
+            instead = interceptor.shard_reader(instance, {**made_with, **arguments})
             if not instead:
                 return wrapped(*args)
             kept = {name: value for name, value in arguments.items() if name not in instead}
@@ -50,13 +51,11 @@ def _made_anew(ops: Any, operator: Any, arguments: dict[str, Any]) -> Any:
     return made
 
 
-def build_patches(actor: Any) -> list[AbstractContextManager]:
-    """``actor.build_pipeline(pipeline, operators, seed)``: the seed to build it with, and how many samples its batches are to have."""
-
+def build_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
     def patches(module: ModuleType) -> list[Patch]:
         def build(wrapped: Callable, pipeline: Any, args: tuple, kwargs: dict) -> None:
             own = pipeline._seed
-            pipeline._seed, pipeline._max_batch_size = actor.build_pipeline(pipeline, pipeline._ops, own)
+            pipeline._seed, pipeline._max_batch_size = interceptor.build_pipeline(pipeline, pipeline._ops, own)
             try:
                 wrapped(*args, **kwargs)
             finally:
@@ -67,9 +66,7 @@ def build_patches(actor: Any) -> list[AbstractContextManager]:
     return [when_imported(PIPELINES, patches)]
 
 
-def iterator_patches(actor: Any) -> list[AbstractContextManager]:
-    """``actor.make_iterator(pipelines, size)``: the size of this rank's part; ``None`` if the pipelines read no part."""
-
+def iterator_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
     def patches(module: ModuleType) -> list[Patch]:
         signature = inspect.signature(module._DaliBaseIterator.__init__)
 
@@ -80,7 +77,7 @@ def iterator_patches(actor: Any) -> list[AbstractContextManager]:
             pipelines = pipelines if isinstance(pipelines, list) else [pipelines]
             for pipeline in pipelines:
                 pipeline.build()
-            size = actor.make_iterator(pipelines, given.arguments["size"])
+            size = interceptor.make_iterator(pipelines, given.arguments["size"])
             if size is None:
                 return wrapped(*args, **kwargs)
             if size > 0:
@@ -117,14 +114,14 @@ def _alike(pipelines: Sequence[Any]) -> Iterator[None]:
             del pipeline.reader_meta
 
 
-def iterate_patches(actor: Any) -> list[AbstractContextManager]:
+def iterate_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
     """As :func:`parwrap.intercept.loader.iterate_patches`, for DALI's iterators."""
-    return _iterator_method("__iter__", actor.iterate_pipelines)
+    return _iterator_method("__iter__", interceptor.iterate_pipelines)
 
 
-def length_patches(actor: Any) -> list[AbstractContextManager]:
+def length_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
     """As :func:`parwrap.intercept.loader.length_patches`, for DALI's iterators."""
-    return _iterator_method("__len__", actor.length_of_pipelines)
+    return _iterator_method("__len__", interceptor.length_of_pipelines)
 
 
 def _iterator_method(name: str, instead: Callable[[Any, Callable], Any]) -> list[AbstractContextManager]:

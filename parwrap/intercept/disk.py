@@ -1,4 +1,4 @@
-"""``open`` and the calls of ``os`` that open, change or look at paths: hand them to the actor.
+"""``open`` and the calls of ``os`` that open, change or look at paths: forward them to the interceptor.
 
 pathlib, shutil, json, numpy, pandas, matplotlib and the like all end in these. Some modules hold ``open`` under a name of
 their own. What native code opens by itself passes by.
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from numpy.lib._datasource import _FileOpeners  # type: ignore[attr-defined]
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = [
@@ -65,9 +66,9 @@ class Change(NamedTuple):
     options: tuple[tuple, dict] = ((), {})
 
 
-def open_patches(actor: Any) -> list[Patch]:
+def open_patches(interceptor: Interceptor) -> list[Patch]:
     def open(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        return actor.open(wrapped, *args, **kwargs)
+        return interceptor.open(wrapped, *args, **kwargs)
 
     def opener(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Callable:
         found = wrapped(*args, **kwargs)
@@ -78,21 +79,21 @@ def open_patches(actor: Any) -> list[Patch]:
     return [*patches, Patch(_FileOpeners, "__getitem__", opener)]
 
 
-def open_descriptor_patches(actor: Any) -> list[Patch]:
+def open_descriptor_patches(interceptor: Interceptor) -> list[Patch]:
     def open(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> int:
-        return actor.open_descriptor(wrapped, *args, **kwargs)
+        return interceptor.open_descriptor(wrapped, *args, **kwargs)
 
     return [Patch(os, "open", open)]
 
 
-def close_descriptor_patches(actor: Any) -> list[Patch]:
+def close_descriptor_patches(interceptor: Interceptor) -> list[Patch]:
     def close(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
-        actor.close_descriptor(wrapped, *args, **kwargs)
+        interceptor.close_descriptor(wrapped, *args, **kwargs)
 
     return [Patch(os, "close", close)]
 
 
-def change_patches(actor: Any) -> list[Patch]:
+def change_patches(interceptor: Interceptor) -> list[Patch]:
     def made(name: str, run: Callable, path: Any, *args: Any, dir_fd: int | None = None) -> Change:
         return Change(name, run, made=(path, dir_fd), options=(args, {}))
 
@@ -112,7 +113,7 @@ def change_patches(actor: Any) -> list[Patch]:
 
     def patch(owner: Any, name: str, taken_apart: Callable[..., Change]) -> Patch:
         def change(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-            return actor.change(taken_apart(name, partial(wrapped, *args, **kwargs), *args, **kwargs))
+            return interceptor.change(taken_apart(name, partial(wrapped, *args, **kwargs), *args, **kwargs))
 
         return Patch(owner, name, change)
 
@@ -126,28 +127,27 @@ def change_patches(actor: Any) -> list[Patch]:
     return [patch(os, name, form) for form, names in forms.items() for name in names] + [patch(shutil, "rmtree", gone)]
 
 
-def attribute_patches(actor: Any) -> list[Patch]:
-    return _on_paths("attribute", ATTRIBUTES, actor)
+def attribute_patches(interceptor: Interceptor) -> list[Patch]:
+    return _on_paths(interceptor.attribute, ATTRIBUTES)
 
 
-def look_patches(actor: Any) -> list[Patch]:
-    return _on_paths("look", LOOKS, actor)
+def look_patches(interceptor: Interceptor) -> list[Patch]:
+    return _on_paths(interceptor.look, LOOKS)
 
 
-def listing_patches(actor: Any) -> list[Patch]:
-    return _on_paths("listing", ("listdir", "scandir"), actor)
+def listing_patches(interceptor: Interceptor) -> list[Patch]:
+    return _on_paths(interceptor.listing, ("listdir", "scandir"))
 
 
-def temporary_name_patches(actor: Any) -> list[Patch]:
+def temporary_name_patches(interceptor: Interceptor) -> list[Patch]:
     def name(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> str:
-        return actor.temporary_name(wrapped())
+        return interceptor.temporary_name(wrapped())
 
     return [Patch(tempfile._RandomNameSequence, "__next__", name)]  # type: ignore[attr-defined]
 
 
-def _on_paths(verb: str, names: tuple[str, ...], actor: Any) -> list[Patch]:
-    """Patches of the functions ``names``, as far as this system has them, whose first argument is a path."""
-    method = getattr(actor, verb)
+def _on_paths(method: Callable, names: tuple[str, ...]) -> list[Patch]:
+    """Patches of the functions ``names``, as far as this system has them, whose first argument is a path: they call ``method``."""
 
     def patch(name: str) -> Patch:
         def on_path(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:

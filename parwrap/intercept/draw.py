@@ -1,4 +1,4 @@
-"""Random draws by torch, numpy and python: hand each to ``actor.draw(library, name, original, args, kwargs)``.
+"""Random draws by torch, numpy and python: forward each to ``Interceptor.draw``.
 
 Caught are the functions of the global generators, by whichever name a script calls them. What a library draws without these names
 (scikit-learn holds numpy's global generator itself) stays as it is.
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["patches"]
@@ -27,12 +28,12 @@ _TORCH = {
 _STATES = ("seed", "get_state", "set_state", "getstate", "setstate", "get_bit_generator", "set_bit_generator")
 
 
-def patches(actor: Any) -> list[Patch]:
+def patches(interceptor: Interceptor) -> list[Patch]:
     def patch(owner: Any, name: str, library: str) -> Patch:
         def draw(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-            if torch.compiler.is_compiling():  # which would trace into the actor
+            if torch.compiler.is_compiling():  # which would trace into the interceptor
                 return wrapped(*args, **kwargs)
-            return actor.draw(library, name, wrapped, args, kwargs)
+            return interceptor.draw(library, name, wrapped, args, kwargs)
 
         return Patch(owner, name, draw)
 

@@ -1,6 +1,6 @@
-"""``torch.save`` and ``torch.load``: hand the calls to ``actor.save`` and ``actor.load``.
+"""``torch.save`` and ``torch.load``: forward them to ``save`` and ``load`` of the interceptor.
 
-``actor.saved(obj)`` gives what is saved for ``obj``.
+``Interceptor.saved`` exchanges the object that is saved.
 """
 
 from __future__ import annotations
@@ -10,35 +10,36 @@ from typing import Any
 
 import torch
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["load_patches", "save_patches", "saved_patches"]
 
 
-def save_patches(actor: Any) -> list[Patch]:
+def save_patches(interceptor: Interceptor) -> list[Patch]:
     def save(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         def with_file(obj: Any, f: Any, *rest: Any, **options: Any) -> None:
-            actor.save(f, lambda file: wrapped(obj, file, *rest, **options))
+            interceptor.save(f, lambda file: wrapped(obj, file, *rest, **options))
 
         with_file(*args, **kwargs)
 
     return [Patch(torch, "save", save)]
 
 
-def saved_patches(actor: Any) -> list[Patch]:
+def saved_patches(interceptor: Interceptor) -> list[Patch]:
     def save(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         def with_object(obj: Any, *rest: Any, **options: Any) -> None:
-            wrapped(actor.saved(obj), *rest, **options)
+            wrapped(interceptor.saved(obj), *rest, **options)
 
         with_object(*args, **kwargs)
 
     return [Patch(torch, "save", save)]
 
 
-def load_patches(actor: Any) -> list[Patch]:
+def load_patches(interceptor: Interceptor) -> list[Patch]:
     def load(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         def with_file(f: Any, map_location: Any = None, *rest: Any, **options: Any) -> Any:
-            return actor.load(map_location, lambda location: wrapped(f, location, *rest, **options))
+            return interceptor.load(map_location, lambda location: wrapped(f, location, *rest, **options))
 
         return with_file(*args, **kwargs)
 

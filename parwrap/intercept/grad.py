@@ -1,4 +1,4 @@
-"""``torch.autograd.grad(outputs, inputs)``: tell ``actor.grad`` about the leaf tensors among its inputs, before it runs."""
+"""``torch.autograd.grad(outputs, inputs)``: give the leaf tensors among its inputs to ``Interceptor.grad`` before it runs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import Any
 
 import torch
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["patches"]
 
 
-def patches(actor: Any) -> list[Patch]:
+def patches(interceptor: Interceptor) -> list[Patch]:
     def grad(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        if torch.compiler.is_compiling():  # which would trace into the actor
+        if torch.compiler.is_compiling():  # which would trace into the interceptor
             return wrapped(*args, **kwargs)
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
         # exactly these types: tracing and functional transforms pass tensors of their own through here
         if leaves := [each for each in _several(inputs) if type(each) in (torch.nn.Parameter, torch.Tensor) and each.is_leaf]:
-            actor.grad(leaves)
+            interceptor.grad(leaves)
         return wrapped(*args, **kwargs)
 
     return [Patch(torch.autograd, "grad", grad)]

@@ -1,7 +1,7 @@
-"""``for batch in loader``, ``len(loader)`` and the state of loaders that have one: hand the calls to the actor.
+"""``for batch in loader``, ``len(loader)`` and the state of loaders that have one: forward the calls to the interceptor.
 
-They go to ``actor.iterate``, ``length``, ``loader_state`` and ``load_loader_state``. torchdata's loader derives from torch's, but
-iterates in a way of its own.
+They go to ``iterate``, ``length``, ``loader_state`` and ``load_loader_state``. torchdata's loader derives from torch's, but iterates in
+its own way.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch, when_imported
 
 __all__ = ["iterate_patches", "length_patches", "load_state_patches", "state_patches"]
@@ -21,37 +22,37 @@ STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
 """The module of the loaders that have a state."""
 
 
-def iterate_patches(actor: Any) -> list[Patch | AbstractContextManager]:
+def iterate_patches(interceptor: Interceptor) -> list[Patch | AbstractContextManager]:
     def patch(kind: Any) -> Patch:
         original = kind.__iter__
 
         def iterate(wrapped: Any, instance: DataLoader, args: tuple, kwargs: dict) -> Iterator:
-            return actor.iterate(instance, original)
+            return interceptor.iterate(instance, original)
 
         return Patch(kind, "__iter__", iterate)
 
     return [patch(DataLoader), _of_stateful(patch)]
 
 
-def length_patches(actor: Any) -> list[Patch]:
+def length_patches(interceptor: Interceptor) -> list[Patch]:
     original = DataLoader.__len__
 
     def length(wrapped: Any, instance: DataLoader, args: tuple, kwargs: dict) -> int:
-        return actor.length(instance, original)
+        return interceptor.length(instance, original)
 
     return [Patch(DataLoader, "__len__", length)]
 
 
-def state_patches(actor: Any) -> list[AbstractContextManager]:
+def state_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
     def state_dict(wrapped: Callable, instance: DataLoader, args: tuple, kwargs: dict) -> dict:
-        return actor.loader_state(instance, wrapped)
+        return interceptor.loader_state(instance, wrapped)
 
     return [_of_stateful(lambda kind: Patch(kind, "state_dict", state_dict))]
 
 
-def load_state_patches(actor: Any) -> list[AbstractContextManager]:
+def load_state_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
     def load_state_dict(wrapped: Callable, instance: DataLoader, args: tuple, kwargs: dict) -> None:
-        return (lambda state_dict: actor.load_loader_state(instance, wrapped, state_dict))(*args, **kwargs)
+        return (lambda state_dict: interceptor.load_loader_state(instance, wrapped, state_dict))(*args, **kwargs)
 
     return [_of_stateful(lambda kind: Patch(kind, "load_state_dict", load_state_dict))]
 

@@ -1,21 +1,21 @@
-"""``module.train()`` and ``module.eval()``: tell ``actor.set_mode`` about the outermost call, after it has taken effect.
+"""``module.train()`` and ``module.eval()``: call ``Interceptor.set_mode`` after the outermost call has taken effect.
 
-``eval()`` is ``train(False)``, and ``train`` calls itself for every submodule; those inner calls are no news.
+``eval()`` is ``train(False)``, and ``train`` calls itself for every submodule; those inner calls are not forwarded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["patches"]
 
 
-def patches(actor: Any) -> list[Patch]:
+def patches(interceptor: Interceptor) -> list[Patch]:
     inside = False
 
     def train(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
@@ -27,7 +27,7 @@ def patches(actor: Any) -> list[Patch]:
             result = wrapped(*args, **kwargs)
         finally:
             inside = False
-        actor.set_mode(instance, instance.training)
+        interceptor.set_mode(instance, instance.training)
         return result
 
     return [Patch(nn.Module, "train", train)]

@@ -1,5 +1,4 @@
-"""``module.state_dict()`` and ``load_state_dict``: let ``actor.module_state`` change what the outermost call gives, and tell
-``actor.load_module_state`` before one loads."""
+"""``module.state_dict()`` and ``load_state_dict``: forward the outermost call to ``module_state`` and ``load_module_state``."""
 
 from __future__ import annotations
 
@@ -8,12 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["load_patches", "save_patches"]
 
 
-def save_patches(actor: Any) -> list[Patch]:
+def save_patches(interceptor: Interceptor) -> list[Patch]:
     inside = False
 
     def state_dict(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -25,14 +25,14 @@ def save_patches(actor: Any) -> list[Patch]:
             state = wrapped(*args, **kwargs)
         finally:
             inside = False
-        return actor.module_state(instance, state)
+        return interceptor.module_state(instance, state)
 
     return [Patch(nn.Module, "state_dict", state_dict)]
 
 
-def load_patches(actor: Any) -> list[Patch]:
+def load_patches(interceptor: Interceptor) -> list[Patch]:
     def load_state_dict(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> Any:
-        actor.load_module_state(instance, bool(args[2] if len(args) > 2 else kwargs.get("assign")))
+        interceptor.load_module_state(instance, bool(args[2] if len(args) > 2 else kwargs.get("assign")))
         return wrapped(*args, **kwargs)
 
     return [Patch(nn.Module, "load_state_dict", load_state_dict)]

@@ -1,4 +1,4 @@
-"""``module.to(...)``, ``.cuda()``, ``.half()``: hand those that give parameters another device or dtype to ``actor.move``."""
+"""``module.to(...)``, ``.cuda()``, ``.half()``: forward those that give parameters another device or dtype to ``Interceptor.move``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["patches"]
 
 
-def patches(actor: Any) -> list[Patch]:
+def patches(interceptor: Interceptor) -> list[Patch]:
     """All of them call ``_apply``, which calls itself for every submodule."""
     inside = False
 
@@ -28,7 +29,7 @@ def patches(actor: Any) -> list[Patch]:
 
         if inside:
             return wrapped(*args, **kwargs)
-        return actor.move(instance, run) if _changes(instance, *args, **kwargs) else run()
+        return interceptor.move(instance, run) if _changes(instance, *args, **kwargs) else run()
 
     return [Patch(nn.Module, "_apply", apply)]
 

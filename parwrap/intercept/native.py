@@ -1,4 +1,4 @@
-"""Calls of libraries that read and write files by path in native code, past ``open``: hand them to the actor.
+"""Calls of libraries that read and write files by path in native code, past ``open``: forward them to the interceptor.
 
 ``CALLS`` is the table of them. A library is patched once it is imported. What is not in the table passes by.
 """
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote, unquote
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch, when_imported
 
 __all__ = ["CALLS", "NativeCall", "patches"]
@@ -80,11 +81,11 @@ _closing: weakref.WeakKeyDictionary[Any, weakref.finalize] = weakref.WeakKeyDict
 """What is to be called when an object that writes to a file has been closed, or is dropped."""
 
 
-def patches(actor: Any) -> list[AbstractContextManager]:
-    """``actor.save``, ``read_native``, ``write_native``, ``open_native`` and ``update_native``, with the path and what to call with one."""
+def patches(interceptor: Interceptor) -> list[AbstractContextManager]:
+    """Calls ``save``, ``read_native``, ``write_native``, ``open_native`` and ``update_native``, with the path and what to call with one."""
 
     def of_module(calls: list[NativeCall]) -> Callable[[ModuleType], list[Patch]]:
-        return lambda module: [patch for call in calls if _is_there(module, call) for patch in _patches_of(module, call, actor)]
+        return lambda module: [patch for call in calls if _is_there(module, call) for patch in _patches_of(module, call, interceptor)]
 
     return [when_imported(name, of_module(list(calls))) for name, calls in groupby(CALLS, lambda call: call.module)]
 
@@ -93,15 +94,20 @@ def _is_there(module: ModuleType, call: NativeCall) -> bool:
     return hasattr(module, call.name.partition(".")[0])
 
 
-def _patches_of(module: ModuleType, call: NativeCall, actor: Any) -> list[Patch]:
+def _patches_of(module: ModuleType, call: NativeCall, interceptor: Interceptor) -> list[Patch]:
     owner, _, name = call.name.rpartition(".")
     owned = resolve_name(f"{module.__name__}:{owner}") if owner else module
     if call.way != "open":
-        on_path = {"read": actor.read_native, "save": actor.save, "write": actor.write_native, "update": actor.update_native}[call.way]
-        return [Patch(owned, name, _on_path(call, on_path))]
+        on_path = {
+            "read": interceptor.read_native,
+            "save": interceptor.save,
+            "write": interceptor.write_native,
+            "update": interceptor.update_native,
+        }
+        return [Patch(owned, name, _on_path(call, on_path[call.way]))]
     if owner:
-        return [Patch(owned, name, _opening(call, actor.open_native)), Patch(owned, "close", _close)]
-    return [Patch(owned, name, _making(call, actor.open_native))]
+        return [Patch(owned, name, _opening(call, interceptor.open_native)), Patch(owned, "close", _close)]
+    return [Patch(owned, name, _making(call, interceptor.open_native))]
 
 
 def _on_path(call: NativeCall, on_path: Callable[[Any, Callable[[Any], Any]], Any]) -> Callable:
@@ -139,7 +145,7 @@ def _making(call: NativeCall, open_native: Callable) -> Callable:
 
 
 def _opened(call: NativeCall, open_native: Callable, wrapped: Callable, args: tuple, kwargs: dict, opened: Callable[[Any], Any]) -> Any:
-    """What ``wrapped`` returns when it opens the file where the actor says; ``opened`` of it is the object that is closed."""
+    """What ``wrapped`` returns when it opens the file where the interceptor says; ``opened`` of it is the object that is closed."""
     path = _path(call, args, kwargs)
     if path is None:
         return wrapped(*args, **kwargs)

@@ -1,4 +1,6 @@
-"""Batch normalization: hand each ``torch.nn.functional.batch_norm`` to ``actor.norm``; ``torch.compile`` reads ``actor.traced_norm`` there.
+"""Batch normalization: forward each ``torch.nn.functional.batch_norm`` to ``Interceptor.norm``.
+
+``torch.compile`` compiles ``Interceptor.traced_norm`` in its place.
 
 Every BatchNorm module ends there, lazy ones and subclasses too, and so do functional calls; InstanceNorm does not.
 """
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["Norm", "patches"]
@@ -35,12 +38,12 @@ class Norm(NamedTuple):
         return self.original(*self[1:])
 
     def run_by_itself(self) -> torch.Tensor:
-        """Do what torch does, whatever other actors would."""
+        """Do what torch does, without any other interceptor."""
         return inspect.unwrap(self.original)(*self[1:])
 
 
-def patches(actor: Any) -> list[Patch]:
+def patches(interceptor: Interceptor) -> list[Patch]:
     def batch_norm(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-        return actor.norm(Norm(wrapped, *args, **kwargs))
+        return interceptor.norm(Norm(wrapped, *args, **kwargs))
 
-    return [Patch(functional, "batch_norm", batch_norm, getattr(actor, "traced_norm", None))]
+    return [Patch(functional, "batch_norm", batch_norm, interceptor.traced_norm)]

@@ -1,6 +1,6 @@
-"""``Optimizer(...)``, ``add_param_group`` and ``step(closure)``: tell ``actor.own_parameters``, ``step``, ``stepped`` and ``closure``.
+"""``Optimizer(...)``, ``add_param_group`` and ``step(closure)``: forward them to the interceptor.
 
-``actor.take_parameters(parameters)`` gives the parameters that an optimizer gets to see.
+They go to ``take_parameters``, ``own_parameters``, ``step``, ``stepped`` and ``closure``.
 
 ``Optimizer.__init__`` rewrites ``step`` of every class that it first meets, so a patch on ``step`` could not be taken off
 again exactly. torch's own hook for all optimizers sees every ``step``, of classes made later too, and can exchange the
@@ -17,17 +17,18 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["closure_patches", "own_parameters_patches", "step_patches", "stepped_patches", "take_parameters_patches"]
 
 
-def take_parameters_patches(actor: Any) -> list[Patch]:
+def take_parameters_patches(interceptor: Interceptor) -> list[Patch]:
     def add_param_group(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> None:
         def with_group(param_group: Any) -> None:
             if isinstance(param_group, dict) and "params" in param_group and not isinstance(param_group["params"], set):
                 params = param_group["params"]
-                param_group["params"] = actor.take_parameters([params] if isinstance(params, torch.Tensor) else list(params))
+                param_group["params"] = interceptor.take_parameters([params] if isinstance(params, torch.Tensor) else list(params))
             wrapped(param_group)
 
         with_group(*args, **kwargs)
@@ -35,37 +36,33 @@ def take_parameters_patches(actor: Any) -> list[Patch]:
     return [Patch(Optimizer, "add_param_group", add_param_group)]
 
 
-def own_parameters_patches(actor: Any) -> list[Patch]:
+def own_parameters_patches(interceptor: Interceptor) -> list[Patch]:
     """``__init__`` calls ``add_param_group`` for each of its groups, so one patch sees both."""
 
     def add_param_group(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> None:
         wrapped(*args, **kwargs)
-        actor.own_parameters(instance)
+        interceptor.own_parameters(instance)
 
     return [Patch(Optimizer, "add_param_group", add_param_group)]
 
 
-def closure_patches(actor: Any) -> list[AbstractContextManager]:
-    """``actor.closure(closure)`` gives the closure that ``step`` gets to see."""
-
+def closure_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
     def exchange(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if len(args) > 1 and callable(args[1]):
-            return (args[0], actor.closure(args[1]), *args[2:]), kwargs
+            return (args[0], interceptor.closure(args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": actor.closure(kwargs["closure"])}
+            return args, {**kwargs, "closure": interceptor.closure(kwargs["closure"])}
         return None
 
     return [_hooked(exchange)]
 
 
-def step_patches(actor: Any) -> list[AbstractContextManager]:
-    """``actor.step(optimizer)`` is told of every step before it runs."""
-    return [_hooked(lambda optimizer, args, kwargs: actor.step(optimizer))]
+def step_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
+    return [_hooked(lambda optimizer, args, kwargs: interceptor.step(optimizer))]
 
 
-def stepped_patches(actor: Any) -> list[AbstractContextManager]:
-    """``actor.stepped(optimizer)`` is told of every step after it has run, unless it has raised."""
-    return [_hooked(lambda optimizer, args, kwargs: actor.stepped(optimizer), register_optimizer_step_post_hook)]
+def stepped_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
+    return [_hooked(lambda optimizer, args, kwargs: interceptor.stepped(optimizer), register_optimizer_step_post_hook)]
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""``print``, logging and warnings: hand the calls to the actor's ``speak``, ``log``, ``points_to`` and ``show_warning``.
+"""``print``, logging and warnings: forward them to ``speak``, ``log``, ``points_to`` and ``show_warning``.
 
-All are process-wide: other threads speak through the same actor.
+All are process-wide: other threads use the same interceptor.
 """
 
 from __future__ import annotations
@@ -14,36 +14,35 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["log_patches", "speak_patches", "stacklevel_patches", "warning_patches"]
 
 
-def speak_patches(actor: Any) -> list[Patch]:
+def speak_patches(interceptor: Interceptor) -> list[Patch]:
     """``print(..., force=True)`` is for what every rank may say."""
 
     def speak(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         force = kwargs.pop("force", False)
-        actor.speak(partial(wrapped, *args, **kwargs), file=kwargs.get("file"), force=force)
+        interceptor.speak(partial(wrapped, *args, **kwargs), file=kwargs.get("file"), force=force)
 
     return [Patch(builtins, "print", speak)]
 
 
-def log_patches(actor: Any) -> list[Patch]:
+def log_patches(interceptor: Interceptor) -> list[Patch]:
     def handle(wrapped: Callable, instance: logging.Logger, args: tuple, kwargs: dict) -> None:
         record = args[0] if args else kwargs["record"]
-        actor.log(record, partial(wrapped, record))
+        interceptor.log(record, partial(wrapped, record))
 
     return [Patch(logging.Logger, "handle", handle)]
 
 
-def stacklevel_patches(actor: Any) -> list[Patch]:
-    """``actor.points_to(caller, stacklevel)`` gives the level that ``warnings.warn`` gets instead, counted from the caller's frame."""
-
+def stacklevel_patches(interceptor: Interceptor) -> list[Patch]:
     def moved(
         wrapped: Callable, caller: FrameType, message: Any, category: Any = None, stacklevel: int = 1, source: Any = None, **others: Any
     ) -> None:
-        wrapped(message, category, actor.points_to(caller, max(stacklevel, 1)) + 2, source, **others)  # over the two frames here
+        wrapped(message, category, interceptor.points_to(caller, max(stacklevel, 1)) + 2, source, **others)  # over the two frames here
 
     def warn(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         moved(wrapped, sys._getframe(1), *args, **kwargs)
@@ -51,8 +50,8 @@ def stacklevel_patches(actor: Any) -> list[Patch]:
     return [Patch(warnings, "warn", warn)]
 
 
-def warning_patches(actor: Any) -> list[Patch]:
+def warning_patches(interceptor: Interceptor) -> list[Patch]:
     def show(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
-        actor.show_warning(partial(wrapped, *args, **kwargs))
+        interceptor.show_warning(partial(wrapped, *args, **kwargs))
 
     return [Patch(warnings, "showwarning", show)]

@@ -1,7 +1,7 @@
 """What ``torch.distributed`` says about the process group.
 
-Tell ``actor.world_size_asked`` that somebody asks ``get_world_size()``, also by way of ``parwrap.world_size()``. Where
-``actor.hides_group`` says so of the caller's frame, the functions answer as they do without a process group.
+``Interceptor.world_size_asked`` is called at each ``get_world_size()``, also that of ``parwrap.world_size()``. Where
+``Interceptor.hides_group`` is true for the caller's frame, the functions answer as they do without a process group.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ from typing import Any
 
 import torch.distributed as dist
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["hiding_patches", "patches"]
 
 
-def patches(actor: Any) -> list[Patch]:
+def patches(interceptor: Interceptor) -> list[Patch]:
     def world_size(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> int:
-        actor.world_size_asked()
+        interceptor.world_size_asked()
         return wrapped(*args, **kwargs)
 
     return [Patch(dist, "get_world_size", world_size)]
 
 
-def hiding_patches(actor: Any) -> list[Patch]:
+def hiding_patches(interceptor: Interceptor) -> list[Patch]:
     def is_initialized(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> bool:
-        return not actor.hides_group(sys._getframe(1)) and wrapped(*args, **kwargs)
+        return not interceptor.hides_group(sys._getframe(1)) and wrapped(*args, **kwargs)
 
     def of_group(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
         group = args[0] if args else kwargs.get("group")
-        if group is None and actor.hides_group(sys._getframe(1)):
+        if group is None and interceptor.hides_group(sys._getframe(1)):
             raise ValueError(
                 "Default process group has not been initialized, please make sure to call init_process_group. "
                 f"parwrap hides its own from plain scripts: use parwrap.rank() and parwrap.world_size() instead of {wrapped.__name__}()."

@@ -1,4 +1,4 @@
-"""A script's own ``GradScaler``: hand ``unscale_``, ``step`` and ``update`` to ``actor.use_scaler``."""
+"""A script's own ``GradScaler``: forward ``unscale_``, ``step`` and ``update`` to ``Interceptor.use_scaler``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from parwrap.coordination.call_site import is_ours
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["ScalerCall", "patches"]
@@ -31,7 +32,7 @@ class ScalerCall(NamedTuple):
     run: Callable[[], Any]
 
 
-def patches(actor: Any) -> list[Patch]:
+def patches(interceptor: Interceptor) -> list[Patch]:
     """What torch and parwrap call themselves, as ``step`` calls ``unscale_``, is let through."""
 
     def patch(name: str, of_optimizer: bool) -> Patch:
@@ -39,7 +40,7 @@ def patches(actor: Any) -> list[Patch]:
             if is_ours(sys._getframe(1)):
                 return wrapped(*args, **kwargs)
             optimizer = (args[0] if args else kwargs.get("optimizer")) if of_optimizer else None
-            return actor.use_scaler(ScalerCall(instance, name, optimizer, partial(wrapped, *args, **kwargs)))
+            return interceptor.use_scaler(ScalerCall(instance, name, optimizer, partial(wrapped, *args, **kwargs)))
 
         return Patch(torch.amp.GradScaler, name, call)
 

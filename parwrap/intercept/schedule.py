@@ -1,4 +1,4 @@
-"""``ReduceLROnPlateau.step(metric)``: let ``actor.metric`` decide which number the schedule sees."""
+"""``ReduceLROnPlateau.step(metric)``: let ``Interceptor.metric`` decide which number the schedule sees."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
 __all__ = ["patches"]
 
 
-def patches(actor: Any) -> list[Patch]:
+def patches(interceptor: Interceptor) -> list[Patch]:
     def step(wrapped: Callable, instance: ReduceLROnPlateau, args: tuple, kwargs: dict) -> None:
         def with_metric(metrics: Any, *rest: Any, **options: Any) -> None:
-            wrapped(actor.metric(metrics), *rest, **options)
+            wrapped(interceptor.metric(metrics), *rest, **options)
 
         with_metric(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""``optimizer.step()``: ask ``actor.skips(optimizer)`` whether this one is to do nothing.
+"""``optimizer.step()``: ask ``Interceptor.skips`` whether it does nothing.
 
 A hook cannot leave a step out, but it can exchange the ``self`` that the step gets: a step that is skipped runs on an image of the
 optimizer that has no parameters. So the optimizer is never changed, and nothing has to be put back, also if the step raises. What the
@@ -19,7 +19,7 @@ from torch.optim import optimizer as torchs
 
 from parwrap.coordination.call_site import location
 from parwrap.errors import UsageError
-from parwrap.loop.loop_state import parameters_of
+from parwrap.intercept.interceptor import Interceptor
 
 __all__ = ["handed_on", "has_inner", "is_image", "patches", "stepping", "steps_running"]
 
@@ -29,26 +29,26 @@ STEP = Optimizer.profile_hook_step(print).__code__
 """Of the function that torch puts around the ``step`` of every class, which calls the hooks."""
 
 
-def patches(actor: Any) -> list[AbstractContextManager]:
-    """While ``actor.skips(optimizer)`` is true, a step leaves parameters, state and gradients as they are.
+def patches(interceptor: Interceptor) -> list[AbstractContextManager]:
+    """A step that is skipped leaves parameters, state and gradients as they are.
 
-    A closure is still called, once, and its loss returned, unless ``actor.refuse_closure()`` raises; learning rate schedulers count the
-    step. The actor that was installed last is asked first, and the others only if it lets the step through.
+    A closure is still called, once, and its loss returned, unless ``refuse_closure`` raises; learning rate schedulers count the step. The
+    interceptor that was installed last is asked first, and the others only if it lets the step through.
     """
 
     before: dict[int, list[tuple[torch.Tensor, int]]] = {}
 
     def exchange(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        # what a subclass hands on to super().step() is an image already, and so it is after another actor has skipped
+        # what a subclass hands on to super().step() is an image already, and so it is after another interceptor has skipped
         if is_image(args[0]) or handed_on(optimizer):
             return None
         before.clear()  # a step that has raised is not seen to end
-        if hasattr(actor, "refuse_closure") and any(callable(each) for each in (*args[1:], *kwargs.values())):
-            actor.refuse_closure()
-        if not actor.skips(optimizer):
+        if any(callable(each) for each in (*args[1:], *kwargs.values())):
+            interceptor.refuse_closure()
+        if not interceptor.skips(optimizer):
             return None
         several = _with_inner(optimizer, [])
-        owned = {id(p): p for each in several for p in parameters_of(each)}
+        owned = {id(p): p for each in several for group in each.param_groups for p in group["params"]}
         if len(args) == 1 and not kwargs:  # a closure may change them in its forward
             before[id(optimizer)] = [(p, p._version) for p in owned.values()]
         return (_image(optimizer, owned, {}), *args[1:]), kwargs

@@ -1,6 +1,6 @@
-"""``optimizer.step()``, where it is really taken: tell ``actor.takes_step(optimizer)`` before, and ``took_step`` after it.
+"""``optimizer.step()``, where it is really taken: call ``Interceptor.takes_step`` before it, and ``took_step`` after it.
 
-A step that an actor leaves out is none, and one that a class hands on to that of its base is a single one.
+A step that an interceptor skips does not count, and one that a class forwards to its base class counts once.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.skipping import handed_on, is_image
 
 __all__ = ["takes_patches", "took_patches"]
 
 
-def takes_patches(actor: Any) -> list[AbstractContextManager]:
+def takes_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
     def takes(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if not (is_image(args[0]) or handed_on(optimizer)):
-            actor.takes_step(optimizer)
+            interceptor.takes_step(optimizer)
 
     return [_hooked(takes, register_optimizer_step_pre_hook)]
 
 
-def took_patches(actor: Any) -> list[AbstractContextManager]:
+def took_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
     def took(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if not (is_image(args[0]) or handed_on(optimizer)):
-            actor.took_step(optimizer)
+            interceptor.took_step(optimizer)
 
     return [_hooked(took, register_optimizer_step_post_hook)]
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch, when_imported
 
 __all__ = ["collection_patches", "sync_patches", "update_patches"]
@@ -18,15 +19,13 @@ __all__ = ["collection_patches", "sync_patches", "update_patches"]
 MODULE, COLLECTIONS = "torchmetrics.metric", "torchmetrics.collections"
 
 
-def update_patches(actor: Any) -> list[AbstractContextManager]:
-    """``actor.update_metric(metric)``: ``metric`` is about to be updated."""
-
+def update_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
     def make_update(wrapped: Callable, metric: Any, args: tuple, kwargs: dict) -> Callable:
         update = wrapped(*args, **kwargs)
 
         @functools.wraps(update)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            actor.update_metric(metric)
+            interceptor.update_metric(metric)
             return update(*args, **kwargs)
 
         return noted
@@ -37,12 +36,10 @@ def update_patches(actor: Any) -> list[AbstractContextManager]:
     return [when_imported(MODULE, patches)]
 
 
-def collection_patches(actor: Any) -> list[AbstractContextManager]:
-    """``actor.share_states(metrics)``: members of a ``MetricCollection`` that the first of them is updated for are about to be computed."""
-
+def collection_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
     def compute(wrapped: Callable, collection: Any, args: tuple, kwargs: dict) -> Any:
         for names in collection.compute_groups.values():
-            actor.share_states([collection._modules[name] for name in names])
+            interceptor.share_states([collection._modules[name] for name in names])
         return wrapped(*args, **kwargs)
 
     def patches(module: ModuleType) -> list[Patch]:
@@ -51,11 +48,9 @@ def collection_patches(actor: Any) -> list[AbstractContextManager]:
     return [when_imported(COLLECTIONS, patches)]
 
 
-def sync_patches(actor: Any) -> list[AbstractContextManager]:
-    """``actor.syncs_metric(metric)``: whether the states of ``metric`` are to be put together over the ranks."""
-
+def sync_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
     def sync(wrapped: Callable, metric: Any, args: tuple, kwargs: dict) -> None:
-        if actor.syncs_metric(metric):
+        if interceptor.syncs_metric(metric):
             return wrapped(*args, **kwargs)
         return wrapped(*args[:3], **{**kwargs, "distributed_available": lambda: False})
 

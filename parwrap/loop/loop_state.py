@@ -1,4 +1,4 @@
-"""What the user's training loop has done so far: facts that several actors act on.
+"""What the user's training loop has done so far: facts that several interceptors use.
 
 Optimizers built, backwards run, modules set to train or to eval, passes over loaders that are open. Nothing here changes
 what the loop does.
@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from parwrap.group.group import is_alone
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.batch_weights import BatchWeights
 
 __all__ = ["Loop", "group_options", "parameters_of"]
 
 
-class Loop:
+class Loop(Interceptor):
     """The facts of one running loop.
 
     Attributes:
@@ -77,6 +78,7 @@ class Loop:
             if issubclass(type(thing), torch.optim.Optimizer) and hasattr(thing, "param_groups"):
                 self.own_parameters(thing)
 
+    @intercepts
     def own_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` owns new parameters: it is being built, or it got another group; what only this rank builds has no number."""
         if is_alone():
@@ -113,6 +115,7 @@ class Loop:
         mine = {id(p) for p in parameters_of(optimizer)}
         return {number for (number, _), p in self.once_owned().items() if id(p) in mine}
 
+    @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """``module.train(training)`` was called."""
         self._training.pop(module, None)

@@ -20,6 +20,7 @@ from torch.utils import checkpoint
 
 from parwrap.coordination.call_site import DEPTH, is_ours
 from parwrap.group.group import is_alone
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.loop.random_streams import RandomStreams
 
@@ -53,7 +54,7 @@ class _Line:
     steps: int = 0
 
 
-class StepDraws:
+class StepDraws(Interceptor):
     """Gives each draw the shared streams or the rank's.
 
     Args:
@@ -69,6 +70,7 @@ class StepDraws:
         self._forwards = self._backwards_before_step = 0
         self._in_forward = self._ranks_differ = False
 
+    @intercepts
     def draw(self, library: str, name: str, original: Callable, args: tuple, kwargs: dict) -> Any:
         """A call of the function ``name`` of ``library``."""
         if not self._may_differ() or (not self._in_forward and _in_checkpoint()):
@@ -85,6 +87,7 @@ class StepDraws:
         with self._streams.own_torch():
             return original(*args, **kwargs)
 
+    @intercepts
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
         """A forward of ``module``."""
         if self._in_forward or not (module.training and self._loop.trained and self._loop.by_hand and self._may_differ()):

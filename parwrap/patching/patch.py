@@ -89,7 +89,7 @@ def installed(patches: Iterable[Patch | AbstractContextManager], module: str | N
     """Install ``patches`` in their order and take them off again in reverse, also when the block raises.
 
     Functions of modules are patched under the names too by which others have imported them. A context manager among the patches is
-    entered in its place: that is how a verb for which torch sells a hook takes part.
+    entered in its place: that is how a call is intercepted for which torch has a hook.
 
     Args:
         patches: what to install.

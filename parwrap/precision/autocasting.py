@@ -19,14 +19,15 @@ from torch.utils.data import DataLoader
 from parwrap.coordination.call_site import location
 from parwrap.data.passes import Pass
 from parwrap.intercept.backward import Backward
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.intercept.skipping import STEP
 from parwrap.precision.aside import stand_aside, warn_once
 
 __all__ = ["Autocasting"]
 
 
-class Autocasting:
-    """The actor that keeps autocast out of what is not a forward.
+class Autocasting(Interceptor):
+    """The interceptor that keeps autocast out of what is not a forward.
 
     It switches on again only what it has switched off itself: there may be another inside of it, or around it.
 
@@ -49,6 +50,7 @@ class Autocasting:
         with autocast, self._watching:
             yield
 
+    @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         """By hand, autocast would be around the forward only: samples are made without, in worker processes too."""
         with self.off_for_data():
@@ -60,12 +62,14 @@ class Autocasting:
         """While data is drawn; a script's own autocast is as its authors had it."""
         return nullcontext() if self._aside else self._off()
 
+    @intercepts
     def backward(self, call: Backward) -> None:
         if self._depth:
             self._on_again()  # a step has raised, so it was not seen to end
         with self._off():
             call.run()
 
+    @intercepts
     def step(self, optimizer: Optimizer) -> None:
         """A step begins; inside of it, there may be the step of a base class or of another optimizer."""
         if not self._depth:
@@ -75,12 +79,14 @@ class Autocasting:
                 self._watch()
         self._depth += 1
 
+    @intercepts
     def stepped(self, optimizer: Optimizer) -> None:
         if self._depth == 1:
             self._on_again()
         elif self._depth:
             self._depth -= 1
 
+    @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """In a closure is a forward."""
 
@@ -96,6 +102,7 @@ class Autocasting:
 
         return with_autocast
 
+    @intercepts
     def enter_autocast(self, instance: torch.autocast) -> None:
         """The script enters an autocast of its own: this one is off from then on, as the script's authors had it."""
         if instance._enabled and instance.device == self._device and not self._aside:

@@ -1,6 +1,6 @@
 """Whether the gradients that an optimizer would step with are finite: looked at after a backward, and again where they are others since.
 
-The user clips, other actors set gradients without a backward. Who asks, and what is done about it, is in ``scaling.py``.
+The user clips, other interceptors set gradients without a backward. Who asks, and what is done about it, is in ``scaling.py``.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 
 __all__ = ["HalfForGood", "HalfInCalls"]
@@ -26,15 +27,17 @@ WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 """What is around a model: it calls the model itself."""
 
 
-class _Halving:
+class _Halving(Interceptor):
     def __init__(self) -> None:
         self._loop = Loop()
         self._loop.find_optimizers()
         self._inside = False
 
+    @intercepts
     def own_parameters(self, optimizer: Optimizer) -> None:
         self._loop.own_parameters(optimizer)
 
+    @intercepts
     def call(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
         """Run the call of ``module``, in float16 if it is a model that is trained."""
         if self._inside or isinstance(module, WRAPPERS) or not self._is_model(module):

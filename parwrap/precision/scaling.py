@@ -1,6 +1,6 @@
 """Dynamic loss scaling for fp16, with no edit to ``backward``, ``step`` or clipping.
 
-The actor multiplies losses by the scale, looks at the gradients after each backward, and skips the steps of optimizers whose
+The interceptor multiplies losses by the scale, looks at the gradients after each backward, and skips the steps of optimizers whose
 gradients are not finite. Since ranks average, a gradient that is not finite on one rank is so on all, and all of them skip.
 How gradients come to be true-scale is in ``unscaling.py``, how they are looked at in ``finite.py``, the scale in ``state.py``, and when
 it changes in ``iterations.py``.
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.clipping import Clip
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.precision.aside import stand_aside, warn_once
 from parwrap.precision.finite import Found
@@ -30,7 +31,7 @@ KEY = "parwrap.amp"
 """Of the scale in the state of an optimizer, where torch reads nothing but ``state`` and ``param_groups``."""
 
 
-class Scaling:
+class Scaling(Interceptor):
     """Scales losses, and skips steps that would apply gradients that are not finite.
 
     Args:
@@ -49,6 +50,7 @@ class Scaling:
         """A call of the user's function begins; what was found out in another still holds."""
         self._begun = self._anew = self._state.restored = False
 
+    @intercepts
     def own_parameters(self, optimizer: Optimizer) -> None:
         """An optimizer that is built before the first backward begins a training of its own, with a scale of its own."""
         if not (self._begun or self._anew or self._state.restored):
@@ -58,6 +60,7 @@ class Scaling:
         self._loop.own_parameters(optimizer)
         self._iterations.expect(optimizer)
 
+    @intercepts
     def backward(self, call: Backward) -> None:
         """Run ``call`` on the scaled loss, leave true-scale gradients, and look whether they are finite."""
         if self._aside or self._running:
@@ -75,6 +78,7 @@ class Scaling:
             self._running = False
             self._unscaling.leaves.clear()
 
+    @intercepts
     def skips(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` would step with a gradient that is not finite."""
         self._asked = weakref.ref(optimizer)
@@ -85,6 +89,7 @@ class Scaling:
         found = self._found.get(optimizer)
         return found is not None and self._counted(optimizer, found)
 
+    @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose gradients are gone if they are not finite, which optimizers pass over."""
         asked, self._asked = self._asked, None
@@ -102,6 +107,7 @@ class Scaling:
 
         return with_finite_gradients
 
+    @intercepts
     def clip(self, clip: Clip) -> Any:
         """Look before a clip, which may make gradients finite that were not; what it changes needs no other look."""
         clipped = {id(p) for p in clip.parameters}
@@ -113,9 +119,11 @@ class Scaling:
             found.accept(parameters_of(optimizer))
         return result
 
+    @intercepts
     def retain_grad(self, tensor: torch.Tensor) -> None:
         self._unscaling.retain_grad(tensor)
 
+    @intercepts
     def scale_by_hand(self, scaler: torch.amp.GradScaler) -> None:
         """The script has a scaler of its own, which it is left to."""
         if not isinstance(scaler, Policy) and scaler.is_enabled() and not self._aside:
@@ -123,11 +131,13 @@ class Scaling:
             self._found.clear()
             stand_aside("GradScaler", "it scales no loss and skips no step itself here")
 
+    @intercepts
     def optimizer_state(self, optimizer: Optimizer, save: Callable[[], Any]) -> Any:
         """The state of ``optimizer``, with the scale in it."""
         state = save()
         return state if self._aside else {**state, KEY: self._state.state_dict()}
 
+    @intercepts
     def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[Any], None], state: Any) -> None:
         """Go on from the scale in ``state``, and load the rest of it."""
         self._state.load_state_dict(state.get(KEY, {}))

@@ -5,8 +5,8 @@ others; ``output.py`` is for what is printed.
 
 ::
 
-    writer_files.py        actor on rank 0: lets every call act, and announces what becomes of which path
-    replica_files.py       actor above rank 0: lets calls act on the clone's view instead
+    writer_files.py        interceptor on rank 0: lets every call run, and announces what becomes of which path
+    replica_files.py       interceptor above rank 0: lets calls run on the clone's view instead
     file_overlay.py        what a clone sees: files as rank 0 has them at the same point of the script, or else its own scratch
     file_versions.py       how often rank 0 has written a path and when, announced and awaited by way of the store
     path_rules.py          which paths are subject to all this, and under which name

@@ -1,4 +1,4 @@
-"""The actors on output: rank 0 speaks, and of the other ranks only errors are heard and what is printed with ``force=True``.
+"""The interceptors of output: rank 0 speaks, and of the other ranks only errors are heard and what is printed with ``force=True``.
 
 The launcher may have it otherwise. How it passes on what ranks say is ``rank_output.py``'s; what becomes of files is left to ``files/``.
 """
@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TextIO
 
 from parwrap.coordination.call_site import outside
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.system.progress_bars import bars_cleared
 
 __all__ = ["RankZeroOutput", "Voice", "settle"]
@@ -28,9 +29,10 @@ def settle(everyone: bool, aside: str) -> None:
     _everyone, _aside = everyone, aside
 
 
-class Voice:
+class Voice(Interceptor):
     """What a single rank needs: ``print`` takes ``force=`` there too."""
 
+    @intercepts
     def speak(self, say: Callable[..., None], file: TextIO | None, force: bool) -> None:
         say()
 
@@ -56,6 +58,7 @@ class RankZeroOutput(Voice):
         with open(_aside, "w", buffering=1) as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             yield
 
+    @intercepts
     def speak(self, say: Callable[..., None], file: TextIO | None, force: bool) -> None:
         """``print``; with ``force=True`` on every rank."""
         if self._speaks or not force:
@@ -66,6 +69,7 @@ class RankZeroOutput(Voice):
         else:
             say()
 
+    @intercepts
     def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
         """A log record: who speaks has it go where it went; of the others only errors are heard, with their rank."""
         if self._speaks:
@@ -74,10 +78,12 @@ class RankZeroOutput(Voice):
             text = logging.Formatter("%(levelname)s:%(name)s:%(message)s").format(record)
             print(f"[rank {self._rank}] {text}", file=self._streams[1], flush=True)
 
+    @intercepts
     def points_to(self, caller: FrameType, stacklevel: int) -> int:
         """The level of the line that a warning means: a patched function is called by parwrap, which is called by that line."""
         return outside(caller, stacklevel)
 
+    @intercepts
     def show_warning(self, show: Callable[[], None]) -> None:
         # a process that was forked has copies of the bars, and of a lock that another thread may hold
         with bars_cleared() if os.getpid() == self._process else contextlib.nullcontext():

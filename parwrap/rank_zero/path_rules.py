@@ -1,7 +1,7 @@
 """Which paths are subject to the rule that only rank 0 writes, and the one name under which each is known.
 
 Exempt are what belongs to one process (temporary files, devices) and what is made to be shared (caches), child processes, and
-what a rank runs alone. What is done to the others is left to the actors.
+what a rank runs alone. What is done to the others is left to the interceptors.
 """
 
 from __future__ import annotations

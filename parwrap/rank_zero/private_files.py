@@ -1,4 +1,4 @@
-"""The actor on the files of a process beside the ranks, as a parameter server is: what it writes, only it sees.
+"""The interceptor of files in a process beside the ranks, as a parameter server is: what it writes, only it sees.
 
 It reads what is on the disk. Unlike a clone it waits for nobody, since rank 0 does not know how far it has come.
 """
@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from parwrap.intercept.interceptor import intercepts
 from parwrap.rank_zero.file_overlay import FileOverlay
 from parwrap.rank_zero.file_versions import Awaited, Outcome, Record
 from parwrap.rank_zero.path_rules import PathRules
@@ -46,6 +47,7 @@ class PrivateFiles(ReplicaFiles):
         self._view = FileOverlay(_Nobody(), self._places)
         self._descriptors: dict[int, str] = {}
 
+    @intercepts
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
         """``torch.save``: to a path it writes as any other, since nobody else writes what is loaded here."""
         if isinstance(file, (str, os.PathLike)):

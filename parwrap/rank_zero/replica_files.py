@@ -1,4 +1,4 @@
-"""The actor on the files of a rank above 0: what it changes is changed in its own view, what it reads is as rank 0 has it.
+"""The interceptor of files on a rank above 0: what it changes is changed in its own view, what it reads is as rank 0 has it.
 
 What the view holds, and how it waits for rank 0, is left to ``file_overlay.py``.
 """
@@ -16,6 +16,7 @@ from typing import Any
 from parwrap.coordination.call_site import location
 from parwrap.group.group import Group
 from parwrap.intercept.disk import WRITING, Change
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.rank_zero.atomic_save import on_own_gpu
 from parwrap.rank_zero.directory_listing import Entries, seen, seen_entries
 from parwrap.rank_zero.file_overlay import FileOverlay, missing
@@ -27,7 +28,7 @@ from parwrap.rank_zero.per_thread import passing
 __all__ = ["ReplicaFiles"]
 
 
-class ReplicaFiles:
+class ReplicaFiles(Interceptor):
     """Keeps a clone's effects on files to the clone.
 
     Args:
@@ -44,6 +45,7 @@ class ReplicaFiles:
         self._places.open = False
         self._view.close()
 
+    @intercepts
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
         """``torch.save``: to a path nothing is written, since checkpoints are large, unless rank 0's will not be there for this rank."""
         key = self._written(file) if isinstance(file, (str, os.PathLike)) else None
@@ -61,6 +63,7 @@ class ReplicaFiles:
                     write(scratch)
                     self._view.keep(key, scratch)
 
+    @intercepts
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
         """Native code that reads a file: what rank 0 has at the same point."""
         try:
@@ -68,6 +71,7 @@ class ReplicaFiles:
         except FileNotFoundError:  # the native code says by itself what is wrong
             return read(self._view.fresh() if os.path.lexists(path) else path)  # what is there is of rank 0, which is ahead
 
+    @intercepts
     def write_native(self, path: Any, write: Callable[[Any], Any]) -> Any:
         """Native code that writes a whole file: a scratch file."""
 
@@ -79,12 +83,14 @@ class ReplicaFiles:
 
         return self.open_native(path, "w", write_whole)
 
+    @intercepts
     def update_native(self, path: Any, update: Callable[[Any], Any]) -> Any:
         """Native code that reads and writes a file for nobody knows how long: a copy, which stays this rank's own."""
         if is_too_large(path):
             return update(path)
         return self.open_native(path, "a", lambda place, closed: update(place))
 
+    @intercepts
     def open_native(self, path: Any, mode: str, open_at: Callable[[Any, Callable[[], None] | None], Any]) -> Any:
         """Native code that opens a file: ``open_at`` takes where, and what to call when it is closed."""
         if not writes(mode):
@@ -118,10 +124,12 @@ class ReplicaFiles:
         with passing():
             return None if self._view.exists(folder) else os.path.join(self._view.fresh(), name)
 
+    @intercepts
     def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
         """``torch.load``, which opens its file by ``open``; the weights go to this rank's own device."""
         return read(on_own_gpu(location))
 
+    @intercepts
     def open(
         self,
         original: Callable,
@@ -161,6 +169,7 @@ class ReplicaFiles:
             self._view.finish(key, failed=True)
             raise
 
+    @intercepts
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         """``os.open``."""
         if not flags & WRITING:
@@ -174,6 +183,7 @@ class ReplicaFiles:
         self._descriptors[descriptor] = key
         return descriptor
 
+    @intercepts
     def close_descriptor(self, original: Callable, descriptor: int) -> None:
         """``os.close``."""
         key = self._descriptors.pop(descriptor, None)
@@ -181,6 +191,7 @@ class ReplicaFiles:
         if key is not None:
             self._finish(key)
 
+    @intercepts
     def look(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.stat`` and the like: of what rank 0 has at the same point."""
         if isinstance(path, int) or kwargs.get("dir_fd") is not None or not self._may_differ(path):
@@ -195,6 +206,7 @@ class ReplicaFiles:
                 return False
             raise
 
+    @intercepts
     def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.listdir`` and ``os.scandir``."""
         path = "." if path is None else path
@@ -209,10 +221,12 @@ class ReplicaFiles:
             return Entries(seen_entries(path, found))
         return [os.fsencode(each) for each in found] if isinstance(os.fspath(path), bytes) else list(found)
 
+    @intercepts
     def temporary_name(self, name: str) -> str:
         """The random part of a temporary file's name."""
         return self._places.temporary_name(name)
 
+    @intercepts
     def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.chmod``, ``os.utime`` and the like: of scratch only."""
         key = self._written(path, kwargs.get("dir_fd"))
@@ -225,6 +239,7 @@ class ReplicaFiles:
                 return original(entry.scratch, *args, **{name: value for name, value in kwargs.items() if name != "dir_fd"})
             return None
 
+    @intercepts
     def change(self, change: Change) -> Any:
         """A call that makes, removes or moves paths: in the view."""
         gone, made = (self._written(*path) if path else None for path in (change.gone, change.made))

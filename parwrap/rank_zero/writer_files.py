@@ -1,4 +1,4 @@
-"""The actor on rank 0's files: every call acts as it is, and what becomes of which path is announced to the clones."""
+"""The interceptor of rank 0's files: every call runs as it is, and what becomes of which path is announced to the clones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from parwrap.coordination.call_site import location, warn
 from parwrap.group.group import Group
 from parwrap.intercept.disk import WRITING, Change
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.rank_zero.atomic_save import on_own_gpu, write_beside
 from parwrap.rank_zero.child_processes import Processes
 from parwrap.rank_zero.directory_listing import Entries
@@ -22,7 +23,7 @@ from parwrap.rank_zero.per_thread import here, passing
 __all__ = ["WriterFiles"]
 
 
-class WriterFiles:
+class WriterFiles(Interceptor):
     """Announces every version of a file that clones may wait for.
 
     Args:
@@ -40,6 +41,7 @@ class WriterFiles:
         self._places.open = False
         self._announced.close()
 
+    @intercepts
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
         """``torch.save``: a file appears whole or not at all."""
         if not isinstance(file, (str, os.PathLike)):
@@ -51,15 +53,18 @@ class WriterFiles:
                 self._announced.saves(location())
             write_beside(os.fspath(file), write)
 
+    @intercepts
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
         """Native code that reads a file."""
         return read(path)
 
+    @intercepts
     def write_native(self, path: Any, write: Callable[[Any], Any]) -> Any:
         """Native code that writes a whole file."""
         with self._version(self._written(path)), passing():
             return write_beside(os.fsdecode(path), write)
 
+    @intercepts
     def update_native(self, path: Any, update: Callable[[Any], Any]) -> Any:
         """Native code that changes a file for nobody knows how long: what was there is kept for slower ranks."""
         key = self._written(path)
@@ -72,6 +77,7 @@ class WriterFiles:
         with self._version(key, replaces=False):
             return update(path)
 
+    @intercepts
     def open_native(self, path: Any, mode: str, open_at: Callable[[Any, Callable[[], None] | None], Any]) -> Any:
         """Native code that opens a file: ``open_at`` takes where, and what to call when it is closed."""
         key = self._written(path) if writes(mode) else None
@@ -80,10 +86,12 @@ class WriterFiles:
         with self._begun(key, replaces="w" in mode, in_place=True):
             return open_at(path, partial(self._finish, key))
 
+    @intercepts
     def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
         """``torch.load``, which opens its file by ``open``."""
         return read(on_own_gpu(location))
 
+    @intercepts
     def open(
         self,
         original: Callable,
@@ -108,6 +116,7 @@ class WriterFiles:
         with self._begun(key, replaces="w" in mode, in_place=True):
             return opened(file, file, partial(self._finish, key), mode, buffering, encoding, errors, newline)
 
+    @intercepts
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         """``os.open``."""
         key = self._written(path, dir_fd) if flags & WRITING else None
@@ -118,6 +127,7 @@ class WriterFiles:
         self._descriptors[descriptor] = key
         return descriptor
 
+    @intercepts
     def close_descriptor(self, original: Callable, descriptor: int) -> None:
         """``os.close``."""
         key = self._descriptors.pop(descriptor, None)
@@ -125,6 +135,7 @@ class WriterFiles:
         if key is not None:
             self._finish(key)
 
+    @intercepts
     def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.listdir`` and ``os.scandir``: all but the temporary files of the other ranks."""
         path = "." if path is None else path
@@ -135,10 +146,12 @@ class WriterFiles:
             return [each for each in found if not self._places.of_another_rank(os.path.join(path, each))]
         return Entries((entry for entry in found if not self._places.of_another_rank(entry.path)), found.close)
 
+    @intercepts
     def temporary_name(self, name: str) -> str:
         """The random part of a temporary file's name."""
         return self._places.temporary_name(name)
 
+    @intercepts
     def change(self, change: Change) -> Any:
         """A call that makes, removes or moves paths."""
         gone, made = (self._places.writes(*path) if path else None for path in (change.gone, change.made))
@@ -168,6 +181,7 @@ class WriterFiles:
             self._processes.written(os.fsdecode(path))
         return key and self._places.followed(key)
 
+    @intercepts
     def run_command(self, command: Any) -> None:
         """``subprocess`` and ``os.system``, on every rank."""
         if self._places.acts() and not here.every_rank:

@@ -1,8 +1,7 @@
-"""The base of the decorators that contribute an actor to what runs inside of them.
+"""The base of the decorators that install an interceptor while the function runs.
 
-What the actor does with the verbs that it has methods for is its own. On one function and in one script, the scopes open in the
-order of ``layer``, so that the actor of the highest is asked first, whatever order the user wrote. Here is what happens when one opens
-inside of another of its kind.
+What the interceptor does is left to its own file. On one function and in one script, the scopes open in the order of ``layer``, whatever
+order the user wrote: the interceptor of the highest is called first. Here is what happens when one opens inside of another of its kind.
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from parwrap.decorator import ScopeDecorator, module_of
-from parwrap.intercept import acting
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.table import intercepting
 
-__all__ = ["ActingDecorator", "batches_per_step", "described"]
+__all__ = ["FeatureDecorator", "batches_per_step", "described"]
 
-_open: list[ActingDecorator] = []
+_open: list[FeatureDecorator] = []
 """Of all kinds, the innermost last."""
 
 
-class ActingDecorator(ScopeDecorator):
-    """A decorator whose actor acts around those of lower layers, with or without ``distributed``.
+class FeatureDecorator(ScopeDecorator):
+    """A decorator whose interceptor is installed around those of lower layers, with or without ``distributed``.
 
     Inside of another of its kind it does nothing more if it asks for the same, or for nothing in particular.
 
@@ -32,8 +32,8 @@ class ActingDecorator(ScopeDecorator):
 
     batches_per_step = 1
 
-    def actor(self) -> Any:
-        """A new actor, for one call."""
+    def interceptor(self) -> Interceptor:
+        """A new interceptor, for one call."""
         raise NotImplementedError
 
     def asked(self) -> Any:
@@ -44,12 +44,12 @@ class ActingDecorator(ScopeDecorator):
         """What it does, for the line at the start of training."""
         return type(self).__name__
 
-    def check_within(self, around: ActingDecorator) -> None:
+    def check_within(self, around: FeatureDecorator) -> None:
         """Raise :class:`UsageError` if it cannot be opened inside ``around``, which asks for something else."""
 
     def opened(self, module: str | None) -> AbstractContextManager:
         """The scope of a function of ``module``, where it is not open yet."""
-        return acting([self.actor()], module)
+        return intercepting([self.interceptor()], module)
 
     @contextmanager
     def scope(self, function: Callable | None) -> Iterator[None]:

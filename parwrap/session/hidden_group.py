@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 from parwrap.coordination.call_site import from_script
+from parwrap.intercept.interceptor import Interceptor, intercepts
 
 __all__ = ["HiddenGroup"]
 
 
-class HiddenGroup:
+class HiddenGroup(Interceptor):
     """Hides the group from the script's own code; torch, parwrap and installed libraries see it."""
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class HiddenGroup:
         finally:
             self._shown -= 1
 
+    @intercepts
     def hides_group(self, frame: FrameType) -> bool:
         """Whether the code of ``frame`` must not see the group."""
         return not self._shown and from_script(frame)

@@ -1,4 +1,4 @@
-"""The actor that has optimizers step at a larger learning rate, because ranks together take a larger batch.
+"""The interceptor that has optimizers step at a larger learning rate, because ranks together take a larger batch.
 
 What the user and the schedules see in ``param_groups`` is never touched beyond the step itself. An optimizer of the user's may set its own
 rate in ``step``: what it computes from the larger rate is divided again, and any other number is kept as it is.
@@ -15,7 +15,8 @@ import torch
 from torch.optim import Optimizer
 
 from parwrap.coordination.call_site import warn
-from parwrap.intercept import acting
+from parwrap.intercept.interceptor import Interceptor, intercepts
+from parwrap.intercept.table import intercepting
 
 __all__ = ["learning_rates_times"]
 
@@ -25,7 +26,7 @@ def learning_rates_times(factor: Callable[[], float]) -> Iterator[None]:
     """While this is held, optimizers step at their learning rate times ``factor()``."""
     rates = _LearningRates(factor)
     try:
-        with acting([rates]):
+        with intercepting([rates]):
             yield
     finally:
         rates.put_back()
@@ -65,13 +66,14 @@ class _Changed(NamedTuple):
     version: int
 
 
-class _LearningRates:
+class _LearningRates(Interceptor):
     def __init__(self, factor: Callable[[], float]) -> None:
         self._factor = factor
         self._times = 1.0
         self._changed: list[_Changed] = []
         self._sets_own: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
+    @intercepts
     def step(self, optimizer: Optimizer) -> None:
         """``optimizer`` is about to step."""
         self.put_back()
@@ -83,6 +85,7 @@ class _LearningRates:
                 group["lr"] = _Scaled(scaled) if marked and isinstance(scaled, float) else scaled
                 self._changed.append(_Changed(group, before, group["lr"], getattr(scaled, "_version", 0)))
 
+    @intercepts
     def stepped(self, optimizer: Optimizer) -> None:
         """It has stepped."""
         if self.put_back() and self._times != 1:

@@ -1,6 +1,6 @@
-"""What is open while a distributed function runs: the actors, what they share, and how ranks come and go together.
+"""What is open while a distributed function runs: the interceptors, what they share, and how ranks come and go together.
 
-Which session that is, and the process group around it, is ``distributed.py``'s. What each verb then does is the actors' own.
+Which session that is, and the process group around it, is ``distributed.py``'s. What happens in a call is left to its interceptors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from parwrap.errors import UsageError, explain
 from parwrap.group import group as groups
 from parwrap.group.group import Group
 from parwrap.inline.rank_process import failed
-from parwrap.intercept import acting
+from parwrap.intercept.interceptor import Interceptor, intercepts
+from parwrap.intercept.table import intercepting
 from parwrap.loop.loop_state import Loop
 from parwrap.loop.random_streams import RandomStreams, get_state, seed_all, set_state
 from parwrap.loop.step_draws import StepDraws
@@ -56,8 +57,8 @@ class Parts(NamedTuple):
     loaders: Loaders
 
 
-class Session:
-    """What is open while a distributed function runs: it makes the actors and holds what they share.
+class Session(Interceptor):
+    """What is open while a distributed function runs: it makes the interceptors and holds what they share.
 
     Args:
         group: the process group; ``None`` for a single rank.
@@ -93,11 +94,11 @@ class Session:
             if self._group is not None:
                 self._undo.enter_context(self._group.coordinator.signals.installed())
             self._undo.enter_context(without_variables(hidden))
-            actors = self._start()
+            interceptors = self._start()
             if hidden and self._group is not None:
                 self._hidden_group = HiddenGroup()
-                actors.append(self._hidden_group)
-            self._undo.enter_context(acting(actors, module))
+                interceptors.append(self._hidden_group)
+            self._undo.enter_context(intercepting(interceptors, module))
             yield
 
     @contextmanager
@@ -155,11 +156,11 @@ class Session:
             with self._streams.shared():
                 seed_all(given["seed"])
         self._options = after
-        # where learning rates stayed as they are, nobody is on the verb
+        # where learning rates stayed as they are, nobody intercepts the step
         adjusts = self._group is not None and before.lr == "keep" != self._options.lr
         splits = self._group is not None and before.batch == "per_rank" != self._options.batch
         steps_together = self._group is not None and self.strategy is not None and self.strategy.steps_together
-        means = acting([WeightedMeans(self._group, self._loop)]) if splits and steps_together and self._group else nullcontext()
+        means = intercepting([WeightedMeans(self._group, self._loop)]) if splits and steps_together and self._group else nullcontext()
         try:
             with (
                 learning_rates_times(self._lr_factor) if adjusts else nullcontext(),
@@ -170,6 +171,7 @@ class Session:
         finally:
             self._options = before
 
+    @intercepts
     def foreign(self, what: str, instance: Any) -> None:
         """The script distributes itself: take everything off and let it."""
         if isinstance(instance, Reducer):
@@ -180,8 +182,8 @@ class Session:
             self._leave_group()
         stand_aside(what)
 
-    def _start(self) -> list[Any]:
-        """Put the random streams in step and make the actors."""
+    def _start(self) -> list[Interceptor]:
+        """Put the random streams in step and make the interceptors."""
         group, loop = self._group, self._loop
         if group is not None:
             group.coordinator.begin()
@@ -211,10 +213,10 @@ class Session:
             watched(group.coordinator.rank_positions, group.world.rank, self._options.hang_after, group.timeout.total_seconds())
         )
         shared = [] if together is None else self._shared(together, self.strategy, self.loaders)
-        return [loop, self.loaders, *shared, *self.strategy.actors(), output, self]
+        return [loop, self.loaders, *shared, *self.strategy.interceptors(), output, self]
 
-    def _shared(self, group: Group, strategy: Strategy, loaders: Loaders) -> list[Any]:
-        """The actors by which ranks that train one model share out the rest."""
+    def _shared(self, group: Group, strategy: Strategy, loaders: Loaders) -> list[Interceptor]:
+        """The interceptors by which ranks that train one model share out the rest."""
         self.parts = Parts(group, self._loop, strategy, Counts(group, self._loop), loaders)
         files = WriterFiles(group) if group.world.rank == 0 else ReplicaFiles(group)
         self._undo.callback(files.close)
@@ -244,13 +246,15 @@ class Session:
         """A backward was the first in no ``for`` statement over a loader: from now on each draw is looked at."""
         self._step_draws = draws = StepDraws(self._loop, self._streams)
         self._loop.ran_by_hand = draws.ran_backward
-        self._undo.enter_context(acting([draws], self._module))
+        self._undo.enter_context(intercepting([draws], self._module))
 
+    @intercepts
     def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` is about to take a step: the draws that are looked at are not patched in there, since hooks of it run."""
         if self._step_draws:
             self._step_draws.begin_step(optimizer)
 
+    @intercepts
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has taken a step."""
         self._loop.count_step()

@@ -10,12 +10,13 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 
 __all__ = ["Metrics"]
 
 
-class Metrics:
+class Metrics(Interceptor):
     """Notes for each metric whether all batches since its reset were read whole.
 
     Args:
@@ -26,18 +27,21 @@ class Metrics:
         self._loop = loop
         self._whole: dict[int, tuple[weakref.ref[Any], bool]] = {}  # by id: the hash of a metric changes with its states
 
+    @intercepts
     def update_metric(self, metric: Any) -> None:
         whole = self._loop.reads_whole()
         if metric.update_count:
             whole = whole and not self.syncs_metric(metric)
         self._note(metric, whole)
 
+    @intercepts
     def share_states(self, members: Sequence[Any]) -> None:
         """The first of ``members`` has been updated for all of them."""
         if noted := self._whole.get(id(members[0])):
             for metric in members[1:]:
                 self._note(metric, noted[1])
 
+    @intercepts
     def syncs_metric(self, metric: Any) -> bool:
         """Whether ranks have different parts of what ``metric`` is about, as far as is known."""
         known, whole = self._whole.get(id(metric), (None, False))

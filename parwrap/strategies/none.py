@@ -7,6 +7,7 @@ from collections.abc import Callable
 from parwrap.errors import UsageError
 from parwrap.group.group import Group
 from parwrap.intercept.backward import Backward
+from parwrap.intercept.interceptor import intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
 from parwrap.strategies.common.strategy import Strategy
@@ -33,6 +34,7 @@ class NoStrategy(Strategy):
                     f"{name}={value!r} says how ranks share a batch, and with strategy='none' each has all data: leave one of them out."
                 )
 
+    @intercepts
     def backward(self, call: Backward) -> None:
         """Run ``call`` as it is."""
         self._single.backward(call)

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.coordination.call_site import call_site
-from parwrap.intercept import acting
+from parwrap.intercept.interceptor import Interceptor, intercepts
+from parwrap.intercept.table import intercepting
 from parwrap.precision.choice import choose
 
 BF16 = torch.bfloat16
@@ -212,22 +213,23 @@ def test_methods_and_blocks_too():
     assert same(in_block, Trainer().train())
 
 
-def test_what_is_seen_of_the_script_below_other_actors_is_as_much_as_without_them():
+def test_what_is_seen_of_the_script_below_other_interceptors_is_as_much_as_without_them():
     """Call sites are told apart by the innermost frames of the script, of which parwrap's own must not take any away."""
 
-    class Sites:
+    class Sites(Interceptor):
+        @intercepts
         def backward(self, call):
             keys.append(call_site())
             call.run()
 
-    Sites.backward.__code__ = Sites.backward.__code__.replace(co_filename=parwrap.__file__)  # where actors are
+    Sites.backward.__code__ = Sites.backward.__code__.replace(co_filename=parwrap.__file__)  # where interceptors are
 
     def helper(depth):
         helper(depth - 1) if depth else nn.Parameter(torch.ones(1)).sum().backward()
 
     for inner in (nullcontext(), parwrap.amp(dtype="fp16")):
         keys: list = []
-        with acting([Sites()]), inner:
+        with intercepting([Sites()]), inner:
             helper(7)
             helper(7)
 

@@ -1,16 +1,18 @@
-"""Every way to clip ends in the actor, which may leave it out or do it later for others."""
+"""Every way to clip ends in the interceptor, which may leave it out or do it later for others."""
 
 import pytest
 import torch
 from torch import nn
 
-from parwrap.intercept import acting
+from parwrap.intercept.interceptor import Interceptor, intercepts
+from parwrap.intercept.table import intercepting
 
 
-class Noting:
+class Noting(Interceptor):
     def __init__(self):
         self.clips = []
 
+    @intercepts
     def clip(self, clip):
         self.clips.append(clip)
         return clip.norm()
@@ -32,10 +34,10 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_clip_is_left_out_and_done_later_for_other_gradients(name):
-    actor, w, other, expected = Noting(), weight([3.0, 4.0]), weight([6.0, 8.0]), weight([6.0, 8.0])
-    with acting([actor]):
+    interceptor, w, other, expected = Noting(), weight([3.0, 4.0]), weight([6.0, 8.0]), weight([6.0, 8.0])
+    with intercepting([interceptor]):
         returned = CALLS[name](w)
-    (clip,) = actor.clips
+    (clip,) = interceptor.clips
     clip.replayed([other])
     CALLS[name](expected)
 

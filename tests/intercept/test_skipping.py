@@ -10,7 +10,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import parwrap
-from parwrap.intercept import acting
+from parwrap.intercept.interceptor import Interceptor, intercepts
+from parwrap.intercept.table import intercepting
 
 DENSE = {
     name: cls
@@ -30,12 +31,13 @@ BUILDERS = {
 }
 
 
-class Chosen:
+class Chosen(Interceptor):
     """Skips while it is told to."""
 
     def __init__(self, skipping=False):
         self.skipping, self.asked = skipping, []
 
+    @intercepts
     def skips(self, optimizer):
         self.asked.append(optimizer)
         return self.skipping
@@ -59,7 +61,7 @@ def trained(build, skipped=(), steps=5, closures=False):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(3, 3)) for _ in range(2)]
     optimizer = build(parameters)
-    inputs, actor = torch.randn(steps, 3), Chosen()
+    inputs, interceptor = torch.randn(steps, 3), Chosen()
 
     def loss_of(x):
         optimizer.zero_grad()
@@ -67,12 +69,12 @@ def trained(build, skipped=(), steps=5, closures=False):
         loss.backward()
         return loss
 
-    with acting([actor]):
+    with intercepting([interceptor]):
         for number in range(steps):
             if number in skipped:
-                actor.skipping = True
+                interceptor.skipping = True
                 optimizer.step(lambda: loss_of(torch.ones(3))) if closures else (loss_of(torch.ones(3)), optimizer.step())
-            actor.skipping, x = False, inputs[number]
+            interceptor.skipping, x = False, inputs[number]
             optimizer.step(lambda x=x: loss_of(x)) if closures else (loss_of(x), optimizer.step())
     return parameters, optimizer.state_dict()
 
@@ -102,7 +104,7 @@ def test_sparse_adam_too():
     optimizer = torch.optim.SparseAdam(embedding.parameters())
     embedding(torch.tensor([1])).sum().backward()
     before = embedding.weight.detach().clone()
-    with acting([Chosen(skipping=True)]):
+    with intercepting([Chosen(skipping=True)]):
         optimizer.step()
 
     assert torch.equal(before, embedding.weight)
@@ -114,7 +116,7 @@ def test_what_an_optimizer_of_the_users_own_counts_stays_too():
     optimizer = Counting([parameter], lr=0.1)
     parameter.sum().backward()
     before = copy.deepcopy(optimizer.state_dict())
-    with acting([Chosen(skipping=True)]):
+    with intercepting([Chosen(skipping=True)]):
         optimizer.step()
 
         assert (0, before) == (optimizer.steps, optimizer.state_dict())
@@ -133,7 +135,7 @@ def test_a_closure_is_called_once_and_its_loss_returned():
         parameter.sum().backward()
         return 7.0
 
-    with acting([Chosen(skipping=True)]):
+    with intercepting([Chosen(skipping=True)]):
         assert (7.0, [1], 1.0) == (optimizer.step(closure), called, parameter.grad.item())
 
 
@@ -141,7 +143,7 @@ def test_nothing_is_left_behind_when_a_closure_raises():
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     attributes, hooks = dict(vars(optimizer)), dict(_global_optimizer_pre_hooks)
-    with pytest.raises(ZeroDivisionError), acting([Chosen(skipping=True)]):
+    with pytest.raises(ZeroDivisionError), intercepting([Chosen(skipping=True)]):
         optimizer.step(lambda: 1 / 0)
 
     assert attributes == vars(optimizer)
@@ -153,7 +155,7 @@ def test_schedulers_count_skipped_steps_and_do_not_warn():
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     scheduler = StepLR(optimizer, 1, gamma=0.5)
-    with warnings.catch_warnings(), acting([Chosen(skipping=True)]):
+    with warnings.catch_warnings(), intercepting([Chosen(skipping=True)]):
         warnings.simplefilter("error")
         optimizer.step()
         scheduler.step()
@@ -162,13 +164,13 @@ def test_schedulers_count_skipped_steps_and_do_not_warn():
 
 
 @pytest.mark.parametrize(("outer", "asked"), [(True, 0), (False, 1)])
-def test_the_actor_installed_last_is_asked_first_and_the_other_only_if_it_lets_the_step_through(outer, asked):
+def test_the_interceptor_installed_last_is_asked_first_and_the_other_only_if_it_lets_the_step_through(outer, asked):
     torch.optim.SGD([nn.Parameter(torch.ones(1))])  # so that torch's hooks are around the base class's step too
     lower, higher = Chosen(), Chosen(skipping=outer)
     parameter = nn.Parameter(torch.ones(1))
     optimizer = Counting([parameter], lr=0.1)
     parameter.sum().backward()
-    with acting([lower]), acting([higher]):
+    with intercepting([lower]), intercepting([higher]):
         optimizer.step()
 
     assert [optimizer] == higher.asked
@@ -203,7 +205,7 @@ def test_parameters_that_an_optimizer_keeps_in_an_attribute_too_stay_as_they_are
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer = Keeping(parameters, *KEPT[how])
     sum(parameters).backward()
-    with acting([Chosen(skipping=True)]):
+    with intercepting([Chosen(skipping=True)]):
         optimizer.step()
 
         assert [1.0, 1.0] == [p.item() for p in parameters]
@@ -224,7 +226,7 @@ def test_an_optimizer_that_changes_weights_in_spite_of_it_is_refused(keep, kept)
     parameter = nn.Parameter(torch.ones(2))
     optimizer = Keeping([parameter], keep, kept)
     parameter.sum().backward()
-    with acting([Chosen(skipping=True)]), pytest.raises(parwrap.UsageError) as refusal:
+    with intercepting([Chosen(skipping=True)]), pytest.raises(parwrap.UsageError) as refusal:
         optimizer.step()
 
     assert str(refusal.value).startswith(f"Keeping.step() at {__file__}:")
@@ -275,8 +277,8 @@ def test_optimizers_in_an_optimizer_are_skipped_with_it(build, closures):
 
 def test_optimizers_in_an_optimizer_that_is_skipped_are_not_asked():
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
-    optimizer, actor = Several(parameters), Chosen(skipping=True)
-    with acting([actor]):
+    optimizer, interceptor = Several(parameters), Chosen(skipping=True)
+    with intercepting([interceptor]):
         optimizer.step()
 
-    assert [optimizer] == actor.asked
+    assert [optimizer] == interceptor.asked

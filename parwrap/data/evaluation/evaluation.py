@@ -1,4 +1,4 @@
-"""The actor of an exact evaluation: every pass over a loader yields this rank's part of what a single process would read.
+"""The interceptor of an exact evaluation: every pass over a loader yields this rank's part of what a single process would read.
 
 A rank for which nothing is left stands in: it reads the first batch, so that the function comes to its end as on any other rank, and
 what it returns is left out. ``evaluation_blocks.py`` divides the batches, ``reported_lengths.py`` answers ``len()``, and
@@ -26,6 +26,7 @@ from parwrap.data.sharing_rules import replicated
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.backward import Backward
+from parwrap.intercept.interceptor import Interceptor, intercepts
 
 __all__ = ["Evaluation", "Reading", "check", "refuse_unreadable", "refused_backward", "told"]
 
@@ -63,7 +64,7 @@ class Reading:
     all_sizes: list[int] | None = None
 
 
-class Evaluation:
+class Evaluation(Interceptor):
     """Shares out what one call of a function reads.
 
     Args:
@@ -91,6 +92,7 @@ class Evaluation:
         if lengths is not None:
             lengths.share = self._share
 
+    @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         """A pass over this rank's part of ``loader``."""
         if self._sleeps() or loader in replicated:
@@ -123,6 +125,7 @@ class Evaluation:
             batches = original(with_indices(loader, Blocks(within, self._shared, chosen)))  # type: ignore[arg-type]
         return _Read(batches, reading, None if batched else rows_of, self._whole)
 
+    @intercepts
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         """``len(loader)``: of this rank's part where lengths of parts are told; a bar that shows progress is always told that."""
         whole = original(loader)
@@ -132,12 +135,14 @@ class Evaluation:
             return self._share(loader).batches or whole
         return whole if self.lengths is None else self.lengths.of_loader(loader, whole)
 
+    @intercepts
     def source(self, loader: DataLoader, name: str, source: Any) -> Any:
         """``loader.dataset`` or the like, whose length may be asked for."""
         if self.lengths is None or self._sleeps() or not asked_inside():
             return source
         return self.lengths.of_part(loader, name, source)
 
+    @intercepts
     def backward(self, call: Backward) -> None:
         if not self._sleeps():
             raise refused_backward()

@@ -1,4 +1,4 @@
-"""The actor that makes the loaders of a plain loop uniform in length: other batches where they are shuffled, and less padding in all.
+"""The interceptor that makes the loaders of a plain loop uniform in length: other batches where they are shuffled, and less padding in all.
 
 The loader that the user has built stays as it is; a shallow copy is read instead. Whether ranks share it out is decided further on.
 """
@@ -17,11 +17,12 @@ from parwrap.data.lengths.padding import pad_collate
 from parwrap.data.lengths.sample_lengths import Lengths
 from parwrap.data.lengths.trimming import Trimmed
 from parwrap.data.samplers import is_plain, read_for, shuffles, with_indices
+from parwrap.intercept.interceptor import Interceptor, intercepts
 
 __all__ = ["UniformLength"]
 
 
-class UniformLength:
+class UniformLength(Interceptor):
     """Exchanges the batches of shuffled loaders, and trims those of all.
 
     Args:
@@ -38,10 +39,12 @@ class UniformLength:
         self._copies: weakref.WeakKeyDictionary[DataLoader, DataLoader] = weakref.WeakKeyDictionary()
         self._samplers: weakref.WeakKeyDictionary[DataLoader, tuple[Any, UniformLengthBatchSampler]] = weakref.WeakKeyDictionary()
 
+    @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         """A pass over ``loader``."""
         return original(self._uniform(loader))
 
+    @intercepts
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
         """``len(loader)``, which may differ where batches are counted by tokens."""
         return original(self._uniform(loader))

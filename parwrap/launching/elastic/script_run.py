@@ -123,11 +123,11 @@ class _Ending:
         if not self._rank:
             yield
             return
-        from parwrap.intercept import acting
+        from parwrap.intercept.table import intercepting
         from parwrap.rank_zero.output import RankZeroOutput
         from parwrap.rank_zero.private_files import PrivateFiles
 
-        with RankZeroOutput(self._rank).silenced(), acting([files := PrivateFiles(self._rank)]):
+        with RankZeroOutput(self._rank).silenced(), intercepting([files := PrivateFiles(self._rank)]):
             yield
         files.close()
 

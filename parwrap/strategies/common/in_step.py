@@ -1,6 +1,6 @@
 """What else must be the same on all ranks, so that they go on in step: buffers, learning rates, the loss of a closure.
 
-The actor on the verbs by which a loop decides something from numbers of its own rank. Gradients are a strategy's.
+It intercepts the calls by which a loop decides something from numbers of its own rank. Gradients are a strategy's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import nn
 
 from parwrap.group.collectives import all_reduced
 from parwrap.group.group import Group, is_alone
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.training_buffers import SENT, fingerprint, send
 
@@ -27,7 +28,7 @@ Key = tuple[int, int, str]
 """Of a buffer, the same on all ranks: the place of its module among those that are set to eval, or the module's number, and its path."""
 
 
-class InStep:
+class InStep(Interceptor):
     """Keeps ranks in step where their own numbers would lead them apart.
 
     Args:
@@ -43,10 +44,12 @@ class InStep:
         for kind in (METRIC, CLOSURE):
             group.coordinator.answer(kind, lambda detail, present: self._weighted_sum(0.0, weight=0.0))
 
+    @intercepts
     def metric(self, metric: Any) -> Any:
         """The mean over ranks of what ``ReduceLROnPlateau`` looks at, or learning rates drift apart."""
         return metric if is_alone() else self._mean(METRIC, float(metric))
 
+    @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose loss is the mean over ranks: LBFGS decides by it how often it goes on."""
 
@@ -60,6 +63,7 @@ class InStep:
 
         return with_mean
 
+    @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """When a root is set to eval after training, its buffers become rank 0's, as in DDP (BatchNorm's statistics)."""
         if training or is_alone():

@@ -1,6 +1,6 @@
-"""What a way to train in parallel is to the rest of parwrap: an actor, made when a distributed function starts.
+"""What a way to train in parallel is to the rest of parwrap: an interceptor, made when a distributed function starts.
 
-The base of all strategies, with what most have in common; what one does with the verbs that it has methods for is its own file's.
+The base of all strategies, with what most have in common. What a strategy does in the calls that it intercepts is in its own file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from parwrap.errors import UsageError
 from parwrap.group.collectives import all_reduced
 from parwrap.group.group import Group
+from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
 from parwrap.strategies.common.share import Share
@@ -21,7 +22,7 @@ from parwrap.strategies.common.share import Share
 __all__ = ["Strategy"]
 
 
-class Strategy:
+class Strategy(Interceptor):
     """A way to train in parallel.
 
     Args:
@@ -81,8 +82,8 @@ class Strategy:
                 f"strategy={self._options().strategy!r}: leave it out, or choose another strategy."
             )
 
-    def actors(self) -> list[Any]:
-        """Those that take part in verbs, in the order in which they are installed."""
+    def interceptors(self) -> list[Interceptor]:
+        """What intercepts calls for it, in the order in which they are installed."""
         return [self]
 
     def described(self) -> str:

@@ -13,6 +13,7 @@ from parwrap.coordination.call_site import call_site, location, warn
 from parwrap.group.collectives import all_reduced
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.criterion import Criterion
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.autograd_graph import leading_sizes
 
@@ -29,7 +30,7 @@ LEAST = 1e-30
 """Where no rank counts a target, there is no gradient."""
 
 
-class WeightedMeans:
+class WeightedMeans(Interceptor):
     """Has those losses count by their divisors.
 
     Args:
@@ -44,6 +45,7 @@ class WeightedMeans:
         group.coordinator.answer(DIVISOR, lambda detail, present: self._total(torch.zeros(())))
         group.coordinator.answer(JUDGED, lambda detail, present: None)
 
+    @intercepts
     def criterion(self, call: Criterion) -> torch.Tensor:
         """The loss of ``call``, with a gradient that counts by its divisor."""
         if torch._C._functorch.is_functorch_wrapped_tensor(call.loss):

@@ -1,4 +1,4 @@
-"""The actor on module calls that runs one on several devices of this process, each with a part of the batch.
+"""The interceptor of module calls that runs one on several devices of this process, each with a part of the batch.
 
 It decides which calls are divided, and what cannot be divided so that the numbers stay right runs as it would without, and says so. Cutting
 and putting together is ``scatter_gather.py``'s, replicas are ``replicas.py``'s, their threads ``replica_threads.py``'s, and whether the
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from parwrap.coordination.call_site import location, worth_a_look
 from parwrap.errors import UsageError
 from parwrap.group import group as groups
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.strategies.data_parallel.batch_split_check import Untried, note_call, why_not_in_parts
 from parwrap.strategies.data_parallel.replica_threads import is_undivided, run_together, undivided
 from parwrap.strategies.data_parallel.replicas import replicas
@@ -42,7 +43,7 @@ class _Known:
         self.reason: str | None = None
 
 
-class DataParallel:
+class DataParallel(Interceptor):
     """Divides the calls of models over devices.
 
     Args:
@@ -58,6 +59,7 @@ class DataParallel:
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
         self._said: set[tuple[str, str]] = set()
 
+    @intercepts
     def call(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
         """Run the call of ``module``: on several devices if it is called from outside of any other, and has parameters."""
         if is_undivided() or _is_aside(module):

@@ -18,6 +18,7 @@ from torch import nn
 from parwrap.coordination.call_site import call_site, location, worth_a_look
 from parwrap.errors import UsageError
 from parwrap.group.group import Group, is_alone
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.agreement import checksums
 
@@ -63,7 +64,7 @@ class _Site:
         self.batch, self.visits = batch, 1
 
 
-class Bypasses:
+class Bypasses(Interceptor):
     """Raises where an update would be made with gradients that are not averaged.
 
     Args:
@@ -76,6 +77,7 @@ class Bypasses:
         self._sites: dict[tuple, _Site] = {}
         group.coordinator.answer(GRAD, lambda detail, present: None)
 
+    @intercepts
     def grad(self, leaves: list[torch.Tensor]) -> None:
         """``torch.autograd.grad`` is asked for the gradients of ``leaves``.
 
@@ -129,6 +131,7 @@ class Bypasses:
             "grads = parwrap.reduce_mean(grads), or call loss.backward() and use .grad."
         )
 
+    @intercepts
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step()`` is about to run.
 
@@ -142,6 +145,7 @@ class Bypasses:
                 "loss.backward()."
             )
 
+    @intercepts
     def data_parallel(self, instance: nn.DataParallel, module: nn.Module, build: Callable[[Any], None]) -> None:
         """``nn.DataParallel`` on this rank's device alone, whichever the script names."""
         if self._group.device.type == "cuda":
@@ -153,7 +157,7 @@ class Bypasses:
 
 
 def _called_by_torch() -> bool:
-    """Whether torch asks itself, as in a compilation or a functional transform; frames 0 to 2 are this, ``grad`` and the verb's."""
+    """Whether torch asks itself, as in a compilation or a functional transform; frames 0 to 2 are this, ``grad`` and the patch's."""
     frame = sys._getframe(3)
     while frame.f_back is not None and "wrapt" in frame.f_code.co_filename:
         frame = frame.f_back

@@ -1,6 +1,6 @@
 """Data parallelism: every rank holds the model, and each backward leaves the average gradient in ``.grad``.
 
-The actor on the backward verb. It finds out which parameters a backward call site reaches, lets the ranks agree on them once
+The interceptor of backward. It finds out which parameters a backward call site reaches, lets the ranks agree on them once
 and hands the backward to the ``GradientAverager`` of that set; exactly one is armed at a time. A parameter that a site never
 reaches is in no set of that site, so its ``grad`` stays ``None`` as in a single process.
 """
@@ -23,6 +23,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.group.collectives import all_reduced
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.backward import Backward
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
 from parwrap.strategies.common.agreement import View, described, refuse_different_parameters
@@ -113,12 +114,13 @@ class DDP(Strategy):
         options = self._options()
         return f"{options.strategy}, compress {options.compress}" if options.compress else options.strategy
 
-    def actors(self) -> list[Any]:
+    def interceptors(self) -> list[Interceptor]:
         in_step = InStep(self._group, self._loop)
         self._loop.looking = in_step.evaluation_begins
         # in a step gradients are averaged first: after that Zero1 hides some
         return [self.unaveraged, self, in_step, Bypasses(self._group, self._loop)]
 
+    @intercepts
     def backward(self, call: Backward) -> None:
         """Run ``call`` and average what it leaves in the gradients."""
         if not is_alone():
@@ -140,6 +142,7 @@ class DDP(Strategy):
     def averaged(self) -> AbstractContextManager[None]:
         return self.unaveraged.paused()
 
+    @intercepts
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
         """Give the parameters of ``module`` another device or dtype, once no rank trains them as they are any more."""
         if not is_alone() and any(id(p) in self._averagers.ids() for p in module.parameters()):
@@ -148,6 +151,7 @@ class DDP(Strategy):
         self._loop.moved()
         return moved
 
+    @intercepts
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has stepped, so no graph of before is needed any more."""
         if self._late_buffers:

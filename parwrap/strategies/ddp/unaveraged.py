@@ -21,6 +21,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.group.collectives import all_reduced
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.clipping import Clip
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.intercept.scaler import ScalerCall
 from parwrap.intercept.skipping import stepping
 from parwrap.loop.loop_state import Loop, parameters_of
@@ -39,7 +40,7 @@ Kinds = list[tuple[tuple[int, ...], torch.dtype]]
 """The shape and the dtype of each gradient."""
 
 
-class Unaveraged:
+class Unaveraged(Interceptor):
     """Averages gradients that a script has made without an averaged backward.
 
     Args:
@@ -84,10 +85,12 @@ class Unaveraged:
         finally:
             self._paused = False
 
+    @intercepts
     def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` is about to step."""
         self._average(parameters_of(optimizer))
 
+    @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that leaves averaged gradients, for a step that is about to begin."""
 
@@ -99,6 +102,7 @@ class Unaveraged:
 
         return then_average
 
+    @intercepts
     def clip(self, clip: Clip) -> Any:
         """What is clipped is the mean, as in a single process."""
         self._average(clip.parameters)
@@ -107,6 +111,7 @@ class Unaveraged:
             self.note(p for p in clip.parameters if id(p) in self._noted)  # a norm for the log, which changes nothing
         return norm
 
+    @intercepts
     def use_scaler(self, call: ScalerCall) -> Any:
         """A script's own scaler looks for gradients that are not finite, which all ranks must see."""
         if call.optimizer is not None:

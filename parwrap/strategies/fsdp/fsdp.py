@@ -1,6 +1,6 @@
 """Fully sharded data parallelism: each rank keeps a part of the parameters, of their gradients and of what the optimizer remembers.
 
-The actor that has models sharded when an optimizer takes their parameters, and that lets ranks send each other nothing unless all are
+The interceptor that has models sharded when an optimizer takes their parameters, and that lets ranks send each other nothing unless all are
 at the same point. Sharding is torch's ``fully_shard``; what it does to a model is in ``sharded_model.py``, what scripts do with parts in
 ``sharded_tensors.py``, and states are ``sharded_state.py``'s.
 """
@@ -27,6 +27,7 @@ from parwrap.group.collectives import all_reduced
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.clipping import Clip
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.options import Options
 from parwrap.strategies.common.agreement import checksums
@@ -69,7 +70,6 @@ class FSDP(Strategy):
         self._coordinator = group.coordinator
         self._models: list[weakref.ref[ShardedModel]] = []
         self._tensors = ShardedTensors(lambda: self._enter(USE, location()), self._coordinator.past)
-        self.call_sharded, self.show_sharded = self._tensors.call_sharded, self._tensors.show_sharded
         self._replicated = Replicated(group, loop, self._sharded_ids, lambda size: self._enter(AVERAGING, location(), size))
         self._in_step = InStep(group, loop)
         self._mesh: DeviceMesh | None = None
@@ -77,10 +77,10 @@ class FSDP(Strategy):
         for kind in AT_ONCE:
             self._coordinator.answer(kind, lambda detail, present: self._refuse_to_answer())
 
-    def actors(self) -> list[Any]:
+    def interceptors(self) -> list[Interceptor]:
         self._adopt_all()
         self._loop.looking = self._in_step.evaluation_begins
-        return [self, self._in_step]
+        return [self, self._tensors, self._in_step]
 
     def described(self) -> str:
         return "strategy fsdp: parameters, gradients and optimizer states are sharded"
@@ -93,6 +93,7 @@ class FSDP(Strategy):
                 "or amp(dtype='fp16'), or strategy='ddp'."
             )
 
+    @intercepts
     def take_parameters(self, parameters: Any) -> Any:
         """What an optimizer is given, after the models around it were sharded."""
         if is_alone() or not isinstance(parameters, (list, tuple)):
@@ -104,15 +105,18 @@ class FSDP(Strategy):
         sharded = [(name, p.__dict__["sharded"] if isinstance(p, Moved) else p) for name, p in named]
         return [p if name is None else (name, p) for name, p in sharded]
 
+    @intercepts
     def optimizer_state(self, optimizer: Optimizer, save: Callable[[], Any]) -> Any:
         """The whole state of an optimizer."""
         return self._whole(save(), "optimizer.state_dict()")
 
+    @intercepts
     def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[Any], None], state: Any) -> None:
         """``optimizer`` keeps this rank's part of what it loads."""
         load(state)
         shard_state(optimizer)
 
+    @intercepts
     def module_state(self, module: nn.Module, state: Any) -> Any:
         """The whole weights of a module, under plain keys."""
         if not any(is_sharded(value) and not isinstance(value, nn.Parameter) for value in state.values()):
@@ -121,6 +125,7 @@ class FSDP(Strategy):
             state[name] = value
         return state
 
+    @intercepts
     def load_module_state(self, module: nn.Module, assign: bool) -> None:
         if assign and any(is_sharded(p) for p in module.parameters()):
             raise UsageError(
@@ -128,6 +133,7 @@ class FSDP(Strategy):
                 "leave assign out, or load before the optimizer is built."
             )
 
+    @intercepts
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
         """Give the parameters of ``module`` another device or dtype: they are whole meanwhile."""
         if is_alone() or not any(is_sharded(p) for p in module.parameters()):
@@ -139,11 +145,13 @@ class FSDP(Strategy):
         self._adopt_all()
         return moved
 
+    @intercepts
     def saved(self, thing: Any) -> Any:
         """What ``torch.save`` writes for ``thing``: it is whole, and of the user's own classes."""
         models = [module for model in self._alive() if (module := model.root()) is not None]
         return copy.deepcopy(thing) if holds_sharded(thing, models) else thing
 
+    @intercepts
     def clip(self, clip: Clip) -> Any:
         """``clip_grad_norm_`` goes by the norm over all ranks, which it gives as a plain number."""
         if clip.name != CLIPPING or not any(is_sharded(p.grad) for p in clip.parameters) or is_alone():
@@ -153,6 +161,7 @@ class FSDP(Strategy):
         self._coordinator.past()
         return norm
 
+    @intercepts
     def backward(self, call: Backward) -> None:
         """Run ``call``; torch reduces what it leaves in sharded parameters."""
         if self._running or is_alone():
@@ -232,7 +241,7 @@ class FSDP(Strategy):
 
     def _weighted(self, call: Backward) -> Backward:
         """``call`` with its loss multiplied, for torch takes the mean over ranks as if all counted the same."""
-        if not call.averaged:  # an actor adds up several, each a mean, and gives the weight with the last
+        if not call.averaged:  # an interceptor adds up several, each a mean, and gives the weight with the last
             return call
         batch = self._loop.weights.find(lambda: leading_sizes(call.tensors)) if call.weight is None else self._loop.weights.current
         weight = batch.weight if call.weight is None else call.weight

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from parwrap.coordination.call_site import location
 from parwrap.errors import UsageError
+from parwrap.intercept.interceptor import Interceptor, intercepts
 
 __all__ = ["Moved", "ShardedTensors", "is_sharded", "refuse_hook", "sharded_like"]
 
@@ -97,7 +98,7 @@ class _Gathered(torch.autograd.Function):
         return mean.redistribute(placements=ctx.placements)
 
 
-class ShardedTensors:
+class ShardedTensors(Interceptor):
     """Carries out operations in which a sharded tensor takes part.
 
     Args:
@@ -108,6 +109,7 @@ class ShardedTensors:
     def __init__(self, enter: Callable[[], None], past: Callable[[], None]) -> None:
         self._enter, self._past = enter, past
 
+    @intercepts
     def call_sharded(self, func: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
         """The operation ``func``, with tensors of ``types`` among its arguments."""
         if func is T.backward:
@@ -154,6 +156,7 @@ class ShardedTensors:
             return self._each_kind(func, args, kwargs)
         return self._write(func, args, kwargs) if _writes(name, kwargs) else self._on_whole(func, args, kwargs)
 
+    @intercepts
     def show_sharded(self, tensor: DTensor) -> str:
         """What is printed for ``tensor``."""
         whole = self.whole(tensor.detach())

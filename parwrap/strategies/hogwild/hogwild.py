@@ -21,6 +21,7 @@ from parwrap.coordination.call_site import location, worth_a_look
 from parwrap.errors import UsageError
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.backward import Backward
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.intercept.skipping import steps_running
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
@@ -80,9 +81,10 @@ class Hogwild(Strategy):
             )
         return super().joining(group, options)
 
-    def actors(self) -> list[Any]:
+    def interceptors(self) -> list[Interceptor]:
         return [self, Evaluations(self._group, self._loop), *([self._lock] if self._lock else [])]
 
+    @intercepts
     def backward(self, call: Backward) -> None:
         """Run ``call``; first share what an optimizer has got since the last one."""
         if is_alone():
@@ -96,11 +98,13 @@ class Hogwild(Strategy):
         call.run()
         self._loop.ran_backward()
 
+    @intercepts
     def stepped(self, optimizer: Optimizer) -> None:
         """A step was taken; some put new tensors in the place of the parameters."""
         self._parameters.put_back()
         self._progress.step()
 
+    @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """``module.train(training)`` was called: what all are to evaluate must be where all have it."""
         self._parameters.put_back()
@@ -127,7 +131,7 @@ class Hogwild(Strategy):
         self._generation = self._loop.generation
 
 
-class Evaluations:
+class Evaluations(Interceptor):
     """Has ranks evaluate the same model: they meet before it and after it, so that nobody trains meanwhile.
 
     Buffers become rank 0's, as in DDP, and schedulers go by the mean over ranks.
@@ -137,9 +141,9 @@ class Evaluations:
         self._group, self._loop = group, loop
         self._in_step = InStep(group, loop)
         self._trained, self._looking = 0, False
-        self.metric = self._in_step.metric
         group.coordinator.answer(GOING_ON, lambda detail, present: None)
 
+    @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """``module.train(training)`` was called."""
         if is_alone() or not (self._loop.is_root(module) if training else self._loop.evaluated_with(module)):
@@ -152,8 +156,13 @@ class Evaluations:
             self._looking = False
             self._group.synchronize(GOING_ON)
 
+    @intercepts
+    def metric(self, metric: Any) -> Any:
+        """The mean over the ranks."""
+        return self._in_step.metric(metric)
 
-class Lock:
+
+class Lock(Interceptor):
     """Has one rank at a time take a step; a rank that ends, in whatever way, lets go of it.
 
     Args:
@@ -164,11 +173,13 @@ class Lock:
         store = dist.PrefixStore(f"lock/{group.coordinator.part}", group.store)
         self._file = shared_file(store, group.world.rank, range(group.world.size), 1)
 
+    @intercepts
     def step(self, optimizer: Optimizer) -> None:
         """``optimizer`` is about to step; if that is a part of another step, the lock is held already."""
         if steps_running() == 1:
             fcntl.lockf(self._file, fcntl.LOCK_EX)
 
+    @intercepts
     def stepped(self, optimizer: Optimizer) -> None:
         """``optimizer`` has stepped; after one that has raised, the next lets go."""
         if steps_running() == 1:

@@ -1,8 +1,8 @@
 """Local SGD: each rank steps on its own gradients, and every few steps the weights are averaged over the ranks.
 
-After Stich (2018); with synchronous steps first, after Lin et al. (2018), and with an outer optimizer, after Douillard et al. (2023). The
-actor on the verbs by which a loop trains and looks at what it has trained. The synchronous steps are those of the DDP strategy, and own
-ones are counted in ``local_steps.py``.
+After Stich (2018); with synchronous steps first, after Lin et al. (2018), and with an outer optimizer, after Douillard et al. (2023). It
+intercepts the calls by which a loop trains and looks at what it has trained. The synchronous steps are those of the DDP strategy; local
+steps are counted in ``local_steps.py``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from parwrap.errors import UsageError
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.clipping import Clip
+from parwrap.intercept.interceptor import intercepts
 from parwrap.intercept.scaler import ScalerCall
 from parwrap.intercept.skipping import stepping
 from parwrap.loop.loop_state import Loop, parameters_of
@@ -81,6 +82,7 @@ class LocalSGD(Strategy):
         outer = f", outer {options.outer} lr {options.outer_lr:g} momentum {options.outer_momentum:g}" if options.outer else ""
         return f"local_sgd, weights averaged every {options.every} steps{first}{outer}"
 
+    @intercepts
     def backward(self, call: Backward) -> None:
         """Run ``call``, and leave this rank's own gradients unless these steps are synchronous."""
         if self._warming:
@@ -98,14 +100,17 @@ class LocalSGD(Strategy):
             self._running = False
         self._loop.ran_backward()
 
+    @intercepts
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
         """Give the parameters of ``module`` another device or dtype."""
         return self._ddp.move(module, apply)
 
+    @intercepts
     def data_parallel(self, instance: nn.DataParallel, module: nn.Module, build: Callable[[Any], None]) -> None:
         """``nn.DataParallel`` on this rank's device alone."""
         self._bypasses.data_parallel(instance, module, build)
 
+    @intercepts
     def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` is about to step.
 
@@ -125,6 +130,7 @@ class LocalSGD(Strategy):
         elif not _is_part(optimizer):
             self._steps.begin(number, optimizer)
 
+    @intercepts
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped: the weights are averaged if it was the last of a few."""
         if is_alone() or _is_part(optimizer):
@@ -142,14 +148,17 @@ class LocalSGD(Strategy):
             self._warming = False
             self._ddp.close()
 
+    @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure's loss is this rank's own, as the steps are that it decides about."""
         return self._in_step.closure(self._ddp.unaveraged.closure(closure)) if self._warming else closure
 
+    @intercepts
     def clip(self, clip: Clip) -> Any:
         """What is clipped is the mean while these steps are synchronous, and then this rank's own."""
         return self._ddp.unaveraged.clip(clip) if self._warming else clip.run()
 
+    @intercepts
     def use_scaler(self, call: ScalerCall) -> Any:
         """A script's own scaler looks at what its step takes."""
         return self._ddp.unaveraged.use_scaler(call) if self._warming else call.run()
@@ -157,6 +166,7 @@ class LocalSGD(Strategy):
     def averaged(self) -> AbstractContextManager[None]:
         return self._ddp.averaged()
 
+    @intercepts
     def metric(self, metric: Any) -> Any:
         """The mean over ranks of what ``ReduceLROnPlateau`` looks at."""
         return self._in_step.metric(metric)
@@ -165,12 +175,14 @@ class LocalSGD(Strategy):
         self._steps.average()
         self._in_step.evaluation_begins()
 
+    @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """When a root is set to eval, all ranks get the same weights and rank 0's buffers."""
         if not training and not is_alone() and self._loop.evaluated_with(module):
             self._steps.average()
         self._in_step.set_mode(module, training)
 
+    @intercepts
     def save(self, f: Any, write: Callable[[Any], None]) -> None:
         """Saving never communicates, so what is saved are the weights as they are."""
         if self._steps.own and self._group.world.rank == 0 and not (self._warned or is_alone() or isinstance(f, io.BytesIO)):

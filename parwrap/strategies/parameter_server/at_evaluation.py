@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from parwrap.group.group import Group, is_alone
+from parwrap.intercept.interceptor import intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.in_step import EVALUATION, METRIC, InStep
 from parwrap.strategies.parameter_server.worker import Worker
@@ -34,9 +35,11 @@ class AtEvaluation(InStep):
         group.coordinator.answer(EVALUATION, lambda detail, present: None)
         group.coordinator.answer(METRIC, lambda detail, present: None)
 
+    @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         return closure
 
+    @intercepts
     def metric(self, metric: Any) -> Any:
         """The mean over the workers that are there, or learning rates drift apart."""
         if is_alone():
@@ -44,6 +47,7 @@ class AtEvaluation(InStep):
         told = self._group.exchange(METRIC, float(metric))
         return sum(told.values()) / len(told)
 
+    @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """When a root is set to eval after training, its parameters and buffers become those of the lowest rank."""
         modules = [] if training or is_alone() else self._loop.evaluated_with(module)

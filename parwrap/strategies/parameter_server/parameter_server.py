@@ -20,6 +20,7 @@ from parwrap.errors import UsageError
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.clipping import Clip
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
 from parwrap.strategies.common.autograd_graph import leading_sizes
@@ -80,7 +81,7 @@ class ParameterServer(Strategy):
     def averages_gradients(self) -> bool:
         return False
 
-    def actors(self) -> list[Any]:
+    def interceptors(self) -> list[Interceptor]:
         return [self, AtEvaluation(self._group, self._loop, self._pushing)]
 
     def check_feature(self, name: str) -> None:
@@ -98,6 +99,7 @@ class ParameterServer(Strategy):
                 "part of a window would have to be weighed: leave one of them out."
             )
 
+    @intercepts
     def backward(self, call: Backward) -> None:
         """Run ``call``; what it leaves in gradients is this worker's."""
         tensors = call.tensors
@@ -111,11 +113,13 @@ class ParameterServer(Strategy):
         call.run()
         self._loop.ran_backward()
 
+    @intercepts
     def scale_by_hand(self, scaler: torch.amp.GradScaler) -> None:
         """A loss is scaled, by the script's own scaler or by that of ``amp``."""
         if scaler.is_enabled() and not is_alone():
             self._refuse_scaling(f"a loss scale (GradScaler at {location()})")
 
+    @intercepts
     def refuse_closure(self) -> None:
         """A closure computes gradients inside of a step, which is taken elsewhere."""
         if is_alone():
@@ -125,6 +129,7 @@ class ParameterServer(Strategy):
             "step, and the step is the server's. Call backward() and then step() without a closure, or choose another strategy."
         )
 
+    @intercepts
     def clip(self, clip: Clip) -> Any:
         """Clip this worker's own gradients, which with ``staleness=0`` is not what one process does: say so once."""
         if self.steps_together and not (self._warned or is_alone()):
@@ -144,6 +149,7 @@ class ParameterServer(Strategy):
                 "staleness."
             )
 
+    @intercepts
     def skips(self, optimizer: Optimizer) -> bool:
         """Every step is left to the servers: they get the gradients, and this worker the new values."""
         if is_alone():
@@ -153,16 +159,19 @@ class ParameterServer(Strategy):
         self._pushing.push(optimizer, self._weight if self.steps_together else 1.0)
         return True
 
+    @intercepts
     def optimizer_state(self, optimizer: Optimizer, save: Callable[[], Any]) -> Any:
         """What the servers keep of the parameters of ``optimizer`` is in it."""
         with self._pushing.with_state(optimizer):
             return save()
 
+    @intercepts
     def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[Any], None], state: Any) -> None:
         """Servers go on from the ``state`` too."""
         load(state)
         self._pushing.load(optimizer)
 
+    @intercepts
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
         """Parameters that servers hold keep their dtype."""
         before = {id(p): p.dtype for p in module.parameters() if self._pushing.holds(p)}

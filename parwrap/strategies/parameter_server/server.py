@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from parwrap.decorator import EarlyExit
 from parwrap.errors import RankMismatchError
 from parwrap.intercept.backward import Backward
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.rank_zero.output import RankZeroOutput
 from parwrap.rank_zero.private_files import PrivateFiles
@@ -60,8 +61,8 @@ class Begun(NamedTuple):
     options: list[dict[str, Any]]
 
 
-class Server:
-    """Serves the workers of a run; the actor on backward and on files of a server's own process.
+class Server(Interceptor):
+    """Serves the workers of a run; the interceptor of backward in a server's own process.
 
     Args:
         wire: leads to the workers.
@@ -97,6 +98,7 @@ class Server:
         for worker in range(workers):
             threading.Thread(target=self._read, args=(worker,), name=f"parwrap worker {worker}", daemon=True).start()
 
+    @intercepts
     def backward(self, call: Backward) -> NoReturn:
         """From here on, serve."""
         self.serve()
@@ -106,8 +108,8 @@ class Server:
         raise served
 
     @contextmanager
-    def quiet(self) -> Iterator[list[Any]]:
-        """The actors of this process; while this is held, it is heard of no more than a rank above 0."""
+    def quiet(self) -> Iterator[list[Interceptor]]:
+        """The interceptors of this process; while this is held, it is heard of no more than a rank above 0."""
         output, files = RankZeroOutput(self._rank), PrivateFiles(self._rank)
         with output.silenced():
             try:

@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group.group import Group, is_alone
+from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.intercept.skipping import has_inner
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
@@ -39,11 +40,12 @@ class Zero1(DDP):
         self._calls_closure = self._catches_up = False
         self._averagers.while_taking = self._catching_up
 
-    def actors(self) -> list[Any]:
+    def interceptors(self) -> list[Interceptor]:
         for optimizer in self._loop.optimizers():
             self.own_parameters(optimizer)
-        return super().actors()
+        return super().interceptors()
 
+    @intercepts
     def own_parameters(self, optimizer: Optimizer) -> None:
         """``optimizer`` is being built, or got another group."""
         if isinstance(optimizer, LBFGS):
@@ -58,6 +60,7 @@ class Zero1(DDP):
             self._coordinator.answer(_state(number), lambda detail, present: self._answer_state(number, present))
             self._former = set(self._held)
 
+    @intercepts
     def takes_step(self, optimizer: Optimizer) -> None:
         """Meet the other ranks, and leave those parameters out of the step whose state others hold."""
         self._hidden.clear()  # a step that has raised was not seen to end
@@ -71,6 +74,7 @@ class Zero1(DDP):
         if not calls_closure:
             self._hide()
 
+    @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that hides what it leaves in gradients, for a step that is about to begin."""
         self._calls_closure = True
@@ -82,6 +86,7 @@ class Zero1(DDP):
 
         return then_hide
 
+    @intercepts
     def took_step(self, optimizer: Optimizer) -> None:
         """Send what was stepped here, and get what was stepped elsewhere."""
         super().took_step(optimizer)
@@ -90,6 +95,7 @@ class Zero1(DDP):
             self._stepping.send()
             self._stepping = None
 
+    @intercepts
     def optimizer_state(self, optimizer: Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state of a single process, on every rank."""
         state = save()
@@ -106,6 +112,7 @@ class Zero1(DDP):
         self._shards[optimizer].settle(self._group.synchronize(_state(number)), hands_on=False)
         return self._shards[optimizer].whole(state)
 
+    @intercepts
     def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
         """Load the part of a whole ``state`` that this rank holds."""
         if not (is_alone() or has_inner(optimizer)):
