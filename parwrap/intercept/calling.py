@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from parwrap.patching.patch import Patch
+from parwrap.torch_private.modules import CALL
 
 __all__ = ["patches"]
 
@@ -20,4 +21,4 @@ def patches(actor: Any) -> list[Patch]:
         return actor.call(instance, args, kwargs, wrapped)
 
     # which __call__ calls: torch.fx puts its own __call__ there for a while, and what it puts back would not be this patch
-    return [Patch(nn.Module, "_call_impl", call)]
+    return [Patch(nn.Module, CALL, call)]

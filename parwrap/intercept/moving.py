@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from parwrap.patching.patch import Patch
+from parwrap.torch_private.modules import APPLY
 
 __all__ = ["patches"]
 
@@ -30,7 +31,7 @@ def patches(actor: Any) -> list[Patch]:
             return wrapped(*args, **kwargs)
         return actor.move(instance, run) if _changes(instance, *args, **kwargs) else run()
 
-    return [Patch(nn.Module, "_apply", apply)]
+    return [Patch(nn.Module, APPLY, apply)]
 
 
 def _changes(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], *rest: Any, **options: Any) -> bool:

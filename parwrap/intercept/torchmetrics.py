@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from parwrap.patching.patch import Patch, when_imported
+from parwrap.torch_private.modules import registered_modules
 
 __all__ = ["collection_patches", "sync_patches", "update_patches"]
 
@@ -42,7 +43,7 @@ def collection_patches(actor: Any) -> list[AbstractContextManager]:
 
     def compute(wrapped: Callable, collection: Any, args: tuple, kwargs: dict) -> Any:
         for names in collection.compute_groups.values():
-            actor.share_states([collection._modules[name] for name in names])
+            actor.share_states([registered_modules(collection)[name] for name in names])
         return wrapped(*args, **kwargs)
 
     def patches(module: ModuleType) -> list[Patch]:
