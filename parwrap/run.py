@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from parwrap.errors import LaunchError
 from parwrap.launching.elastic.fork_server import loading, start, stop
+from parwrap.torch_private.dynamo import DYNAMO
 from parwrap.world.world import detect
 
 __all__ = ["main"]
@@ -144,7 +145,7 @@ def _modules_needed(argv: Sequence[str]) -> list[str]:
     scripts = (argument for argument in argv if argument.endswith(".py") and os.access(argument, os.R_OK))
     with open(next(scripts, os.devnull), errors="replace") as source:
         optimizes = "optim" in source.read()
-    modules = ["numpy.random", "parwrap.api.distributed", *(["torch._dynamo"] if optimizes else [])]
+    modules = ["numpy.random", "parwrap.api.distributed", *([DYNAMO] if optimizes else [])]
     return modules + (["parwrap.strategies.fsdp.fsdp"] if {"fsdp", "--strategy=fsdp"} & {*argv} else [])
 
 

@@ -35,6 +35,7 @@ from parwrap.loop.batch_weights import Weighed
 from parwrap.loop.loop_state import parameters_of
 from parwrap.strategies.common.autograd_graph import reached
 from parwrap.strategies.common.share import Share
+from parwrap.torch_private.dataloader import INDEX_SAMPLER
 
 __all__ = ["Accumulation"]
 
@@ -53,7 +54,7 @@ class _Reading:
         batches = self.batches() if self.batches else None
         if batches is None or not batches.last():
             return None
-        return last_part(getattr(batches, "_index_sampler", None))
+        return last_part(getattr(batches, INDEX_SAMPLER, None))
 
 
 class Accumulation(AtWork):

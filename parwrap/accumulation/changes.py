@@ -11,6 +11,7 @@ import torch
 
 from parwrap.coordination.call_site import location, warn
 from parwrap.loop.loop_state import parameters_of
+from parwrap.torch_private.tensors import version_of
 
 __all__ = ["ChangesByHand"]
 
@@ -30,7 +31,7 @@ class ChangesByHand:
         """A backward has run."""
         if self._looks:
             parameters = [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
-            self._left = {id(p): (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+            self._left = {id(p): (p.grad, version_of(p.grad)) for p in parameters if p.grad is not None}
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
         """A step of ``optimizer`` is about to be skipped."""
@@ -41,7 +42,7 @@ class ChangesByHand:
         left, self._left = self._left, {}
         for p in parameters_of(optimizer):
             grad, version = left.get(id(p), (None, 0))
-            if grad is not None and p.grad is not None and (p.grad is not grad or p.grad._version != version):
+            if grad is not None and p.grad is not None and (p.grad is not grad or version_of(p.grad) != version):
                 self._looks = 0
                 warn(
                     f"parwrap: gradients were changed between backward() and the step at {location()}. Inside a window of "

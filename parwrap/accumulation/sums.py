@@ -13,6 +13,7 @@ import torch
 from parwrap.errors import UsageError
 from parwrap.intercept.clipping import Clip
 from parwrap.loop.loop_state import parameters_of
+from parwrap.torch_private.tensors import foreach_add, foreach_add_, version_of
 
 __all__ = ["Asked", "Sums", "merged", "put_back"]
 
@@ -51,7 +52,7 @@ class Sums:
             known = self._known.get(id(p))
             if known is None and lent and not p.grad.is_sparse:
                 self._known[id(p)] = p, p.grad.detach()
-                self._lent[id(p)] = p.grad._version
+                self._lent[id(p)] = version_of(p.grad)
             elif known is None:
                 self._known[id(p)] = p, p.grad.detach().clone()
             elif p.grad.is_sparse or known[1].is_sparse:
@@ -63,11 +64,11 @@ class Sums:
                 grads.append(p.grad)
         if onto_lent:  # the loop may have kept what it has dropped
             parameters, lents, added = zip(*onto_lent, strict=True)
-            for p, total in zip(parameters, torch._foreach_add(lents, added), strict=True):
+            for p, total in zip(parameters, foreach_add(lents, added), strict=True):
                 self._known[id(p)] = p, total
                 del self._lent[id(p)]
         if sums:
-            torch._foreach_add_(sums, grads)
+            foreach_add_(sums, grads)
 
     def take(self, parameters: Iterable[torch.Tensor]) -> None:
         """Add the gradients of ``parameters``, which have none afterwards."""
@@ -87,7 +88,7 @@ class Sums:
         """
         for key, version in list(self._lent.items()):
             p, total = self._known[key]
-            if total._version != version:
+            if version_of(total) != version:
                 raise UsageError(
                     "a gradient was changed in place after optimizer.step() was called on it, where batches before had dropped it by "
                     "zero_grad() or p.grad = None, and parwrap.accumulate still needs it. Zero gradients in the same way throughout."

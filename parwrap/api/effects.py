@@ -26,6 +26,8 @@ from parwrap.intercept.backward import Backward
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.patching.patch import Patch
 from parwrap.rank_zero.open_files import writes
+from parwrap.torch_private.modules import registered_buffers, registered_modules
+from parwrap.torch_private.tensors import version_of
 
 __all__ = ["Onlooker", "Silent", "State", "modes_set_together", "reached"]
 
@@ -183,7 +185,7 @@ class State:
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._held: dict[str, Any] = {}
-        self._modules: set[str] = set()
+        self._in_modules: set[str] = set()
         self._whole = True
         seen: set[int] = set()
         waiting = deque((name, value) for name, value in roots.items())
@@ -197,7 +199,7 @@ class State:
                 seen.add(id(value))
                 inner = _inner(value)
                 if isinstance(value, nn.Module):
-                    self._modules |= {place + name for name, _ in inner}
+                    self._in_modules |= {place + name for name, _ in inner}
                 waiting.extend((place + name, each) for name, each in inner)
 
     def changed(self, after: State) -> str | None:
@@ -206,7 +208,7 @@ class State:
             return None
         for place, content in after._held.items():
             before = self._held.get(place, _ABSENT)
-            if _alike(before, content) or _is_cache(place, before, place in after._modules):
+            if _alike(before, content) or _is_cache(place, before, place in after._in_modules):
                 continue
             return place
         return next((place for place in self._held if place not in after._held), None)
@@ -237,7 +239,7 @@ class _Numbers(NamedTuple):
 def _content(value: Any) -> Any:
     """What is compared of ``value`` itself."""
     if isinstance(value, torch.Tensor):
-        return _Numbers(value, None if value.is_inference() else value._version, _summed(value))
+        return _Numbers(value, None if value.is_inference() else version_of(value), _summed(value))
     if isinstance(value, np.ndarray):
         return _Numbers(value, None, str(hash(value.tobytes())) if value.nbytes <= LARGEST and value.dtype != object else "")
     return value
@@ -272,8 +274,11 @@ def _inner(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, (set, frozenset)):
         return [(" (length)", len(value))]
     if isinstance(value, nn.Module):
-        held = {**value._buffers, **{name: each for name, each in vars(value).items() if not name.startswith("_") and name != "training"}}
-        return [(f".{name}", each) for name, each in {**held, **value._modules}.items()]
+        held = {
+            **registered_buffers(value),
+            **{name: each for name, each in vars(value).items() if not name.startswith("_") and name != "training"},
+        }
+        return [(f".{name}", each) for name, each in {**held, **registered_modules(value)}.items()]
     if type(value).__module__.partition(".")[0] in ("tqdm", "torch", "parwrap", "threading", "builtins"):
         return []
     return [(f".{name}", each) for name, each in getattr(value, "__dict__", {}).items()]

@@ -8,6 +8,7 @@ from parwrap.api import distributed
 from parwrap.api.gathered_rows import NAME, row_gatherer
 from parwrap.errors import UsageError
 from parwrap.group.collectives import callers
+from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
 
 __all__ = ["gather_with_grad"]
 
@@ -53,7 +54,7 @@ def _gathered(x: torch.Tensor) -> torch.Tensor:
     parts = distributed.parts()
     if parts is not None and parts.loop.evaluations:
         return x
-    if torch._C._current_graph_task_id() != -1:
+    if current_graph_task_id() != NO_GRAPH_TASK:
         raise UsageError(
             "parwrap.gather_with_grad() runs in a checkpoint that is computed again in the backward, where the ranks cannot meet: call it "
             "outside of the part that is checkpointed."

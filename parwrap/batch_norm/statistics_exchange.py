@@ -30,6 +30,7 @@ from parwrap.group.group import Group
 from parwrap.intercept.norm import Norm
 from parwrap.system.shared_memory import shared_memory
 from parwrap.system.shared_vectors import CAPACITY, SharedVectors
+from parwrap.torch_private.modules import is_initialized, registered_buffers, registered_parameters
 
 __all__ = ["SUM", "StatisticsExchange", "new_group", "own_group", "shared_among"]
 
@@ -171,13 +172,13 @@ class _FirstUses:
 def _named_layers() -> dict[int, tuple[torch.Tensor, str]]:
     """A tensor of each layer of all modules, by its id, and the path of the layer in the outermost module."""
     gc.collect()
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and hasattr(thing, "_modules")]
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and is_initialized(thing)]
     inner = {id(child) for module in modules for child in module.children()}
     names: dict[int, tuple[torch.Tensor, str]] = {}
     for root in modules:
         for path, module in root.named_modules() if id(root) not in inner else ():
-            if "running_mean" in module._buffers:
-                for tensor in (module._buffers["running_mean"], module._parameters.get("weight")):
+            if "running_mean" in registered_buffers(module):
+                for tensor in (registered_buffers(module)["running_mean"], registered_parameters(module).get("weight")):
                     if tensor is not None:
                         names[id(tensor)] = tensor, min(path, names.get(id(tensor), (None, path))[1])
     return names

@@ -27,6 +27,8 @@ from parwrap.intercept.norm import Norm
 from parwrap.strategies.common.autograd_graph import normalizes_by_torch
 from parwrap.strategies.data_parallel.replica_norm import shared_over_replicas
 from parwrap.strategies.data_parallel.replica_threads import Replica, current_replica
+from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
+from parwrap.torch_private.modes import current_transform, tracing_state
 
 __all__ = ["SyncBN"]
 
@@ -61,7 +63,7 @@ class SyncBN(Interceptor):
         """The normalization ``call`` by the statistics of all ranks' or replicas' parts of the batch, if it is by those of a batch."""
         if call.training and call.eps > 0 and (replica := current_replica()) is not None:
             return self._over_replicas(call, replica)
-        if self._has_replicas and torch._C._current_graph_task_id() != -1:
+        if self._has_replicas and current_graph_task_id() != NO_GRAPH_TASK:
             raise UsageError(
                 "a batch norm inside of a checkpoint is computed again in the backward, where the replicas of parwrap.data_parallel cannot "
                 "meet to share it: leave @parwrap.sync_bn out, or do not checkpoint that part."
@@ -163,8 +165,8 @@ class SyncBN(Interceptor):
             and x.is_floating_point()
             and x.dim() > 1
             and (call.running_mean is None) == (call.running_var is None)
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and torch._C._get_tracing_state() is None
+            and current_transform() is None
+            and tracing_state() is None
         )
         if not plain and not self._warned:
             self._warned = True

@@ -14,6 +14,7 @@ from types import FrameType
 import torch
 
 from parwrap.patching.imported_names import is_installed, is_standard
+from parwrap.torch_private.dynamo import source_directory
 
 __all__ = ["call_site", "from_script", "innermost", "is_ours", "location", "outside", "trail", "warn", "worth_a_look"]
 
@@ -127,7 +128,7 @@ def _is_script(frame: FrameType) -> bool:
 
 
 SCRIPT, LIBRARY, PASSING, TRACER = range(4)
-_DYNAMO = os.path.join(os.path.dirname(str(torch.__file__)), "_dynamo", "")
+_DYNAMO = source_directory()
 
 
 @functools.cache

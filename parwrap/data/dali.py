@@ -17,7 +17,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from parwrap.coordination.call_site import warn
 from parwrap.data.passes import Pass, SharedDraws
@@ -30,6 +29,7 @@ from parwrap.intercept.dali import pipelines_of, readers_of
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.loop.random_streams import RandomStreams
+from parwrap.torch_private.pytree import tree_leaves
 
 __all__ = ["Pipelines"]
 

@@ -14,13 +14,13 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
-from torch.utils.data._utils import worker
 
 from parwrap.data.samplers import DealtBatches
 from parwrap.data.sharing_rules import Sharing
 from parwrap.errors import UsageError
 from parwrap.loop.random_streams import seed_all
 from parwrap.system.wording import counted
+from parwrap.torch_private.dataloader import set_worker_info, worker_info
 
 __all__ = ["Pick", "RankPart", "part_of", "world_size_asked"]
 
@@ -74,14 +74,14 @@ class _Place:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """While this is held, it is what a dataset gets that asks."""
-        before = worker._worker_info
-        worker._worker_info = self if self._own else None  # type: ignore[assignment]
+        before = worker_info()
+        set_worker_info(self if self._own else None)
         _read.append(self)
         try:
             yield
         finally:
             _read.pop()
-            worker._worker_info = before
+            set_worker_info(before)
 
 
 class Pick(NamedTuple):

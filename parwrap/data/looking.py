@@ -15,6 +15,7 @@ import torch
 
 from parwrap.data.unread import Unread
 from parwrap.system.structures import first_tensor
+from parwrap.torch_private.autograd import next_sequence_number, sequence_number
 
 __all__ = ["ShareThenRest"]
 
@@ -119,9 +120,9 @@ class ShareThenRest:
     def _note_graph(self) -> None:
         """Remember which nodes of graphs were built from the first batch, by their numbers in the order in which they are built."""
         if self.read == 0:
-            self._first = (torch.autograd._get_sequence_nr(), -1)
+            self._first = (next_sequence_number(), -1)
         elif self.read == 1 and self._first is not None:
-            self._first = (self._first[0], torch.autograd._get_sequence_nr())
+            self._first = (self._first[0], next_sequence_number())
 
 
 def _alive(begin: int, end: int) -> bool:
@@ -131,10 +132,9 @@ def _alive(begin: int, end: int) -> bool:
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
-        if node in seen or not hasattr(node, "_sequence_nr"):
+        if node in seen or (number := sequence_number(node)) is None:
             continue
         seen.add(node)
-        number = node._sequence_nr()
         if begin <= number < end:
             return True
         if number > begin:  # what was built before leads to nothing newer

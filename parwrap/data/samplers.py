@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.data.evaluation_blocks import block
 from parwrap.errors import UsageError
+from parwrap.torch_private.dataloader import ITERATOR
 
 __all__ = [
     "DealtBatches",
@@ -199,7 +200,7 @@ def with_others(loader: DataLoader, **others: Any) -> DataLoader:
     ``copy.copy`` would leave a cache behind on the class.
     """
     copied = loader.__class__.__new__(loader.__class__)
-    vars(copied).update({**vars(loader), "_iterator": None, **others})
+    vars(copied).update({**vars(loader), ITERATOR: None, **others})
     return copied
 
 

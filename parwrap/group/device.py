@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from parwrap.coordination.call_site import warn
 from parwrap.errors import LaunchError
+from parwrap.torch_private.cuda import driver_device_count
 from parwrap.world.world import World
 
 __all__ = ["choose_backend", "choose_device", "cores", "torch_backend", "uses_nccl", "visible_gpu"]
@@ -65,7 +66,7 @@ def choose_device(world: World, backend: str | None) -> torch.device:
 
 def _seen_by_the_driver() -> int:
     """How many GPUs this process can use: the driver reads ``CUDA_VISIBLE_DEVICES`` once, when it is first asked, and torch asks NVML."""
-    return torch._C._cuda_getDeviceCount()
+    return driver_device_count()
 
 
 def choose_backend(backend: str | None, device: torch.device) -> str:

@@ -25,6 +25,7 @@ from parwrap.group.device import choose_backend, choose_device, torch_backend, u
 from parwrap.group.first_failure import first_failure_told
 from parwrap.group.rendezvous import on_loopback, placed
 from parwrap.system.background import in_background
+from parwrap.torch_private.distributed import collective_count, set_default_group
 from parwrap.world.world import World, detect
 
 __all__ = [
@@ -124,7 +125,7 @@ class Group:
     @property
     def clock(self) -> int:
         """How often this rank has met the others: at the same point of the script the same on all ranks."""
-        return self.coordinator.number + dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+        return self.coordinator.number + collective_count(dist.group.WORLD)
 
     def wait_until(self, ready: Callable[[], bool], owner: int, purpose: str) -> None:
         """Return when ``ready()``, which looks into the store for what rank ``owner`` puts there."""
@@ -221,13 +222,13 @@ def within(group: Group | None, process_group: Any, world: World) -> Iterator[No
     before, default = (_current, _beside), dist.group.WORLD
     _current, _beside = group, world if group is None else None
     if group is not None:
-        dist.distributed_c10d._update_default_pg(process_group)
+        set_default_group(process_group)
     try:
         yield
     finally:
         _current, _beside = before
         if group is not None:
-            dist.distributed_c10d._update_default_pg(default)
+            set_default_group(default)
 
 
 def is_beside() -> bool:

@@ -13,11 +13,11 @@ from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from parwrap.coordination.call_site import warn
 from parwrap.inline.object_graph import found_by
 from parwrap.system.shared_memory import private_file
+from parwrap.torch_private.dataloader import ITERATOR, MultiProcessingDataLoaderIter, is_shut_down, mark_shut_down
 
 __all__ = ["ForkState"]
 
@@ -41,7 +41,7 @@ class ForkState:
 
     def __init__(self) -> None:
         everything = gc.get_objects()
-        wanted = (*WRITERS, io.FileIO, DataLoader, _MultiProcessingDataLoaderIter)
+        wanted = (*WRITERS, io.FileIO, DataLoader, MultiProcessingDataLoaderIter)
         kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, wanted)}
         mine = [thing for thing in everything if type(thing) in kinds]
         spoken = {_place(number) for number in (1, 2)}
@@ -49,7 +49,7 @@ class ForkState:
         self._raw = {file.fileno(): file for file in raw if _place(file.fileno()) not in spoken}
         self._writers = [thing for kind in WRITERS for thing in mine if isinstance(thing, kind) and _number(thing) in self._raw]
         self._loaders = [thing for thing in mine if isinstance(thing, DataLoader)]
-        self._passes = [thing for thing in mine if isinstance(thing, _MultiProcessingDataLoaderIter)]
+        self._passes = [thing for thing in mine if isinstance(thing, MultiProcessingDataLoaderIter)]
         self.flush()
 
     def warn(self, function: Callable) -> None:
@@ -57,7 +57,7 @@ class ForkState:
         resting = {threading.main_thread(), threading.current_thread()}
         threads = [thread for thread in threading.enumerate() if thread not in resting]
         fed = {id(found) for thread in threads for _, found in found_by(thread.run, _is_queue, _is_opened)}
-        needing = {id(each): "workers" for each in self._passes if not each._shutdown}
+        needing = {id(each): "workers" for each in self._passes if not is_shut_down(each)}
         needing |= dict.fromkeys({id(thread) for thread in threads} | fed, "threads")
         found = list(found_by(function, lambda thing: id(thing) in needing, _is_opened)) if needing else []
         for kind in sorted({needing[id(thing)] for _, thing in found}):
@@ -76,9 +76,9 @@ class ForkState:
     def settle(self, rank: int) -> None:
         """In a rank: the files are rank 0's, others write nowhere; and no worker is, whom a rank's end would end."""
         for each in self._passes:
-            each._shutdown = True
+            mark_shut_down(each)
         for loader in self._loaders:
-            loader._iterator = None
+            vars(loader)[ITERATOR] = None
         for number, file in self._raw.items() if rank else ():
             with private_file() as copy:
                 if file.readable():

@@ -22,6 +22,8 @@ from parwrap.inline.fork_state import ForkState
 from parwrap.inline.object_changes import objects_reached
 from parwrap.inline.object_sync import SyncedObjects
 from parwrap.inline.rank_process import ENDING, Job, run
+from parwrap.torch_private.cuda import is_in_bad_fork
+from parwrap.torch_private.dynamo import DYNAMO
 from parwrap.world.world import detect
 
 __all__ = ["Forks", "choose_start_method", "import_for_optimizers", "refuse_unforkable", "starting"]
@@ -61,7 +63,7 @@ class Forks:
 
 def import_for_optimizers() -> None:
     """Import what the first optimizer of each rank would, in a second: ranks that are then forked have it."""
-    importlib.import_module("torch._dynamo")
+    importlib.import_module(DYNAMO)
 
 
 def choose_start_method() -> str:
@@ -94,7 +96,7 @@ def _cuda_has_started() -> bool:
     with starting():
         child = os.fork()
         if not child:
-            os._exit(torch.cuda._is_in_bad_fork())
+            os._exit(is_in_bad_fork())
     return os.waitpid(child, 0)[1] != 0
 
 

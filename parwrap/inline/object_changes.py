@@ -34,9 +34,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from parwrap.inline.object_graph import attributes_of, is_users, is_users_module, within
+from parwrap.torch_private.dataloader import BaseDataLoaderIter, batches_yielded
+from parwrap.torch_private.modules import LAZY_HOOKS, MODULES
 
 __all__ = ["Change", "Snapshot", "entry_name", "make_change", "objects_reached", "part_entries", "without_entries"]
 
@@ -80,7 +81,7 @@ INTERNAL = "<internal>"
 OPTIMIZERS_OWN = frozenset({"defaults", "state", "param_groups", "step"})
 """``step`` is an attribute where a scheduler counts the steps."""
 
-MODULES_OWN = frozenset({*vars(nn.Module()), "_initialize_hook", "_load_hook"})  # the last two are of lazy ones
+MODULES_OWN = frozenset({*vars(nn.Module()), *LAZY_HOOKS})
 
 Change = tuple[int, str, Any]
 """The number of an object, the part of it that has changed, and how."""
@@ -134,12 +135,12 @@ def _within(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
     if issubclass(kind, (ModuleType, type, nn.Module, DataLoader, Optimizer)):
         yield from ((f"{name}.{key}", value) for key, value in _attributes(thing).items())
         if issubclass(kind, nn.Module):
-            yield from ((f"{name}.{key}", value) for key, value in vars(thing).get("_modules", {}).items())
+            yield from ((f"{name}.{key}", value) for key, value in vars(thing).get(MODULES, {}).items())
         if issubclass(kind, type):
             yield from within(thing, name)
     elif issubclass(kind, np.ndarray):
         yield from ((f"{name}[{index}]", each) for index, each in enumerate(thing.ravel().tolist() if thing.dtype == object else ()))
-    elif issubclass(kind, _BaseDataLoaderIter):
+    elif issubclass(kind, BaseDataLoaderIter):
         return
     elif issubclass(kind, functools._lru_cache_wrapper):  # what it remembers is computed again where it is missing
         yield f"{name}.__wrapped__", thing.__wrapped__
@@ -233,7 +234,7 @@ def _contents(thing: Any) -> dict[str, Any]:
         parts["set"] = set(thing)
     elif (position := _position(thing)) is not None:
         return {"position": position}
-    if issubclass(kind, _BaseDataLoaderIter):
+    if issubclass(kind, BaseDataLoaderIter):
         return parts
     attributes = attributes_of(thing)
     if attributes is not thing and (attributes or _has_attributes(thing)):
@@ -270,8 +271,8 @@ def _position(thing: Any) -> Any:
         return thing.gi_frame.f_lasti if thing.gi_frame else "at its end"
     if isinstance(thing, queue.SimpleQueue):
         return thing.qsize()
-    if isinstance(thing, _BaseDataLoaderIter):
-        return thing._num_yielded
+    if isinstance(thing, BaseDataLoaderIter):
+        return batches_yielded(thing)
     kind = type(thing)
     if kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
         return operator.length_hint(thing, -1), repr(thing)

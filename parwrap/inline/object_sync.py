@@ -29,11 +29,13 @@ from parwrap.inline.object_changes import INTERNAL, Change, Snapshot, entry_name
 from parwrap.inline.object_graph import is_users_module
 from parwrap.loop.loop_state import group_options, parameters_of
 from parwrap.system.remote_exception import in_one_line
+from parwrap.torch_private.modules import BUFFERS, MODULES, PARAMETERS
+from parwrap.torch_private.tensors import version_of
 
 __all__ = ["SyncedObjects", "is_tracked", "pickle_module"]
 
 KINDS = (torch.Tensor, nn.Module, Optimizer, LRScheduler)
-PARTS = ("_parameters", "_buffers", "_modules", "training")
+PARTS = (PARAMETERS, BUFFERS, MODULES, "training")
 MOST_NAMED = 5
 OWN = "which was not sent to the ranks, as it is in a module that they import"
 CALLERS = "parwrap"
@@ -236,7 +238,7 @@ class SyncedObjects:
     def _changed_in(self, key: int) -> dict[str, Any]:
         """What has changed in a module, without the attributes that a user gives it."""
         attributes = vars(self._known[key])
-        if any(map(_is_in_parts, attributes.get("_parameters", {}).values())) or _parts_of(self._known[key]) == self._modules[key]:
+        if any(map(_is_in_parts, attributes.get(PARAMETERS, {}).values())) or _parts_of(self._known[key]) == self._modules[key]:
             return {}
         return {name: attributes[name] for name in PARTS if name in attributes}
 
@@ -375,7 +377,7 @@ def _state_of(tensor: torch.Tensor) -> tuple | None:
     if is_lazy(tensor) or _is_unwatched(tensor) or tensor.device.type not in ("cpu", "cuda"):
         return None
     try:
-        return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     except RuntimeError:  # has no memory
         return None
 

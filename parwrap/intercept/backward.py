@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch, is_patched
+from parwrap.torch_private.autograd import input_metadata
 
 __all__ = ["Backward", "patches"]
 
@@ -71,7 +72,7 @@ def _scaled(
     if isinstance(tensor, torch.Tensor):
         return tensor * factor, grad
     if grad is None:
-        kind = tensor.node._input_metadata[tensor.output_nr]
+        kind = input_metadata(tensor.node)[tensor.output_nr]
         if math.prod(kind.shape) != 1:
             return tensor, None  # which torch refuses
         grad = torch.ones(tuple(kind.shape), dtype=kind.dtype, device=kind.device)

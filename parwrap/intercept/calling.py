@@ -10,6 +10,7 @@ from torch import nn
 
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
+from parwrap.torch_private.modules import CALL
 
 __all__ = ["patches"]
 
@@ -21,4 +22,4 @@ def patches(interceptor: Interceptor) -> list[Patch]:
         return interceptor.call(instance, args, kwargs, wrapped)
 
     # which __call__ calls: torch.fx puts its own __call__ there for a while, and what it puts back would not be this patch
-    return [Patch(nn.Module, "_call_impl", call)]
+    return [Patch(nn.Module, CALL, call)]

@@ -10,6 +10,7 @@ from torch import nn
 
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
+from parwrap.torch_private.modules import APPLY
 
 __all__ = ["patches"]
 
@@ -31,7 +32,7 @@ def patches(interceptor: Interceptor) -> list[Patch]:
             return wrapped(*args, **kwargs)
         return interceptor.move(instance, run) if _changes(instance, *args, **kwargs) else run()
 
-    return [Patch(nn.Module, "_apply", apply)]
+    return [Patch(nn.Module, APPLY, apply)]
 
 
 def _changes(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], *rest: Any, **options: Any) -> bool:

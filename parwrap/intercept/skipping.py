@@ -20,6 +20,8 @@ from torch.optim import optimizer as torchs
 from parwrap.coordination.call_site import location
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
+from parwrap.torch_private.optimizer import global_post_hooks, global_pre_hooks
+from parwrap.torch_private.tensors import version_of
 
 __all__ = ["handed_on", "has_inner", "is_image", "patches", "stepping", "steps_running"]
 
@@ -50,12 +52,12 @@ def patches(interceptor: Interceptor) -> list[AbstractContextManager]:
         several = _with_inner(optimizer, [])
         owned = {id(p): p for each in several for group in each.param_groups for p in group["params"]}
         if len(args) == 1 and not kwargs:  # a closure may change them in its forward
-            before[id(optimizer)] = [(p, p._version) for p in owned.values()]
+            before[id(optimizer)] = [(p, version_of(p)) for p in owned.values()]
         return (_image(optimizer, owned, {}), *args[1:]), kwargs
 
     def check(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         for p, version in before.pop(id(optimizer), ()):
-            if p._version != version:
+            if version_of(p) != version:
                 raise UsageError(
                     f"{type(optimizer).__name__}.step() at {location()} has changed a parameter of shape {tuple(p.shape)} in a step that "
                     "parwrap has to leave out, so it does not go by self.param_groups, or a hook on it changes weights. Let step() go over "
@@ -163,8 +165,7 @@ def stepping() -> list[Optimizer]:
 @contextmanager
 def _hooked_first(hook: Any, after: bool = False) -> Iterator[None]:
     handle = (torchs.register_optimizer_step_post_hook if after else torchs.register_optimizer_step_pre_hook)(hook)
-    hooks: Any = torchs._global_optimizer_post_hooks if after else torchs._global_optimizer_pre_hooks
-    hooks.move_to_end(handle.id, last=False)
+    (global_post_hooks if after else global_pre_hooks).move_to_end(handle.id, last=False)
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch, when_imported
+from parwrap.torch_private.modules import registered_modules
 
 __all__ = ["collection_patches", "sync_patches", "update_patches"]
 
@@ -39,7 +40,7 @@ def update_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
 def collection_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
     def compute(wrapped: Callable, collection: Any, args: tuple, kwargs: dict) -> Any:
         for names in collection.compute_groups.values():
-            interceptor.share_states([collection._modules[name] for name in names])
+            interceptor.share_states([registered_modules(collection)[name] for name in names])
         return wrapped(*args, **kwargs)
 
     def patches(module: ModuleType) -> list[Patch]:

@@ -17,6 +17,7 @@ from torch import nn
 from parwrap.group.group import is_alone
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.batch_weights import BatchWeights
+from parwrap.torch_private.tensors import version_of
 
 __all__ = ["Loop", "group_options", "parameters_of"]
 
@@ -209,7 +210,7 @@ class Loop(Interceptor):
 
     def versions(self) -> int:
         """A number that is another one once a parameter of an optimizer was changed, as by a step without a backward."""
-        return sum(p._version for optimizer in self.optimizers() for p in parameters_of(optimizer))
+        return sum(version_of(p) for optimizer in self.optimizers() for p in parameters_of(optimizer))
 
     def can_train(self) -> bool:
         """Whether there is anything to train yet."""

@@ -23,6 +23,7 @@ from parwrap.group.group import is_alone
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.loop.random_streams import RandomStreams
+from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
 
 __all__ = ["StepDraws"]
 
@@ -126,7 +127,7 @@ class StepDraws(Interceptor):
         return (
             (self._in_forward or self._streams.may_draw_own)
             and not self._loop.evaluations
-            and torch._C._current_graph_task_id() == -1
+            and current_graph_task_id() == NO_GRAPH_TASK
             and not is_alone()
         )
 

@@ -18,6 +18,7 @@ import wrapt
 
 from parwrap.patching.import_hooks import imports_watched
 from parwrap.patching.imported_names import Namespaces
+from parwrap.torch_private.dynamo import inlined
 
 __all__ = ["Measured", "Patch", "installed", "is_patched", "when_imported"]
 
@@ -57,7 +58,7 @@ class _Wrapped(wrapt.FunctionWrapper):
 @functools.cache
 def _wrapping(traced: Callable | None) -> type[_Wrapped]:
     """The class of wrapped functions in whose place ``traced`` is compiled; torch guards compiled code by the class."""
-    return _Wrapped if traced is None else type("_Traced", (_Wrapped,), {"_torchdynamo_inline": staticmethod(traced)})
+    return _Wrapped if traced is None else type("_Traced", (_Wrapped,), inlined(traced))
 
 
 class Measured(wrapt.ObjectProxy):

@@ -22,6 +22,7 @@ from parwrap.intercept.backward import Backward
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.intercept.skipping import STEP
 from parwrap.precision.aside import stand_aside, warn_once
+from parwrap.torch_private.amp import autocast_enabled
 
 __all__ = ["Autocasting"]
 
@@ -105,11 +106,11 @@ class Autocasting(Interceptor):
     @intercepts
     def enter_autocast(self, instance: torch.autocast) -> None:
         """The script enters an autocast of its own: this one is off from then on, as the script's authors had it."""
-        if instance._enabled and instance.device == self._device and not self._aside:
+        if autocast_enabled(instance) and instance.device == self._device and not self._aside:
             self._aside, self._before = True, False
             torch.set_autocast_enabled(self._device, False)
             stand_aside("torch.autocast", "it casts nothing itself here")
-        elif not (instance._enabled or self._aside or self._noted) and instance.device == self._device:
+        elif not (autocast_enabled(instance) or self._aside or self._noted) and instance.device == self._device:
             self._noted = True
             warn_once(
                 f"torch.autocast(enabled=False) at {location()} keeps that part in float32. If the script has a switch for mixed "

@@ -10,6 +10,9 @@ from collections.abc import Iterable
 
 import torch
 
+from parwrap.torch_private.amp import check_finite_and_unscale_
+from parwrap.torch_private.tensors import sparse_values, version_of
+
 __all__ = ["Found"]
 
 
@@ -67,20 +70,20 @@ class Found:
             self._seen is not None
             and len(self._seen) == len(grads)
             and all(
-                grad is None if seen is None else grad is not None and seen[0]() is grad and seen[1] == grad._version
+                grad is None if seen is None else grad is not None and seen[0]() is grad and seen[1] == version_of(grad)
                 for seen, grad in zip(self._seen, grads, strict=True)
             )
         )
 
     def _see(self, grads: list[torch.Tensor | None]) -> None:
-        self._seen = [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
+        self._seen = [None if grad is None else (weakref.ref(grad), version_of(grad)) for grad in grads]
 
     def _look(self, grads: list[torch.Tensor | None]) -> None:
         self._any = None
         alike: dict[tuple[torch.device, torch.dtype, bool], list[torch.Tensor]] = {}
         for grad in grads:
             if grad is not None:
-                alike.setdefault((grad.device, grad.dtype, grad.requires_grad), []).append(grad._values() if grad.is_sparse else grad)
+                alike.setdefault((grad.device, grad.dtype, grad.requires_grad), []).append(sparse_values(grad) if grad.is_sparse else grad)
         for (device, dtype, has_graph), same in alike.items():
             flag = self._flag(device)
             # GradScaler's kernel knows no complex numbers, and even where it multiplies by 1 it changes a gradient, which may have a graph
@@ -89,7 +92,7 @@ class Found:
                     flag.copy_(torch.maximum(flag, (~grad.isfinite().all()).float()))
             else:
                 one = torch.ones((), dtype=torch.float32, device=device)
-                torch._amp_foreach_non_finite_check_and_unscale_(same, flag, one)
+                check_finite_and_unscale_(same, flag, one)
 
     def _flag(self, device: torch.device) -> torch.Tensor:
         if device not in self._flags:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
+from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
+from parwrap.torch_private.modules import BatchNorm, registered_buffers
+from parwrap.torch_private.pytree import tree_map_only
+from parwrap.torch_private.tensors import version_of
 
 __all__ = ["HalfForGood", "HalfInCalls"]
 
@@ -48,7 +50,7 @@ class _Halving(Interceptor):
         finally:
             self._inside = False
         # a part of a model that a checkpoint computes again, in a backward, is not called from outside
-        return outputs if torch._C._current_graph_task_id() != -1 else _cast(outputs, torch.float32)
+        return outputs if current_graph_task_id() != NO_GRAPH_TASK else _cast(outputs, torch.float32)
 
     def _is_model(self, module: nn.Module) -> bool:
         if type(module).__module__.startswith("parwrap."):
@@ -67,7 +69,7 @@ class HalfInCalls(_Halving):
     """
 
     def _run(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
-        kept = {id(t) for norm in module.modules() if isinstance(norm, _BatchNorm) for t in (*norm.parameters(), *norm.buffers())}
+        kept = {id(t) for norm in module.modules() if isinstance(norm, BatchNorm) for t in (*norm.parameters(), *norm.buffers())}
         tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         halves: dict[int, torch.Tensor] = {}
         copies: dict[str, torch.Tensor] = {}
@@ -77,13 +79,13 @@ class HalfInCalls(_Halving):
         given = dict(copies)
         outputs = functional_call(module, copies, args, kwargs)  # which leaves in ``copies`` what the forward has assigned
         for name, p in module.named_parameters(remove_duplicate=False):
-            if name in given and given[name] is not p and given[name]._version:
+            if name in given and given[name] is not p and version_of(given[name]):
                 _take_over(p, given[name])
         for name, buffer in list(module.named_buffers(remove_duplicate=False)):
             if name in given and copies[name] is not given[name]:
                 path, _, attribute = name.rpartition(".")
-                module.get_submodule(path)._buffers[attribute] = copies[name].to(buffer.dtype)
-            elif name in given and given[name]._version:  # changed by the call, as a moving average is
+                registered_buffers(module.get_submodule(path))[attribute] = copies[name].to(buffer.dtype)
+            elif name in given and version_of(given[name]):  # changed by the call, as a moving average is
                 buffer.detach().copy_(given[name].detach())
         return outputs
 

@@ -17,6 +17,7 @@ import torch
 from parwrap.errors import UsageError
 from parwrap.intercept.backward import Backward
 from parwrap.strategies.common.autograd_graph import reached
+from parwrap.torch_private.autograd import tensor_hooks
 
 __all__ = ["Unscaling"]
 
@@ -70,7 +71,7 @@ class Unscaling:
             self.leaves[id(leaf)] = leaf
             handle = leaf.register_hook(self._unscale)
             self._hooks.callback(handle.remove)
-            hooks = leaf._backward_hooks
+            hooks = tensor_hooks(leaf)
             if hooks is not None and len(hooks) > 1:  # the user's hooks see gradients too, so this one must come before them
                 others = {number: hook for number, hook in hooks.items() if number != handle.id}
                 for number, hook in others.items():

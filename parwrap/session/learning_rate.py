@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from parwrap.coordination.call_site import warn
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.intercept.table import intercepting
+from parwrap.torch_private.optimizer import step_hooks
+from parwrap.torch_private.tensors import version_of
 
 __all__ = ["learning_rates_times"]
 
@@ -83,7 +85,7 @@ class _LearningRates(Interceptor):
             if isinstance(before := group.get("lr"), (int, float, torch.Tensor)):  # Adafactor's may be None
                 scaled = before * self._times
                 group["lr"] = _Scaled(scaled) if marked and isinstance(scaled, float) else scaled
-                self._changed.append(_Changed(group, before, group["lr"], getattr(scaled, "_version", 0)))
+                self._changed.append(_Changed(group, before, group["lr"], version_of(scaled) if isinstance(scaled, torch.Tensor) else 0))
 
     @intercepts
     def stepped(self, optimizer: Optimizer) -> None:
@@ -108,7 +110,7 @@ class _LearningRates(Interceptor):
         now = group.get("lr")
         if now is during:
             group["lr"] = before
-            if isinstance(during, torch.Tensor) and during._version != version:  # changed in place
+            if isinstance(during, torch.Tensor) and version_of(during) != version:  # changed in place
                 before.copy_(during / self._times)
             return False
         if isinstance(now, _Scaled):
@@ -127,5 +129,5 @@ class _LearningRates(Interceptor):
 
 def _is_torchs(optimizer: Optimizer) -> bool:
     """Whether nothing but torch's own code runs in a step, which never sets the rate."""
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return type(optimizer).step.__module__.startswith("torch.") and not hooks
+    before, after = step_hooks(optimizer)
+    return type(optimizer).step.__module__.startswith("torch.") and not before and not after

@@ -24,6 +24,7 @@ from _pytest.config import builtin_plugins
 from parwrap.system.processes import how_ended
 from parwrap.testing import rank_process
 from parwrap.testing.rank_process import Report, Task
+from parwrap.torch_private.dynamo import DYNAMO
 from parwrap.world.world import launch_variables
 
 __all__ = ["GRACE", "Rank", "collect", "dump_stacks", "launched", "rank_environ", "start_fork_server"]
@@ -32,15 +33,8 @@ GRACE = 2.0
 """Seconds that the other ranks have to end by themselves after one has failed, and all of them after all have passed."""
 
 PRELOADED = [
-    *(
-        "numpy",
-        "torch",
-        "torch.distributed",
-        "torch.utils.serialization",
-        "torch._dynamo",
-        "pytest",
-        *sorted(f"_pytest.{name}" for name in builtin_plugins),
-    ),
+    *("numpy", "torch", "torch.distributed", "torch.utils.serialization", DYNAMO),
+    *("pytest", *sorted(f"_pytest.{name}" for name in builtin_plugins)),
     *("parwrap.group.collectives", "parwrap.api.distributed", "parwrap.strategies.ddp.ddp", "parwrap.testing.rank_process"),
 ]
 """What the fork server imports once for all ranks; ``torch._dynamo`` is what a process's first optimizer imports, in a second."""

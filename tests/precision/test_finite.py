@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parwrap
+from parwrap.precision import finite
 from parwrap.precision.finite import Found
 
 LARGE = {"dtype": "fp16", "init_scale": 1024.0}
@@ -20,13 +21,13 @@ def weight(*grad):
 @pytest.fixture
 def looks(monkeypatch):
     """How many gradients were looked at, each time."""
-    seen, kernel = [], torch._amp_foreach_non_finite_check_and_unscale_
+    seen, kernel = [], finite.check_finite_and_unscale_
 
     def counted(grads, *rest):
         seen.append(len(grads))
         kernel(grads, *rest)
 
-    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", counted)
+    monkeypatch.setattr(finite, "check_finite_and_unscale_", counted)
     return seen
 
 

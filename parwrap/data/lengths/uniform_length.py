@@ -18,6 +18,7 @@ from parwrap.data.lengths.sample_lengths import Lengths
 from parwrap.data.lengths.trimming import Trimmed
 from parwrap.data.samplers import is_plain, read_for, shuffles, with_indices
 from parwrap.intercept.interceptor import Interceptor, intercepts
+from parwrap.torch_private.dataloader import ITERATOR, kept_iterator
 
 __all__ = ["UniformLength"]
 
@@ -59,7 +60,7 @@ class UniformLength(Interceptor):
             read_for(copy, loader)
         only_shuffled = _is_only_shuffled(loader)
         lengths = self._lengths.of(loader) if only_shuffled else None
-        others: dict[str, Any] = {"_iterator": copy._iterator}
+        others: dict[str, Any] = {ITERATOR: kept_iterator(copy)}
         if lengths is not None:
             others |= {"batch_sampler": self._sampler(loader, lengths), "batch_size": None, "drop_last": False}
         others["collate_fn"] = self._collate(loader, pads=lengths is not None or not only_shuffled)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed import DistError, TCPStore
@@ -52,6 +52,7 @@ from parwrap.launching.elastic.script_run import run_rank
 from parwrap.launching.elastic.waiting_for_nodes import told
 from parwrap.patching.patch import Patch, installed
 from parwrap.system.scratch import SCRATCH
+from parwrap.torch_private.elastic import CLOSE, POLL, RENDEZVOUS, process_context
 
 __all__ = ["launch"]
 
@@ -97,9 +98,9 @@ def _run(plan: LaunchPlan, directory: Path, failures: Path) -> tuple[int, bool]:
             stack.enter_context(output.passed_on())
             rendezvous_wrappers, pipes = [*rendezvous_wrappers, output.rendezvous], output.pipes
         poll = _ends_by_exit_code(failures, _may_die(plan), nodes, processes)
-        patches = [Patch(SimpleElasticAgent, "_rendezvous", each) for each in rendezvous_wrappers]
+        patches = [Patch(SimpleElasticAgent, RENDEZVOUS, each) for each in rendezvous_wrappers]
         stack.enter_context(
-            installed([Patch(MultiprocessContext, "_poll", poll), Patch(MultiprocessContext, "_close", forward_once(failures)), *patches])
+            installed([Patch(MultiprocessContext, POLL, poll), Patch(MultiprocessContext, CLOSE, forward_once(failures)), *patches])
         )
         try:
             ranks(plan.script, variables, plan.threads, str(failures), pipes)
@@ -215,7 +216,7 @@ def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], node
             print(failure, file=sys.stderr)  # what is reported in the end is of the last attempt
 
     def codes_told(context: MultiprocessContext, lived: float) -> list[int | None]:
-        codes = [process.exitcode for process in cast(Any, context._pc).processes]
+        codes = [process.exitcode for process in process_context(context).processes]
         for local_rank, code in enumerate(codes):
             if code:  # what others have raised since it lived may be because of that, unless it is torch that has given up
                 tell(context.envs[local_rank], code, time.time() if code == -signal.SIGABRT else lived)
@@ -224,7 +225,7 @@ def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], node
     def poll(wrapped: Callable, context: MultiprocessContext, args: tuple, kwargs: dict) -> RunProcsResult | None:
         nonlocal looked
         lived, looked = looked, time.time()
-        processes: Any = context._pc
+        processes = process_context(context)
         started[:] = processes.processes
         passed_over = {each for each, environ in context.envs.items() if may_die(int(environ["RANK"]), int(environ["WORLD_SIZE"]))}
         for local_rank in passed_over:

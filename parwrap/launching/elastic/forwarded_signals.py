@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from parwrap.torch_private.elastic import process_context
+
 __all__ = ["forward_once", "note_signals"]
 
 ARRIVING = 0.5
@@ -50,7 +52,8 @@ def forward_once(directory: Path) -> Callable:
     """
 
     def close(wrapped: Callable, context: Any, args: tuple, kwargs: dict) -> None:
-        number, processes = kwargs["death_sig"], context._pc.processes if context._pc else []
+        number, started = kwargs["death_sig"], process_context(context)
+        processes = started.processes if started else []
         if number != getattr(sys.exc_info()[1], "sigval", None):  # torch ends the ranks for another reason
             return wrapped(*args, **kwargs)
         end = time.monotonic() + kwargs["timeout"]

@@ -26,6 +26,7 @@ from parwrap.errors import LaunchError
 from parwrap.launching.elastic.failure_report import Failure, node_name, read_failures
 from parwrap.launching.elastic.network_route import towards
 from parwrap.system.processes import signal_name
+from parwrap.torch_private.elastic import agent_store, remaining_restarts, set_remaining_restarts
 
 __all__ = ["Nodes"]
 
@@ -73,16 +74,16 @@ class Nodes:
         self._store = None
         while True:
             try:
-                with _ranks_store_apart(), self._waiting(agent._worker_group.spec.rdzv_handler):
+                with _ranks_store_apart(), self._waiting(agent.get_worker_group().spec.rdzv_handler):
                     wrapped(*args, **kwargs)
                 store = self._agree(agent)
                 break
             except RendezvousGracefulExitError:
                 raise LaunchError("the job has had as many nodes as --nnodes allows, and has ended without this one.") from None
             except DistStoreError:  # a node has left right after it came
-                if not agent._remaining_restarts:
+                if not remaining_restarts(agent):
                     raise
-                agent._remaining_restarts -= 1
+                set_remaining_restarts(agent, remaining_restarts(agent) - 1)
         if self._started and self._mine == 0:
             print(f"parwrap: started again on {', '.join(self._names)}", file=sys.stderr)
         if not self._started:
@@ -95,20 +96,20 @@ class Nodes:
 
     def _agree(self, agent: Any) -> Any:
         """Agree with the other nodes on what torch leaves open; returns a store for this start."""
-        group = agent._worker_group
+        group = agent.get_worker_group()
         self._mine = group.group_rank
         static = group.spec.rdzv_handler.get_backend() == "static"  # which has one store for all starts
-        store = PrefixStore(f"parwrap/{self._started if static else ''}", agent._store)
+        store = PrefixStore(f"parwrap/{self._started if static else ''}", agent_store(agent))
         if self._mine == 0:
             if self._started or not static:
                 self._ranks_meet = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
                 group.master_port = self._ranks_meet.port
             store.set("ranks", json.dumps([group.master_addr, group.master_port]))
         store.set(f"beat/{self._mine}", "")
-        store.set(f"node/{self._mine}", json.dumps([agent._remaining_restarts, socket.gethostname(), group.spec.local_addr]))
+        store.set(f"node/{self._mine}", json.dumps([remaining_restarts(agent), socket.gethostname(), group.spec.local_addr]))
         told = [json.loads(node) for node in store.multi_get([f"node/{node}" for node in range(group.group_world_size)])]
         # a node that has joined later has not seen the failures before, and all ranks are to be of the same attempt
-        agent._remaining_restarts = min(left for left, _, _ in told)
+        set_remaining_restarts(agent, min(left for left, _, _ in told))
         self._names = [node_name(node, host) for node, (_, host, _) in enumerate(told)]
         self._variables.update(towards([address for _, _, address in told if address], {**os.environ, **self._variables}))
         group.master_addr, group.master_port = json.loads(store.get("ranks"))

@@ -93,7 +93,7 @@ class RankOutput:
     def rendezvous(self, wrapped: Callable, agent: Any, args: tuple, kwargs: dict) -> None:
         """A wrapper for the rendezvous of torch's agents, after which ranks have their numbers."""
         wrapped(*args, **kwargs)
-        self.begin({worker.local_rank: worker.global_rank for worker in agent._worker_group.workers})
+        self.begin({worker.local_rank: worker.global_rank for worker in agent.get_worker_group().workers})
 
     def begin(self, ranks: Mapping[int, int]) -> None:
         """From here on the local ranks are these ``ranks``; existing log files are appended to."""

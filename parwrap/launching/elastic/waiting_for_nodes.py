@@ -25,6 +25,7 @@ from parwrap.launching.command.plan import LaunchPlan
 from parwrap.launching.elastic.failure_report import node_name
 from parwrap.launching.elastic.network_route import PORTS, endpoint, patience, way_to
 from parwrap.system.background import in_background
+from parwrap.torch_private.elastic import arrived_nodes, this_node
 
 __all__ = ["command_there", "told"]
 
@@ -161,8 +162,8 @@ def _missing_by_number(plan: LaunchPlan, handler: Any) -> str:
 
 def _missing_by_arrival(plan: LaunchPlan, handler: Any) -> str:
     """How many have not come of nodes that are numbered as they come; empty where enough have, or another came first."""
-    come = list(handler._state_holder.state.participants)
-    if not come or come[0] != handler._this_node or len(come) >= plan.nodes[0]:
+    come = arrived_nodes(handler)
+    if not come or come[0] != this_node(handler) or len(come) >= plan.nodes[0]:
         return ""
     host, port = endpoint(plan.torchrun)
     return (

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from parwrap.torch_private.autograd import input_metadata, saved_input, saved_sparse, saved_training
+
 __all__ = ["leading_sizes", "normalizes_by_torch", "reached", "reenters", "sparsely_used"]
 
 VIEWS = ("TBackward", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze")
@@ -37,7 +39,7 @@ def sparsely_used(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
     for node in _nodes(tensors):
         for following, _ in node.next_functions:
             if hasattr(following, "variable"):
-                (sparse if getattr(node, "_saved_sparse", False) else dense).add(id(following.variable))
+                (sparse if saved_sparse(node) else dense).add(id(following.variable))
     return sparse - dense
 
 
@@ -58,7 +60,7 @@ def leading_sizes(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
     [3]
     """
     computed = (node for node in _nodes(tensors) if not hasattr(node, "variable") and not _is_view_of_leaf(node))
-    return {int(kind.shape[0]) for node in computed for kind in node._input_metadata if len(kind.shape)}
+    return {int(kind.shape[0]) for node in computed for kind in input_metadata(node) if len(kind.shape)}
 
 
 def _is_view_of_leaf(node: Any) -> bool:
@@ -78,7 +80,7 @@ def normalizes_by_torch(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
 def _of_several_samples(node: Any) -> bool:
     """An instance normalization is a batch normalization of one sample that has the channels of all."""
     with suppress(RuntimeError):  # what it has saved is freed by an earlier backward
-        return getattr(node, "_saved_training", True) and node._saved_input.shape[0] > 1
+        return saved_training(node) and saved_input(node).shape[0] > 1
     return False
 
 

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parwrap.group.device import uses_nccl
 from parwrap.options import Options
+from parwrap.torch_private.distributed import check_reducer_finalized, has_rebuilt_buckets
+from parwrap.torch_private.modules import registered_parameters
 
 __all__ = ["Reducer", "reducer_options"]
 
@@ -51,7 +53,7 @@ class Reducer(DistributedDataParallel):
 
     def arm(self) -> None:
         """Have the reducer expect every parameter in the next backward."""
-        if self._has_rebuilt_buckets:
+        if has_rebuilt_buckets(self):
             # all that is left of DDP's forward then, and 40 us less
             self.reducer.prepare_for_forward()
             self.reducer.prepare_for_backward([])
@@ -62,7 +64,7 @@ class Reducer(DistributedDataParallel):
     def finished(self) -> bool:
         """Whether every parameter has taken part in the backward that has run."""
         try:
-            self.reducer._check_reducer_finalized()
+            check_reducer_finalized(self.reducer)
         except RuntimeError:
             return False
         return True
@@ -74,7 +76,7 @@ class _SparselyUsed(nn.Embedding):
     def __init__(self, weight: torch.Tensor) -> None:
         nn.Module.__init__(self)
         self.sparse = True
-        self._parameters["weight"] = weight  # type: ignore[assignment]
+        registered_parameters(self)["weight"] = weight
 
 
 class _Holder(nn.Module):
@@ -85,7 +87,7 @@ class _Holder(nn.Module):
             if id(parameter) in sparse:
                 self.add_module(f"sparse {index}", _SparselyUsed(parameter))
             else:
-                self._parameters[str(index)] = parameter  # type: ignore[assignment]
+                registered_parameters(self)[str(index)] = parameter
 
     def forward(self) -> None:
         """DDP arms its reducer around this call."""

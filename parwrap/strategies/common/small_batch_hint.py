@@ -6,10 +6,10 @@ import gc
 
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from parwrap.coordination.call_site import warn
 from parwrap.patching.patch import is_patched
+from parwrap.torch_private.modules import BatchNorm
 
 __all__ = ["warn_of_small_batches"]
 
@@ -24,7 +24,7 @@ def warn_of_small_batches(batch_size: int | None) -> None:
     """
     if batch_size is None or batch_size > FEW or is_patched(functional.batch_norm):
         return
-    layers = (thing for thing in gc.get_objects() if issubclass(type(thing), _BatchNorm) and type(thing) is not nn.SyncBatchNorm)
+    layers = (thing for thing in gc.get_objects() if issubclass(type(thing), BatchNorm) and type(thing) is not nn.SyncBatchNorm)
     if any(getattr(layer, "training", False) for layer in layers):
         warn(
             f"parwrap: BatchNorm layers train on batches of {batch_size} on each rank, whose statistics are mostly noise. With "

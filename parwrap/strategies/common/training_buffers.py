@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from parwrap.coordination.call_site import worth_a_look
 from parwrap.group.collectives import CPU
 from parwrap.group.group import Group
+from parwrap.torch_private.modules import NormBase, is_initialized, registered_buffers
+from parwrap.torch_private.tensors import version_of
 
 __all__ = ["SENT", "TrainingBuffers", "fingerprint", "send"]
 
@@ -193,10 +194,11 @@ class TrainingBuffers:
         for model in (model for ref in self._models if (model := ref()) is not None):
             place = min((self._places[id(p)] for p in model.parameters() if id(p) in self._places), default=-1)
             for path, module in model.named_modules() if place >= 0 else ():
-                for key in module._buffers.keys() if not isinstance(module, _NormBase) else ():
+                buffers = registered_buffers(module)
+                for key in buffers.keys() if not isinstance(module, NormBase) else ():
                     name = place, f"{path}.{key}"
                     known = self._buffers.get(name)
-                    found[name] = known if known and known.of is module._buffers else _Buffer(module._buffers, key)
+                    found[name] = known if known and known.of is buffers else _Buffer(buffers, key)
         self._buffers = found
 
     def _look_at_values(self) -> None:
@@ -235,7 +237,7 @@ def send(group: Group, tensors: Sequence[torch.Tensor | None], kinds: Sequence[K
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
@@ -250,6 +252,6 @@ def _kind(tensor: torch.Tensor | None) -> Kind | None:
 
 def _models_of(ids: Mapping[int, Any]) -> Iterator[nn.Module]:
     """The outermost modules that hold one of the parameters with these ``ids``."""
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and is_initialized(thing)]
     inner = {id(child) for module in modules for child in module.children()}
     return (module for module in modules if id(module) not in inner and any(id(p) in ids for p in module.parameters()))

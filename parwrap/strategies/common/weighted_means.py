@@ -16,6 +16,7 @@ from parwrap.intercept.criterion import Criterion
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.autograd_graph import leading_sizes
+from parwrap.torch_private.modes import is_transformed
 
 __all__ = ["WeightedMeans"]
 
@@ -48,7 +49,7 @@ class WeightedMeans(Interceptor):
     @intercepts
     def criterion(self, call: Criterion) -> torch.Tensor:
         """The loss of ``call``, with a gradient that counts by its divisor."""
-        if torch._C._functorch.is_functorch_wrapped_tensor(call.loss):
+        if is_transformed(call.loss):
             self._warn_of_transform(call)
             return call.loss
         batch = self._loop.weights.upcoming(lambda: leading_sizes([call.loss]))

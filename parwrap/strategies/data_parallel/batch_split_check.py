@@ -16,14 +16,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parwrap.errors import UsageError
 from parwrap.strategies.data_parallel.replicas import replicas
 from parwrap.strategies.data_parallel.scatter_gather import cut, is_number
 from parwrap.strategies.data_parallel.sharded_outputs import Pieces, in_whole
+from parwrap.torch_private.modes import PRIVATE_SAMPLERS, TorchDispatchMode, operator_schema
+from parwrap.torch_private.modules import (
+    BUFFERS,
+    FLAT_WEIGHTS,
+    MODULES,
+    PARAMETERS,
+    BatchNorm,
+    NormBase,
+    registered_buffers,
+    registered_parameters,
+)
+from parwrap.torch_private.pytree import tree_leaves, tree_map_only
 
 __all__ = ["Untried", "note_call", "why_not_in_parts"]
 
@@ -122,9 +131,9 @@ def _tried(module: nn.Module, given: tuple[tuple, dict], device: torch.device) -
     """What a copy of ``module`` makes of ``given``, and the copy."""
     _, copy = replicas(module, [device, device])
     for each in copy.modules():
-        if isinstance(each, _NormBase):
+        if isinstance(each, NormBase):
             each.training = False
-        if isinstance(each, _BatchNorm) and each.running_mean is None:
+        if isinstance(each, BatchNorm) and each.running_mean is None:
             like = next(module.parameters()).new_zeros
             each.running_mean, each.running_var = like(each.num_features), like(each.num_features) + 1
     args, kwargs = given
@@ -174,8 +183,9 @@ class _Constant(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        for place, argument in enumerate(func._schema.arguments):
+        schema = operator_schema(func)
+        name = schema.name.removeprefix("aten::")
+        for place, argument in enumerate(schema.arguments):
             if argument.name in ("dropout", "dropout_p") or (argument.name == "p" and "dropout" in name):
                 if place < len(args):
                     args = (*args[:place], 0.0, *args[place + 1 :])
@@ -189,7 +199,7 @@ class _Constant(TorchDispatchMode):
 
 _DRAWS = (
     *("rand", "normal", "uniform", "exponential", "geometric", "cauchy", "log_normal", "poisson", "binomial", "bernoulli", "multinomial"),
-    *("_standard_gamma", "_sample_dirichlet"),
+    *PRIVATE_SAMPLERS,
 )
 
 
@@ -252,9 +262,9 @@ def _alike_tensors(one: torch.Tensor, other: torch.Tensor, near: float) -> bool:
 def _left_otherwise(copy: nn.Module, part: nn.Module, near: float) -> str | None:
     """What a forward leaves in its module that is not the same after the whole batch and after a part."""
     for (path, each), other in zip(copy.named_modules(), part.modules(), strict=False):
-        for held, others in ((vars(each), vars(other)), (each._parameters, other._parameters), (each._buffers, other._buffers)):
+        for held, others in ((registry(each), registry(other)) for registry in (vars, registered_parameters, registered_buffers)):
             for name in {**held, **others}:
-                if name in ("_modules", "_parameters", "_buffers", "_flat_weights"):
+                if name in (MODULES, PARAMETERS, BUFFERS, FLAT_WEIGHTS):
                     continue
                 if name not in held or name not in others or not _alike(held[name], others[name], near):
                     return f"{path}.{name}".removeprefix(".")

@@ -17,9 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._pytree import tree_map_only
 
 from parwrap.coordination.call_site import location, worth_a_look
 from parwrap.errors import UsageError
@@ -31,6 +28,11 @@ from parwrap.strategies.data_parallel.replicas import replicas
 from parwrap.strategies.data_parallel.scatter_gather import cut, items_of_samples, kinds_of, leaves_of, merged, rows_of, sizes_of, why_not
 from parwrap.strategies.data_parallel.sharded_outputs import Pieces, in_whole
 from parwrap.system.progress_bars import write_line
+from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id, innermost_saved_tensors_hooks
+from parwrap.torch_private.data_parallel import IS_REPLICA
+from parwrap.torch_private.modes import DeviceContext, current_transform, dispatch_mode_depth, function_modes, tracing_state
+from parwrap.torch_private.modules import ORIGINAL_MODULE, compiled_call, module_hooks, registered_modules
+from parwrap.torch_private.pytree import tree_map_only
 
 __all__ = ["DataParallel", "refuse_ranks"]
 
@@ -69,7 +71,7 @@ class DataParallel(Interceptor):
             with undivided():
                 return run(*args, **kwargs)
         if next(module.parameters(), None) is None:
-            plain = type(module).__module__.startswith("torch.nn.") and module._compiled_call_impl is None
+            plain = type(module).__module__.startswith("torch.nn.") and compiled_call(module) is None
             return run(*args, **kwargs) if plain else _on_whole(run, args, kwargs)  # those of torch take pieces as they are
         with undivided():
             return self._call(module, args, kwargs, run)
@@ -184,10 +186,10 @@ def _is_aside(module: nn.Module) -> bool:
     """Whether a call is one of a replica, or of a model that torch computes again, traces or transforms."""
     return (
         isinstance(module, nn.DataParallel)  # which calls its own replicas, or the model
-        or getattr(module, "_is_replica", False)
-        or torch._C._current_graph_task_id() != -1  # a checkpoint computes its part again
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or getattr(module, IS_REPLICA, False)
+        or current_graph_task_id() != NO_GRAPH_TASK  # a checkpoint computes its part again
+        or tracing_state() is not None
+        or current_transform() is not None
     )
 
 
@@ -196,15 +198,15 @@ def _why_whole(module: nn.Module) -> str | None:
     for each in module.modules():
         if isinstance(each, torch.jit.ScriptModule):
             return "it, or a part of it, is compiled by TorchScript"
-        if "_orig_mod" in each._modules or each._compiled_call_impl is not None:  # torch._dynamo takes seconds to load
+        if ORIGINAL_MODULE in registered_modules(each) or compiled_call(each) is not None:
             return "it, or a part of it, is compiled"
-        for hooks in (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks):
+        for hooks in module_hooks(each):
             if not _are_known(hooks.values()):
                 return "it, or a part of it, has hooks, which would see parts of the batch"
-    modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
-    if modes or torch._C._len_torch_dispatch_stack():
+    modes = [mode for mode in function_modes() if not isinstance(mode, DeviceContext)]
+    if modes or dispatch_mode_depth():
         return "it runs inside of a mode of torch's, which the threads of replicas would not be in"
-    if not _are_known(torch._C._autograd._top_saved_tensors_default_hooks(False) or ()):  # a checkpoint's change no numbers
+    if not _are_known(innermost_saved_tensors_hooks() or ()):  # a checkpoint's change no numbers
         return "it runs inside of hooks on saved tensors, which the threads of replicas would not call"
     return None
 

@@ -13,6 +13,7 @@ import torch
 
 from parwrap.intercept.norm import Norm
 from parwrap.strategies.data_parallel.replica_threads import Replica
+from parwrap.torch_private.modules import registered_buffers, registered_parameters
 
 __all__ = ["shared_over_replicas"]
 
@@ -61,7 +62,7 @@ def _name(call: Norm, replica: Replica) -> str:
     if replica.names is None:
         replica.names = {}
         for path, module in replica.module.named_modules() if replica.module is not None else ():
-            for tensor in (module._buffers.get("running_mean"), module._parameters.get("weight")):
+            for tensor in (registered_buffers(module).get("running_mean"), registered_parameters(module).get("weight")):
                 if tensor is not None:
                     replica.names.setdefault(id(tensor), f"batch norm {path!r}")
     return replica.names.get(id(call.weight if call.running_mean is None else call.running_mean), "a batch norm")

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from parwrap.torch_private.data_parallel import IS_REPLICA, shallow_replica, unsafe_view
+from parwrap.torch_private.modules import FLAT_WEIGHTS, registered_buffers, registered_modules, registered_parameters
+
 __all__ = ["replicas"]
 
 SMALL = 2**18
@@ -30,7 +33,8 @@ def replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Modu
     >>> one is layer, other.weight is layer.weight, torch.equal(other.weight, layer.weight)
     (True, False, True)
     """
-    tensors = {id(t): t for each in module.modules() for t in (*each._parameters.values(), *each._buffers.values()) if t is not None}
+    held = [registry(each) for each in module.modules() for registry in (registered_parameters, registered_buffers)]
+    tensors = {id(t): t for each in held for t in each.values() if t is not None}
     flows = [t for t in tensors.values() if t.requires_grad and torch.is_grad_enabled()]
     stays = [t for t in tensors.values() if not (t.requires_grad and torch.is_grad_enabled())]
     given = [*flows, *stays]
@@ -76,7 +80,7 @@ def _sent(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], copy
         for dtype, places in together.items():
             # no views, so that what is changed in place is not what was saved for a backward of another
             pieces = torch.unsafe_split_with_sizes(flat[dtype].to(device, copy=copying), [tensors[place].numel() for place in places])
-            there |= {place: torch.ops.aten._unsafe_view(piece, tensors[place].shape) for place, piece in zip(places, pieces, strict=True)}
+            there |= {place: unsafe_view(piece, tensors[place].shape) for place, piece in zip(places, pieces, strict=True)}
         sent.append([there[place] if place in there else t.to(device, copy=copying) for place, t in enumerate(tensors)])
     return sent
 
@@ -87,21 +91,21 @@ def _by_id(tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> dict[int,
 
 def _copy(module: nn.Module, known: dict[int, Any], device: torch.device) -> nn.Module:
     """A copy of ``module`` and all in it, with the tensors ``known`` by the id of those that they stand for."""
-    pairs = [(each, each._replicate_for_data_parallel()) for each in module.modules()]
+    pairs = [(each, shallow_replica(each)) for each in module.modules()]
     known |= {id(each): own for each, own in pairs}
     for each, own in pairs:
         vars(own).update({name: _exchanged(value, known, device) for name, value in vars(each).items() if name not in _OWN})
-        own._modules.update({name: known.get(id(child)) for name, child in each._modules.items()})
-        own._buffers.update({name: known.get(id(buffer)) for name, buffer in each._buffers.items()})
-        for name, p in each._parameters.items():
+        registered_modules(own).update({name: known.get(id(child)) for name, child in registered_modules(each).items()})
+        registered_buffers(own).update({name: known.get(id(buffer)) for name, buffer in registered_buffers(each).items()})
+        for name, p in registered_parameters(each).items():
             if p is not None:
                 setattr(own, name, known[id(p)])  # which recurrent layers note in a list of their own
                 vars(own).pop(name, None)
-            own._parameters[name] = known.get(id(p))
+            registered_parameters(own)[name] = known.get(id(p))
     return pairs[0][1]
 
 
-_OWN = {*vars(nn.Module()), "_is_replica", "_flat_weights"}
+_OWN = {*vars(nn.Module()), IS_REPLICA, FLAT_WEIGHTS}
 """What a copy is given by other means, or shares."""
 
 

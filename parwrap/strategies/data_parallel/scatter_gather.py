@@ -12,12 +12,12 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch.nn.parallel._functions import Scatter
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from parwrap.errors import UsageError
 from parwrap.strategies.data_parallel.sharded_outputs import Pieces, are_different_gpus
+from parwrap.torch_private.data_parallel import Scatter
+from parwrap.torch_private.pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = ["cut", "is_number", "items_of_samples", "kinds_of", "leaves_of", "merged", "rows_of", "sizes_of", "why_not"]
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.nn.parallel._functions import Gather
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parwrap.errors import UsageError
 from parwrap.strategies.data_parallel.replica_threads import run_together
+from parwrap.torch_private.data_parallel import Gather
+from parwrap.torch_private.pytree import tree_leaves, tree_map_only
+from parwrap.torch_private.tensors import disable_torch_function, make_wrapper_subclass
 
 __all__ = ["Pieces", "are_different_gpus", "in_whole"]
 
@@ -28,7 +29,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cls: type, shape: Sequence[int], *pieces: torch.Tensor) -> torch.Tensor:
         ctx.places = [(len(piece), piece.device) for piece in pieces]
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=pieces[0].dtype, device=pieces[0].device)
+        return make_wrapper_subclass(cls, shape, dtype=pieces[0].dtype, device=pieces[0].device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -109,7 +110,7 @@ class Pieces(torch.Tensor):
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if function in _ASKS_FOR_NO_NUMBERS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with disable_torch_function():
                 return function(*args, **kwargs)
         watched = (args[0],) if function in _WATCHES_GRADIENTS else args[1] if function == torch.autograd.grad else ()
         if any(isinstance(each, Pieces) and each._was_taken for each in watched):

@@ -21,6 +21,7 @@ from parwrap.group.group import Group, is_alone
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.agreement import checksums
+from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
 
 __all__ = ["Bypasses"]
 
@@ -138,7 +139,7 @@ class Bypasses(Interceptor):
         Raises:
             UsageError: a backward is running, so gradients are not averaged yet.
         """
-        if torch._C._current_graph_task_id() != -1 and not is_alone():
+        if current_graph_task_id() != NO_GRAPH_TASK and not is_alone():
             raise UsageError(
                 f"{type(optimizer).__name__}.step() at {location()} runs inside of a backward, as from register_post_accumulate_grad_hook: "
                 "gradients are averaged over the ranks only when the backward ends, so this step would take one rank's. Call step() after "

@@ -25,6 +25,8 @@ from parwrap.strategies.common.autograd_graph import reached
 from parwrap.strategies.common.reducer import Reducer
 from parwrap.strategies.common.share import Share
 from parwrap.strategies.common.training_buffers import TrainingBuffers
+from parwrap.torch_private.autograd import tensor_hooks
+from parwrap.torch_private.tensors import foreach_mul_
 
 __all__ = ["GradientAverager", "Noticed", "divide", "has_timed_out"]
 
@@ -245,7 +247,7 @@ class GradientAverager:
 
     def _touch_once(self, parameters: Sequence[torch.Tensor], *roots: torch.Tensor) -> bool:
         """As :meth:`_touch`, unless they have taken part already, and past hooks, which may raise again; returns whether they had not."""
-        hooks = [(each, dict(each)) for p in parameters if (each := p._backward_hooks)]
+        hooks = [(each, dict(each)) for p in parameters if (each := tensor_hooks(p))]
         for each, _ in hooks:
             each.clear()
         try:
@@ -378,7 +380,7 @@ def divide(grads: Iterable[torch.Tensor], weight: torch.Tensor) -> None:
         else:
             dense.setdefault(grad.dtype, []).append(grad)
     for dtype, same in dense.items():  # of another dtype than theirs, a factor would take a kernel for each
-        torch._foreach_mul_(same, factor.to(dtype))
+        foreach_mul_(same, factor.to(dtype))
 
 
 def _in_new_thread(build: Callable[[], T]) -> T:

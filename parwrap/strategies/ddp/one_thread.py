@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 
-import torch
-
 from parwrap.coordination.call_site import location
 from parwrap.errors import UsageError
+from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
 
 __all__ = ["OneThread"]
 
@@ -31,7 +30,7 @@ class OneThread:
         """
         if self._refused is not None:
             raise UsageError(*self._refused.args)
-        if running and torch._C._current_graph_task_id() != -1:
+        if running and current_graph_task_id() != NO_GRAPH_TASK:
             return  # inside of the other, as for a checkpoint, where torch may use threads of its own
         here = threading.current_thread()
         if self._thread is here:

@@ -25,6 +25,8 @@ from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.intercept.scaler import ScalerCall
 from parwrap.intercept.skipping import stepping
 from parwrap.loop.loop_state import Loop, parameters_of
+from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
+from parwrap.torch_private.tensors import version_of
 
 __all__ = ["GRADIENTS", "Unaveraged"]
 
@@ -64,7 +66,7 @@ class Unaveraged(Interceptor):
         noted = self._noted
         for p in parameters:
             if (grad := p.grad) is not None:
-                noted[id(p)] = ref(grad), grad._version
+                noted[id(p)] = ref(grad), version_of(grad)
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
         """The same, where a rank has taken over another's state: it has used gradients less often, and all count from here."""
@@ -127,7 +129,7 @@ class Unaveraged(Interceptor):
         changes = self._changes(parameters)
         if not changes or is_alone() or self._paused or self._group.coordinator.waits_for:  # it steps as others do, in what it answers
             return
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task_id() != NO_GRAPH_TASK:
             return  # a step inside of a backward, which Bypasses refuses
         if changes != REPLACED and not self._changed_in_place:
             # clipping and the like change them in place, alike on all ranks: that is looked at ever more rarely
@@ -152,7 +154,7 @@ class Unaveraged(Interceptor):
             noted = self._noted.get(id(p))
             if noted is None or noted[0]() is not grad:
                 return REPLACED
-            changes += grad._version - noted[1]
+            changes += version_of(grad) - noted[1]
         return changes
 
     @torch.no_grad()

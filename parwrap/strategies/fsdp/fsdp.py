@@ -41,6 +41,8 @@ from parwrap.strategies.fsdp.sharded_norm import clip_by_norm
 from parwrap.strategies.fsdp.sharded_state import adopt, holds_sharded, release, shard_state, whole_state
 from parwrap.strategies.fsdp.sharded_tensors import Moved, ShardedTensors, is_sharded, refuse_hook
 from parwrap.strategies.fsdp.wrap_policy import roots, units, unsharded
+from parwrap.torch_private.autograd import tensor_hooks
+from parwrap.torch_private.distributed import forget_process_groups
 
 __all__ = ["FSDP"]
 
@@ -236,8 +238,7 @@ class FSDP(Strategy):
         self._models.clear()
         gc.collect()
         if self._mesh is not None:  # torch's caches know it for ever, and others would wait for a process group that somebody holds
-            self._mesh._get_root_mesh()._pg_registry.clear()
-            self._mesh._pg_registry.clear()
+            forget_process_groups(self._mesh)
 
     def _weighted(self, call: Backward) -> Backward:
         """``call`` with its loss multiplied, for torch takes the mean over ranks as if all counted the same."""
@@ -288,7 +289,7 @@ class FSDP(Strategy):
         self._replicated.add(p for p in new if id(p) not in held)
         for root in found:
             for name, p in root.named_parameters():
-                if p._backward_hooks:
+                if tensor_hooks(p):
                     refuse_hook(f"on {type(root).__name__}.{name}")
             inside = units(root, self._options().wrap)
             left = unsharded(root, inside, self._group.device)

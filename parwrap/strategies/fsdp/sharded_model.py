@@ -16,14 +16,30 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._common_utils import collect_grad_tensors
 from torch.distributed.tensor import DTensor
 
 from parwrap.errors import UsageError
 from parwrap.strategies.fsdp.sharded_tensors import Moved, sharded_like
+from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id, view_base
+from parwrap.torch_private.fsdp import (
+    UNSHARDED_PARAM,
+    collect_grad_tensors,
+    communication_context,
+    forget_state,
+    forward_root,
+    initialize,
+    module_info,
+    param_groups,
+    parameter_name,
+    pre_backward,
+    replace_on_modules,
+    reset_iteration,
+    set_pre_backward_registration,
+    to_sharded,
+)
+from parwrap.torch_private.tensors import disable_torch_function
 
 __all__ = ["ShardedModel"]
 
@@ -67,13 +83,14 @@ class ShardedModel:
             fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=set(unsharded))
             unit.__class__ = kind
         self._states = [fully_shard.state(unit) for unit in (*units, root)]  # type: ignore[attr-defined]
-        self._states[-1]._lazy_init()  # this is the root of them, whichever of its units is called first
+        initialize(self._states[-1])  # this is the root of them, whichever of its units is called first
         self._watch(units, root, names)
         for module in root.modules():  # which copy and pickle ask for
             module.__dict__["__deepcopy__"] = functools.partial(self._copied, module)
             module.__dict__["__reduce_ex__"] = functools.partial(self._reduced, module)
         self._added = [(module, _added(before[module], _attachments(module))) for module in root.modules()]
-        self._moved = [(p, plain[id(p._module_info.module), p._module_info.param_name]) for p in self.parameters()]
+        infos = [(p, module_info(p)) for p in self.parameters()]
+        self._moved = [(p, plain[id(info.module), info.param_name]) for p, info in infos]
         for p, old in self._moved:
             _move(old, p.sharded_param)
 
@@ -84,13 +101,13 @@ class ShardedModel:
     def in_graphs(self) -> Iterator[tuple[int, nn.Parameter]]:
         """The whole parameters that graphs reach, by the ids of themselves and of what scripts know them by."""
         for p, old in self._moved:
-            if hasattr(p, "_unsharded_param"):
-                for known in (p.sharded_param, p._unsharded_param, old):
-                    yield id(known), p._unsharded_param
+            if (whole := getattr(p, UNSHARDED_PARAM, None)) is not None:
+                for known in (p.sharded_param, whole, old):
+                    yield id(known), whole
 
     def groups(self) -> Iterator[Any]:
         """The groups of parameters that torch gathers together."""
-        return (group for state in self._states for group in state._fsdp_param_groups)
+        return (group for state in self._states for group in param_groups(state))
 
     def parameters(self) -> Iterator[Any]:
         """What torch keeps for each parameter."""
@@ -99,14 +116,14 @@ class ShardedModel:
     def reset(self) -> None:
         """A forward or a backward has failed half way: begin afresh."""
         self._inside = 0
-        self._states[-1]._reset_iter_state()
+        reset_iteration(self._states[-1])
         for p in self.parameters():
-            if getattr(p, "_unsharded_param", None) is not None:
-                p._unsharded_param.grad = None
+            if (whole := getattr(p, UNSHARDED_PARAM, None)) is not None:
+                whole.grad = None
 
     def left_over(self) -> bool:
         """Whether a backward has left gradients that were not reduced."""
-        return any(getattr(p, "_unsharded_param", None) is not None and p._unsharded_param.grad is not None for p in self.parameters())
+        return any((whole := getattr(p, UNSHARDED_PARAM, None)) is not None and whole.grad is not None for p in self.parameters())
 
     def _copied(self, module: nn.Module, memo: dict) -> nn.Module:
         """A copy of a sharded module is a plain one, whole on every rank."""
@@ -147,7 +164,7 @@ class ShardedModel:
         finally:
             for group, info in self._apart:
                 group.post_forward_mesh_info = info
-                group._to_sharded()
+                to_sharded(group)
             self._apart = []
 
     def put_back(self, whole: Callable[[DTensor], torch.Tensor] | None) -> None:
@@ -158,14 +175,13 @@ class ShardedModel:
         """
         self._take_off()
         for state in self._states:
-            for module in state._modules:
-                _module_state_mapping.pop(module, None)
+            forget_state(state)
         for p, old in self._moved if whole else ():
             _return(old, p.sharded_param, whole)  # type: ignore[arg-type]
-            p._setattr_on_modules(old)
+            replace_on_modules(p, old)
         for state in self._states:  # graphs may hold it, and a process group that is held does not tell other ranks that it has ended
-            state._fsdp_param_groups.clear()
-            state._comm_ctx.post_forward_order.clear()
+            param_groups(state).clear()
+            communication_context(state).post_forward_order.clear()
         for held in (self._states, self._moved, self._added):
             held.clear()
 
@@ -183,30 +199,30 @@ class ShardedModel:
             name = f"{type(unit).__name__} {names[unit]}".rstrip()
             unit.register_forward_pre_hook(functools.partial(self._before, name, state), prepend=True)
             unit.register_forward_hook(self._after, always_call=True)
-            state._register_pre_backward_hook = functools.partial(_gather_before_backward, state)
-            for group in state._fsdp_param_groups:
+            set_pre_backward_registration(state, functools.partial(_gather_before_backward, state))
+            for group in param_groups(state):
                 group.post_backward = functools.partial(self._reduce, group.post_backward, name, group)
 
     def _before(self, name: str, state: Any, module: nn.Module, args: Any) -> None:
-        if self._apart or torch._C._current_graph_task_id() != -1:  # which a checkpoint computes again, in a backward
+        if self._apart or current_graph_task_id() != NO_GRAPH_TASK:  # which a checkpoint computes again, in a backward
             return
-        if not self._inside and self._states[-1]._state_ctx.iter_forward_root is not None:
+        if not self._inside and forward_root(self._states[-1]) is not None:
             self.reset()
         self._inside += 1
         _refuse_exchanged(name, state)
         self._enter("forward", name, 0)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._apart and torch._C._current_graph_task_id() == -1:
+        if not self._apart and current_graph_task_id() == NO_GRAPH_TASK:
             self._inside = max(0, self._inside - 1)
             if not self._inside:
                 self._past()
 
     def _reduce(self, post_backward: Callable, name: str, group: Any, *unused: Any) -> None:
         """Reduce the gradients of a unit, of the same parameters on all ranks."""
-        there = [hasattr(p, "_unsharded_param") and p._unsharded_param.grad is not None for p in group.fsdp_params]
+        there = [(whole := getattr(p, UNSHARDED_PARAM, None)) is not None and whole.grad is not None for p in group.fsdp_params]
         if any(there):
-            without = [p._param_fqn for p, has in zip(group.fsdp_params, there, strict=True) if not has]
+            without = [parameter_name(p) for p, has in zip(group.fsdp_params, there, strict=True) if not has]
             told = f"{name} without {', '.join(without[:MOST_NAMED])}" if without else name
             self._enter("gradients", told, zlib.crc32(bytes(there)))
         post_backward(*unused)
@@ -218,18 +234,18 @@ def _gather_before_backward(state: Any, outputs: Any) -> Any:
     torch's own way forgets an output that is a view once a script changes it in place, as ``h += x`` does.
     """
     for tensor in collect_grad_tensors(outputs) if torch.is_grad_enabled() else ():
-        base = tensor._base
+        base = view_base(tensor)
         if base is None or base.grad_fn is None:
-            tensor.register_hook(state._pre_backward)
+            tensor.register_hook(pre_backward(state))
         else:
-            base.grad_fn.register_prehook(lambda grads: state._pre_backward(None))
+            base.grad_fn.register_prehook(lambda grads: pre_backward(state)(None))
     return outputs
 
 
 def _refuse_exchanged(name: str, state: Any) -> None:
-    for group in state._fsdp_param_groups:
+    for group in param_groups(state):
         for p in group.fsdp_params:
-            info = p._module_info
+            info = module_info(p)
             if group.is_sharded and getattr(info.module, info.param_name, None) is not p.sharded_param:
                 raise UsageError(
                     f"the parameter {info.param_name!r} of a {type(info.module).__name__} in {name} was exchanged after the optimizer was "
@@ -246,7 +262,7 @@ def _move(old: nn.Parameter, new: Any) -> None:
     old.data = torch.empty(0, dtype=old.dtype, device=old.device)
     old.__class__ = Moved
     old.__dict__["sharded"] = new
-    with torch._C.DisableTorchFunctionSubclass():  # a loss that uses it beside the forward, as a penalty, leaves gradients placed anyhow
+    with disable_torch_function():  # a loss that uses it beside the forward, as a penalty, leaves gradients placed anyhow
         trained = new.requires_grad
         new.requires_grad_(True).register_hook(functools.partial(DTensor.redistribute, placements=new.placements))
         new.requires_grad_(trained)
@@ -255,7 +271,7 @@ def _move(old: nn.Parameter, new: Any) -> None:
 def _return(old: nn.Parameter, new: Any, whole: Callable[[DTensor], torch.Tensor]) -> None:
     """``old`` is the parameter again, with the values of ``new``."""
     values, grad = whole(new.detach()), None if new.grad is None else whole(new.grad)
-    with torch._C.DisableTorchFunctionSubclass():
+    with disable_torch_function():
         old.__class__ = nn.Parameter
         del old.__dict__["sharded"]
         old.data = values.clone()

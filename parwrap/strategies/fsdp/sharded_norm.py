@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn import utils
 
 from parwrap.intercept.clipping import Clip
+from parwrap.torch_private.fsdp import clip_grads_with_norm_
 
 __all__ = ["clip_by_norm"]
 
@@ -40,5 +41,5 @@ def clip_by_norm(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable this "
             "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    utils.clip_grad._clip_grads_with_norm_(clip.parameters, max_norm, norm, foreach)
+    clip_grads_with_norm_(clip.parameters, max_norm, norm, foreach)
     return norm

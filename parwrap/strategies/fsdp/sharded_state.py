@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parwrap.strategies.fsdp.sharded_tensors import is_sharded, sharded_like
+from parwrap.torch_private.fsdp import local_tensor
 
 __all__ = ["adopt", "holds_sharded", "release", "shard_state", "whole_state"]
 
@@ -28,7 +29,7 @@ def whole_state(state: Mapping[str, Any], whole: Whole) -> dict[str, Any]:
     def made(value: Any) -> Any:
         if isinstance(value, DTensor):
             # the memory of a parameter is padded, so no rank's part of one is nowhere; a state's may be, and is there once
-            key = value._local_tensor.untyped_storage().data_ptr() or id(value)
+            key = local_tensor(value).untyped_storage().data_ptr() or id(value)
             if key not in seen:
                 seen[key] = whole(value.detach())
             return seen[key]

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from parwrap.coordination.call_site import location
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor, intercepts
+from parwrap.torch_private.fsdp import local_tensor
+from parwrap.torch_private.tensors import disable_torch_function
 
 __all__ = ["Moved", "ShardedTensors", "is_sharded", "refuse_hook", "sharded_like"]
 
@@ -89,7 +91,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
         ctx.mesh, ctx.placements = tensor.device_mesh, _settled(tensor)
         whole = tensor.full_tensor()
-        return whole.clone() if whole.data_ptr() == tensor._local_tensor.data_ptr() else whole
+        return whole.clone() if whole.data_ptr() == local_tensor(tensor).data_ptr() else whole
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -114,7 +116,7 @@ class ShardedTensors(Interceptor):
         """The operation ``func``, with tensors of ``types`` among its arguments."""
         if func is T.backward:
             return self.whole(args[0]).backward(*args[1:], **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             if Moved in types:
                 args, kwargs = _current(args), _current(kwargs)
             return self._call(func, args, kwargs)
@@ -165,7 +167,7 @@ class ShardedTensors(Interceptor):
     def whole(self, tensor: Any) -> torch.Tensor:
         """All of ``tensor``, on every rank, as part of the graph; gradients that ranks have for it are averaged."""
         self._enter()
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             whole = _Gathered.apply(tensor)
         self._past()
         return whole
@@ -212,7 +214,7 @@ class ShardedTensors(Interceptor):
                 func(*(copy if each is target else self._gathered(each) for each in args), **{
                     name: copy if each is target else self._gathered(each) for name, each in kwargs.items()
                 })  # fmt: skip
-            target._local_tensor.copy_(sharded_like(copy, target)._local_tensor)
+            local_tensor(target).copy_(local_tensor(sharded_like(copy, target)))
         return target
 
     def _set(self, func: Callable, target: DTensor, value: Any) -> None:
@@ -302,7 +304,7 @@ def _about_sharding() -> bool:
 def _current(values: Any) -> Any:
     """``values`` with the sharded parameters that moved ones stand for."""
     if isinstance(values, Moved):
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function():
             return values.__dict__["sharded"]
     if isinstance(values, dict):
         return {name: _current(value) for name, value in values.items()}
@@ -321,8 +323,8 @@ def _marked(result: Any, base: DTensor) -> Any:
     if isinstance(result, (list, tuple)):
         return type(result)([_marked(each, base) for each in result])
     if isinstance(result, DTensor) and "copy_of_sharded" not in result.__dict__:
-        memory = result._local_tensor.untyped_storage().data_ptr()
-        if "copy_of_sharded" in base.__dict__ or memory != base._local_tensor.untyped_storage().data_ptr():
+        memory = local_tensor(result).untyped_storage().data_ptr()
+        if "copy_of_sharded" in base.__dict__ or memory != local_tensor(base).untyped_storage().data_ptr():
             result.__dict__["copy_of_sharded"] = True
     return result
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from parwrap.strategies.common.state_transfer import alive
+from parwrap.torch_private.modules import registered_modules
 
 __all__ = ["Wrap", "roots", "units", "unsharded"]
 
@@ -136,7 +137,7 @@ def _held(root: nn.Module, chosen: Collection[int]) -> Iterator[tuple[nn.Paramet
     def below(module: nn.Module, home: int) -> Iterator[tuple[nn.Parameter, int]]:
         home = id(module) if id(module) in chosen else home
         yield from ((p, home) for p in module.parameters(recurse=False))
-        for child in module._modules.values():
+        for child in registered_modules(module).values():
             if child is not None:
                 yield from below(child, home)
 

@@ -34,6 +34,7 @@ from parwrap.strategies.common.strategy import Strategy
 from parwrap.strategies.ddp.bypasses import Bypasses
 from parwrap.strategies.ddp.ddp import DDP
 from parwrap.strategies.local_sgd.local_steps import LocalSteps
+from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
 
 __all__ = ["LocalSGD"]
 
@@ -119,7 +120,7 @@ class LocalSGD(Strategy):
         """
         if is_alone():
             return
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task_id() != NO_GRAPH_TASK:
             raise UsageError(
                 f"{type(optimizer).__name__}.step() at {location()} runs inside of a backward, as from register_post_accumulate_grad_hook: "
                 "ranks average after steps, and weights must not change under a backward. Call step() after loss.backward()."

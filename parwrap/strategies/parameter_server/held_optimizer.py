@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as torchs
 
 from parwrap.strategies.parameter_server.optimizer_transfer import set_options, set_state, state_of
 from parwrap.strategies.parameter_server.transport import Layout
+from parwrap.torch_private.optimizer import global_post_hooks, global_pre_hooks
 
 __all__ = ["HeldOptimizer", "Pushed", "unobserved"]
 
@@ -99,7 +99,7 @@ class HeldOptimizer:
 @contextmanager
 def unobserved():
     """Global optimizer hooks are off while the server steps."""
-    hooks: tuple[Any, ...] = (torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks)
+    hooks = (global_pre_hooks, global_post_hooks)
     before = [dict(each) for each in hooks]
     for each in hooks:
         each.clear()

@@ -1,0 +1,18 @@
+"""Private names of mixed precision: what an autocast is, and the kernel of ``GradScaler``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+
+import torch
+
+__all__ = ["autocast_enabled", "check_finite_and_unscale_"]
+
+autocast_enabled: Callable[[torch.autocast], bool] = attrgetter("_enabled")
+"""Whether an autocast was made with ``enabled=True``. ``torch.is_autocast_enabled`` asks about the present, not about an instance."""
+
+check_finite_and_unscale_: Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], None] = (
+    torch._amp_foreach_non_finite_check_and_unscale_
+)
+"""Multiplies gradients by a factor and sets a flag if one is not finite, in few kernels. ``GradScaler`` does not share it publicly."""

@@ -1,0 +1,26 @@
+"""Private names of ``torch.compile``. It imports no torch, for the launcher uses it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+__all__ = ["DYNAMO", "INLINE", "inlined", "source_directory"]
+
+DYNAMO = "torch._dynamo"
+"""The module that a process's first optimizer imports, in a second. Imported before a fork, it costs each rank nothing."""
+
+INLINE = "_torchdynamo_inline"
+"""What a wrapped function's attribute of this name holds is compiled in its place. ``torch.compiler`` only leaves functions out."""
+
+
+def source_directory() -> str:
+    """Where the sources of the tracer are, with a slash at the end: its frames are told apart by their files, not by a public name."""
+    import torch
+
+    return os.path.join(os.path.dirname(str(torch.__file__)), "_dynamo", "")
+
+
+def inlined(traced: Callable) -> dict[str, staticmethod]:
+    """The attributes of a class of wrapped functions in whose place ``traced`` is compiled; see :data:`INLINE`."""
+    return {INLINE: staticmethod(traced)}

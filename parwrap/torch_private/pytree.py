@@ -1,0 +1,7 @@
+"""torch's functions for nested values, with its registered types. It has no public module for them."""
+
+from __future__ import annotations
+
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+__all__ = ["tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten"]
