@@ -194,6 +194,8 @@ class FileOverlay:
             return kept
         if entry.scratch and os.path.lexists(entry.scratch):
             return entry.scratch
+        if outcome is Outcome.THERE and self._awaited.replaced(key, version, self._own(entry)):
+            return self._awaited_file(key, entry)  # rank 0 has removed it since it was looked up
         if outcome is not Outcome.REPLACED:
             raise missing(key)
         raise RankMismatchError(

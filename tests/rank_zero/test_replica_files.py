@@ -2,11 +2,14 @@
 
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import parwrap
+from parwrap.rank_zero.file_versions import Awaited
 
 
 def scratch_directories():
@@ -104,3 +107,28 @@ def test_a_path_reached_by_another_name_is_the_same_file(tmp_path):
         names = ["a.txt", "./a.txt", "../alias/a.txt", str(tmp_path / "real" / "a.txt"), b"a.txt", Path("a.txt")]
 
         assert ["by 0"] * len(names) == [open(name).read() for name in names]
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_that_rank_zero_removes_while_another_rank_looks_is_still_listed(tmp_path, monkeypatch):
+    wait = Awaited.wait
+
+    def wait_until_removed(self, key, *args, **options):
+        found = wait(self, key, *args, **options)
+        deadline = time.monotonic() + 10
+        while os.path.lexists(key) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return found
+
+    @parwrap.distributed
+    def train():
+        torch.save(1, "last.pt")
+        names = os.listdir()
+        os.remove("last.pt")
+        return names
+
+    if parwrap.rank():
+        monkeypatch.setattr(Awaited, "wait", wait_until_removed)
+    monkeypatch.chdir(tmp_path)
+
+    assert [["last.pt"]] * 2 == parwrap.gather(train())
