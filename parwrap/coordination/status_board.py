@@ -45,8 +45,8 @@ IDENTIFIED = struct.Struct("q q")
 HEAD = struct.Struct(f"q {TEXT}s 28x")
 """The number of the last sync point that a rank is through with, and where it is."""
 ENTRY = struct.Struct(f"q q q d B ? ? {TEXT}s x")
-"""Number, identity, detail, since, state, stale, astray, text."""
-ASTRAY = struct.calcsize("q q q d B ?")
+"""Number, identity, detail, since, state, stale, diverged, text."""
+DIVERGED = struct.calcsize("q q q d B ?")
 ROW = HEAD.size + RING * ENTRY.size
 
 
@@ -162,7 +162,7 @@ class StatusBoard:
         NUMBER.pack_into(self._memory, self._mine, number)
 
     def regular(self, number: int, sync_point: SyncPoint) -> bool:
-        """Whether all ranks that are known to be in the ``number``-th sync point went ahead to ``sync_point``, with nothing to tell.
+        """Whether all ranks that are known to be in the ``number``-th sync point went ahead to ``sync_point``, with nothing to report.
 
         Who has not come yet counts with what it did ``KEPT`` sync points ago.
         """
@@ -180,18 +180,18 @@ class StatusBoard:
         elsewhere = (IDENTIFIED.unpack_from(self._memory, self._row(rank) + _in_row(number)) for rank in range(self.world.size))
         return all(written != number or identity == sync_point.identity for written, identity in elsewhere)
 
-    def tell(self, number: int) -> None:
-        """This rank has something to tell in the ``number``-th sync point."""
+    def notify(self, number: int) -> None:
+        """This rank has something to report in the ``number``-th sync point."""
         self._show(number, 0)
 
-    def go_astray(self, number: int) -> None:
+    def diverge(self, number: int) -> None:
         """In the ``number``-th sync point, this rank does something else than was expected of it."""
-        self._memory[self._mine + _in_row(number) + ASTRAY] = True
-        self.tell(number)
+        self._memory[self._mine + _in_row(number) + DIVERGED] = True
+        self.notify(number)
 
-    def any_astray(self, number: int) -> bool:
-        """Whether a rank has gone astray in the ``number``-th sync point, which is over."""
-        return any(self._memory[self._row(rank) + _in_row(number) + ASTRAY] for rank in range(self.world.size))
+    def any_diverged(self, number: int) -> bool:
+        """Whether a rank has diverged in the ``number``-th sync point, which is over."""
+        return any(self._memory[self._row(rank) + _in_row(number) + DIVERGED] for rank in range(self.world.size))
 
     def read(self, rank: int, number: int) -> Entry | None:
         """What ``rank`` has written about the ``number``-th sync point, if it has come there."""

@@ -119,7 +119,7 @@ class Coordinator:
         """Find out how the others are doing in this sync point, which goes on.
 
         Returns:
-            Whether none of them has anything to tell; known once nothing is left to be sent, and only if :attr:`immediate`.
+            Whether none of them has anything to report; known once nothing is left to be sent, and only if :attr:`immediate`.
 
         Raises:
             RankMismatchError: a rank is known to be in another sync point than this one.
@@ -142,17 +142,17 @@ class Coordinator:
                 )
         return False
 
-    def tell(self) -> None:
-        """In the backward that this rank went ahead to, it has something to tell the others, which goes with its gradients."""
-        self._status_board.tell(self._number)
+    def notify(self) -> None:
+        """In the backward that this rank went ahead to, it reports something to the others, which goes with its gradients."""
+        self._status_board.notify(self._number)
 
-    def go_astray(self) -> None:
+    def diverge(self) -> None:
         """In the backward that this rank went ahead to, it does something that the others must follow."""
-        self._status_board.go_astray(self._number)
+        self._status_board.diverge(self._number)
 
-    def any_astray(self) -> bool:
+    def any_diverged(self) -> bool:
         """Whether a rank does, in the backward that runs, once nothing is left to be sent; asked only if :attr:`immediate`."""
-        return self._status_board.any_astray(self._number)
+        return self._status_board.any_diverged(self._number)
 
     def through(self, over: bool = True) -> None:
         """This rank is through with the sync point that it went ahead to; if it is not ``over``, more may come before :meth:`past`."""
