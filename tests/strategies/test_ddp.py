@@ -2,7 +2,9 @@
 
 import gc
 import random
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -256,6 +258,36 @@ def test_each_set_of_parameters_has_one_ddp_however_many_call_sites():
 
     assert 2 == len(strategy._sites)
     assert 1 == len({id(site.averager) for site in strategy._sites.values()})
+
+
+@pytest.mark.ranks(2)
+def test_a_steady_backward_enters_only_the_files_of_the_regular_step():
+    package, entered = Path(parwrap.__file__).parent, set()
+
+    def enter(frame, event, argument):
+        if event == "call" and package in (file := Path(frame.f_code.co_filename)).parents:
+            entered.add(str(file.relative_to(package)))
+
+    with parwrap.distributed():
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, (x, _) in enumerate(DataLoader(dataset(200), batch_size=4)):
+            optimizer.zero_grad()
+            loss = model(x).sum()
+            # not one of those, ever rarer, in which ranks compare weights or look closely at what the call site reaches
+            sys.setprofile(enter if step == 14 else None)
+            loss.backward()
+            sys.setprofile(None)
+            optimizer.step()
+
+    assert {
+        "intercept/backward.py",
+        "strategies/ddp/ddp.py",
+        "coordination/call_site.py",
+        "loop/loop_state.py",
+        "coordination/status_board.py",
+        "strategies/ddp/gradient_averager.py",
+    } == entered
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="torch sees no GPU here")

@@ -38,12 +38,17 @@ class Reducer(DistributedDataParallel):
         signal: that of the parameters whose gradient must not be compressed.
         compressed: makes what sends buckets in another way than DDP does, for a signal.
         options: for ``DistributedDataParallel``, such as ``bucket_cap_mb``.
+
+    Attributes:
+        rebuilt: whether the buckets have their final order.
+        check_finished: raises ``RuntimeError`` if a parameter has not taken part in the backward that has run.
     """
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], sparse: frozenset[int], signal: torch.Tensor, compressed: Any = None, **options: Any
     ) -> None:
         super().__init__(_Holder(parameters, sparse), init_sync=False, **options)
+        self.rebuilt, self.check_finished = False, self.reducer._check_reducer_finalized
         if compressed is not None:
             self.register_comm_hook(None, compressed(signal).send)
         elif sparse and uses_nccl():
@@ -51,21 +56,9 @@ class Reducer(DistributedDataParallel):
 
     def arm(self) -> None:
         """Have the reducer expect every parameter in the next backward."""
-        if self._has_rebuilt_buckets:
-            # all that is left of DDP's forward then, and 40 us less
-            self.reducer.prepare_for_forward()
-            self.reducer.prepare_for_backward([])
-        else:
-            with torch.enable_grad():
-                self()
-
-    def finished(self) -> bool:
-        """Whether every parameter has taken part in the backward that has run."""
-        try:
-            self.reducer._check_reducer_finalized()
-        except RuntimeError:
-            return False
-        return True
+        with torch.enable_grad():
+            self()
+        self.rebuilt = self._has_rebuilt_buckets
 
 
 class _SparselyUsed(nn.Embedding):

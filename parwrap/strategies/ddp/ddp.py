@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from parwrap.strategies.common.strategy import Strategy
 from parwrap.strategies.ddp.averagers import AveragerRegistry
 from parwrap.strategies.ddp.bypasses import Bypasses
 from parwrap.strategies.ddp.call_sites import SETTLING, CallSite, CallSites
-from parwrap.strategies.ddp.gradient_averager import GradientAverager
+from parwrap.strategies.ddp.gradient_averager import GradientAverager, note_gradients
 from parwrap.strategies.ddp.one_thread import OneThread
 from parwrap.strategies.ddp.recovery import Recovery
 from parwrap.strategies.ddp.unaveraged import Unaveraged
@@ -67,8 +68,8 @@ class DDP(Strategy):
 
     def backward(self, call: Backward) -> None:
         """Run ``call`` and average what it leaves in the gradients."""
-        alone = is_alone()
-        if not alone:
+        alone = bool(self._group.alone_in)
+        if not alone and self._threads.ident != get_ident():
             self._threads.enter(self._running)
         if alone or self._running:
             self._nested = True
@@ -90,12 +91,15 @@ class DDP(Strategy):
         self._loop.look_for_parameters()
         if self._coordinator.number >= self._averagers.following.due:
             self._averagers.following.look()
-        if site.visits < SETTLING or site.generation != self._loop.generation or any(p.requires_grad for p in site.frozen):
+        thawed = site.frozen and any(p.requires_grad for p in site.frozen)
+        if site.visits < SETTLING or site.generation != self._loop.generation or thawed:
             self._sites.agree(site, call)
+            self.unaveraged.look_for_parameters()
             self._unexpected.watch()
         site.visits += 1
-        averager, sync_point, weight = site.averager, site.sync_point, call.weight
-        if weight is None:
+        averager, sync_point, weight = site.averager, site.sync_point, 1.0 if call.weight is None else call.weight
+        weighted = call.weight is None and self._loop.weights.drawn
+        if weighted:
             call, weight = self._weighted(call)
         if averager is None or sync_point is None:  # nothing to train here
             call.run()
@@ -103,7 +107,7 @@ class DDP(Strategy):
         run: Callable[[Backward, float], None] = averager.run
         if site.reenters or site.remakes or call.options.get("create_graph"):
             run, sync_point = self._then_average(call, site, averager), SyncPoint(THEN_AVERAGED, sync_point.place, sync_point.detail)
-        if call.weight is None and (batch := self._loop.weights.number):
+        if weighted and (batch := self._loop.weights.number):
             sync_point = sync_point.of_batch(batch)
 
         # enter the sync point, where a rank that has left the loop answers
@@ -123,7 +127,7 @@ class DDP(Strategy):
             if self._recovery.late_buffers or self._nested:
                 self._recovery.finish(call, averager, stale_set=self._nested and not site.reenters)
             if not site.remakes:
-                self.unaveraged.note(averager.parameters)
+                note_gradients(averager.parameters, self.unaveraged.noted)
         except BaseException as error:
             self._recovery.restart(site, error)
             raise

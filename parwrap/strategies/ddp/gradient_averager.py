@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import ref
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from parwrap.strategies.common.reducer import Reducer
 from parwrap.strategies.common.share import Share
 from parwrap.strategies.common.training_buffers import TrainingBuffers
 
-__all__ = ["GradientAverager", "Reported", "divide", "has_timed_out"]
+__all__ = ["GradientAverager", "Noted", "Reported", "divide", "has_timed_out", "note_gradients"]
 
 WEIGHT, UNEXPECTED, STALE_SET, FAILED, BUFFERS, ASKS = -6, -5, -4, -3, -2, -1
 """The facts behind the flags that say which parameters this rank's loss reaches: how much this rank counts in the average; whether
@@ -48,6 +49,9 @@ BACKWARD = torch.autograd.backward
 """torch's own, which is none of the user's calls."""
 
 T = TypeVar("T")
+
+Noted = dict[int, tuple[ref[torch.Tensor], int]]
+"""Gradients by the id of the parameter, each with its version."""
 
 
 class Reported(NamedTuple):
@@ -143,7 +147,7 @@ class GradientAverager:
             weight: how much this rank counts; 1 if all count the same.
         """
         self._set_facts(call, weight)
-        self._reducer.arm()
+        self._arm()
         try:
             call.with_root(self._root, self._signal).run()
         except Exception as error:
@@ -152,7 +156,7 @@ class GradientAverager:
             self._report_error(error)
             self._complete(error)
             return
-        if not self._reducer.finished():
+        if not self._has_finished():
             self._touch_the_rest(call)
 
     def run_then_average(self, call: Backward, weight: float) -> None:
@@ -168,7 +172,7 @@ class GradientAverager:
     def answer(self, share: Share) -> None:
         """Take part in the :meth:`run` of other ranks with no backward of its own."""
         self._give(share)
-        self._reducer.arm()
+        self._arm()
         self._touch(self.parameters, self._root)
         self.drop(self._unused())
         self.missed = self._without
@@ -186,7 +190,7 @@ class GradientAverager:
 
     def note_buffers(self) -> None:
         """Report in the backward that comes if buffers have changed on this rank."""
-        changed = bool(self.buffers) and self.buffers.changed()
+        changed = self.buffers.known and self.buffers.changed()
         if changed or self._sent_buffers:
             self._sent_buffers = changed
             self._facts.data[BUFFERS] = changed
@@ -202,6 +206,23 @@ class GradientAverager:
         """The set is stale: this rank's losses reach other parameters by now. The next backward reports it."""
         self._facts.data[STALE_SET] = 1
         self._has_news = True
+
+    def _arm(self) -> None:
+        """Have the reducer expect every parameter in the next backward."""
+        if self._reducer.rebuilt:
+            # all that is left of DDP's forward then, and 40 us less
+            self._reducer.reducer.prepare_for_forward()
+            self._reducer.reducer.prepare_for_backward([])
+        else:
+            self._reducer.arm()
+
+    def _has_finished(self) -> bool:
+        """Whether every parameter has taken part in the backward that has run."""
+        try:
+            self._reducer.check_finished()
+        except RuntimeError:
+            return False
+        return True
 
     def _set_facts(self, call: Backward, weight: float) -> None:
         """Set what this rank reports before the backward; ``.data``, because autograd may hold the facts of the last."""
@@ -361,6 +382,13 @@ class GradientAverager:
                 p.grad = average
             else:
                 p.grad.data.copy_(average)
+
+
+def note_gradients(parameters: Iterable[torch.Tensor], noted: Noted) -> None:
+    """Note which gradients ``parameters`` have, and how often each was changed in place."""
+    for p in parameters:
+        if (grad := p.grad) is not None:
+            noted[id(p)] = ref(grad), grad._version
 
 
 def has_timed_out(error: BaseException) -> bool:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
 
 import torch
 
@@ -24,6 +23,7 @@ from parwrap.intercept.clipping import Clip
 from parwrap.intercept.scaler import ScalerCall
 from parwrap.intercept.skipping import stepping
 from parwrap.loop.loop_state import Loop, parameters_of
+from parwrap.strategies.ddp.gradient_averager import Noted, note_gradients
 
 __all__ = ["GRADIENTS", "Unaveraged"]
 
@@ -45,11 +45,14 @@ class Unaveraged:
     Args:
         group: the ranks.
         loop: what the training loop has done so far.
+
+    Attributes:
+        noted: the gradients that are the same on all ranks.
     """
 
     def __init__(self, group: Group, loop: Loop) -> None:
         self._group, self._loop = group, loop
-        self._noted: dict[int, tuple[ref[torch.Tensor], int]] = {}
+        self.noted: Noted = {}
         self._generation = -1
         self._visits: Counter[int] = Counter()
         self._changed_in_place = self._warned = self._paused = False
@@ -57,13 +60,14 @@ class Unaveraged:
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
         """The gradients of ``parameters`` are the same on all ranks now."""
+        self.look_for_parameters()
+        note_gradients(parameters, self.noted)
+
+    def look_for_parameters(self) -> None:
+        """Forget the gradients of parameters that may be gone, once there are others."""
         if self._generation != self._loop.generation:
             self._generation = self._loop.generation
-            self._noted.clear()  # of parameters that may be gone
-        noted = self._noted
-        for p in parameters:
-            if (grad := p.grad) is not None:
-                noted[id(p)] = ref(grad), grad._version
+            self.noted.clear()
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
         """The same, where a rank has taken over another's state: it has used gradients less often, and all count from here."""
@@ -73,7 +77,7 @@ class Unaveraged:
 
     def forget(self) -> None:
         """The training is over."""
-        self._noted.clear()
+        self.noted.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -104,7 +108,7 @@ class Unaveraged:
         self._average(clip.parameters)
         norm = clip.run()
         if is_alone():
-            self.note(p for p in clip.parameters if id(p) in self._noted)  # a norm for the log, which changes nothing
+            self.note(p for p in clip.parameters if id(p) in self.noted)  # a norm for the log, which changes nothing
         return norm
 
     def use_scaler(self, call: ScalerCall) -> Any:
@@ -144,7 +148,7 @@ class Unaveraged:
             grad = p.grad
             if grad is None:
                 continue
-            noted = self._noted.get(id(p))
+            noted = self.noted.get(id(p))
             if noted is None or noted[0]() is not grad:
                 return REPLACED
             changes += grad._version - noted[1]
