@@ -5,18 +5,20 @@ all have come. While it waits it *answers* the others: it takes part in the back
 nobody hangs when ranks part ways. Once all wait, the sync point that counts most takes place; ranks that came for another one
 answer it and wait on. Ranks that have answered backwards are *stale*: before anything else they take over the state of a rank that has not.
 
-What it means to answer a sync point is known to the actor that holds such sync points. Nothing is sent here; see ``status_board.py``.
+What it means to answer a sync point is known to whoever registers the answer, and what a rank trains to the ``Participant`` that has
+joined. Nothing is sent here; see ``status_board.py``.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 from parwrap.coordination.call_site import location, warn
+from parwrap.coordination.participant import Participant
 from parwrap.coordination.rank_positions import RankPositions
 from parwrap.coordination.status_board import PART, Entry, GoingAhead, State, StatusBoard, SyncPoint
 from parwrap.coordination.subgroup_sync import NestedCoordinator, answered_beside
@@ -40,9 +42,6 @@ GRACE = 5.0
 Answer = Callable[[int, list[int]], bool | Callable[[], bool] | None]
 """Called with the sync point's detail and the ranks that hold it; true, or what gives true afterwards, says that nothing was missed."""
 
-_Hooks = tuple[Callable[[], int], Callable[[int], None], Callable[[], bool], Callable[..., None], Callable[[], Collection[int]]]
-_ALONE: _Hooks = (lambda: 0, lambda source: None, lambda: False, lambda waits, step=0: None, tuple)
-
 
 class Coordinator(GoingAhead):
     """The sync points of this rank with the others, in the order in which they take place.
@@ -53,16 +52,10 @@ class Coordinator(GoingAhead):
 
     Attributes:
         part: of the run, which is another one after each :meth:`begin`.
-        phase: called to know how far this rank's script has come: ranks in different phases do not meet, but those who are ahead
-            answer the others. A number that grows.
         whereabouts: of every rank.
         stale: whether the others have trained on without this rank, which has not taken over their state yet.
         waits_for: the sync point that this rank waits for, if it does.
         alike: whether all ranks that came to the last sync point gave the same ``detail``.
-        take_state: called with the rank whose state the stale ones shall take over; on all ranks.
-        at_work: called when a rank has waited too long: whether the others get on without it, so that it shall wait on.
-        waits, lost: called with whether this rank begins or ends to wait for others, and with the step of another that is held up by
-            that; gives those that have died.
     """
 
     def __init__(self, status_board: StatusBoard, timeout: timedelta) -> None:
@@ -74,7 +67,7 @@ class Coordinator(GoingAhead):
         self._answers, self._lasting = dict[str, Answer](), dict[str, Answer]()
         self._nested: list[NestedCoordinator] = []
         self.rank_positions = RankPositions(status_board, self._nested)
-        self.phase, self.take_state, self.at_work, self.waits, self.lost = _ALONE
+        self._participant = Participant()
 
     def answer(self, kind: str, answer: Answer, lasting: bool = False) -> None:
         """Have ``answer`` called when others meet for ``kind`` and this rank for something else; if ``lasting``, in later parts too."""
@@ -145,14 +138,14 @@ class Coordinator(GoingAhead):
         if detail:
             sync_point = SyncPoint(kind, place, detail, SyncPoint(kind).identity)
         else:
-            sync_point = SyncPoint(kind, place, self.phase() if kind in self._answers else 0)
+            sync_point = SyncPoint(kind, place, self._participant.phase() if kind in self._answers else 0)
         deadline, polling = time.monotonic() + self.timeout.total_seconds(), POLLING
         self._wait(True, sync_point)
         try:
             while True:
                 if self._status_board.written != (self.number, sync_point):
                     self._status_board.write(self.number, sync_point, State.WAITING, self.stale)
-                entries = self._status_board.read_all(self.number, without=self.lost())
+                entries = self._status_board.read_all(self.number, without=self._participant.lost())
                 if unless_begun and any(entry and entry.state is State.CONTRIBUTING for entry in entries):
                     self._status_board.take_back(self.number)
                     return []
@@ -172,7 +165,7 @@ class Coordinator(GoingAhead):
                     deadline = time.monotonic() + self.timeout.total_seconds()
                     continue
                 self._raise_if_failed(entries)
-                if time.monotonic() > deadline and not self.at_work():
+                if time.monotonic() > deadline and not self._participant.others_progress():
                     raise self.in_vain(str(sync_point), None)
                 time.sleep(polling)
                 polling = min(1.5 * polling, LONGEST_POLLING)
@@ -193,14 +186,14 @@ class Coordinator(GoingAhead):
         )
         step = entry.sync_point.detail if entry and entry.state is State.FETCHING else 0
         if step and step == self._seen:  # seen before this rank looked for the file again, which was there if it is from before the step
-            self.waits(True, step)
+            self._participant.set_waiting(True, step)
         self._seen = step
 
     def fetched(self) -> None:
         """The waiting is over."""
         if self._fetching and threading.current_thread() is threading.main_thread():
             self._fetching = self._status_board.waiting = False
-            self.waits(False)
+            self._participant.set_waiting(False)
             self._status_board.take_back(self.number)
 
     def passed(self, rank: int) -> bool:
@@ -224,10 +217,13 @@ class Coordinator(GoingAhead):
         self.part += 1
         self.number = (self.part << PART) + 1
         self.stale = False
-        self._answers = {**self._lasting}
-        self.phase, self.take_state, self.at_work, self.waits, self.lost = _ALONE
+        self._answers, self._participant = {**self._lasting}, Participant()
         for nested in self._nested:
             nested.begin(self.part)
+
+    def join(self, participant: Participant) -> None:
+        """From now on ``participant`` takes part in the sync points of this part of the run."""
+        self._participant = participant
 
     def raise_if_failed(self) -> None:
         """Raise an error if another rank has failed, and so comes nowhere any more."""
@@ -243,7 +239,7 @@ class Coordinator(GoingAhead):
 
     def _wait(self, waiting: bool, sync_point: SyncPoint | None = None) -> None:
         self._status_board.waiting, self.waits_for = waiting, sync_point
-        self.waits(waiting)
+        self._participant.set_waiting(waiting)
         for nested in self._nested:
             nested.wait(waiting)
 
@@ -321,12 +317,14 @@ class Coordinator(GoingAhead):
                 "a return or an exception of its own, or because its part of a stream is shorter). Their gradients were averaged "
                 f"without it, and it now has the weights, buffers, optimizers and schedulers of rank {source}. This is said once."
             )
-        self.take_state(source)
+        self._participant.take_state(source)
         # who has ended sees nothing of what the others' scripts do after this, such as loading weights, and takes it at the end
         self.stale = self.stale and any(entry.rank == self._rank and entry.sync_point.kind == END for entry in came)
 
     def _raise_if_failed(self, entries: list[Entry | None]) -> None:
-        failed = next((entry for entry in entries if entry and entry.state is State.FAILED and entry.rank not in self.lost()), None)
+        failed = next(
+            (entry for entry in entries if entry and entry.state is State.FAILED and entry.rank not in self._participant.lost()), None
+        )
         if failed and time.time() > failed.since + GRACE:
             raise RankMismatchError(f"rank {failed.rank} has failed with {failed.sync_point}, and rank {self._rank} waits for it in vain.")
 

@@ -53,7 +53,6 @@ class AveragerRegistry:
         self._shared: dict[int, Any] = {}
         self._built = 0
         self.following = Following(group, loop, self.take_state)
-        group.coordinator.take_state = self.take_state
 
     def get(self, number: int) -> GradientAverager | None:
         """The averager of that number, if this rank knows it."""

@@ -60,7 +60,6 @@ class DDP(Strategy):
         with torch.inference_mode(False), torch.enable_grad():
             # autograd runs nodes of the same age in any order, and those of signals have the age 0: the script's are to be newer
             torch.zeros((), requires_grad=True).sum()
-        self._coordinator.phase = lambda: loop.generation
         self._coordinator.answer(MOVING, lambda detail, present: None)
         self._coordinator.answer(FIRST_BACKWARD, self._sites.answer_agreement)
         self._coordinator.answer(BACKWARD, partial(self._answer, GradientAverager.answer))
@@ -196,6 +195,13 @@ class DDP(Strategy):
         self._averagers.keep(())
         self._recovery.late_buffers.clear()
         self.unaveraged.forget()
+
+    def phase(self) -> int:
+        return self._loop.generation
+
+    def take_state(self, source: int, takes: bool = True) -> None:
+        """Take over the state of rank ``source``, if this rank ``takes`` it; called on all ranks."""
+        self._averagers.take_state(source, takes)
 
     def _catching_up(self) -> AbstractContextManager[None]:
         """Held while another rank's state is taken over."""
