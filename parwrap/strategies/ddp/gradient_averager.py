@@ -1,7 +1,7 @@
 """One set of parameters whose gradients are averaged while a backward runs.
 
 The reducer is armed just before the backward; torch's hooks then average and overlap as usual. Which parameters belong to which
-backward is decided by ``ddp.py``.
+backward is left to ``call_sites.py``, and what follows from a report to ``recovery.py``.
 
 It averages one parameter more, the *signal*: what the ranks report to each other is its gradient, so the facts travel within the buckets
 and cost no collective. It comes last in every backward, so no bucket waits for it but its own, and it reports what was noticed during the
@@ -26,6 +26,7 @@ from parwrap.strategies.common.autograd_graph import reached
 from parwrap.strategies.common.reducer import Reducer
 from parwrap.strategies.common.share import Share
 from parwrap.strategies.common.training_buffers import TrainingBuffers
+from parwrap.strategies.ddp.empty_gradients import send_nothing, send_nothing_once
 
 __all__ = ["GradientAverager", "Noted", "Reported", "divide", "has_timed_out", "note_gradients"]
 
@@ -39,14 +40,8 @@ EXACT = 1e-4
 
 NONE: frozenset[int] = frozenset()
 
-TWICE = "Expected to mark a variable ready only once"
-"""What torch says of a parameter that has taken part in a backward already."""
-
 TIMED_OUT = "Timed out waiting"
 """What gloo says of a rank that has sent nothing for as long as the timeout."""
-
-BACKWARD = torch.autograd.backward
-"""torch's own, which is none of the user's calls."""
 
 T = TypeVar("T")
 
@@ -62,19 +57,6 @@ class Reported(NamedTuple):
     failed: bool = False
     buffers: bool = False
     asked: bool = False
-
-
-class _Touch(torch.autograd.Function):
-    """Makes parameters take part in a backward with no gradient of their own."""
-
-    @staticmethod
-    def forward(ctx: Any, sparse: frozenset[int], *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.nothing = [_sparse_nothing(p) if id(p) in sparse else None for p in parameters]
-        return torch.zeros((), device=parameters[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        return (None, *ctx.nothing)
 
 
 class GradientAverager:
@@ -129,15 +111,15 @@ class GradientAverager:
         self.buffers = TrainingBuffers(group, self.parameters)
         self._reducer = Reducer(ordered, sparse, self._signal, **options)
 
-    def stand_for(self, leaves: Iterable[torch.Tensor]) -> None:
-        """From now on average ``leaves``, which were made anew in the place of the parameters, in :meth:`run_then_average`."""
-        new = tuple(leaves)
-        if [p.shape for p in new] != [p.shape for p in self.parameters]:
-            raise UsageError(
-                f"a backward has reached {len(new)} leaf tensors in the place of {len(self.parameters)} of other shapes: the ranks cannot "
-                "tell which is which. Make them nn.Parameters of an optimizer, or change them in place under torch.no_grad()."
-            )
-        self.parameters = new
+    def note_buffers(self) -> None:
+        """Report in the backward that comes if buffers have changed on this rank."""
+        changed = self.buffers.known and self.buffers.changed()
+        if changed or self._sent_buffers:
+            self._sent_buffers = changed
+            self._facts.data[BUFFERS] = changed
+            self._facts.data[ASKS] = changed and self.buffers.asks()
+        if changed:
+            self._group.coordinator.notify()
 
     def run(self, call: Backward, weight: float) -> None:
         """Run the backward ``call`` and leave the averages in ``.grad``, for :meth:`reported` to finish if a rank has reported something.
@@ -157,55 +139,34 @@ class GradientAverager:
             self._complete(error)
             return
         if not self._has_finished():
-            self._touch_the_rest(call)
+            self._send_nothing_for_the_rest(call)
 
-    def run_then_average(self, call: Backward, weight: float) -> None:
-        """The same where gradients cannot go through a bucket: they get a graph of their own, or come several times."""
-        self._set_facts(call, weight)
-        try:
-            call.with_root(self._root, self._signal).run()
-        except Exception as error:
-            self._report_error(error)
-            self._signal.grad = self._facts.clone()
-        self._average()
+    def reported(self) -> Reported:
+        """Divide by what was contributed rather than by the number of ranks, and find out what was reported."""
+        if self._facts.is_cuda and not self.at_once:
+            return self._reported_later()
+        weight, unexpected, stale_set, failed, buffers, asked = self._received()[WEIGHT:].tolist()
+        if weight and abs(weight - 1) > EXACT and not failed:
+            for p in self.parameters:
+                if p.grad is not None:
+                    p.grad.data.mul_(1 / weight)
+        if unexpected or stale_set or failed:
+            self._forget()
+        return Reported(unexpected > 0, stale_set > 0, failed > 0, buffers > 0, asked > 0)
 
-    def answer(self, share: Share) -> None:
-        """Take part in the :meth:`run` of other ranks with no backward of its own."""
-        self._give(share)
-        self._arm()
-        self._touch(self.parameters, self._root)
-        self.drop(self._unused())
-        self.missed = self._without
-
-    def answer_then_average(self, share: Share) -> None:
-        """Take part in the :meth:`run_then_average` of other ranks with no backward of its own."""
-        self._give(share)
-        self._signal.grad = self._facts.clone()
-        self._average()
-
-    def note_unexpected(self) -> None:
-        """A gradient came outside of the set, in the backward that runs."""
-        self._facts.data[UNEXPECTED] = 1
-        self._group.coordinator.notify()
-
-    def note_buffers(self) -> None:
-        """Report in the backward that comes if buffers have changed on this rank."""
-        changed = self.buffers.known and self.buffers.changed()
-        if changed or self._sent_buffers:
-            self._sent_buffers = changed
-            self._facts.data[BUFFERS] = changed
-            self._facts.data[ASKS] = changed and self.buffers.asks()
-        if changed:
+    def _set_facts(self, call: Backward, weight: float) -> None:
+        """Set what this rank reports before the backward; ``.data``, because autograd may hold the facts of the last."""
+        facts = self._facts.data
+        if self._varies:
+            leaves = {id(leaf) for leaf in (*reached(call.roots), *call.existing_grads)}
+            facts[:WEIGHT] = facts.new_tensor([id(p) in leaves for p in self.parameters])
+        if self._sent_weight != weight:
+            facts[WEIGHT] = self._sent_weight = weight
+        if weight != 1.0 or self._has_news:
             self._group.coordinator.notify()
-
-    def others(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters among ``leaves`` that are not in the set."""
-        return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in self.ids]
-
-    def note_stale_set(self) -> None:
-        """The set is stale: this rank's losses reach other parameters by now. The next backward reports it."""
-        self._facts.data[STALE_SET] = 1
-        self._has_news = True
+        self._signal.grad = None
+        self.missed = self._without = NONE
+        self.is_stale, self.error = False, None
 
     def _arm(self) -> None:
         """Have the reducer expect every parameter in the next backward."""
@@ -224,120 +185,9 @@ class GradientAverager:
             return False
         return True
 
-    def _set_facts(self, call: Backward, weight: float) -> None:
-        """Set what this rank reports before the backward; ``.data``, because autograd may hold the facts of the last."""
-        facts = self._facts.data
-        if self._varies:
-            leaves = {id(leaf) for leaf in (*reached(call.roots), *call.existing_grads)}
-            facts[:WEIGHT] = facts.new_tensor([id(p) in leaves for p in self.parameters])
-        if self._sent_weight != weight:
-            facts[WEIGHT] = self._sent_weight = weight
-        if weight != 1.0 or self._has_news:
-            self._group.coordinator.notify()
-        self._signal.grad = None
-        self.missed = self._without = NONE
-        self.is_stale, self.error = False, None
-
-    def _give(self, share: Share) -> None:
-        """Contribute nothing but ``share``: not even the gradients of before, which DDP would send."""
-        given = [id(p) in share.gradients for p in self.parameters]
-        self._facts.data[:UNEXPECTED] = self._facts.new_tensor([*given, share.weight])
-        self._facts.data[BUFFERS], self._facts.data[ASKS] = 0, 1  # the others find out whose buffers they take
-        self._sent_buffers = True
-        self._varies, self._sent_weight = True, share.weight  # the flags must be set anew before this rank's next backward
-        self._signal.grad, self.is_stale, self.error = None, False, None
-        self._without = frozenset(place for place, is_given in enumerate(given) if not is_given)
-        for p in self.parameters:
-            p.grad = share.gradients.get(id(p))
-
-    def _report_error(self, error: Exception) -> None:
-        """This rank's backward has raised ``error``: report it in the same backward."""
-        self.error = error
-        self._facts.data[FAILED] = 1
-        self._group.coordinator.notify()
-
-    def _complete(self, error: Exception) -> None:
-        """This rank's backward has raised ``error``: send what it has not sent, so that nobody waits for it."""
-        for touched in ((p,) for p in self.parameters):
-            self._touch_once(touched)
-        if not self._touch_once((), self._root):
-            self.error = None
-            raise error  # in what is sent, or after it
-
-    def _touch_once(self, parameters: Sequence[torch.Tensor], *roots: torch.Tensor) -> bool:
-        """As :meth:`_touch`, unless they have taken part already, and past hooks, which may raise again; returns whether they had not."""
-        hooks = [(each, dict(each)) for p in parameters if (each := p._backward_hooks)]
-        for each, _ in hooks:
-            each.clear()
-        try:
-            self._touch(parameters, *roots)
-        except RuntimeError as error:
-            if TWICE not in str(error):
-                raise
-            return False
-        finally:
-            for each, kept in hooks:
-                each.update(kept)
-        return True
-
-    def _touch_the_rest(self, call: Backward) -> None:
-        """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
-        leaves = {id(leaf): leaf for leaf in reached(call.roots)}
-        held = {id(p) for p in call.existing_grads}
-        rest = [(place, p) for place, p in enumerate(self.parameters) if id(p) not in leaves]
-        missing = frozenset(place for place, p in rest if id(p) not in held)
-        self._without = frozenset(place for place, p in rest if p.grad is None)
-        self.is_stale = bool(self.others(leaves.values())) or any(not p.requires_grad for _, p in rest)
-        if self.is_stale or (missing and not self._varies):
-            self.missed = missing
-            self._group.coordinator.diverge()
-        if self.is_stale:
-            self.note_stale_set()
-        known, self._varies = self._varies, self._varies or bool(missing)
-        self._touch([p for _, p in rest])
-        if known:
-            self.drop(self._unused())
-
-    def _touch(self, parameters: Sequence[torch.Tensor], *roots: torch.Tensor) -> None:
-        """Have ``parameters``, frozen ones too, take part in a backward of ``roots`` with nothing."""
-        frozen = [p for p in parameters if not p.requires_grad]
-        for p in frozen:
-            p.requires_grad_(True)
-        try:
-            # the others may be in a layer that this rank has not come to in this backward
-            with torch.inference_mode(False), torch.enable_grad(), self._group.coordinator.answering():
-                touched = [_Touch.apply(self.sparse, *parameters)] if parameters else []
-                BACKWARD((*touched, *roots))
-        finally:
-            for p in frozen:
-                p.requires_grad_(False)
-
     def _received(self) -> torch.Tensor:
         """The facts that the backward has brought; it reaches the signal always."""
         return cast(torch.Tensor, self._signal.grad)
-
-    def _unused(self) -> frozenset[int]:
-        """The places of the parameters that no rank has used, as far as they have reported."""
-        flags = self._received()[:WEIGHT].tolist()
-        return frozenset(place for place, flag in enumerate(flags) if not flag)
-
-    def drop(self, unused: Collection[int]) -> None:
-        """What no rank has used keeps no gradient, as in a single process; ``unused`` are places."""
-        for place in self._without.intersection(unused):
-            self.parameters[place].grad = None
-
-    def reported(self) -> Reported:
-        """Divide by what was contributed rather than by the number of ranks, and find out what was reported."""
-        if self._facts.is_cuda and not self.at_once:
-            return self._reported_later()
-        weight, unexpected, stale_set, failed, buffers, asked = self._received()[WEIGHT:].tolist()
-        if weight and abs(weight - 1) > EXACT and not failed:
-            for p in self.parameters:
-                if p.grad is not None:
-                    p.grad.data.mul_(1 / weight)
-        if unexpected or stale_set or failed:
-            self._forget()
-        return Reported(unexpected > 0, stale_set > 0, failed > 0, buffers > 0, asked > 0)
 
     def _reported_later(self) -> Reported:
         """The same for a GPU, which the host must not wait for: it divides by itself, and what was reported is known a step later."""
@@ -362,6 +212,89 @@ class GradientAverager:
         self._facts.data[UNEXPECTED:BUFFERS] = 0
         self._has_news = False
 
+    def note_unexpected(self) -> None:
+        """A gradient came outside of the set, in the backward that runs."""
+        self._facts.data[UNEXPECTED] = 1
+        self._group.coordinator.notify()
+
+    def note_stale_set(self) -> None:
+        """The set is stale: this rank's losses reach other parameters by now. The next backward reports it."""
+        self._facts.data[STALE_SET] = 1
+        self._has_news = True
+
+    def others(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters among ``leaves`` that are not in the set."""
+        return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in self.ids]
+
+    def drop(self, unused: Collection[int]) -> None:
+        """What no rank has used keeps no gradient, as in a single process; ``unused`` are places."""
+        for place in self._without.intersection(unused):
+            self.parameters[place].grad = None
+
+    def _unused(self) -> frozenset[int]:
+        """The places of the parameters that no rank has used, as far as they have reported."""
+        flags = self._received()[:WEIGHT].tolist()
+        return frozenset(place for place, flag in enumerate(flags) if not flag)
+
+    def _send_nothing_for_the_rest(self, call: Backward) -> None:
+        """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
+        leaves = {id(leaf): leaf for leaf in reached(call.roots)}
+        held = {id(p) for p in call.existing_grads}
+        rest = [(place, p) for place, p in enumerate(self.parameters) if id(p) not in leaves]
+        missing = frozenset(place for place, p in rest if id(p) not in held)
+        self._without = frozenset(place for place, p in rest if p.grad is None)
+        self.is_stale = bool(self.others(leaves.values())) or any(not p.requires_grad for _, p in rest)
+        if self.is_stale or (missing and not self._varies):
+            self.missed = missing
+            self._group.coordinator.diverge()
+        if self.is_stale:
+            self.note_stale_set()
+        known, self._varies = self._varies, self._varies or bool(missing)
+        self._send_nothing([p for _, p in rest])
+        if known:
+            self.drop(self._unused())
+
+    def _send_nothing(self, parameters: Sequence[torch.Tensor], *roots: torch.Tensor) -> None:
+        """Have ``parameters`` take part in a backward of ``roots`` with nothing."""
+        with self._group.coordinator.answering():  # the others may be in a layer that this rank has not come to in this backward
+            send_nothing(parameters, self.sparse, *roots)
+
+    def _report_error(self, error: Exception) -> None:
+        """This rank's backward has raised ``error``: report it in the same backward."""
+        self.error = error
+        self._facts.data[FAILED] = 1
+        self._group.coordinator.notify()
+
+    def _complete(self, error: Exception) -> None:
+        """This rank's backward has raised ``error``: send what it has not sent, so that nobody waits for it."""
+        with self._group.coordinator.answering():  # the others may be in a layer that this rank has not come to
+            for p in self.parameters:
+                send_nothing_once((p,), self.sparse)
+            completed = send_nothing_once((), self.sparse, self._root)
+        if not completed:
+            self.error = None
+            raise error  # in what is sent, or after it
+
+    def stand_for(self, leaves: Iterable[torch.Tensor]) -> None:
+        """From now on average ``leaves``, which were made anew in the place of the parameters, in :meth:`run_then_average`."""
+        new = tuple(leaves)
+        if [p.shape for p in new] != [p.shape for p in self.parameters]:
+            raise UsageError(
+                f"a backward has reached {len(new)} leaf tensors in the place of {len(self.parameters)} of other shapes: the ranks cannot "
+                "tell which is which. Make them nn.Parameters of an optimizer, or change them in place under torch.no_grad()."
+            )
+        self.parameters = new
+
+    def run_then_average(self, call: Backward, weight: float) -> None:
+        """The same where gradients cannot go through a bucket: they get a graph of their own, or come several times."""
+        self._set_facts(call, weight)
+        try:
+            call.with_root(self._root, self._signal).run()
+        except Exception as error:
+            self._report_error(error)
+            self._signal.grad = self._facts.clone()
+        self._average()
+
     def _average(self) -> None:
         """Average the gradients there are, and the signal's, after a backward."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in self.parameters]
@@ -382,6 +315,32 @@ class GradientAverager:
                 p.grad = average
             else:
                 p.grad.data.copy_(average)
+
+    def answer(self, share: Share) -> None:
+        """Take part in the :meth:`run` of other ranks with no backward of its own."""
+        self._give(share)
+        self._arm()
+        self._send_nothing(self.parameters, self._root)
+        self.drop(self._unused())
+        self.missed = self._without
+
+    def answer_then_average(self, share: Share) -> None:
+        """Take part in the :meth:`run_then_average` of other ranks with no backward of its own."""
+        self._give(share)
+        self._signal.grad = self._facts.clone()
+        self._average()
+
+    def _give(self, share: Share) -> None:
+        """Contribute nothing but ``share``: not even the gradients of before, which DDP would send."""
+        given = [id(p) in share.gradients for p in self.parameters]
+        self._facts.data[:UNEXPECTED] = self._facts.new_tensor([*given, share.weight])
+        self._facts.data[BUFFERS], self._facts.data[ASKS] = 0, 1  # the others find out whose buffers they take
+        self._sent_buffers = True
+        self._varies, self._sent_weight = True, share.weight  # the flags must be set anew before this rank's next backward
+        self._signal.grad, self.is_stale, self.error = None, False, None
+        self._without = frozenset(place for place, is_given in enumerate(given) if not is_given)
+        for p in self.parameters:
+            p.grad = share.gradients.get(id(p))
 
 
 def note_gradients(parameters: Iterable[torch.Tensor], noted: Noted) -> None:
@@ -413,9 +372,3 @@ def _in_new_thread(build: Callable[[], T]) -> T:
     """What ``build`` returns when it is called where nothing was done before."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(build).result()
-
-
-def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:
-    return torch.sparse_coo_tensor(
-        torch.zeros((1, 0), dtype=torch.int64), torch.zeros((0, *like.shape[1:]), dtype=like.dtype), like.shape, device=like.device
-    )
