@@ -43,7 +43,8 @@ class CallSite:
         sync_point: of its next backward.
         bare: the leaf tensors among those parameters that are no ``nn.Parameter``, by id.
         frozen: parameters of optimizers that were frozen then.
-        reenters: whether backwards are called inside of it.
+        reenters: whether backwards are called inside of it, on any rank.
+        nests: whether this rank has run some inside of it, which its graph need not show.
         remakes: whether its parameters are leaf tensors that the script makes anew for each step.
     """
 
@@ -55,6 +56,7 @@ class CallSite:
     bare: dict[int, torch.Tensor] = field(default_factory=dict)
     frozen: tuple[torch.Tensor, ...] = ()
     reenters: bool = False
+    nests: bool = False
     remakes: bool = False
 
     def restart(self) -> None:
@@ -119,7 +121,7 @@ class CallSites(dict[tuple, CallSite]):
             others=described(others),
             bare=described(bare),
             sparse=frozenset(number_of[key] for key in sparse if key in number_of),
-            reenters=site.reenters or reenters(call.roots),
+            reenters=site.reenters or site.nests or reenters(call.roots),
             generation=self._loop.generation,
             owns=bool(owned),
             visits=0 if afresh else site.visits,

@@ -124,7 +124,7 @@ class DDP(Strategy):
             if not (self._coordinator.compare(sync_point) and self._recovery.immediate):
                 self._recovery.handle(averager, weight, call)
             if self._recovery.late_buffers or self._nested:
-                self._recovery.finish(call, averager, stale_set=self._nested and not site.reenters)
+                self._recovery.finish(call, site, averager, self._nested)
             if not site.remakes:
                 note_gradients(averager.parameters, self.unaveraged.noted)
         except BaseException as error:

@@ -88,17 +88,19 @@ class Recovery:
             self._coordinator.miss()
             raise averager.error
 
-    def finish(self, call: Backward, averager: GradientAverager, stale_set: bool) -> None:
+    def finish(self, call: Backward, site: CallSite, averager: GradientAverager, nested: bool) -> None:
         """What is left to do on this rank after ``call``.
 
         Args:
             call: a backward that has run.
-            averager: of that.
-            stale_set: whether this rank has found that the parameter set is stale, which the others get to know in the next backward.
+            site: where.
+            averager: that it has run with.
+            nested: whether there were backwards inside of it: once all ranks know, they average after the whole.
         """
         if not _keeps_graph(call):
             self.settle_buffers()
-        if stale_set:
+        if nested and not site.reenters:
+            site.nests = True
             averager.note_stale_set()
 
     def settle_buffers(self) -> None:
