@@ -198,8 +198,8 @@ class Unaveraged:
         size, weight = self._group.world.size, counts * self._loop.weight
         factor = weight * self._loop.loss_factor
         half, rest = divmod(zlib.crc32(repr(kinds).encode()), 1 << 16)  # sums of halves and of their squares are exact
-        told = [half, rest, half**2, rest**2, counts, weight, float(counts > 0 and (weight, factor) != (1.0, 1.0))]
-        *sums, present, weights, weighed = self._sum(told)
+        facts = [half, rest, half**2, rest**2, counts, weight, float(counts > 0 and (weight, factor) != (1.0, 1.0))]
+        *sums, present, weights, weighed = self._sum(facts)
         if any(total**2 != squares * size for total, squares in zip(sums[:2], sums[2:], strict=True)):
             raise RankMismatchError(
                 f"at {location()} rank {self._group.world.rank} uses gradients that no backward made, of {len(kinds)} parameters, and "
