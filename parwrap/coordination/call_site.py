@@ -31,7 +31,7 @@ _PASSING_ON = (contextlib.__file__, functools.__file__)
 def call_site() -> tuple:
     """A key for where in the user's script the running call comes from; two callers of one helper have different keys."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_ours(frame):
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back  # as many as there are interceptors
     key: list[int] = []
     while frame is not None and len(key) < 2 * DEPTH:

@@ -20,22 +20,31 @@ __all__ = ["HeldSignals"]
 
 
 class HeldSignals:
-    """Signals that arrive between :meth:`hold` and :meth:`release` are handled by :meth:`release`."""
+    """Signals that arrive between :meth:`hold` and :meth:`release` are handled by :meth:`release`.
+
+    Attributes:
+        held: whether handlers wait.
+        arrived: the handlers of the signals that have arrived.
+    """
 
     def __init__(self) -> None:
-        self._held = False
-        self._arrived: dict[int, Callable[[FrameType | None], Any]] = {}
+        self.held = False
+        self.arrived: dict[int, Callable[[FrameType | None], Any]] = {}
 
     def hold(self) -> None:
         """Let handlers wait from now on; in another thread than the main one, where Python runs them, they do not."""
-        self._held = threading.current_thread() is threading.main_thread()
+        self.held = threading.current_thread() is threading.main_thread()
 
     def release(self) -> None:
         """Run the handlers of the signals that have arrived, which may raise."""
-        if self._held:
-            self._held = False
-            while self._arrived:
-                self._arrived.pop(next(iter(self._arrived)))(sys._getframe(1))
+        if self.held:
+            self.held = False
+            self.run_arrived()
+
+    def run_arrived(self) -> None:
+        """Run those handlers."""
+        while self.arrived:
+            self.arrived.pop(next(iter(self.arrived)))(sys._getframe(1))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -70,8 +79,8 @@ class HeldSignals:
 
     def _waiting(self, handler: Any) -> _Waiting:
         def handle(number: int, frame: FrameType | None) -> None:
-            if self._held:
-                self._arrived[number] = lambda frame: handler(number, frame)  # once, as Python does with signals that it has not handled
+            if self.held:
+                self.arrived[number] = lambda frame: handler(number, frame)  # once, as Python does with signals that it has not handled
             else:
                 handler(number, frame)
 

@@ -2,7 +2,8 @@
 
 A sync point is anything that ranks do together: a backward, a reduction, the end. Every rank has a short ring of entries of its
 own, one for each sync point, in a memory that the ranks of one node share; across nodes a thread carries it through the store.
-Writing costs microseconds and no collective. What follows from the entries is decided in ``sync_points.py``.
+Writing costs microseconds and no collective. Going ahead to a sync point, which is the regular path, is all here. Waiting, answering and
+errors are left to ``sync_points.py``.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+from parwrap.coordination.held_signals import HeldSignals
 from parwrap.system.background import in_background
 from parwrap.system.shared_memory import shared_memory
 from parwrap.world.world import World
 
-__all__ = ["PART", "Entry", "State", "StatusBoard", "SyncPoint", "opened"]
+__all__ = ["PART", "Entry", "GoingAhead", "State", "StatusBoard", "SyncPoint", "opened"]
 
 KEPT, PARTS = 8, 3
 """Entries that a rank keeps of each part of the run, and of how many parts. Ranks are at most a sync point apart on the CPU; with a GPU
@@ -45,8 +47,8 @@ IDENTIFIED = struct.Struct("q q")
 HEAD = struct.Struct(f"q {TEXT}s 28x")
 """The number of the last sync point that a rank is through with, and where it is."""
 ENTRY = struct.Struct(f"q q q d B ? ? {TEXT}s x")
-"""Number, identity, detail, since, state, stale, astray, text."""
-ASTRAY = struct.calcsize("q q q d B ?")
+"""Number, identity, detail, since, state, stale, diverged, text."""
+DIVERGED = struct.calcsize("q q q d B ?")
 ROW = HEAD.size + RING * ENTRY.size
 
 
@@ -144,11 +146,13 @@ class StatusBoard:
 
     def write(self, number: int, sync_point: SyncPoint, state: State, stale: bool = False) -> None:
         """Enter the ``number``-th sync point."""
-        at = self._mine + _in_row(number)
+        slot = _slot(number)
+        at = self._mine + HEAD.size + slot * ENTRY.size
         NUMBER.pack_into(self._memory, at, 0)  # nobody is to read it half written
         ENTRY.pack_into(self._memory, at, 0, sync_point.identity, sync_point.detail, time.time(), state, stale, False, sync_point.text)
         NUMBER.pack_into(self._memory, at, number)
-        self._show(number, sync_point.identity if state is State.CONTRIBUTING else 0)
+        shown = sync_point.identity if state is State.CONTRIBUTING else 0
+        NUMBER.pack_into(self._memory, (slot * self.world.size + self.world.rank) * NUMBER.size, shown)
         self.written = number, sync_point
 
     def take_back(self, number: int) -> None:
@@ -162,7 +166,7 @@ class StatusBoard:
         NUMBER.pack_into(self._memory, self._mine, number)
 
     def regular(self, number: int, sync_point: SyncPoint) -> bool:
-        """Whether all ranks that are known to be in the ``number``-th sync point went ahead to ``sync_point``, with nothing to tell.
+        """Whether all ranks that are known to be in the ``number``-th sync point went ahead to ``sync_point``, with nothing to report.
 
         Who has not come yet counts with what it did ``KEPT`` sync points ago.
         """
@@ -180,18 +184,18 @@ class StatusBoard:
         elsewhere = (IDENTIFIED.unpack_from(self._memory, self._row(rank) + _in_row(number)) for rank in range(self.world.size))
         return all(written != number or identity == sync_point.identity for written, identity in elsewhere)
 
-    def tell(self, number: int) -> None:
-        """This rank has something to tell in the ``number``-th sync point."""
-        self._show(number, 0)
+    def notify(self, number: int) -> None:
+        """This rank has something to report in the ``number``-th sync point."""
+        NUMBER.pack_into(self._memory, self._glances(number) + self.world.rank * NUMBER.size, 0)
 
-    def go_astray(self, number: int) -> None:
+    def diverge(self, number: int) -> None:
         """In the ``number``-th sync point, this rank does something else than was expected of it."""
-        self._memory[self._mine + _in_row(number) + ASTRAY] = True
-        self.tell(number)
+        self._memory[self._mine + _in_row(number) + DIVERGED] = True
+        self.notify(number)
 
-    def any_astray(self, number: int) -> bool:
-        """Whether a rank has gone astray in the ``number``-th sync point, which is over."""
-        return any(self._memory[self._row(rank) + _in_row(number) + ASTRAY] for rank in range(self.world.size))
+    def any_diverged(self, number: int) -> bool:
+        """Whether a rank has diverged in the ``number``-th sync point, which is over."""
+        return any(self._memory[self._row(rank) + _in_row(number) + DIVERGED] for rank in range(self.world.size))
 
     def read(self, rank: int, number: int) -> Entry | None:
         """What ``rank`` has written about the ``number``-th sync point, if it has come there."""
@@ -238,11 +242,8 @@ class StatusBoard:
         return self._rows + rank * ROW
 
     def _glances(self, number: int) -> int:
+        """Where it is shown at a glance which sync point each rank is in, if that is the ``number``-th."""
         return _slot(number) * self.world.size * NUMBER.size
-
-    def _show(self, number: int, identity: int) -> None:
-        """``identity`` is what others see at a glance of this rank in the ``number``-th sync point."""
-        NUMBER.pack_into(self._memory, self._glances(number) + self.world.rank * NUMBER.size, identity)
 
 
 def _slot(number: int) -> int:
@@ -252,6 +253,84 @@ def _slot(number: int) -> int:
 
 def _in_row(number: int) -> int:
     return HEAD.size + _slot(number) * ENTRY.size
+
+
+class GoingAhead:
+    """The sync points that ranks enter without waiting for each other, in the same order on all of them.
+
+    Args:
+        status_board: what the ranks have written.
+
+    Attributes:
+        part: of the run.
+        number: of the next sync point, the same on all ranks.
+        immediate: whether all ranks see at once what one has written.
+        signals: those that arrive while this rank is in a sync point that it went ahead to are handled after it.
+    """
+
+    def __init__(self, status_board: StatusBoard) -> None:
+        self._status_board = status_board
+        self.immediate = status_board.immediate
+        self.part, self.number = 0, 1
+        self.signals = HeldSignals()
+
+    def go_ahead(self, sync_point: SyncPoint) -> None:
+        """Enter ``sync_point`` without waiting for the others.
+
+        Raises:
+            RankMismatchError: another rank has gone ahead to another sync point.
+        """
+        self.signals.held = threading.get_ident() == threading.main_thread().ident
+        try:
+            self._status_board.write(self.number, sync_point, State.CONTRIBUTING)
+            self.compare(sync_point)
+        except BaseException:
+            self.signals.release()
+            raise
+
+    def compare(self, sync_point: SyncPoint) -> bool:
+        """Find out how the others are doing in this sync point, which goes on.
+
+        Returns:
+            Whether none of them has anything to report; known once nothing is left to be sent, and only if :attr:`immediate`.
+
+        Raises:
+            RankMismatchError: a rank is known to be in another sync point than this one.
+        """
+        if self._status_board.regular(self.number, sync_point):
+            return True
+        self.raise_if_elsewhere(sync_point)
+        return False
+
+    def raise_if_elsewhere(self, sync_point: SyncPoint) -> None:
+        """Raise an error if a rank is known to be in another sync point than this one."""
+        raise NotImplementedError
+
+    def notify(self) -> None:
+        """In the backward that this rank went ahead to, it reports something to the others, which goes with its gradients."""
+        self._status_board.notify(self.number)
+
+    def diverge(self) -> None:
+        """In the backward that this rank went ahead to, it does something that the others must follow."""
+        self._status_board.diverge(self.number)
+
+    def any_diverged(self) -> bool:
+        """Whether a rank does, in the backward that runs, once nothing is left to be sent; asked only if :attr:`immediate`."""
+        return self._status_board.any_diverged(self.number)
+
+    def through(self, over: bool = True) -> None:
+        """This rank is through with the sync point that it went ahead to; if it is not ``over``, more may come before :meth:`past`."""
+        self.number += 1
+        if over:
+            self._status_board.done(self.number - 1)
+        if self.signals.held:
+            self.signals.held = False
+            if self.signals.arrived:
+                self.signals.run_arrived()
+
+    def past(self) -> None:
+        """All sync points until now are over."""
+        self._status_board.done(self.number - 1)
 
 
 @contextmanager

@@ -5,21 +5,22 @@ all have come. While it waits it *answers* the others: it takes part in the back
 nobody hangs when ranks part ways. Once all wait, the sync point that counts most takes place; ranks that came for another one
 answer it and wait on. Ranks that have answered backwards are *stale*: before anything else they take over the state of a rank that has not.
 
-What it means to answer a sync point is known to the interceptor that holds it. Nothing is sent here; see ``status_board.py``.
+What it means to answer a sync point is known to whoever registers the answer, and what a rank trains to the ``Participant`` that has
+joined. Nothing is sent here; see ``status_board.py``.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 from parwrap.coordination.call_site import location, warn
-from parwrap.coordination.held_signals import HeldSignals
+from parwrap.coordination.participant import Participant
 from parwrap.coordination.rank_positions import RankPositions
-from parwrap.coordination.status_board import PART, Entry, State, StatusBoard, SyncPoint
+from parwrap.coordination.status_board import PART, Entry, GoingAhead, State, StatusBoard, SyncPoint
 from parwrap.coordination.subgroup_sync import NestedCoordinator, answered_beside
 from parwrap.errors import RankMismatchError
 from parwrap.system.remote_exception import in_one_line
@@ -41,11 +42,8 @@ GRACE = 5.0
 Answer = Callable[[int, list[int]], bool | Callable[[], bool] | None]
 """Called with the sync point's detail and the ranks that hold it; true, or what gives true afterwards, says that nothing was missed."""
 
-_Hooks = tuple[Callable[[], int], Callable[[int], None], Callable[[], bool], Callable[..., None], Callable[[], Collection[int]]]
-_ALONE: _Hooks = (lambda: 0, lambda source: None, lambda: False, lambda waits, step=0: None, tuple)
 
-
-class Coordinator:
+class Coordinator(GoingAhead):
     """The sync points of this rank with the others, in the order in which they take place.
 
     Args:
@@ -54,37 +52,22 @@ class Coordinator:
 
     Attributes:
         part: of the run, which is another one after each :meth:`begin`.
-        immediate: whether all ranks see at once what one has written.
-        phase: called to know how far this rank's script has come: ranks in different phases do not meet, but those who are ahead
-            answer the others. A number that grows.
         whereabouts: of every rank.
         stale: whether the others have trained on without this rank, which has not taken over their state yet.
         waits_for: the sync point that this rank waits for, if it does.
         alike: whether all ranks that came to the last sync point gave the same ``detail``.
-        signals: those that arrive while this rank is in a sync point that it went ahead to are handled after it.
-        take_state: called with the rank whose state the stale ones shall take over; on all ranks.
-        at_work: called when a rank has waited too long: whether the others get on without it, so that it shall wait on.
-        waits, lost: called with whether this rank begins or ends to wait for others, and with the step of another that is held up by
-            that; gives those that have died.
     """
 
     def __init__(self, status_board: StatusBoard, timeout: timedelta) -> None:
-        self._status_board, self.timeout = status_board, timeout
-        self._rank, self._ranks = status_board.world.rank, range(status_board.world.size)
-        self.immediate = status_board.immediate
+        super().__init__(status_board)
+        self.timeout, self._rank = timeout, status_board.world.rank
         self.waits_for: SyncPoint | None = None
         self.alike = True
-        self.signals = HeldSignals()
-        self.part, self._number, self._fetching, self.stale, self._warned, self._seen = 0, 1, False, False, False, 0
+        self._fetching, self.stale, self._warned, self._seen = False, False, False, 0
         self._answers, self._lasting = dict[str, Answer](), dict[str, Answer]()
         self._nested: list[NestedCoordinator] = []
         self.rank_positions = RankPositions(status_board, self._nested)
-        self.phase, self.take_state, self.at_work, self.waits, self.lost = _ALONE
-
-    @property
-    def number(self) -> int:
-        """The number of the next sync point, the same on all ranks that wait for it."""
-        return self._number
+        self._participant = Participant()
 
     def answer(self, kind: str, answer: Answer, lasting: bool = False) -> None:
         """Have ``answer`` called when others meet for ``kind`` and this rank for something else; if ``lasting``, in later parts too."""
@@ -99,75 +82,28 @@ class Coordinator:
 
     def answering(self) -> AbstractContextManager[None]:
         """While this is held, another thread answers the nested sync points within this rank's, and raises at the end."""
-        return answered_beside(self._nested, self._number) if self._nested else nullcontext()
+        return answered_beside(self._nested, self.number) if self._nested else nullcontext()
 
-    def go_ahead(self, sync_point: SyncPoint) -> None:
-        """Enter ``sync_point`` without waiting for the others.
-
-        Raises:
-            RankMismatchError: another rank has gone ahead to another sync point.
-        """
-        self.signals.hold()
-        try:
-            self._status_board.write(self._number, sync_point, State.CONTRIBUTING)
-            self.compare(sync_point)
-        except BaseException:
-            self.signals.release()
-            raise
-
-    def compare(self, sync_point: SyncPoint) -> bool:
-        """Find out how the others are doing in this sync point, which goes on.
-
-        Returns:
-            Whether none of them has anything to tell; known once nothing is left to be sent, and only if :attr:`immediate`.
-
-        Raises:
-            RankMismatchError: a rank is known to be in another sync point than this one.
-        """
-        if self._status_board.regular(self._number, sync_point):
-            return True
-        if not self._status_board.agreed(self._number, sync_point):
-            elsewhere = [entry for entry in self._status_board.read_all(self._number) if entry and entry.state is State.CONTRIBUTING]
-            kinds = {(entry.sync_point.kind, entry.sync_point.detail) for entry in elsewhere}
-            if len(kinds) == 1 and len({entry.sync_point.identity for entry in elsewhere}) > 1:
-                raise RankMismatchError(
-                    f"the ranks are in backwards of different batches: {_told(elsewhere)}. With batch='global' a rank cannot leave "
-                    "out its part of a batch alone, as by `if not torch.isfinite(loss): continue`, or break off a pass alone. Have all "
-                    "ranks decide alike, by parwrap.reduce_mean(loss), or give batch='per_rank'."
-                )
-            if len(kinds) > 1:
-                raise RankMismatchError(
-                    f"the ranks are in different backwards at the same time: {_told(elsewhere)}. Their gradients cannot be averaged with "
-                    "each other. Have all ranks call the same backward in the same order, or sum the losses and call it once."
-                )
-        return False
-
-    def tell(self) -> None:
-        """In the backward that this rank went ahead to, it has something to tell the others, which goes with its gradients."""
-        self._status_board.tell(self._number)
-
-    def go_astray(self) -> None:
-        """In the backward that this rank went ahead to, it does something that the others must follow."""
-        self._status_board.go_astray(self._number)
-
-    def any_astray(self) -> bool:
-        """Whether a rank does, in the backward that runs, once nothing is left to be sent; asked only if :attr:`immediate`."""
-        return self._status_board.any_astray(self._number)
-
-    def through(self, over: bool = True) -> None:
-        """This rank is through with the sync point that it went ahead to; if it is not ``over``, more may come before :meth:`past`."""
-        self._number += 1
-        if over:
-            self.past()
-        self.signals.release()
-
-    def past(self) -> None:
-        """All sync points until now are over."""
-        self._status_board.done(self._number - 1)
+    def raise_if_elsewhere(self, sync_point: SyncPoint) -> None:
+        if self._status_board.agreed(self.number, sync_point):
+            return
+        elsewhere = [entry for entry in self._status_board.read_all(self.number) if entry and entry.state is State.CONTRIBUTING]
+        kinds = {(entry.sync_point.kind, entry.sync_point.detail) for entry in elsewhere}
+        if len(kinds) == 1 and len({entry.sync_point.identity for entry in elsewhere}) > 1:
+            raise RankMismatchError(
+                f"the ranks are in backwards of different batches: {_told(elsewhere)}. With batch='global' a rank cannot leave "
+                "out its part of a batch alone, as by `if not torch.isfinite(loss): continue`, or break off a pass alone. Have all "
+                "ranks decide alike, by parwrap.reduce_mean(loss), or give batch='per_rank'."
+            )
+        if len(kinds) > 1:
+            raise RankMismatchError(
+                f"the ranks are in different backwards at the same time: {_told(elsewhere)}. Their gradients cannot be averaged with "
+                "each other. Have all ranks call the same backward in the same order, or sum the losses and call it once."
+            )
 
     def answer_next(self, rank: int) -> bool:
         """Answer the sync point to which ``rank`` has come and this one has not, if that can be answered."""
-        entry = self._status_board.read(rank, self._number)
+        entry = self._status_board.read(rank, self.number)
         if entry is None or entry.sync_point.kind not in self._answers or threading.current_thread() is not threading.main_thread():
             return False
         self.wait(FILE, until_answered=True)
@@ -202,16 +138,16 @@ class Coordinator:
         if detail:
             sync_point = SyncPoint(kind, place, detail, SyncPoint(kind).identity)
         else:
-            sync_point = SyncPoint(kind, place, self.phase() if kind in self._answers else 0)
+            sync_point = SyncPoint(kind, place, self._participant.phase() if kind in self._answers else 0)
         deadline, polling = time.monotonic() + self.timeout.total_seconds(), POLLING
         self._wait(True, sync_point)
         try:
             while True:
-                if self._status_board.written != (self._number, sync_point):
-                    self._status_board.write(self._number, sync_point, State.WAITING, self.stale)
-                entries = self._status_board.read_all(self._number, without=self.lost())
+                if self._status_board.written != (self.number, sync_point):
+                    self._status_board.write(self.number, sync_point, State.WAITING, self.stale)
+                entries = self._status_board.read_all(self.number, without=self._participant.lost())
                 if unless_begun and any(entry and entry.state is State.CONTRIBUTING for entry in entries):
-                    self._status_board.take_back(self._number)
+                    self._status_board.take_back(self.number)
                     return []
                 if self._answer_begun(entries, answers_backwards):
                     if until_answered:
@@ -229,7 +165,7 @@ class Coordinator:
                     deadline = time.monotonic() + self.timeout.total_seconds()
                     continue
                 self._raise_if_failed(entries)
-                if time.monotonic() > deadline and not self.at_work():
+                if time.monotonic() > deadline and not self._participant.others_progress():
                     raise self.in_vain(str(sync_point), None)
                 time.sleep(polling)
                 polling = min(1.5 * polling, LONGEST_POLLING)
@@ -238,33 +174,31 @@ class Coordinator:
 
     def fetching(self, purpose: str, step: int = 0) -> None:
         """This rank waits for another's file, or in that ``step``: tell, unless it is in a sync point, or not in its main thread."""
-        inside = self._status_board.written is not None and self._status_board.written[0] == self._number
+        inside = self._status_board.written is not None and self._status_board.written[0] == self.number
         if not self._fetching and not inside and threading.current_thread() is threading.main_thread():
             self._fetching = self._status_board.waiting = True
-            self._status_board.write(self._number, SyncPoint(purpose, location(), step), State.FETCHING)
+            self._status_board.write(self.number, SyncPoint(purpose, location(), step), State.FETCHING)
 
     def hold_up(self, rank: int) -> None:
         """This rank still waits for a file of ``rank``: if that waits in a step, tell that it shall not wait for this one."""
         entry = (
-            self._status_board.read(rank, self._number)
-            if self._fetching and threading.current_thread() is threading.main_thread()
-            else None
+            self._status_board.read(rank, self.number) if self._fetching and threading.current_thread() is threading.main_thread() else None
         )
         step = entry.sync_point.detail if entry and entry.state is State.FETCHING else 0
         if step and step == self._seen:  # seen before this rank looked for the file again, which was there if it is from before the step
-            self.waits(True, step)
+            self._participant.set_waiting(True, step)
         self._seen = step
 
     def fetched(self) -> None:
         """The waiting is over."""
         if self._fetching and threading.current_thread() is threading.main_thread():
             self._fetching = self._status_board.waiting = False
-            self.waits(False)
-            self._status_board.take_back(self._number)
+            self._participant.set_waiting(False)
+            self._status_board.take_back(self.number)
 
     def passed(self, rank: int) -> bool:
         """Whether ``rank`` has come to the sync point that is the next for this one, and so has passed this point of the script."""
-        entry = self._status_board.read(rank, self._number)
+        entry = self._status_board.read(rank, self.number)
         self._raise_if_failed([entry])
         return (entry is not None and entry.state not in (State.FETCHING, State.FAILED)) or any(
             nested.passed(rank) for nested in self._nested
@@ -272,7 +206,7 @@ class Coordinator:
 
     def fail(self, error: BaseException) -> None:
         """This rank leaves with ``error``: tell those who would wait for it."""
-        self._status_board.write(self._number, SyncPoint(in_one_line(error)), State.FAILED)
+        self._status_board.write(self.number, SyncPoint(in_one_line(error)), State.FAILED)
 
     def miss(self) -> None:
         """The others have taken a step that this rank has not."""
@@ -281,16 +215,19 @@ class Coordinator:
     def begin(self) -> None:
         """Begin another part of the run, with only what lasts to answer; numbers start afresh, wherever an error has ended the last."""
         self.part += 1
-        self._number = (self.part << PART) + 1
+        self.number = (self.part << PART) + 1
         self.stale = False
-        self._answers = {**self._lasting}
-        self.phase, self.take_state, self.at_work, self.waits, self.lost = _ALONE
+        self._answers, self._participant = {**self._lasting}, Participant()
         for nested in self._nested:
             nested.begin(self.part)
 
+    def join(self, participant: Participant) -> None:
+        """From now on ``participant`` takes part in the sync points of this part of the run."""
+        self._participant = participant
+
     def raise_if_failed(self) -> None:
         """Raise an error if another rank has failed, and so comes nowhere any more."""
-        self._raise_if_failed(self._status_board.read_all(self._number))
+        self._raise_if_failed(self._status_board.read_all(self.number))
 
     def in_vain(self, what: str, owner: int | None) -> RankMismatchError:
         """The error of having waited too long, for rank ``owner`` or for any."""
@@ -302,18 +239,18 @@ class Coordinator:
 
     def _wait(self, waiting: bool, sync_point: SyncPoint | None = None) -> None:
         self._status_board.waiting, self.waits_for = waiting, sync_point
-        self.waits(waiting)
+        self._participant.set_waiting(waiting)
         for nested in self._nested:
             nested.wait(waiting)
 
     def _answer_nested(self, sync_point: SyncPoint) -> bool:
         """Answer what others do at nested sync points before they come to ``sync_point``, for which this rank waits."""
-        begun = [nested for nested in self._nested if nested.begun(self._number)]
+        begun = [nested for nested in self._nested if nested.begun(self.number)]
         if begun and not self.stale:
             # they must read that before they come there themselves
             self.stale = True
-            self._status_board.write(self._number, sync_point, State.WAITING, stale=True)
-        return any(nested.answer_begun(self._number) for nested in begun)
+            self._status_board.write(self.number, sync_point, State.WAITING, stale=True)
+        return any(nested.answer_begun(self.number) for nested in begun)
 
     def _answer_begun(self, entries: list[Entry | None], answers: bool) -> bool:
         """Answer the sync point to which another rank has gone ahead, if there is one."""
@@ -328,7 +265,7 @@ class Coordinator:
             )
         self.signals.hold()
         try:
-            self._status_board.write(self._number, begun.sync_point, State.ANSWERING)
+            self._status_board.write(self.number, begun.sync_point, State.ANSWERING)
             kept_up = self._answers[begun.sync_point.kind](begun.sync_point.detail, [])
             self.through()
         finally:
@@ -356,7 +293,7 @@ class Coordinator:
             )
         self.alike = len({entry.sync_point.detail for entry in came if entry.rank in present}) == 1
         mine = next(entry.sync_point for entry in came if entry.rank == self._rank)
-        self._status_board.write(self._number, mine, State.MET, self.stale)
+        self._status_board.write(self.number, mine, State.MET, self.stale)
         if any(entry.stale for entry in came):
             self._catch_up(came)
         self.through()
@@ -380,12 +317,14 @@ class Coordinator:
                 "a return or an exception of its own, or because its part of a stream is shorter). Their gradients were averaged "
                 f"without it, and it now has the weights, buffers, optimizers and schedulers of rank {source}. This is said once."
             )
-        self.take_state(source)
+        self._participant.take_state(source)
         # who has ended sees nothing of what the others' scripts do after this, such as loading weights, and takes it at the end
         self.stale = self.stale and any(entry.rank == self._rank and entry.sync_point.kind == END for entry in came)
 
     def _raise_if_failed(self, entries: list[Entry | None]) -> None:
-        failed = next((entry for entry in entries if entry and entry.state is State.FAILED and entry.rank not in self.lost()), None)
+        failed = next(
+            (entry for entry in entries if entry and entry.state is State.FAILED and entry.rank not in self._participant.lost()), None
+        )
         if failed and time.time() > failed.since + GRACE:
             raise RankMismatchError(f"rank {failed.rank} has failed with {failed.sync_point}, and rank {self._rank} waits for it in vain.")
 

@@ -68,6 +68,7 @@ class Group:
         store: a key-value store that all ranks share, for what must not cost a collective.
         timeout: how long to wait for another rank.
         coordinator: this rank's sync points with the others; ``None``, as ``store``, for a group that the user's own code has started.
+        alone_in: as :func:`is_alone`, the threads in which ranks run something each by itself now; none as a rule.
     """
 
     world: World
@@ -76,6 +77,7 @@ class Group:
     store: Any
     timeout: timedelta
     coordinator: Any
+    alone_in: list[int] = field(default_factory=lambda: _alone)
     _made: dict[Hashable, Any] = field(default_factory=dict)
     _ends: ExitStack = field(default_factory=ExitStack)
 

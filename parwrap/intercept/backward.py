@@ -44,7 +44,7 @@ class Backward(NamedTuple):
     def run(self) -> None:
         """Do what torch does, or forward the call to the next interceptor."""
         options = self.options
-        if is_patched(self.original):
+        if (not self.averaged or self.weight is not None or self.existing_grads) and is_patched(self.original):
             options = {**options, "averaged": self.averaged, "weight": self.weight, "existing_grads": self.existing_grads}
         self.original(self.tensors, self.grad_tensors, **options)
 

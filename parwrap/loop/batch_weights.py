@@ -100,10 +100,12 @@ class BatchWeights:
     Attributes:
         current: what counts now: the batch of the last backward, or the one that was drawn since.
         last: what was drawn last.
+        drawn: whether anything was; else each batch counts fully.
     """
 
     def __init__(self) -> None:
         self.current = self.last = OUTSIDE
+        self.drawn = False
         self._readings: list[Reading] = []
         self._differ = self._split = False
         self._drawn: deque[tuple[weakref.ref[Any], Reading, Weighed]] = deque(maxlen=MOST_KEPT)
@@ -126,6 +128,7 @@ class BatchWeights:
         self._differ |= batch[:2] != OUTSIDE[:2]
         self._split |= batch.split
         self.current = self.last = batch
+        self.drawn = True
 
     def close(self, reading: Reading) -> None:
         """A pass is over; one around it goes on with its batch."""

@@ -131,7 +131,13 @@ class Loop(Interceptor):
 
     def look_for_parameters(self) -> None:
         """Notice parameters that were put into the groups of an optimizer by hand."""
-        sizes = {number: _size(optimizer) for number, optimizer in self.numbered_optimizers()}
+        sizes: dict[int, int] = {}
+        for number, known in enumerate(self._optimizers):
+            if (optimizer := known()) is not None:
+                size = 0
+                for group in optimizer.param_groups:
+                    size += len(group["params"])
+                sizes[number] = size
         if sizes == self._sizes:  # as a rule, at every step
             return
         grown = any(size > self._sizes.get(number, 0) for number, size in sizes.items())

@@ -189,6 +189,7 @@ class Session(Interceptor):
             group.coordinator.begin()
             self._undo.callback(group.coordinator.begin)
             self.strategy = strategy_of(self._options)(group, loop, lambda: self._options)
+            group.coordinator.join(self.strategy)
         if self._options.seed is not None:
             seed_all(self._options.seed)
         elif group is not None:

@@ -58,16 +58,16 @@ def test_ranks_agree_unless_one_is_known_to_be_elsewhere():
     assert not theirs.agreed(1, SyncPoint("barrier", detail=1))
 
 
-def test_a_meeting_is_regular_when_all_went_ahead_to_it_with_nothing_to_tell():
+def test_a_meeting_is_regular_when_all_went_ahead_to_it_with_nothing_to_report():
     ours, theirs = two_ranks()
     backward = SyncPoint("backward", detail=1)
-    for number, speak_up in enumerate([lambda number: None, ours.tell, ours.go_astray, lambda number: None], start=1):
+    for number, speak_up in enumerate([lambda number: None, ours.notify, ours.diverge, lambda number: None], start=1):
         ours.write(number, backward, State.CONTRIBUTING)
         theirs.write(number, backward, State.CONTRIBUTING)
         speak_up(number)
 
     assert [True, False, False, True] == [theirs.regular(number, backward) for number in range(1, 5)]
-    assert [False, False, True, False] == [theirs.any_astray(number) for number in range(1, 5)]
+    assert [False, False, True, False] == [theirs.any_diverged(number) for number in range(1, 5)]
     assert not theirs.regular(1, SyncPoint("backward", detail=2))
 
 

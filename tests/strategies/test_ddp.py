@@ -2,7 +2,9 @@
 
 import gc
 import random
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from parwrap.group.group import current
 from parwrap.loop.loop_state import Loop
 from parwrap.loop.random_streams import seed_all
 from parwrap.options import Options
+from parwrap.strategies.ddp.call_sites import SETTLING, CallSites
 from parwrap.strategies.ddp.ddp import DDP
 
 
@@ -256,6 +259,70 @@ def test_each_set_of_parameters_has_one_ddp_however_many_call_sites():
 
     assert 2 == len(strategy._sites)
     assert 1 == len({id(site.averager) for site in strategy._sites.values()})
+
+
+class OwnCheckpoint(torch.autograd.Function):
+    """A checkpoint that is not torch's: its graph does not show that it runs a backward inside of the other."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer, ctx.x = layer, x.detach()
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), gradient)
+        return x.grad, None
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_inside_of_another_is_agreed_on_once(monkeypatch):
+    agreements, agree = [], CallSites.agree
+    monkeypatch.setattr(CallSites, "agree", lambda self, *args: (agreements.append(1), agree(self, *args)))
+    first, inner, last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *inner.parameters(), *last.parameters()], lr=0.1)
+    with parwrap.distributed():
+        for step in range(12):
+            optimizer.zero_grad()
+            last(OwnCheckpoint.apply(first(torch.full((2, 4), step + parwrap.rank() + 1.0)), inner)).mean().backward()
+            gradients = parwrap.gather(inner.weight.grad)
+            assert torch.equal(gradients[0], gradients[1])
+            optimizer.step()
+
+    assert SETTLING == len(agreements)
+
+
+@pytest.mark.ranks(2)
+def test_a_steady_backward_enters_only_the_files_of_the_regular_step():
+    package, entered = Path(parwrap.__file__).parent, set()
+
+    def enter(frame, event, argument):
+        if event == "call" and package in (file := Path(frame.f_code.co_filename)).parents:
+            entered.add(str(file.relative_to(package)))
+
+    with parwrap.distributed():
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, (x, _) in enumerate(DataLoader(dataset(200), batch_size=4)):
+            optimizer.zero_grad()
+            loss = model(x).sum()
+            # not one of those, ever rarer, in which ranks compare weights or look closely at what the call site reaches
+            sys.setprofile(enter if step == 14 else None)
+            loss.backward()
+            sys.setprofile(None)
+            optimizer.step()
+
+    assert {
+        "intercept/backward.py",
+        "strategies/ddp/ddp.py",
+        "coordination/call_site.py",
+        "loop/loop_state.py",
+        "coordination/status_board.py",
+        "strategies/ddp/gradient_averager.py",
+    } == entered
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="torch sees no GPU here")

@@ -1,4 +1,4 @@
-"""What the ranks tell each other about the parameters of a backward, before gradients are averaged: describing and comparing."""
+"""Describing the parameters of a backward to the other ranks and comparing them, before gradients are averaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARK = "_parwrap_stand_in"
 
 
 class Described(NamedTuple):
-    """What is told of a tensor: its shape and dtype, a checksum of its values, and the type of its device."""
+    """What other ranks get to know of a tensor: its shape and dtype, a checksum of its values, and the type of its device."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,7 +43,7 @@ def is_stand_in(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class View:
-    """What one rank tells the others about a backward.
+    """What one rank reports to the others about a backward.
 
     Attributes:
         location: file and line that called it.
@@ -127,7 +127,7 @@ def alike(views: Collection[View]) -> list[int]:
 
 
 def refuse_different_parameters(views: Mapping[int, View]) -> None:
-    """Parameters that no optimizer owns are told apart by their order in the graph, which must be the same on all ranks."""
+    """Raise an error unless all ranks reach the same parameters; those that no optimizer owns go by their order in the graph."""
     kinds: dict[tuple[int, int], set] = {}
     for view in views.values():
         for number, each in view.owned.items():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from parwrap.coordination.participant import Participant
 from parwrap.errors import UsageError
 from parwrap.group.collectives import all_reduced
 from parwrap.group.group import Group
@@ -22,7 +23,7 @@ from parwrap.strategies.common.share import Share
 __all__ = ["Strategy"]
 
 
-class Strategy(Interceptor):
+class Strategy(Interceptor, Participant):
     """A way to train in parallel.
 
     Args:

@@ -84,6 +84,9 @@ class TrainingBuffers:
     Args:
         group: the ranks.
         parameters: whose gradients are averaged together; in the same order on all ranks.
+
+    Attributes:
+        known: whether there are any, on this rank or on rank 0.
     """
 
     def __init__(self, group: Group, parameters: Sequence[torch.Tensor]) -> None:
@@ -95,9 +98,6 @@ class TrainingBuffers:
         self._looks = self._taken = 0
         self._late: list[tuple[_Buffer, torch.Tensor]] = []
         self._find()
-
-    def __bool__(self) -> bool:
-        return bool(self._buffers or self._agreed)
 
     def changed(self) -> bool:
         """Whether a buffer of this rank has changed since all ranks had the same; asked once in each backward."""
@@ -186,6 +186,7 @@ class TrainingBuffers:
         names = {name: kind for name, (kind, _) in sorted(theirs.items()) if name in all_moved | differ}
         # which of them change in each step is known from the second time on
         self._agreed = None if first else {name: theirs[name][0] for name in {**(self._agreed or {}), **names} if name in theirs}
+        self.known = bool(self._buffers or self._agreed)
         return source, names if first else self._agreed or {}, bool(differ)
 
     def _find(self) -> None:
@@ -200,6 +201,7 @@ class TrainingBuffers:
                     known = self._buffers.get(name)
                     found[name] = known if known and known.of is buffers else _Buffer(buffers, key)
         self._buffers = found
+        self.known = bool(found or self._agreed)
 
     def _look_at_values(self) -> None:
         """Notice what changes by ``.data`` or by numpy, which give a tensor no other version."""

@@ -1,13 +1,13 @@
 """The averagers that are in use, numbered alike on all ranks: finding the one of a set of parameters, or building it.
 
 Every rank builds the same ones in the same order. So does a rank that has left the training loop, with tensors that stand in for those that
-it does not have, and can take part in the others' backwards. When to agree on a set is ``ddp.py``'s.
+it does not have, and can take part in the others' backwards. When to agree on a set is left to ``call_sites.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from parwrap.strategies.common.same_values import BUILT_APART, take_values
 from parwrap.strategies.common.state_transfer import take_state
 from parwrap.strategies.ddp.following import Following
 from parwrap.strategies.ddp.gradient_averager import GradientAverager
+from parwrap.strategies.ddp.unaveraged import Unaveraged
 
 __all__ = ["AveragerRegistry"]
 
@@ -31,22 +32,27 @@ class AveragerRegistry:
         group: the process group.
         loop: what the training loop has done so far.
         options: gives what each ``Reducer`` shall get, such as ``bucket_cap_mb``.
+        unaveraged: notes which gradients are averages.
+        while_taking: makes what is held while state is taken over.
 
     Attributes:
-        while_taking: makes what is held while state is taken over.
-        took: called with the parameters whose gradients are then the same on all ranks.
         following: keeps weights the same that a script changes by itself.
     """
 
-    def __init__(self, group: Group, loop: Loop, options: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        loop: Loop,
+        options: Callable[[], dict[str, Any]],
+        unaveraged: Unaveraged,
+        while_taking: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._group, self._loop, self._options = group, loop, options
+        self._unaveraged, self._while_taking = unaveraged, while_taking
         self._all: dict[int, GradientAverager] = {}
         self._shared: dict[int, Any] = {}
         self._built = 0
-        self.while_taking: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.took: Callable[[list[torch.Tensor]], None] = lambda parameters: None
         self.following = Following(group, loop, self.take_state)
-        group.coordinator.take_state = self.take_state
 
     def get(self, number: int) -> GradientAverager | None:
         """The averager of that number, if this rank knows it."""
@@ -76,15 +82,15 @@ class AveragerRegistry:
         """The averager of what any rank reaches, and the leaf tensors in it that are no ``nn.Parameter``; the same on all ranks.
 
         Args:
-            views: what the ranks have told, by rank.
+            views: of the ranks, by rank.
             used: the numbers of the averagers that are used elsewhere too; the others are let go of.
             owned: this rank's parameters of optimizers, by number.
             others: its parameters that no optimizer owns.
             bare: its leaf tensors that are no ``nn.Parameter``.
         """
-        told = {number: each for view in views.values() for number, each in view.owned.items()}
-        union = sorted(told)
-        agreed = [*(self.own(number, told[number], owned) for number in union), *others]
+        described = {number: each for view in views.values() for number, each in view.owned.items()}
+        union = sorted(described)
+        agreed = [*(self.own(number, described[number], owned) for number in union), *others]
         self._take_same_values([agreed[place] for place in differing(views.values(), union)], len(agreed), min(views))
         made_alike = [bare[place] for place in alike(views.values())]
         if not (agreed or made_alike or any(view.owns for view in views.values())):
@@ -93,23 +99,23 @@ class AveragerRegistry:
         sparsely = [all(number in view.sparse for view in views.values() if number in view.owned) for number in union]
         sparse = frozenset(id(p) for p, is_sparse in zip(agreed, sparsely, strict=False) if is_sparse)
         # sites that reach the same share an averager; which those are must be found alike by a rank that has stand-ins
-        kinds = tuple((number, told[number].kind) for number in union)
+        kinds = tuple((number, described[number].kind) for number in union)
         which = None if others or made_alike or varies else (kinds, tuple(sparsely), next(iter(views.values())).generation)
         averager = self.build([*agreed, *made_alike], sparse, varies, which)
         averager.buffers_move = any(view.buffers for view in views.values())
         self.keep({averager.number, *used})
         return averager, {id(leaf): leaf for leaf in made_alike}
 
-    def own(self, number: tuple[int, int], told: Described, owned: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+    def own(self, number: tuple[int, int], described: Described, owned: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
         """This rank's parameter of that number; where it has none like it (frozen, or not built), one that stands in for it."""
         mine = owned.get(number)
-        if mine is None or (tuple(mine.shape), mine.dtype) != told.kind:
-            return told.stand_in(self._group.device)
+        if mine is None or (tuple(mine.shape), mine.dtype) != described.kind:
+            return described.stand_in(self._group.device)
         return mine
 
     def stand_ins(self, view: View) -> tuple[Mapping[tuple[int, int], torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """What a rank that has left has in the place of what one that has not told of in ``view``."""
-        others, bare = ([each.stand_in(self._group.device) for each in told] for told in (view.others, view.bare))
+        """What a rank that has left has in the place of what another describes in ``view``."""
+        others, bare = ([each.stand_in(self._group.device) for each in tensors] for tensors in (view.others, view.bare))
         return {number: p for number, p in self._loop.once_owned().items() if p.requires_grad}, others, bare  # DDP passes over frozen ones
 
     def _take_same_values(self, different: list[torch.Tensor], total: int, source: int) -> None:
@@ -142,10 +148,10 @@ class AveragerRegistry:
         """All ranks leave: have rank 0's weights everywhere if a rank has taken steps of its own."""
         owned = self._loop.once_owned()
         mine = dict(zip(owned, checksums(owned.values()), strict=True))
-        told = self._group.share("weights at the end", mine, range(self._group.world.size)).values()
-        different = [number for number, value in mine.items() if any(each.get(number, value) != value for each in told)]
+        gathered = self._group.share("weights at the end", mine, range(self._group.world.size)).values()
+        different = [number for number, value in mine.items() if any(each.get(number, value) != value for each in gathered)]
         # all ranks do this alike, whichever of the parameters they know
-        if any(len({each[number] for each in told if number in each}) > 1 for number in set().union(*told)):
+        if any(len({each[number] for each in gathered if number in each}) > 1 for number in set().union(*gathered)):
             warn(
                 f"parwrap: {len(different)} parameters have different values on different ranks in the end, though their gradients were "
                 "averaged: an optimizer has stepped, or weights or a learning rate were changed, by a decision of one rank alone, such as "
@@ -160,6 +166,6 @@ class AveragerRegistry:
     def take_state(self, source: int, takes: bool = True) -> None:
         """Take over the state of rank ``source``, if this rank ``takes`` it; called on all ranks."""
         averaged = {(each.number, place): p for each in self._all.values() for place, p in enumerate(each.parameters)}
-        with self.while_taking():
+        with self._while_taking():
             take_state(self._group, self._loop, {where: p for where, p in averaged.items() if not is_stand_in(p)}, source, takes)
-        self.took([*self._loop.once_owned().values(), *averaged.values()])
+        self._unaveraged.begin([*self._loop.once_owned().values(), *averaged.values()])

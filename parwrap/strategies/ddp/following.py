@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from parwrap.coordination.call_site import location, warn
+from parwrap.coordination.status_board import PART
 from parwrap.group.group import Group, is_alone
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.agreement import Described, described
@@ -42,17 +43,20 @@ class Following:
         group: the ranks.
         loop: numbers the parameters.
         take_state: has this rank take over all of another's state.
+
+    Attributes:
+        due: the number of the sync point of ranks from which :meth:`look` has something to do.
     """
 
     def __init__(self, group: Group, loop: Loop, take_state: Callable[[int], None]) -> None:
         self._group, self._loop, self._take_state = group, loop, take_state
-        self._next_look, self._follows = FIRST_LOOK, False
+        self._follows, self.due = False, self._at(FIRST_LOOK)
         group.coordinator.answer(COMPARED, lambda detail, present: self._compare(present))
         group.coordinator.answer(FOLLOWED, lambda detail, present: self._take(present))
 
     def look(self) -> None:
-        """A backward is about to run: compare weights, if it is time, at a sync point that has the same number on all ranks."""
-        if self._number() >= self._next_look and not self._follows:
+        """A backward is about to run, and it is :attr:`due`: compare weights, at a sync point that has the same number on all ranks."""
+        if not self._follows:
             self._compare(self._group.synchronize(COMPARED))
         if self._follows and not self._loop.passes:
             self._follow()
@@ -61,7 +65,7 @@ class Following:
         """Weights were found to differ that had been the same."""
         if self._follows:
             return
-        self._follows = True
+        self._follows, self.due = True, 0
         self._loop.drew = self._follow
         rates = self._group.share(RATES, self._rates(), range(self._group.world.size))
         places = ((number, group) for number, first in rates[0].items() for group in range(len(first)))
@@ -102,18 +106,19 @@ class Following:
         if not is_alone() and threading.current_thread() is threading.main_thread() and not self._loop.evaluations:
             self._take(self._group.synchronize(FOLLOWED))
 
-    def _number(self) -> int:
-        """The number of the next sync point in this run."""
-        return self._group.coordinator.number & 0xFFFFFFFF
+    def _at(self, count: int) -> int:
+        """The number of the sync point that is ``count``-th in this part of the run."""
+        return (self._group.coordinator.part << PART) + count
 
     def _compare(self, present: list[int]) -> None:
-        self._next_look = 1 << self._number().bit_length()
+        number = self._group.coordinator.number - self._at(0)
+        self.due = 0 if self._follows else self._at(1 << number.bit_length())
         source, owned = min(present), self._loop.once_owned()
-        told = self._group.share(COMPARED, dict(zip(owned, described(owned.values()), strict=True)), present)
-        by_number = {n: [view[n] for view in told.values()] for n in sorted(set.intersection(*map(set, told.values())))}
+        gathered = self._group.share(COMPARED, dict(zip(owned, described(owned.values()), strict=True)), present)
+        by_number = {n: [view[n] for view in gathered.values()] for n in sorted(set.intersection(*map(set, gathered.values())))}
         different = [n for n, each in by_number.items() if len({of.checksum for of in each}) > 1 and len({of.kind for of in each}) == 1]
         # a rank that has come for something else may have less
-        if different and take_values([self._own(n, told[source][n], owned) for n in different], source, self._group):
+        if different and take_values([self._own(n, gathered[source][n], owned) for n in different], source, self._group):
             self.drifted()
             self._take_state(source)
 
@@ -124,18 +129,18 @@ class Following:
         once = {id(p): number for number, p in sorted(owned.items(), reverse=True) if p.layout == torch.strided}
         mine = {number: owned[number].detach() for number in sorted(once.values())}
         kinds = {number: (tuple(p.shape), p.dtype) for number, p in mine.items()}
-        told, rates = self._group.share(FOLLOWED, (kinds, self._rates()), [source])[source]
+        sent, rates = self._group.share(FOLLOWED, (kinds, self._rates()), [source])[source]
         if self._group.world.rank != source:
             self._take_rates(rates)
-        received = send(self._group, [mine.get(number) for number in told], list(told.values()), source)
-        for number, values in zip(told, received, strict=True):
+        received = send(self._group, [mine.get(number) for number in sent], list(sent.values()), source)
+        for number, values in zip(sent, received, strict=True):
             p = owned.get(number)
             if p is not None and (p.shape, p.dtype) == (values.shape, values.dtype):
                 p.data.copy_(values)
 
-    def _own(self, number: Number, told: Described, owned: dict[Number, torch.Tensor]) -> torch.Tensor:
+    def _own(self, number: Number, like: Described, owned: dict[Number, torch.Tensor]) -> torch.Tensor:
         p = owned.get(number)
-        return p if p is not None and (tuple(p.shape), p.dtype) == told.kind else told.stand_in(self._group.device)
+        return p if p is not None and (tuple(p.shape), p.dtype) == like.kind else like.stand_in(self._group.device)
 
 
 def _differ(rates: dict[int, Rates], number: int, group: int) -> bool:

@@ -1,11 +1,11 @@
 """One set of parameters whose gradients are averaged while a backward runs.
 
 The reducer is armed just before the backward; torch's hooks then average and overlap as usual. Which parameters belong to which
-backward is decided by ``ddp.py``.
+backward is left to ``call_sites.py``, and what follows from a report to ``recovery.py``.
 
-It averages one parameter more, the *signal*: the facts that the ranks tell each other are its gradient, so they travel
-within the buckets and cost no collective. It comes last in every backward, so no bucket waits for it but its own, and what has
-been noticed during the backward is told as well.
+It averages one parameter more, the *signal*: what the ranks report to each other is its gradient, so the facts travel within the buckets
+and cost no collective. It comes last in every backward, so no bucket waits for it but its own, and it reports what was noticed during the
+backward as well.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import ref
 
 import torch
 from torch import nn
@@ -25,58 +26,42 @@ from parwrap.strategies.common.autograd_graph import reached
 from parwrap.strategies.common.reducer import Reducer
 from parwrap.strategies.common.share import Share
 from parwrap.strategies.common.training_buffers import TrainingBuffers
-from parwrap.torch_private.autograd import tensor_hooks
-from parwrap.torch_private.tensors import foreach_mul_
+from parwrap.strategies.ddp.empty_gradients import send_nothing, send_nothing_once
+from parwrap.torch_private.tensors import foreach_mul_, version_of
 
-__all__ = ["GradientAverager", "Noticed", "divide", "has_timed_out"]
+__all__ = ["GradientAverager", "Noted", "Reported", "divide", "has_timed_out", "note_gradients"]
 
-WEIGHT, STRAYS, MISFIT, FAILED, BUFFERS, ASKS = -6, -5, -4, -3, -2, -1
+WEIGHT, UNEXPECTED, STALE_SET, FAILED, BUFFERS, ASKS = -6, -5, -4, -3, -2, -1
 """The facts behind the flags that say which parameters this rank's loss reaches: how much this rank counts in the average; whether
-gradients came outside of the set; whether the set does not fit this rank's losses any more; whether its backward has raised; whether
-buffers have changed, and the ranks must tell each other which."""
+gradients came outside of the set; whether the set is stale, since this rank's losses reach others by now; whether its backward has raised;
+whether buffers have changed; whether the ranks must agree on which."""
 
 EXACT = 1e-4
 """Weights whose mean is this close to 1 are all there: less than what one of thousands of ranks is, and more than what float32 rounds."""
 
 NONE: frozenset[int] = frozenset()
 
-TWICE = "Expected to mark a variable ready only once"
-"""What torch says of a parameter that has taken part in a backward already."""
-
 TIMED_OUT = "Timed out waiting"
 """What gloo says of a rank that has sent nothing for as long as the timeout."""
 
-BACKWARD = torch.autograd.backward
-"""torch's own, which is none of the user's calls."""
-
 T = TypeVar("T")
 
+Noted = dict[int, tuple[ref[torch.Tensor], int]]
+"""Gradients by the id of the parameter, each with its version."""
 
-class Noticed(NamedTuple):
-    """What at least one rank has noticed in a backward."""
 
-    strays: bool = False
-    misfit: bool = False
+class Reported(NamedTuple):
+    """What at least one rank has reported in a backward."""
+
+    unexpected: bool = False
+    stale_set: bool = False
     failed: bool = False
     buffers: bool = False
     asked: bool = False
 
 
-class _Touch(torch.autograd.Function):
-    """Makes parameters take part in a backward with no gradient of their own."""
-
-    @staticmethod
-    def forward(ctx: Any, sparse: frozenset[int], *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.nothing = [_sparse_nothing(p) if id(p) in sparse else None for p in parameters]
-        return torch.zeros((), device=parameters[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        return (None, *ctx.nothing)
-
-
 class GradientAverager:
-    """Averages the gradients of ``parameters`` over the ranks in each backward that it is told to run.
+    """Averages the gradients of ``parameters`` over the ranks in each backward that it runs.
 
     Args:
         group: the process group.
@@ -88,8 +73,8 @@ class GradientAverager:
 
     Attributes:
         missed: the places of the parameters that this rank's last backward did not reach although it was expected to.
-        misfits: whether the last backward has shown that the set does not fit any more: it reaches others, or some are frozen.
-        at_once: whether what was noticed must be known at the end of each backward, also on a GPU.
+        is_stale: whether the last backward has shown that the set is stale: it reaches others, or some are frozen.
+        at_once: whether what was reported must be known at the end of each backward, also on a GPU.
         buffers: of the models around the parameters.
         buffers_move: whether some change in training, as the ranks have agreed.
         error: what the last backward has raised on this rank.
@@ -105,7 +90,7 @@ class GradientAverager:
         **options: Any,
     ) -> None:
         self.missed = self._without = NONE
-        self.misfits = self.at_once = self.buffers_move = self._to_tell = False
+        self.is_stale = self.at_once = self.buffers_move = self._has_news = False
         self.error: Exception | None = None
         self.number, self.parameters = number, tuple(parameters)
         self.ids = frozenset(id(p) for p in self.parameters)
@@ -114,10 +99,10 @@ class GradientAverager:
         # is missing among 16 could not be told from rounding, so there the signal has a bucket of its own
         like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
         dtype, device = (torch.float32, group.device) if like is None else (torch.promote_types(like.dtype, torch.float32), like.device)
-        self._told_weight, self._told_buffers = 1.0, False
+        self._sent_weight, self._sent_buffers = 1.0, False
         self._copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._facts = facts = torch.ones(len(self.parameters) - WEIGHT, dtype=dtype, device=device)
-        facts[STRAYS:] = 0
+        facts[UNEXPECTED:] = 0
         self._signal = nn.Parameter(torch.zeros_like(facts))
         self._signal.register_hook(lambda grad: facts.clone())
         # autograd takes the nodes of one device in the order of age, the newest first, and counts anew in each thread
@@ -126,6 +111,170 @@ class GradientAverager:
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *dense]
         self.buffers = TrainingBuffers(group, self.parameters)
         self._reducer = Reducer(ordered, sparse, self._signal, **options)
+
+    def note_buffers(self) -> None:
+        """Report in the backward that comes if buffers have changed on this rank."""
+        changed = self.buffers.known and self.buffers.changed()
+        if changed or self._sent_buffers:
+            self._sent_buffers = changed
+            self._facts.data[BUFFERS] = changed
+            self._facts.data[ASKS] = changed and self.buffers.asks()
+        if changed:
+            self._group.coordinator.notify()
+
+    def run(self, call: Backward, weight: float) -> None:
+        """Run the backward ``call`` and leave the averages in ``.grad``, for :meth:`reported` to finish if a rank has reported something.
+
+        Args:
+            call: of a loss that was multiplied by ``weight`` already.
+            weight: how much this rank counts; 1 if all count the same.
+        """
+        self._set_facts(call, weight)
+        self._arm()
+        try:
+            call.with_root(self._root, self._signal).run()
+        except Exception as error:
+            if has_timed_out(error):
+                raise
+            self._report_error(error)
+            self._complete(error)
+            return
+        if not self._has_finished():
+            self._send_nothing_for_the_rest(call)
+
+    def reported(self) -> Reported:
+        """Divide by what was contributed rather than by the number of ranks, and find out what was reported."""
+        if self._facts.is_cuda and not self.at_once:
+            return self._reported_later()
+        weight, unexpected, stale_set, failed, buffers, asked = self._received()[WEIGHT:].tolist()
+        if weight and abs(weight - 1) > EXACT and not failed:
+            for p in self.parameters:
+                if p.grad is not None:
+                    p.grad.data.mul_(1 / weight)
+        if unexpected or stale_set or failed:
+            self._forget()
+        return Reported(unexpected > 0, stale_set > 0, failed > 0, buffers > 0, asked > 0)
+
+    def _set_facts(self, call: Backward, weight: float) -> None:
+        """Set what this rank reports before the backward; ``.data``, because autograd may hold the facts of the last."""
+        facts = self._facts.data
+        if self._varies:
+            leaves = {id(leaf) for leaf in (*reached(call.roots), *call.existing_grads)}
+            facts[:WEIGHT] = facts.new_tensor([id(p) in leaves for p in self.parameters])
+        if self._sent_weight != weight:
+            facts[WEIGHT] = self._sent_weight = weight
+        if weight != 1.0 or self._has_news:
+            self._group.coordinator.notify()
+        self._signal.grad = None
+        self.missed = self._without = NONE
+        self.is_stale, self.error = False, None
+
+    def _arm(self) -> None:
+        """Have the reducer expect every parameter in the next backward."""
+        if self._reducer.rebuilt:
+            # all that is left of DDP's forward then, and 40 us less
+            self._reducer.reducer.prepare_for_forward()
+            self._reducer.reducer.prepare_for_backward([])
+        else:
+            self._reducer.arm()
+
+    def _has_finished(self) -> bool:
+        """Whether every parameter has taken part in the backward that has run."""
+        try:
+            self._reducer.check_finished()
+        except RuntimeError:
+            return False
+        return True
+
+    def _received(self) -> torch.Tensor:
+        """The facts that the backward has brought; it reaches the signal always."""
+        return cast(torch.Tensor, self._signal.grad)
+
+    def _reported_later(self) -> Reported:
+        """The same for a GPU, which the host must not wait for: it divides by itself, and what was reported is known a step later."""
+        facts = self._received()
+        divide([p.grad.data for p in self.parameters if p.grad is not None], facts[WEIGHT])
+        before, self._copied = self._copied, (torch.empty(-UNEXPECTED, dtype=facts.dtype, pin_memory=True), torch.cuda.Event())
+        self._copied[0].copy_(facts[UNEXPECTED:], non_blocking=True)
+        self._copied[1].record()
+        if before is None:
+            return Reported()
+        before[1].synchronize()
+        unexpected, stale_set, failed, buffers, asked = before[0].tolist()
+        if unexpected or stale_set or failed:
+            self._forget()
+        if unexpected or stale_set or failed or buffers:
+            self._copied = None
+        # who has failed has missed a step, which cannot be undone
+        return Reported(unexpected > 0, stale_set + failed > 0, buffers=buffers > 0, asked=asked > 0)
+
+    def _forget(self) -> None:
+        """All ranks know what this one had to report."""
+        self._facts.data[UNEXPECTED:BUFFERS] = 0
+        self._has_news = False
+
+    def note_unexpected(self) -> None:
+        """A gradient came outside of the set, in the backward that runs."""
+        self._facts.data[UNEXPECTED] = 1
+        self._group.coordinator.notify()
+
+    def note_stale_set(self) -> None:
+        """The set is stale: this rank's losses reach other parameters by now. The next backward reports it."""
+        self._facts.data[STALE_SET] = 1
+        self._has_news = True
+
+    def others(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters among ``leaves`` that are not in the set."""
+        return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in self.ids]
+
+    def drop(self, unused: Collection[int]) -> None:
+        """What no rank has used keeps no gradient, as in a single process; ``unused`` are places."""
+        for place in self._without.intersection(unused):
+            self.parameters[place].grad = None
+
+    def _unused(self) -> frozenset[int]:
+        """The places of the parameters that no rank has used, as far as they have reported."""
+        flags = self._received()[:WEIGHT].tolist()
+        return frozenset(place for place, flag in enumerate(flags) if not flag)
+
+    def _send_nothing_for_the_rest(self, call: Backward) -> None:
+        """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
+        leaves = {id(leaf): leaf for leaf in reached(call.roots)}
+        held = {id(p) for p in call.existing_grads}
+        rest = [(place, p) for place, p in enumerate(self.parameters) if id(p) not in leaves]
+        missing = frozenset(place for place, p in rest if id(p) not in held)
+        self._without = frozenset(place for place, p in rest if p.grad is None)
+        self.is_stale = bool(self.others(leaves.values())) or any(not p.requires_grad for _, p in rest)
+        if self.is_stale or (missing and not self._varies):
+            self.missed = missing
+            self._group.coordinator.diverge()
+        if self.is_stale:
+            self.note_stale_set()
+        known, self._varies = self._varies, self._varies or bool(missing)
+        self._send_nothing([p for _, p in rest])
+        if known:
+            self.drop(self._unused())
+
+    def _send_nothing(self, parameters: Sequence[torch.Tensor], *roots: torch.Tensor) -> None:
+        """Have ``parameters`` take part in a backward of ``roots`` with nothing."""
+        with self._group.coordinator.answering():  # the others may be in a layer that this rank has not come to in this backward
+            send_nothing(parameters, self.sparse, *roots)
+
+    def _report_error(self, error: Exception) -> None:
+        """This rank's backward has raised ``error``: report it in the same backward."""
+        self.error = error
+        self._facts.data[FAILED] = 1
+        self._group.coordinator.notify()
+
+    def _complete(self, error: Exception) -> None:
+        """This rank's backward has raised ``error``: send what it has not sent, so that nobody waits for it."""
+        with self._group.coordinator.answering():  # the others may be in a layer that this rank has not come to
+            for p in self.parameters:
+                send_nothing_once((p,), self.sparse)
+            completed = send_nothing_once((), self.sparse, self._root)
+        if not completed:
+            self.error = None
+            raise error  # in what is sent, or after it
 
     def stand_for(self, leaves: Iterable[torch.Tensor]) -> None:
         """From now on average ``leaves``, which were made anew in the place of the parameters, in :meth:`run_then_average`."""
@@ -137,216 +286,20 @@ class GradientAverager:
             )
         self.parameters = new
 
-    def run(self, call: Backward, weight: float) -> None:
-        """Run the backward ``call`` and leave the averages in ``.grad``, for :meth:`noticed` to finish if a rank has told something.
-
-        Args:
-            call: of a loss that was multiplied by ``weight`` already.
-            weight: how much this rank counts; 1 if all count the same.
-        """
-        self._tell(call, weight)
-        self._reducer.arm()
-        try:
-            call.with_root(self._root, self._signal).run()
-        except Exception as error:
-            if has_timed_out(error):
-                raise
-            self._tell_of(error)
-            self._complete(error)
-            return
-        if not self._reducer.finished():
-            self._touch_the_rest(call)
-
     def run_then_average(self, call: Backward, weight: float) -> None:
         """The same where gradients cannot go through a bucket: they get a graph of their own, or come several times."""
-        self._tell(call, weight)
+        self._set_facts(call, weight)
         try:
             call.with_root(self._root, self._signal).run()
         except Exception as error:
-            self._tell_of(error)
+            self._report_error(error)
             self._signal.grad = self._facts.clone()
         self._average()
-
-    def answer(self, share: Share) -> None:
-        """Take part in the :meth:`run` of other ranks with no backward of its own."""
-        self._give(share)
-        self._reducer.arm()
-        self._touch(self.parameters, self._root)
-        self.drop(self._unused())
-        self.missed = self._without
-
-    def answer_then_average(self, share: Share) -> None:
-        """Take part in the :meth:`run_then_average` of other ranks with no backward of its own."""
-        self._give(share)
-        self._signal.grad = self._facts.clone()
-        self._average()
-
-    def note_stray(self) -> None:
-        """A gradient came outside of the set, in the backward that runs."""
-        self._facts.data[STRAYS] = 1
-        self._group.coordinator.tell()
-
-    def note_buffers(self) -> None:
-        """Tell the others in the backward that comes if buffers have changed on this rank."""
-        changed = bool(self.buffers) and self.buffers.changed()
-        if changed or self._told_buffers:
-            self._told_buffers = changed
-            self._facts.data[BUFFERS] = changed
-            self._facts.data[ASKS] = changed and self.buffers.asks()
-        if changed:
-            self._group.coordinator.tell()
-
-    def others(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters among ``leaves`` that are not in the set."""
-        return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in self.ids]
-
-    def note_misfit(self) -> None:
-        """The set does not fit this rank's losses any more, which the others are told in the next backward."""
-        self._facts.data[MISFIT] = 1
-        self._to_tell = True
-
-    def _tell(self, call: Backward, weight: float) -> None:
-        """Set what this rank knows before the backward; ``.data``, because autograd may hold the facts of the last."""
-        facts = self._facts.data
-        if self._varies:
-            leaves = {id(leaf) for leaf in (*reached(call.roots), *call.existing_grads)}
-            facts[:WEIGHT] = facts.new_tensor([id(p) in leaves for p in self.parameters])
-        if self._told_weight != weight:
-            facts[WEIGHT] = self._told_weight = weight
-        if weight != 1.0 or self._to_tell:
-            self._group.coordinator.tell()
-        self._signal.grad = None
-        self.missed = self._without = NONE
-        self.misfits, self.error = False, None
-
-    def _give(self, share: Share) -> None:
-        """Contribute nothing but ``share``: not even the gradients of before, which DDP would send."""
-        given = [id(p) in share.gradients for p in self.parameters]
-        self._facts.data[:STRAYS] = self._facts.new_tensor([*given, share.weight])
-        self._facts.data[BUFFERS], self._facts.data[ASKS] = 0, 1  # the others find out whose buffers they take
-        self._told_buffers = True
-        self._varies, self._told_weight = True, share.weight  # the flags must be set anew before this rank's next backward
-        self._signal.grad, self.misfits, self.error = None, False, None
-        self._without = frozenset(place for place, is_given in enumerate(given) if not is_given)
-        for p in self.parameters:
-            p.grad = share.gradients.get(id(p))
-
-    def _tell_of(self, error: Exception) -> None:
-        """This rank's backward has raised ``error``, which the others are told in the same backward."""
-        self.error = error
-        self._facts.data[FAILED] = 1
-        self._group.coordinator.tell()
-
-    def _complete(self, error: Exception) -> None:
-        """This rank's backward has raised ``error``: send what it has not sent, so that nobody waits for it."""
-        for touched in ((p,) for p in self.parameters):
-            self._touch_once(touched)
-        if not self._touch_once((), self._root):
-            self.error = None
-            raise error  # in what is sent, or after it
-
-    def _touch_once(self, parameters: Sequence[torch.Tensor], *roots: torch.Tensor) -> bool:
-        """As :meth:`_touch`, unless they have taken part already, and past hooks, which may raise again; returns whether they had not."""
-        hooks = [(each, dict(each)) for p in parameters if (each := tensor_hooks(p))]
-        for each, _ in hooks:
-            each.clear()
-        try:
-            self._touch(parameters, *roots)
-        except RuntimeError as error:
-            if TWICE not in str(error):
-                raise
-            return False
-        finally:
-            for each, kept in hooks:
-                each.update(kept)
-        return True
-
-    def _touch_the_rest(self, call: Backward) -> None:
-        """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
-        leaves = {id(leaf): leaf for leaf in reached(call.roots)}
-        held = {id(p) for p in call.existing_grads}
-        rest = [(place, p) for place, p in enumerate(self.parameters) if id(p) not in leaves]
-        missing = frozenset(place for place, p in rest if id(p) not in held)
-        self._without = frozenset(place for place, p in rest if p.grad is None)
-        self.misfits = bool(self.others(leaves.values())) or any(not p.requires_grad for _, p in rest)
-        if self.misfits or (missing and not self._varies):
-            self.missed = missing
-            self._group.coordinator.go_astray()
-        if self.misfits:
-            self.note_misfit()
-        known, self._varies = self._varies, self._varies or bool(missing)
-        self._touch([p for _, p in rest])
-        if known:
-            self.drop(self._unused())
-
-    def _touch(self, parameters: Sequence[torch.Tensor], *roots: torch.Tensor) -> None:
-        """Have ``parameters``, frozen ones too, take part in a backward of ``roots`` with nothing."""
-        frozen = [p for p in parameters if not p.requires_grad]
-        for p in frozen:
-            p.requires_grad_(True)
-        try:
-            # the others may be in a layer that this rank has not come to in this backward
-            with torch.inference_mode(False), torch.enable_grad(), self._group.coordinator.answering():
-                touched = [_Touch.apply(self.sparse, *parameters)] if parameters else []
-                BACKWARD((*touched, *roots))
-        finally:
-            for p in frozen:
-                p.requires_grad_(False)
-
-    def _told(self) -> torch.Tensor:
-        """The facts that the backward has brought; it reaches the signal always."""
-        return cast(torch.Tensor, self._signal.grad)
-
-    def _unused(self) -> frozenset[int]:
-        """The places of the parameters that no rank has used, as far as was told."""
-        flags = self._told()[:WEIGHT].tolist()
-        return frozenset(place for place, flag in enumerate(flags) if not flag)
-
-    def drop(self, unused: Collection[int]) -> None:
-        """What no rank has used keeps no gradient, as in a single process; ``unused`` are places."""
-        for place in self._without.intersection(unused):
-            self.parameters[place].grad = None
-
-    def noticed(self) -> Noticed:
-        """Divide by what was contributed rather than by the number of ranks, and find out what was noticed."""
-        if self._facts.is_cuda and not self.at_once:
-            return self._noticed_later()
-        weight, strays, misfit, failed, buffers, asked = self._told()[WEIGHT:].tolist()
-        if weight and abs(weight - 1) > EXACT and not failed:
-            for p in self.parameters:
-                if p.grad is not None:
-                    p.grad.data.mul_(1 / weight)
-        if strays or misfit or failed:
-            self._forget()
-        return Noticed(strays > 0, misfit > 0, failed > 0, buffers > 0, asked > 0)
-
-    def _noticed_later(self) -> Noticed:
-        """The same for a GPU, which the host must not wait for: it divides by itself, and what was noticed is known a step later."""
-        facts = self._told()
-        divide([p.grad.data for p in self.parameters if p.grad is not None], facts[WEIGHT])
-        before, self._copied = self._copied, (torch.empty(-STRAYS, dtype=facts.dtype, pin_memory=True), torch.cuda.Event())
-        self._copied[0].copy_(facts[STRAYS:], non_blocking=True)
-        self._copied[1].record()
-        if before is None:
-            return Noticed()
-        before[1].synchronize()
-        strays, misfit, failed, buffers, asked = before[0].tolist()
-        if strays or misfit or failed:
-            self._forget()
-        if strays or misfit or failed or buffers:
-            self._copied = None
-        # who has failed has missed a step, which cannot be undone
-        return Noticed(strays > 0, misfit + failed > 0, buffers=buffers > 0, asked=asked > 0)
-
-    def _forget(self) -> None:
-        """All ranks know what this one had to tell."""
-        self._facts.data[STRAYS:BUFFERS] = 0
-        self._to_tell = False
 
     def _average(self) -> None:
         """Average the gradients there are, and the signal's, after a backward."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in self.parameters]
-        signal = self._told().detach()
+        signal = self._received().detach()
         signal[:WEIGHT] = signal.new_tensor([p.grad is not None for p in self.parameters])  # a checkpoint may hide what is reached
         with self._group.coordinator.answering():
             *sums, signal = all_reduced([*grads, signal], self._group)
@@ -363,6 +316,39 @@ class GradientAverager:
                 p.grad = average
             else:
                 p.grad.data.copy_(average)
+
+    def answer(self, share: Share) -> None:
+        """Take part in the :meth:`run` of other ranks with no backward of its own."""
+        self._give(share)
+        self._arm()
+        self._send_nothing(self.parameters, self._root)
+        self.drop(self._unused())
+        self.missed = self._without
+
+    def answer_then_average(self, share: Share) -> None:
+        """Take part in the :meth:`run_then_average` of other ranks with no backward of its own."""
+        self._give(share)
+        self._signal.grad = self._facts.clone()
+        self._average()
+
+    def _give(self, share: Share) -> None:
+        """Contribute nothing but ``share``: not even the gradients of before, which DDP would send."""
+        given = [id(p) in share.gradients for p in self.parameters]
+        self._facts.data[:UNEXPECTED] = self._facts.new_tensor([*given, share.weight])
+        self._facts.data[BUFFERS], self._facts.data[ASKS] = 0, 1  # the others find out whose buffers they take
+        self._sent_buffers = True
+        self._varies, self._sent_weight = True, share.weight  # the flags must be set anew before this rank's next backward
+        self._signal.grad, self.is_stale, self.error = None, False, None
+        self._without = frozenset(place for place, is_given in enumerate(given) if not is_given)
+        for p in self.parameters:
+            p.grad = share.gradients.get(id(p))
+
+
+def note_gradients(parameters: Iterable[torch.Tensor], noted: Noted) -> None:
+    """Note which gradients ``parameters`` have, and how often each was changed in place."""
+    for p in parameters:
+        if (grad := p.grad) is not None:
+            noted[id(p)] = ref(grad), version_of(grad)
 
 
 def has_timed_out(error: BaseException) -> bool:
@@ -387,9 +373,3 @@ def _in_new_thread(build: Callable[[], T]) -> T:
     """What ``build`` returns when it is called where nothing was done before."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(build).result()
-
-
-def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:
-    return torch.sparse_coo_tensor(
-        torch.zeros((1, 0), dtype=torch.int64), torch.zeros((0, *like.shape[1:]), dtype=like.dtype), like.shape, device=like.device
-    )

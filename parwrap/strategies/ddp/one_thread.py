@@ -12,9 +12,14 @@ __all__ = ["OneThread"]
 
 
 class OneThread:
-    """Knows which thread trains."""
+    """Knows which thread trains.
+
+    Attributes:
+        ident: of that thread, which need not :meth:`enter` again; 0 if none has, or one was refused.
+    """
 
     def __init__(self) -> None:
+        self.ident = 0
         self._thread: threading.Thread | None = None
         self._place = ""
         self._refused: UsageError | None = None
@@ -36,13 +41,14 @@ class OneThread:
         if self._thread is here:
             return
         if running and self._thread is not None:
+            self.ident = 0
             self._refused = UsageError(
                 f"two threads train at the same time: {self._thread.name}, at {self._place}, and {here.name}, at {location()}. Ranks "
                 "average the backwards that come first, second and so on with each other, and threads take turns in another order on each "
                 "rank. Train one model after the other, call one backward() of the sum of the losses, or start a run for each model."
             )
             raise self._refused
-        self._thread, self._place = here, location()
+        self._thread, self._place, self.ident = here, location(), threading.get_ident()
 
     def check(self) -> None:
         """The training is over.

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
 
 import torch
 
@@ -25,6 +24,7 @@ from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.intercept.scaler import ScalerCall
 from parwrap.intercept.skipping import stepping
 from parwrap.loop.loop_state import Loop, parameters_of
+from parwrap.strategies.ddp.gradient_averager import Noted, note_gradients
 from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
 from parwrap.torch_private.tensors import version_of
 
@@ -48,11 +48,14 @@ class Unaveraged(Interceptor):
     Args:
         group: the ranks.
         loop: what the training loop has done so far.
+
+    Attributes:
+        noted: the gradients that are the same on all ranks.
     """
 
     def __init__(self, group: Group, loop: Loop) -> None:
         self._group, self._loop = group, loop
-        self._noted: dict[int, tuple[ref[torch.Tensor], int]] = {}
+        self.noted: Noted = {}
         self._generation = -1
         self._visits: Counter[int] = Counter()
         self._changed_in_place = self._warned = self._paused = False
@@ -60,13 +63,14 @@ class Unaveraged(Interceptor):
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
         """The gradients of ``parameters`` are the same on all ranks now."""
+        self.look_for_parameters()
+        note_gradients(parameters, self.noted)
+
+    def look_for_parameters(self) -> None:
+        """Forget the gradients of parameters that may be gone, once there are others."""
         if self._generation != self._loop.generation:
             self._generation = self._loop.generation
-            self._noted.clear()  # of parameters that may be gone
-        noted = self._noted
-        for p in parameters:
-            if (grad := p.grad) is not None:
-                noted[id(p)] = ref(grad), version_of(grad)
+            self.noted.clear()
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
         """The same, where a rank has taken over another's state: it has used gradients less often, and all count from here."""
@@ -76,7 +80,7 @@ class Unaveraged(Interceptor):
 
     def forget(self) -> None:
         """The training is over."""
-        self._noted.clear()
+        self.noted.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -110,7 +114,7 @@ class Unaveraged(Interceptor):
         self._average(clip.parameters)
         norm = clip.run()
         if is_alone():
-            self.note(p for p in clip.parameters if id(p) in self._noted)  # a norm for the log, which changes nothing
+            self.note(p for p in clip.parameters if id(p) in self.noted)  # a norm for the log, which changes nothing
         return norm
 
     @intercepts
@@ -151,7 +155,7 @@ class Unaveraged(Interceptor):
             grad = p.grad
             if grad is None:
                 continue
-            noted = self._noted.get(id(p))
+            noted = self.noted.get(id(p))
             if noted is None or noted[0]() is not grad:
                 return REPLACED
             changes += version_of(grad) - noted[1]
@@ -201,8 +205,8 @@ class Unaveraged(Interceptor):
         size, weight = self._group.world.size, counts * self._loop.weight
         factor = weight * self._loop.loss_factor
         half, rest = divmod(zlib.crc32(repr(kinds).encode()), 1 << 16)  # sums of halves and of their squares are exact
-        told = [half, rest, half**2, rest**2, counts, weight, float(counts > 0 and (weight, factor) != (1.0, 1.0))]
-        *sums, present, weights, weighed = self._sum(told)
+        facts = [half, rest, half**2, rest**2, counts, weight, float(counts > 0 and (weight, factor) != (1.0, 1.0))]
+        *sums, present, weights, weighed = self._sum(facts)
         if any(total**2 != squares * size for total, squares in zip(sums[:2], sums[2:], strict=True)):
             raise RankMismatchError(
                 f"at {location()} rank {self._group.world.rank} uses gradients that no backward made, of {len(kinds)} parameters, and "

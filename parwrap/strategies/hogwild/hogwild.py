@@ -51,8 +51,6 @@ class Hogwild(Strategy):
         # opened here, where all ranks are
         self._lock = Lock(group) if options().lock else None
         self._progress = Progress(group)
-        group.coordinator.phase = lambda: loop.generation
-        group.coordinator.at_work = self._progress.of_others
 
     @classmethod
     def check(cls, options: Options) -> None:
@@ -111,6 +109,12 @@ class Hogwild(Strategy):
 
     def described(self) -> str:
         return "hogwild on shared parameters" + (", a lock around each step" if self._lock else "")
+
+    def phase(self) -> int:
+        return self._loop.generation
+
+    def others_progress(self) -> bool:
+        return self._progress.of_others()
 
     def close(self) -> None:
         self._parameters.close()

@@ -58,7 +58,6 @@ class LocalSGD(Strategy):
         self._running = self._stepped = self._warned = False
         self._weights: list[float] = []
         loop.looking = self._look
-        self._take_models, group.coordinator.take_state = group.coordinator.take_state, self._take_state
 
     @classmethod
     def check(cls, options: Options) -> None:
@@ -236,10 +235,13 @@ class LocalSGD(Strategy):
         self._loop.own_parameters(optimizer)
         return self._number(optimizer)
 
-    def _take_state(self, source: int) -> None:
+    def phase(self) -> int:
+        return self._loop.generation
+
+    def take_state(self, source: int) -> None:
         """Have ranks that have missed something go on from rank ``source``; the others keep what they have learned by themselves."""
         takes = self._group.coordinator.stale
-        self._take_models(source, takes)
+        self._ddp.take_state(source, takes)
         told = [(self._taken, self._warming, self._steps.state()) if self._group.world.rank == source else None]
         dist.broadcast_object_list(told, source)
         if takes and told[0] is not None:

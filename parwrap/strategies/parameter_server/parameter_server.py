@@ -6,7 +6,7 @@ about and find each other ``roles.py``'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from statistics import fmean
 from typing import Any
@@ -48,7 +48,8 @@ class ParameterServer(Strategy):
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         super().__init__(group, loop, options)
-        self._pushing = Worker(the_split(), group, loop, lambda: options().lr_factor(group.world.size))
+        self._split = the_split()
+        self._pushing = Worker(self._split, group, loop, lambda: options().lr_factor(group.world.size))
         self._weights: list[float] = []
         self._weight = 1.0
         self._result: Any = None
@@ -193,6 +194,15 @@ class ParameterServer(Strategy):
     def returned(self, result: Any) -> None:
         """The function has returned that; servers will return it too."""
         self._result = result
+
+    def phase(self) -> int:
+        return self._loop.generation
+
+    def set_waiting(self, waiting: bool, step: int = 0) -> None:
+        self._pushing.set_waiting(waiting, step)
+
+    def lost(self) -> Collection[int]:
+        return self._split.lost()
 
     def leave(self, returns: bool) -> None:
         self._pushing.end(self._result)

@@ -76,10 +76,7 @@ class Worker:
         self._known: dict[int, torch.Tensor] = {}
         self._dropped: set[int] = set()
         self._generation, self._ended, self._waiting, self._steps = -1, False, (False, 0), 0
-        group.coordinator.phase = lambda: loop.generation
         group.coordinator.answer(FIRST_BACKWARD, lambda detail, present: self._agree(None))
-        group.coordinator.waits = self._tell_waiting
-        group.coordinator.lost = split.lost
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether a server holds ``parameter``."""
@@ -205,11 +202,12 @@ class Worker:
         self._places.clear()
         self._known.clear()
 
-    def _tell_waiting(self, waits: bool, step: int = 0) -> None:
-        if not self._ended and (waits, step) != self._waiting:
-            self._waiting = waits, step
+    def set_waiting(self, waiting: bool, step: int = 0) -> None:
+        """Notify the servers that this worker begins or ends to wait for others, in that ``step`` of another."""
+        if not self._ended and (waiting, step) != self._waiting:
+            self._waiting = waiting, step
             for server in self._split.servers:
-                self._send(server, Message(Kind.WAIT if waits else Kind.GO_ON, number=self._group.coordinator.number, step=step))
+                self._send(server, Message(Kind.WAIT if waiting else Kind.GO_ON, number=self._group.coordinator.number, step=step))
 
     def _send(self, server: int, message: Message) -> None:
         try:

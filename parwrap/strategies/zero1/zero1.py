@@ -38,7 +38,6 @@ class Zero1(DDP):
         self._stepping: StatePartition | None = None
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._calls_closure = self._catches_up = False
-        self._averagers.while_taking = self._catching_up
 
     def interceptors(self) -> list[Interceptor]:
         for optimizer in self._loop.optimizers():

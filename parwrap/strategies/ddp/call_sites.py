@@ -1,0 +1,158 @@
+"""The call sites of backward in the user's script, and how the ranks agree on the parameters that one reaches.
+
+A parameter that a site never reaches is in no set of that site, so its ``grad`` stays ``None`` as in a single process. Building and sharing
+the averagers of agreed sets is left to ``averagers.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from parwrap.coordination.call_site import location, trail
+from parwrap.coordination.status_board import SyncPoint
+from parwrap.coordination.sync_points import BACKWARD, FIRST_BACKWARD
+from parwrap.group.group import Group
+from parwrap.intercept.backward import Backward
+from parwrap.loop.loop_state import Loop
+from parwrap.strategies.common.agreement import View, described, refuse_different_parameters
+from parwrap.strategies.common.autograd_graph import reached, reenters, sparsely_used
+from parwrap.strategies.ddp.averagers import AveragerRegistry
+from parwrap.strategies.ddp.gradient_averager import GradientAverager
+
+__all__ = ["SETTLING", "CallSite", "CallSites"]
+
+SETTLING = 2
+"""Visits at which the ranks agree anew. The second tells a hand-made parameter, which is reached again, from an input."""
+
+MOST_SITES = 64
+"""A script that makes a new call site for every step must not fill the memory with buckets."""
+
+
+@dataclass
+class CallSite:
+    """What is known of one place in the script that calls backward.
+
+    Attributes:
+        visits: how often it was visited since the ranks last agreed from the start.
+        generation: the loop's, when the ranks agreed.
+        averager: of the parameters that it reaches; ``None`` where there is nothing to train.
+        trail: the lines that lead there, by which other ranks know it.
+        sync_point: of its next backward.
+        bare: the leaf tensors among those parameters that are no ``nn.Parameter``, by id.
+        frozen: parameters of optimizers that were frozen then.
+        reenters: whether backwards are called inside of it, on any rank.
+        nests: whether this rank has run some inside of it, which its graph need not show.
+        remakes: whether its parameters are leaf tensors that the script makes anew for each step.
+    """
+
+    visits: int = 0
+    generation: int = -1
+    averager: GradientAverager | None = None
+    trail: tuple[str, ...] = ()
+    sync_point: SyncPoint | None = None
+    bare: dict[int, torch.Tensor] = field(default_factory=dict)
+    frozen: tuple[torch.Tensor, ...] = ()
+    reenters: bool = False
+    nests: bool = False
+    remakes: bool = False
+
+    def restart(self) -> None:
+        """The ranks agree from the start at its next visit."""
+        self.averager, self.visits = None, 0
+
+
+class CallSites(dict[tuple, CallSite]):
+    """The call sites by the key of :func:`call_site`.
+
+    Args:
+        group: the ranks.
+        loop: numbers the parameters.
+        averagers: those that are in use.
+    """
+
+    def __init__(self, group: Group, loop: Loop, averagers: AveragerRegistry) -> None:
+        super().__init__()
+        self._group, self._loop, self._averagers = group, loop, averagers
+
+    def of(self, averager: GradientAverager) -> list[CallSite]:
+        """The sites that use ``averager``."""
+        return [site for site in self.values() if site.averager is averager]
+
+    def drop(self, averager: GradientAverager) -> None:
+        """Let go of ``averager``, on all ranks: they agree anew at its sites."""
+        for site in self.of(averager):
+            site.restart()
+        self._averagers.drop(averager.number)
+
+    def add(self, key: tuple) -> CallSite:
+        """A new site; the oldest makes room for it."""
+        if len(self) >= MOST_SITES:
+            del self[next(iter(self))]
+        return self.setdefault(key, CallSite())
+
+    def agree(self, site: CallSite, call: Backward) -> None:
+        """Agree with the other ranks on the parameters that ``call`` reaches at ``site``."""
+        afresh = site.visits == 0 or site.generation != self._loop.generation
+        known = () if afresh or site.averager is None else site.averager.parameters
+        # not by who is alive: whether an optimizer in a cycle of garbage still is differs between ranks
+        owned = {number: p for number, p in sorted(self._loop.once_owned().items()) if p.requires_grad}
+        number_of = {id(p): number for number, p in owned.items()}
+        leaves = {id(leaf): leaf for leaf in (*reached(call.roots), *call.existing_grads)}
+        sparse = sparsely_used(call.roots) | {id(p) for p in call.existing_grads if p.grad is not None and p.grad.is_sparse}
+
+        def is_parameter(leaf: torch.Tensor) -> bool:
+            return isinstance(leaf, nn.Parameter) or id(leaf) in number_of
+
+        mine = {id(p): p for p in (*known, *reversed(leaves.values())) if is_parameter(p) and p.requires_grad}
+        numbered = [p for key, p in mine.items() if key in number_of]
+        others = [p for key, p in mine.items() if key not in number_of]
+        bare = [leaf for leaf in reversed(leaves.values()) if not is_parameter(leaf) and (afresh or id(leaf) in site.bare)]
+        remade = not (afresh or mine or bare) and bool(site.bare)
+        if remade:
+            bare = list(reversed(leaves.values()))
+        place, site.trail = location(), trail()
+        view = View(
+            place,
+            site.trail,
+            owned=dict(zip((number_of[id(p)] for p in numbered), described(numbered), strict=True)),
+            others=described(others),
+            bare=described(bare),
+            sparse=frozenset(number_of[key] for key in sparse if key in number_of),
+            reenters=site.reenters or site.nests or reenters(call.roots),
+            generation=self._loop.generation,
+            owns=bool(owned),
+            visits=0 if afresh else site.visits,
+            buffers=afresh or (site.averager is not None and site.averager.buffers.moves()),
+        )
+        self._group.synchronize(FIRST_BACKWARD)
+        views, used = self._gathered_views(view, site)
+        refuse_different_parameters(views)
+        site.averager, site.bare = self._averagers.agree(views, used, owned, others, bare)
+        site.generation = self._loop.generation
+        site.visits = 0 if afresh else site.visits
+        site.reenters = any(each.reenters for each in views.values())
+        site.remakes = remade and bool(site.bare)
+        site.sync_point = SyncPoint(BACKWARD, place, site.averager.number) if site.averager else None
+        site.frozen = tuple(p for p in self._loop.owned().values() if not p.requires_grad)
+
+    @torch.inference_mode(False)
+    def answer_agreement(self, detail: int, present: list[int]) -> None:
+        """Others agree on a site, and this rank has left: it only gets to know their averager."""
+        views, used = self._gathered_views(None)
+        theirs = next(iter(views.values()))
+        averager, _ = self._averagers.agree(views, used, *self._averagers.stand_ins(theirs))
+        for site in self.values():
+            # this rank has been there too, and need not ask again when it comes back
+            if averager and site.sync_point and site.trail == theirs.trail and site.generation == theirs.generation:
+                site.averager, site.visits = averager, theirs.visits + 1
+                site.sync_point = SyncPoint(BACKWARD, theirs.location, averager.number)
+
+    def _gathered_views(self, mine: View | None, here: CallSite | None = None) -> tuple[dict[int, View], set[int]]:
+        """The views of those who are in a backward, and the numbers of the averagers that any rank uses elsewhere than ``here``."""
+        used = {site.averager.number for site in self.values() if site.averager and site is not here}
+        gathered = self._group.share(FIRST_BACKWARD, (mine, used), range(self._group.world.size))
+        views = {rank: view for rank, (view, _) in gathered.items() if view is not None}
+        return views, set().union(*(used for _, used in gathered.values()))

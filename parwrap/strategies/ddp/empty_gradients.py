@@ -1,0 +1,77 @@
+"""Parameters take part in a backward with nothing: for those that this rank's loss does not reach, so that no other rank waits for them.
+
+Which parameters, and when, is left to ``gradient_averager.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from parwrap.torch_private.autograd import tensor_hooks
+
+__all__ = ["send_nothing", "send_nothing_once"]
+
+TWICE = "Expected to mark a variable ready only once"
+"""What torch says of a parameter that has taken part in a backward already."""
+
+BACKWARD = torch.autograd.backward
+"""torch's own, which is none of the user's calls."""
+
+
+class _Nothing(torch.autograd.Function):
+    """Makes parameters take part in a backward with no gradient of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, sparse: frozenset[int], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.nothing = [_sparse_nothing(p) if id(p) in sparse else None for p in parameters]
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        return (None, *ctx.nothing)
+
+
+def send_nothing(parameters: Sequence[torch.Tensor], sparse: frozenset[int], *roots: torch.Tensor) -> None:
+    """Have ``parameters``, frozen ones too, take part in a backward of ``roots`` with nothing.
+
+    Args:
+        parameters: leaf tensors.
+        sparse: the ids of those that get sparse gradients.
+        roots: what else the backward starts from.
+    """
+    frozen = [p for p in parameters if not p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(True)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            nothing = [_Nothing.apply(sparse, *parameters)] if parameters else []
+            BACKWARD((*nothing, *roots))
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+
+
+def send_nothing_once(parameters: Sequence[torch.Tensor], sparse: frozenset[int], *roots: torch.Tensor) -> bool:
+    """The same past hooks, which may raise, unless they have taken part already; returns whether they had not."""
+    hooks = [(each, dict(each)) for p in parameters if (each := tensor_hooks(p))]
+    for each, _ in hooks:
+        each.clear()
+    try:
+        send_nothing(parameters, sparse, *roots)
+    except RuntimeError as error:
+        if TWICE not in str(error):
+            raise
+        return False
+    finally:
+        for each, kept in hooks:
+            each.update(kept)
+    return True
+
+
+def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        torch.zeros((1, 0), dtype=torch.int64), torch.zeros((0, *like.shape[1:]), dtype=like.dtype), like.shape, device=like.device
+    )

@@ -1,0 +1,180 @@
+"""What ranks do together when a backward was not a regular one for all of them, and how a rank takes part in a backward of others.
+
+Entered from ``ddp.py`` after a backward in which a rank has reported something: unexpected gradients, a stale parameter set, an error that
+one rank has raised, buffers that have changed.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from parwrap.coordination.call_site import location, warn
+from parwrap.errors import RankMismatchError
+from parwrap.group.group import Group
+from parwrap.intercept.backward import Backward
+from parwrap.strategies.common.autograd_graph import reached
+from parwrap.strategies.common.share import Share
+from parwrap.strategies.common.training_buffers import TrainingBuffers
+from parwrap.strategies.ddp.averagers import AveragerRegistry
+from parwrap.strategies.ddp.call_sites import CallSite, CallSites
+from parwrap.strategies.ddp.gradient_averager import GradientAverager, has_timed_out
+from parwrap.strategies.ddp.unaveraged import Unaveraged
+from parwrap.strategies.ddp.unexpected_gradients import UnexpectedGradients
+from parwrap.system.remote_exception import RemoteException, in_one_line
+
+__all__ = ["Recovery"]
+
+FAILED = "an exception in a backward"
+AVERAGE = "the average of the gradients"
+
+
+class Recovery:
+    """Brings the ranks back together after a backward.
+
+    Args:
+        group: the ranks.
+        sites: the call sites of backward.
+        averagers: those that are in use.
+        unaveraged: notes which gradients are averages.
+        unexpected: the gradients that came outside of the averager's set.
+
+    Attributes:
+        immediate: whether all ranks know at the end of a backward what one has reported; else after the next one.
+        late_buffers: those that get their values once the graph is not needed any more.
+    """
+
+    def __init__(
+        self, group: Group, sites: CallSites, averagers: AveragerRegistry, unaveraged: Unaveraged, unexpected: UnexpectedGradients
+    ) -> None:
+        self._group, self._coordinator = group, group.coordinator
+        self._sites, self._averagers, self._unaveraged, self._unexpected = sites, averagers, unaveraged, unexpected
+        self.immediate = self._coordinator.immediate and group.device.type == "cpu"
+        self.late_buffers: list[TrainingBuffers] = []
+        self._warned = False
+
+    def handle(self, averager: GradientAverager, weight: float, call: Backward | None) -> None:
+        """What all ranks do together after a backward in which one has reported something.
+
+        Args:
+            averager: of the backward.
+            weight: of this rank.
+            call: this rank's own backward, if it has contributed.
+        """
+        reported = averager.reported()
+        if reported.failed:
+            self._fail_alike(averager, call)
+            return
+        stale_set = reported.stale_set
+        if self.immediate and self._coordinator.any_diverged():
+            leaves = reversed(reached(call.roots)) if call else ()
+            stale_set |= self._unexpected.compare(averager, weight, averager.others(leaves))
+        if reported.buffers:
+            late = call is not None and _keeps_graph(call)
+            if averager.buffers.take(reported.asked, contributes=call is not None, late=late):
+                averager.buffers_move = averager.at_once = True
+            if late:
+                self.late_buffers.append(averager.buffers)
+        if reported.unexpected:
+            self._unexpected.average(averager, weight)
+        if stale_set:
+            self._sites.drop(averager)
+        elif reported.unexpected:
+            self._averagers.drop(averager.number)  # no site of any rank has it any more
+        if averager.error is not None:  # with a GPU the others know a step later, and have taken this one
+            self._coordinator.miss()
+            raise averager.error
+
+    def finish(self, call: Backward, site: CallSite, averager: GradientAverager, nested: bool) -> None:
+        """What is left to do on this rank after ``call``.
+
+        Args:
+            call: a backward that has run.
+            site: where.
+            averager: that it has run with.
+            nested: whether there were backwards inside of it: once all ranks know, they average after the whole.
+        """
+        if not _keeps_graph(call):
+            self.settle_buffers()
+        if nested and not site.reenters:
+            site.nests = True
+            averager.note_stale_set()
+
+    def settle_buffers(self) -> None:
+        """No graph of before is needed any more: put the values of buffers in their places."""
+        for buffers in self.late_buffers:
+            buffers.settle()
+        self.late_buffers.clear()
+
+    def restart(self, site: CallSite, error: BaseException) -> BaseException:
+        """A backward at ``site`` has failed half way: start afresh there.
+
+        Returns:
+            What to raise.
+        """
+        site.restart()
+        self._unexpected.forget()
+        return self._coordinator.in_vain(AVERAGE, None) if has_timed_out(error) else error
+
+    @torch.inference_mode(False)
+    def answer(self, number: int, take_part: Callable[[GradientAverager, Share], None], share: Callable[[], Share]) -> Callable[[], bool]:
+        """Take part in a backward of others.
+
+        Args:
+            number: of their averager.
+            take_part: as a method of :class:`GradientAverager`.
+            share: gives what this rank contributes, if it has anything.
+
+        Returns:
+            What it does next, to find out whether it goes on in step with the others.
+        """
+        averager = self._averagers.get(number)
+        if averager is None:
+            raise RankMismatchError(
+                f"rank {self._group.world.rank} has left the training loop, and others train parameters that it does not know. "
+                "Build all optimizers before the loop, or let all ranks take the same number of steps."
+            )
+        given = share()
+        take_part(averager, given)
+        self.handle(averager, given.weight, call=None)
+        self._unaveraged.note(averager.parameters)
+        return given.averaged
+
+    def _fail_alike(self, averager: GradientAverager, call: Backward | None) -> None:
+        """A backward has raised on a rank: raise the same on all, so that a script that goes on skips the same step everywhere.
+
+        Args:
+            averager: of the backward.
+            call: this rank's own backward, if it has contributed.
+        """
+        error, averager.error = averager.error, None
+        mine = None if error is None else RemoteException.of(error, error.__traceback__, _can_pickle)
+        gathered = self._group.share(FAILED, mine, range(self._group.world.size))
+        self._sites.drop(averager)
+        failed = {rank: each for rank, each in gathered.items() if each is not None}
+        first, raised = next(iter(failed.items()))
+        again = raised.error(f"rank {first}")
+        if len(failed) < len(gathered) and not self._warned:
+            self._warned = True
+            warn(
+                f"parwrap: the backward at {location()} has raised {in_one_line(again)} on rank {first}. All ranks raise the same, so that "
+                "all skip the step if the script goes on. This is said once."
+            )
+        if error is not None or call is not None:
+            raise error or again
+
+
+def _keeps_graph(call: Backward) -> bool:
+    """Whether another backward may follow that needs the same graph."""
+    return bool(call.options.get("retain_graph") or call.options.get("create_graph"))
+
+
+def _can_pickle(thing: Any) -> bool:
+    try:
+        pickle.dumps(thing)
+    except Exception:
+        return False
+    return True

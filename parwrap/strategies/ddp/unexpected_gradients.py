@@ -1,0 +1,142 @@
+"""Gradients of parameters outside of the set that a backward averages: noticing them, and averaging them after it.
+
+A call site may reach other parameters than before, and a checkpoint hides what it reaches. Hooks notice parameters of optimizers; others
+only show in the graph. When the ranks do this together is left to ``recovery.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from parwrap.coordination.status_board import SyncPoint
+from parwrap.coordination.sync_points import BACKWARD
+from parwrap.errors import RankMismatchError
+from parwrap.group.collectives import all_reduced
+from parwrap.group.group import Group
+from parwrap.intercept.backward import Backward
+from parwrap.loop.loop_state import Loop
+from parwrap.strategies.common.agreement import described
+from parwrap.strategies.common.autograd_graph import reached
+from parwrap.strategies.ddp.averagers import AveragerRegistry
+from parwrap.strategies.ddp.call_sites import CallSites
+from parwrap.strategies.ddp.gradient_averager import GradientAverager
+from parwrap.strategies.ddp.unaveraged import Unaveraged
+
+__all__ = ["UnexpectedGradients"]
+
+DIVERGED = "what was missed or not expected"
+UNEXPECTED = "gradients outside of the known set"
+
+
+class UnexpectedGradients:
+    """The gradients that came outside of the averager's set.
+
+    Args:
+        group: the ranks.
+        loop: numbers the parameters.
+        sites: the call sites of backward.
+        averagers: those that are in use.
+        unaveraged: notes which gradients are averages.
+
+    Attributes:
+        armed: the averager of the backward that runs, if one does.
+    """
+
+    def __init__(self, group: Group, loop: Loop, sites: CallSites, averagers: AveragerRegistry, unaveraged: Unaveraged) -> None:
+        self._group, self._loop, self._sites, self._averagers, self._unaveraged = group, loop, sites, averagers, unaveraged
+        self.armed: GradientAverager | None = None
+        self._found: dict[int, torch.Tensor] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def watch(self) -> None:
+        """Notice gradients of parameters of optimizers that are not in the set of every site."""
+        self.unwatch()
+        sets = [site.averager.ids for site in self._sites.values() if site.averager]
+        in_all = frozenset.intersection(*sets) if sets else frozenset()
+        trained = (p for p in self._loop.once_owned().values() if p.requires_grad)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in trained if id(p) not in in_all]
+        for site in self._sites.values():
+            if site.averager:
+                site.averager.at_once = bool(self._hooks) or site.averager.buffers_move
+
+    def unwatch(self) -> None:
+        """Remove the hooks."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+
+    def look(self, call: Backward, averager: GradientAverager, closely: bool) -> None:
+        """Notice what can be known before ``call`` runs: gradients that it adds to, and ``closely`` what its graph reaches."""
+        for p in call.existing_grads:
+            self._note(p)
+        if closely and averager.others(reached(call.roots)):
+            self._group.coordinator.diverge()  # it has all of the set, and more that no hook is on
+
+    def forget(self) -> None:
+        """The backward in which they came has failed."""
+        self._found.clear()
+
+    def compare(self, averager: GradientAverager, weight: float, others: list[torch.Tensor]) -> bool:
+        """One rank has missed parameters, or reached others that no optimizer is known to own: find out, and average those.
+
+        Args:
+            averager: of the backward.
+            weight: of this rank.
+            others: the parameters outside of the set that this rank's loss reaches.
+
+        Returns:
+            Whether the parameter set is stale.
+        """
+        others = [p for p in others if id(p) not in self._found]
+        mine = (averager.missed, averager.is_stale, [(tuple(p.shape), p.dtype) for p in others])
+        gathered = self._group.share(DIVERGED, mine, range(self._group.world.size)).values()
+        averager.drop(frozenset.intersection(*(missed for missed, _, _ in gathered)))
+        kinds: list[Any] = next((each for _, _, each in gathered if each), [])
+        if any(each and each != kinds for _, _, each in gathered):
+            raise RankMismatchError(
+                f"the ranks have reached different new parameters in one backward, of shapes {[each for _, _, each in gathered]}. "
+                "Give them to an optimizer, so that the ranks can tell which is which."
+            )
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in others]
+        grads = grads or [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
+        *sums, weights = all_reduced([*grads, torch.tensor(weight, dtype=torch.float64)], self._group)
+        for p, total in zip(others, sums, strict=False):
+            p.grad = (total / weights.item()).to(p)
+        self._unaveraged.note(others)
+        return bool(kinds) or any(is_stale for _, is_stale, _ in gathered)
+
+    def average(self, averager: GradientAverager, weight: float) -> None:
+        """Average what this backward left in parameters outside of its set, and take them into the set.
+
+        Args:
+            averager: of the backward.
+            weight: of this rank.
+        """
+        owned = self._loop.once_owned()
+        own = {number: p for number, p in owned.items() if id(p) in self._found}
+        have_sparse = [p.grad is not None and p.grad.is_sparse for p in own.values()]
+        mine = dict(zip(own, zip(described(own.values()), have_sparse, strict=True), strict=True))
+        gathered = self._group.share(UNEXPECTED, mine, range(self._group.world.size))
+        numbered = sorted({number: each for view in gathered.values() for number, each in view.items()}.items())
+        trained = {number: p for number, p in owned.items() if p.requires_grad}  # DDP passes over those that are frozen on this rank
+        unexpected = [self._averagers.own(number, each, trained) for number, (each, _) in numbered]
+        sparse = averager.sparse.union(id(p) for p, (_, (_, is_sparse)) in zip(unexpected, numbered, strict=True) if is_sparse)
+        grads = [torch.zeros_like(p) if p.grad is None or not weight else p.grad.to_dense() for p in unexpected]
+        *sums, weights = all_reduced([*grads, torch.tensor(weight, dtype=torch.float64)], self._group)
+        for p, total in zip(unexpected, sums, strict=True):
+            average = (total / weights.item()).to(p)
+            p.grad = average.to_sparse(1) if id(p) in sparse else average
+        self._found.clear()
+        self._unaveraged.note(unexpected)
+        extended = self._averagers.build([*averager.parameters, *unexpected], sparse, varies=True)
+        for site in self._sites.of(averager):
+            if site.sync_point:
+                site.averager, site.sync_point = extended, SyncPoint(BACKWARD, site.sync_point.place, extended.number)
+        self.watch()
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        if self.armed is not None and id(parameter) not in self.armed.ids:
+            self._found[id(parameter)] = parameter
+            self.armed.note_unexpected()
