@@ -111,7 +111,9 @@ def _server() -> socket.socket:
     ours, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     with its_end:
-        command = [sys.executable, __file__, str(its_end.fileno())]
+        # no frame of it is a script's, as in a command that an interpreter has started
+        code = f"del __name__; exec(compile(open({__file__!r}).read(), '<frozen warm_command>', 'exec'), {{'__name__': '__main__'}})"
+        command = [sys.executable, "-c", code, str(its_end.fileno())]
         subprocess.Popen(command, env={**os.environ, **READ_AT_A_START}, pass_fds=[its_end.fileno()], stdin=subprocess.DEVNULL)
     return ours
 
@@ -168,7 +170,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         _, module, *arguments = request["arguments"]
         sys.argv[:] = ["-m", *arguments]
         sys.orig_argv[:] = [sys.executable, *request["arguments"]]
-        sys.path[0:1] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        sys.path[:0] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         sys.modules["__main__"] = types.ModuleType("__main__")
         try:
             runpy._run_module_as_main(module)  # type: ignore[attr-defined]

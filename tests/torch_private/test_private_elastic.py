@@ -48,6 +48,16 @@ class OneNode(RendezvousHandler):
         return True
 
 
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back():
+    """torch's agent sets its own and leaves them."""
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.getsignal(each) for each in handled]
+    yield
+    for each, handler in zip(handled, before, strict=True):
+        signal.signal(each, handler)
+
+
 @pytest.fixture
 def agent(tmp_path):
     spec = WorkerSpec(role="", local_world_size=1, rdzv_handler=OneNode(), entrypoint=fail, max_restarts=1, monitor_interval=0.01)
