@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import parwrap
+from parwrap.group.group import current
 from parwrap.rank_zero.file_versions import Awaited
 
 
@@ -111,10 +112,11 @@ def test_a_path_reached_by_another_name_is_the_same_file(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_a_checkpoint_that_rank_zero_removes_while_another_rank_looks_is_still_listed(tmp_path, monkeypatch):
-    wait = Awaited.wait
+    wait, store = Awaited.wait, current().store
 
     def wait_until_removed(self, key, *args, **options):
         found = wait(self, key, *args, **options)
+        store.set("looked", b"")
         deadline = time.monotonic() + 10
         while os.path.lexists(key) and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -124,6 +126,8 @@ def test_a_checkpoint_that_rank_zero_removes_while_another_rank_looks_is_still_l
     def train():
         torch.save(1, "last.pt")
         names = os.listdir()
+        if parwrap.rank() == 0:
+            store.wait(["looked"])
         os.remove("last.pt")
         return names
 
