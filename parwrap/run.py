@@ -1,6 +1,7 @@
 """``python -m parwrap.run [options] train.py ARGS``: run a plain script on several ranks.
 
-The command itself: loads torch, starts the fork server, makes the plan, carries it out and ends with the script's exit code.
+The command itself: it loads torch, starts the fork server, makes the plan, carries it out and ends with the script's exit code. When it has
+to start again is left to ``launching/command/restart.py``.
 """
 
 from __future__ import annotations
@@ -12,48 +13,39 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import glob
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from parwrap.errors import LaunchError
+from parwrap.launching.command.restart import Restart
 from parwrap.launching.elastic.fork_server import loading, start, stop
 from parwrap.torch_private.dynamo import DYNAMO
 from parwrap.world.world import detect
 
+if TYPE_CHECKING:
+    from parwrap.launching.command.plan import LaunchPlan
+
 __all__ = ["main"]
-
-
-FOR_RANKS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-"""What OpenMP and an interpreter read at their start, for ranks that are forked from this process; each sets its threads by itself."""
-
-BEGUN_ANEW = "PARWRAP_BEGUN_ANEW"
-"""Set by a command that begins anew, to the names of the variables that it has set for that."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` and return its exit code; 2 if it cannot be run."""
     argv = sys.argv[1:] if argv is None else argv
-    environ = dict(os.environ)
-    begun = environ.pop(BEGUN_ANEW, None)
-    ours = (begun or "").split()
-    for name in ours:
-        del environ[name]
-    missing = {name: value for name, value in FOR_RANKS.items() if name not in environ} if begun is None else {}
-    early = bool(ours) or (begun is None and _several_ranks_likely(argv, environ))
-    if early and missing:
-        _begin_anew(environ, missing)
+    is_command = __name__ == "__main__"
+    restart = Restart(os.environ, possible=is_command)
+    environ = restart.environ
+    forks = restart.for_ranks or (restart.first and _several_ranks_likely(argv, environ))
+    if forks:
+        restart.with_what_ranks_need()
     working_directory = [] if _is_safe() else [sys.path.pop(0)]
-    with loading(to_share=early), _torchs_warnings_off(argv), _ended_by_ctrl_c():
+    with loading(to_share=forks), _torchs_warnings_off(argv), _ended_by_ctrl_c():
         import torch.distributed.run  # not something of this name that lies about where the command runs
-    for name in (BEGUN_ANEW, *ours):
-        os.environ.pop(name, None)
-    if early:
+    restart.clean_environment()
+    if forks:
         _start_fork_server(argv)
     sys.path[:0] = working_directory
     from parwrap.errors import ParwrapError
     from parwrap.group.device import cores
-    from parwrap.launching.command.plan import describe, plan_launch
-    from parwrap.launching.elastic.network_route import with_way
-    from parwrap.launching.elastic.script_run import run_alone
+    from parwrap.launching.command.plan import plan_launch
 
     try:
         if _launcher_likely(argv):
@@ -64,30 +56,37 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return launch_job(job)
         plan = plan_launch(argv, environ, torch.cuda.device_count(), cores())
         if plan.dry_run:
-            print(describe(with_way(plan, environ)))
-            return 0
+            return _describe(plan, environ)
         if plan.notice:
             print(f"parwrap.run: {plan.notice}", file=sys.stderr)
         if not plan.in_this_process:
+            if plan.torchrun.start_method == "forkserver" and not forks:
+                restart.with_what_ranks_need()
+                _start_fork_server(argv)
             from parwrap.launching.elastic.agent import launch
 
-            if plan.torchrun.start_method == "forkserver" and not early:
-                if missing:
-                    _begin_anew(environ, missing)
-                _start_fork_server(argv)
             status = launch(plan)
-            if __name__ == "__main__" and sys.getprofile() is None:
+            if is_command and sys.getprofile() is None:
                 _leave(status)
             return status
     except ParwrapError as error:
         print(f"parwrap.run: {error}", file=sys.stderr)
         return 2
-    if early:
+    if forks:
         stop()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if ours:
-        _begin_anew(environ, {})
+    restart.as_plain_python()
+    from parwrap.launching.elastic.script_run import run_alone
+
     run_alone(plan.script)
+    return 0
+
+
+def _describe(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
+    from parwrap.launching.command.plan import describe
+    from parwrap.launching.elastic.network_route import with_way
+
+    print(describe(with_way(plan, environ)))
     return 0
 
 
@@ -153,14 +152,6 @@ def _start_fork_server(argv: Sequence[str]) -> None:
     """Start the process that loads for all ranks what they need, and forks them."""
     start(_modules_needed(argv))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
-
-
-def _begin_anew(environ: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    """Run the command from its beginning in this same process, with ``environ`` and ``ours``, unless that runs more than this command."""
-    begin = len(sys.orig_argv) - len(sys.argv[1:])
-    if __name__ == "__main__" and sys.orig_argv[begin - 2 : begin] == ["-m", "parwrap.run"]:
-        atexit._run_exitfuncs()
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environ, **ours, BEGUN_ANEW: " ".join(ours)})
 
 
 @contextmanager

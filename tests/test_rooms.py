@@ -67,8 +67,8 @@ def test_imports_go_down_within_a_room(parent, rooms):
             {
                 "session/hidden_environment.py",
                 "group/rendezvous.py",
+                "launching/command/restart.py",
                 "launching/elastic/script_run.py",
-                "run.py",
                 "testing/rank_launcher.py",
                 "testing/rank_process.py",
             },

@@ -23,13 +23,11 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from parwrap.launching.command.restart import ADDED, FOR_RANKS
+
 __all__ = ["Command", "run"]
 
 PRELOADED = ("torch.distributed.run", "torch._dynamo", "numpy.random", "parwrap.api.distributed", "parwrap.launching.elastic.agent")
-READ_AT_A_START = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-"""As ``parwrap.run`` sets them for itself, unless they are set."""
-BEGUN_ANEW = "PARWRAP_BEGUN_ANEW"
-"""Names those that it has set."""
 
 
 class Command(subprocess.Popen):
@@ -45,11 +43,11 @@ class Command(subprocess.Popen):
             return
         stdin, _, _, stdout, _, stderr = pipes = rest[3:9]
         new_session = rest[14]
-        set_for_it = {name: value for name, value in READ_AT_A_START.items() if name not in environ}
+        added = {name: value for name, value in FOR_RANKS.items() if name not in environ}
         request = {
             "arguments": [str(each) for each in args[1:]],
             "cwd": os.path.abspath(cwd or "."),
-            "environ": {**environ, **set_for_it, BEGUN_ANEW: " ".join(set_for_it)},
+            "environ": {**environ, **added, **({ADDED: " ".join(added)} if added else {})},
             "new_session": bool(new_session),
         }
         server = _server()
@@ -103,7 +101,7 @@ def _may_be_forked(command: list[str], environ: dict[str, str]) -> bool:
     if not re.search(r" --nproc-per-node[ =][2-9]", given) or re.search(r"--nnodes|--rdzv|--launcher|--start-method|--dry-run", given):
         return False
     others = {name for name in environ if name.startswith(("PYTHON", "TORCH", "OMP_", "MKL_", "LD_"))} - {"PYTHONPATH"}
-    return all(environ[name] == os.environ.get(name, READ_AT_A_START.get(name)) for name in others)
+    return all(environ[name] == os.environ.get(name, FOR_RANKS.get(name)) for name in others)
 
 
 @cache
@@ -114,7 +112,7 @@ def _server() -> socket.socket:
         # no frame of it is a script's, as in a command that an interpreter has started
         code = f"del __name__; exec(compile(open({__file__!r}).read(), '<frozen warm_command>', 'exec'), {{'__name__': '__main__'}})"
         command = [sys.executable, "-c", code, str(its_end.fileno())]
-        subprocess.Popen(command, env={**os.environ, **READ_AT_A_START}, pass_fds=[its_end.fileno()], stdin=subprocess.DEVNULL)
+        subprocess.Popen(command, env={**os.environ, **FOR_RANKS}, pass_fds=[its_end.fileno()], stdin=subprocess.DEVNULL)
     return ours
 
 

@@ -1,8 +1,7 @@
 """What one rank does: run a script as plain ``python`` would, inside ``distributed`` unless it is only to be launched.
 
-The same goes for the only rank, which needs no process of its own. How ranks come to be is left to ``agent.py``; what
-becomes of a failure to ``failure_report.py``. Nothing here may import torch before a script runs: the fork server loads this file
-first.
+The same goes for the only rank, which needs no process of its own. How ranks are started is left to ``agent.py``, and what is reported
+of a failure to ``failure_report.py``.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import NoReturn, TextIO, cast
 from zipfile import is_zipfile
+
+import torch
 
 from parwrap.inline.child_output import refuse_stdin
 from parwrap.launching.command.script import Script
@@ -62,8 +63,6 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
     die_with_parent()
     if (launcher := multiprocessing.parent_process()) and not launcher.is_alive():  # it has ended before that
         os._exit(1)
-    import torch
-
     aside = pipes.open(int(os.environ["LOCAL_RANK"])) if pipes else None
     os.environ.update(variables)
     if threads is not None:

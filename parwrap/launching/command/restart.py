@@ -1,0 +1,69 @@
+"""Starts the command again in the same process: an interpreter and OpenMP read some variables only when they start.
+
+Ranks that are forked from the command have its interpreter, so it must have started with what ranks need. A script that turns out to be
+the only rank gets an interpreter without that. How ranks are forked is left to ``launching/elastic``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping
+
+__all__ = ["ADDED", "FOR_RANKS", "Restart"]
+
+FOR_RANKS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+"""What forked ranks inherit from the start of the interpreter; each rank sets its number of threads itself."""
+
+ADDED = "PARWRAP_RESTARTED"
+"""Names the variables that a restart has added."""
+
+
+class Restart:
+    """How the command was started, and how to start it again.
+
+    Args:
+        variables: the environment of this process.
+        possible: whether this process runs nothing but the command.
+
+    Attributes:
+        environ: the user's environment, without what a restart has added.
+        first: whether the command has not been started again yet.
+        for_ranks: whether it was started again with what forked ranks need.
+
+    >>> restart = Restart({"HOME": "/home", "OMP_NUM_THREADS": "1", "PARWRAP_RESTARTED": "OMP_NUM_THREADS"}, possible=False)
+    >>> restart.first, restart.for_ranks, restart.environ
+    (False, True, {'HOME': '/home'})
+    """
+
+    def __init__(self, variables: Mapping[str, str], possible: bool) -> None:
+        self.environ = dict(variables)
+        names = self.environ.pop(ADDED, None)
+        self._added = (names or "").split()
+        for name in self._added:
+            del self.environ[name]
+        self.first, self.for_ranks = names is None, bool(self._added)
+        self._possible = possible
+
+    def with_what_ranks_need(self) -> None:
+        """Start again, unless this interpreter has what forked ranks need."""
+        missing = {name: value for name, value in FOR_RANKS.items() if name not in self.environ}
+        if self.first and missing:
+            self._start_again(missing)
+
+    def as_plain_python(self) -> None:
+        """Start again, unless this interpreter is as the user has started it."""
+        if self.for_ranks:
+            self._start_again({})
+
+    def clean_environment(self) -> None:
+        """Remove from ``os.environ`` what a restart has added, which the libraries have read by now."""
+        for name in (ADDED, *self._added):
+            os.environ.pop(name, None)
+
+    def _start_again(self, added: Mapping[str, str]) -> None:
+        begin = len(sys.orig_argv) - len(sys.argv[1:])
+        if self._possible and sys.orig_argv[begin - 2 : begin] == ["-m", "parwrap.run"]:
+            atexit._run_exitfuncs()
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**self.environ, **added, ADDED: " ".join(added)})
