@@ -118,14 +118,14 @@ class Options:
         if self.backend is not None and not dist.is_backend_available(self.backend):
             there = ", ".join(name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name))
             raise UsageError(
-                f"backend={self.backend!r} is not a backend of this build of torch, which has {there}. Leave it out to choose by device."
+                f"backend={self.backend!r} is not available in this build of torch, which has {there}. Leave it out to choose by device."
             )
         if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
             raise UsageError(f"seed={self.seed!r} is not a whole number from 0 to 2**64 - 1.")
         if not self.bucket_cap_mb > 0:
             raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of megabytes above 0.")
         if not _whole(self.every, 1):
-            raise UsageError(f"every={self.every!r} is not a number of steps from 1.")
+            raise UsageError(f"every={self.every!r} is not a number of steps: give a whole number, at least 1.")
         if not _whole(self.warmup, 0):
             raise UsageError(f"warmup={self.warmup!r} is not a number of steps from 0.")
         if not self.outer_lr > 0:

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from parwrap.accumulation.at_work import AtWork
 from parwrap.accumulation.changes import ChangesByHand
+from parwrap.accumulation.open_window import Applied, clips_of, mean_of
 from parwrap.accumulation.over_ranks import OverRanks
 from parwrap.accumulation.position import Position
 from parwrap.accumulation.sums import Asked, Sums, put_back
-from parwrap.accumulation.window import Applied, clips_of, mean_of
 from parwrap.coordination.call_site import call_site, location, warn
 from parwrap.data.passes import Pass
 from parwrap.data.samplers import last_part

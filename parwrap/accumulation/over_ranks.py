@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import utils
 
+from parwrap.accumulation.open_window import Applied, clips_of, mean_of
 from parwrap.accumulation.sums import Asked, merged
-from parwrap.accumulation.window import Applied, clips_of, mean_of
 from parwrap.group.group import Group
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.clipping import Clip

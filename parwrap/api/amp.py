@@ -19,9 +19,9 @@ from parwrap.intercept.table import intercepting
 from parwrap.precision.autocasting import Autocasting
 from parwrap.precision.choice import Precision, check, choose
 from parwrap.precision.halving import HalfForGood, HalfInCalls
+from parwrap.precision.loss_scale import AmpState
 from parwrap.precision.missing import named
 from parwrap.precision.scaling import Scaling
-from parwrap.precision.state import AmpState
 from parwrap.session.feature_scope import FeatureDecorator
 
 __all__ = ["amp", "amp_state"]

@@ -310,7 +310,7 @@ def _evaluated(call: _Call, trust: _Trust) -> Any:
     trust.whole = True
     with call.shared():
         set_state(after)
-    _warn(f"{call.name} cannot be shared out: {hindrance} Every rank computes the whole, now and in later calls. {REMEDY}")
+    _warn(f"{call.name} cannot be split across ranks: {hindrance} Every rank evaluates everything, in this and later calls. {REMEDY}")
     return whole
 
 

@@ -122,7 +122,7 @@ def _is_filled_later() -> bool:
 
 
 def _check_named(cls: type, methods: _Methods, taken: bool) -> None:
-    """Raise :class:`UsageError` where ``cls`` names its methods in a way that cannot be meant."""
+    """Raise :class:`UsageError` if ``cls`` names its methods in an invalid way."""
     named = cls.__dict__.get(methods.named_in, ())
     if isinstance(named, str):
         raise UsageError(f"{cls.__name__}.{methods.named_in} is {named!r}: give a tuple, as in ({named!r},).")

@@ -65,7 +65,7 @@ class rank_zero_only(ScopeDecorator):
 
 
 class rank_zero_first(ScopeDecorator):
-    """Rank 0 runs the block first, the others once it is through: rank 0 downloads, the others then read.
+    """Rank 0 runs the block first, the other ranks once it has finished: rank 0 downloads, then the others read.
 
     As ``with rank_zero_first():`` or ``@rank_zero_first``.
 

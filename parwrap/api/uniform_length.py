@@ -57,8 +57,8 @@ class uniform_length(FeatureDecorator):
         super().__init__()
         if length is not None and not callable(length) and not isinstance(length, (str, int, Sequence, torch.Tensor, np.ndarray)):
             raise UsageError(
-                f"length={length!r} says nothing of the lengths of samples: give what takes a sample and returns its length, the name or "
-                "place of the field in it, or a sequence of the lengths of all."
+                f"length={length!r} does not describe the lengths of samples: give a function from sample to length, the name or index "
+                "of its field, or a sequence of all lengths."
             )
         if pad_value is not None and not isinstance(pad_value, (int, float)):
             raise UsageError(f"pad_value={pad_value!r} is not a number.")

@@ -197,7 +197,7 @@ class _OnGPU:
 
 
 def kernels_for(x: torch.Tensor) -> Kernels:
-    """The kernels for tensors that are where ``x`` is."""
+    """The kernels for tensors on the type of device that ``x`` is on."""
     return _GPU if x.is_cuda else _CPU
 
 

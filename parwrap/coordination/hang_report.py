@@ -27,7 +27,7 @@ def watched(rank_positions: RankPositions, rank: int, hang_after: float, timeout
     Every rank writes down where it is in time for that report, and for the errors of ranks that give up.
 
     Args:
-        whereabouts: of all ranks.
+        rank_positions: where each rank is.
         rank: this one.
         hang_after: in seconds.
         timeout: seconds after which a rank that waits gives up.

@@ -25,7 +25,7 @@ ROOM = 30
 
 
 class NestedCoordinator:
-    """The sync points of some ranks beside the main ones.
+    """Sync points of some ranks, in addition to the main ones.
 
     Args:
         status_board: what those ranks have written about them.

@@ -146,8 +146,8 @@ class Lengths:
         for _, name, whole, place in self._asked.values():
             if not self._parts:
                 _warn(
-                    f"a length was asked for ({place}), which is that of the whole, since reduce has a 'sum' or a function for an entry: "
-                    "what is divided by it must be a 'sum' too. With a 'mean', divide by what was counted."
+                    f"a length was asked for ({place}). It is that of the whole, because an entry of reduce is 'sum' or a function: "
+                    "what is divided by it must be a 'sum' too. With 'mean', divide by what was counted."
                 )
             elif name == "batches" and not equal:
                 _warn(

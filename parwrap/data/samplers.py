@@ -41,11 +41,11 @@ READ_FOR = "_parwrap_read_for"
 
 
 class DealtBatches:
-    """Every ``size``-th batch, from the ``rank``-th on; all ranks get equally many.
+    """Every ``size``-th batch, from the ``rank``-th on; all ranks get the same number.
 
-    What does not go round is filled up from the first round (``uneven="pad"``, as ``DistributedSampler`` does), left out (``"drop"``),
-    or given to as many ranks as it is enough for (``"join"``): the others repeat a batch, and ``weights`` gets, as in
-    :class:`SplitBatches`, how much each batch counts. The rest of a pass has the batches that it began with as ``first``.
+    The last batches, when there are fewer than ranks, are padded from the first ones (``uneven="pad"``, as ``DistributedSampler`` does),
+    dropped (``"drop"``), or given to as many ranks as there are batches (``"join"``): the other ranks repeat a batch, and ``weights`` gets
+    how much each batch counts, as in :class:`SplitBatches`. The rest of a pass has the batches that it began with as ``first``.
 
     >>> [list(DealtBatches("abcde", rank, 2)) for rank in (0, 1)]
     [['a', 'c', 'e'], ['b', 'd', 'a']]

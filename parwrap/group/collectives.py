@@ -179,8 +179,8 @@ def callers(name: str) -> Group | None:
     return group
 
 
-class _Away:
-    """A tensor from an accelerator, on the CPU."""
+class _MovedToCPU:
+    """A CPU copy of an accelerator's tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -192,14 +192,14 @@ def sent(x: Any) -> Any:
     def away(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return leaf.detach() if leaf.device.type == "cpu" else _Away(leaf.detach().cpu())
+        return leaf.detach() if leaf.device.type == "cpu" else _MovedToCPU(leaf.detach().cpu())
 
     return mapped(x, away)
 
 
 def arrived(x: Any, device: torch.device) -> Any:
     """What was :func:`sent`, with the marked tensors on ``device``."""
-    return mapped(x, lambda leaf: leaf.tensor.to(device) if isinstance(leaf, _Away) else leaf)
+    return mapped(x, lambda leaf: leaf.tensor.to(device) if isinstance(leaf, _MovedToCPU) else leaf)
 
 
 def _moved(x: Any, device: torch.device) -> Any:

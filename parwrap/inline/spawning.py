@@ -145,8 +145,8 @@ def _pack(function: Callable[[], Any], file: BinaryIO, who: str) -> tuple[list[A
     except Exception as error:
         name, uses = _unpicklable(function, Pickler), "something that the function uses"
         raise UsageError(
-            f"{who} starts ranks in interpreters of their own here, and {f'{name}, which the function uses,' if name else uses} "
-            f"cannot be sent to them: {error}. Make it inside of the function, or pass what it is made from."
+            f"{who} starts ranks in new interpreters here, and {f'{name}, which the function uses,' if name else uses} "
+            f"cannot be sent to them: {error}. Make it inside the function, or pass what it is made from."
         ) from error
     file.flush()
     return things, reached
@@ -232,6 +232,6 @@ def _cloudpickle(who: str) -> ModuleType:
         return importlib.import_module("cloudpickle")
     except ImportError:
         raise UsageError(
-            f"{who} starts ranks in interpreters of their own here, and cloudpickle, which sends functions to them, is not installed: "
+            f"{who} starts ranks in new interpreters here, and cloudpickle, which sends functions to them, is not installed: "
             f"{EXTRA}. Or call it before anything starts CUDA: ranks are then forked, and need it not."
         ) from None

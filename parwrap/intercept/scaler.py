@@ -33,7 +33,7 @@ class ScalerCall(NamedTuple):
 
 
 def patches(interceptor: Interceptor) -> list[Patch]:
-    """What torch and parwrap call themselves, as ``step`` calls ``unscale_``, is let through."""
+    """Forward only the script's calls: those that torch and parwrap make, such as ``unscale_`` from ``step``, run unchanged."""
 
     def patch(name: str, of_optimizer: bool) -> Patch:
         def call(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:

@@ -51,7 +51,7 @@ class Namespaces:
         self._looked_through = _namespaces(_users(self._names, self._package))
 
     def exchange(self, instead: Mapping[int, Any]) -> None:
-        """Put others in the place of objects, which are given by their ids."""
+        """Replace objects, which are given by their ids."""
         _exchange(self._looked_through, instead)
 
     def exchange_in_new(self, instead: Mapping[int, Any]) -> None:

@@ -22,7 +22,7 @@ from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.precision.aside import stand_aside, warn_once
 from parwrap.precision.finite import Found
 from parwrap.precision.iterations import Iterations
-from parwrap.precision.state import AmpState, Policy
+from parwrap.precision.loss_scale import AmpState, Policy
 from parwrap.precision.unscaling import Unscaling
 
 __all__ = ["Scaling"]

@@ -1,6 +1,6 @@
-"""The interceptors of output: rank 0 speaks, and of the other ranks only errors are heard and what is printed with ``force=True``.
+"""Intercepts output: rank 0 prints; of the other ranks only errors are shown, and what is printed with ``force=True``.
 
-The launcher may have it otherwise. How it passes on what ranks say is ``rank_output.py``'s; what becomes of files is left to ``files/``.
+A launcher may show all ranks: see ``launching/elastic/rank_output.py``. Files are left to the other interceptors of this room.
 """
 
 from __future__ import annotations

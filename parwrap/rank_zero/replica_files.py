@@ -1,4 +1,4 @@
-"""The interceptor of files on a rank above 0: what it changes is changed in its own view, what it reads is as rank 0 has it.
+"""Intercepts files on ranks above 0: they write to a view of their own, and read what rank 0 has.
 
 What the view holds, and how it waits for rank 0, is left to ``file_overlay.py``.
 """

@@ -91,7 +91,7 @@ class _Asked:
 
 
 class _Known:
-    """What is known of an object of pytest's in the ranks."""
+    """The attributes of a pytest object that are available on the ranks."""
 
     def __init__(self, name: str, known: Mapping[str, Any]) -> None:
         self._name = name

@@ -147,7 +147,7 @@ CASES = {
     "outside": (
         lambda: OTHERS.update(norm=nn.BatchNorm1d(3)) or Net(lambda net, out: OTHERS["norm"](out)),
         [(X,)],
-        "it calls a BatchNorm1d that is not registered in it, so that its replicas would share that",
+        "it calls a BatchNorm1d that is not registered in it, so its replicas would share that module",
     ),
     "hooks": (with_hook, [(X,)], "it, or a part of it, has hooks, which would see parts of the batch"),
     "compiled": (lambda: torch.compile(nn.Linear(4, 3), backend="eager"), [(X,)], "it, or a part of it, is compiled"),

@@ -154,7 +154,7 @@ def test_another_backend_inside_is_refused():
         ({"uneven": "fill"}, "uneven='fill' is not one of its values. 'pad': samples are taken again .*; 'drop': .*; 'join': every sample"),
         ({"lr": "square"}, "lr='square' is not one of its values. 'keep': learning rates stay as they are; 'linear': .*; 'sqrt': "),
         ({"loss": "max"}, "loss='max' is not one of its values. 'mean': the loss is an average over the batch; 'sum': "),
-        ({"backend": "carrier pigeon"}, "backend='carrier pigeon' is not a backend of this build of torch, which has gloo"),
+        ({"backend": "carrier pigeon"}, "backend='carrier pigeon' is not available in this build of torch, which has gloo"),
         ({"seed": -1}, r"seed=-1 is not a whole number from 0 to 2\*\*64 - 1"),
         ({"seed": "1"}, "seed='1' is not a whole number"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not a number of megabytes above 0"),

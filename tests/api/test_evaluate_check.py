@@ -88,7 +88,7 @@ def test_what_is_no_mean_is_computed_of_the_whole_with_one_warning_that_names_th
         expected, later = function(scored()), function(scored(67, seed=1))
         shared = parwrap.evaluate(function)
         with parwrap.distributed():
-            message = rf'{function.__name__} \(.*test_evaluate_check.py:\d+\) cannot be shared out: .*of the whole.*reduce="gather"'
+            message = rf'{function.__name__} \(.*test_evaluate_check.py:\d+\) cannot be split across ranks: .*of the whole.*reduce="gather"'
             with pytest.warns(UserWarning, match=message):
                 close(expected, shared(scored()))
             with warnings.catch_warnings():
@@ -151,7 +151,7 @@ def test_what_agrees_by_accident_is_found_out_later():
     with parwrap.distributed():
         assert 0.0 == shared(scored())
         scale += 1
-        with pytest.warns(UserWarning, match="largest .*cannot be shared out"):
+        with pytest.warns(UserWarning, match="largest .*cannot be split across ranks"):
             close(largest(scored()), shared(scored()))
 
 
@@ -162,7 +162,7 @@ def test_an_explicit_reduce_is_checked_too():
 
     for reduce in ("mean", "sum", lambda results: max(results)):
         function = auc if reduce != "mean" else total
-        with parwrap.distributed(), pytest.warns(UserWarning, match="cannot be shared out: put together by reduce"):
+        with parwrap.distributed(), pytest.warns(UserWarning, match="cannot be split across ranks: put together by reduce"):
             close(function(scored()), parwrap.evaluate(reduce=reduce)(function)(scored()))
 
 
@@ -219,7 +219,7 @@ def test_what_a_function_leaves_behind_is_that_of_the_whole_and_there_once(tmp_p
     with parwrap.distributed():
         keeps = parwrap.evaluate(Trainer.keeps_a_history)
         with pytest.warns(
-            UserWarning, match=r"keeps_a_history .*cannot be shared out: it changes self\.history\[0\], which would be of a rank"
+            UserWarning, match=r"keeps_a_history .*cannot be split across ranks: it changes self\.history\[0\], which would be of a rank"
         ):
             first = keeps(trainer)
         second = keeps(trainer)

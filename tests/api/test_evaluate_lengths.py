@@ -173,7 +173,9 @@ def test_lengths_are_the_parts_for_each_entry_unless_one_is_a_sum():
     loader = DataLoader(torch.arange(8), batch_size=2)
     with parwrap.distributed():
         exact = parwrap.evaluate(reduce={"mean": "mean", "seen": "gather", "count": "mean"}, check=False)(evaluate)(loader)
-        with pytest.warns(UserWarning, match=r"a length was asked for \(.*\), which is that of the whole, since reduce has a 'sum' or a"):
+        with pytest.warns(
+            UserWarning, match=r"a length was asked for \(.*\)\. It is that of the whole, because an entry of reduce is 'sum' or a"
+        ):
             parwrap.evaluate(reduce={"mean": "mean", "seen": "gather", "count": "sum"}, check=False)(evaluate)(loader)
 
     assert [3.5, list(range(8))] == [exact["mean"], exact["seen"].tolist()]

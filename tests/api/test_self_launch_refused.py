@@ -98,7 +98,7 @@ def test_where_cuda_has_started_ranks_are_spawned_which_takes_cloudpickle(monkey
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(
         UsageError,
-        match=r"^parwrap\.distributed with nprocs=2 starts ranks in interpreters of their own here, and cloudpickle, which sends functions "
+        match=r"^parwrap\.distributed with nprocs=2 starts ranks in new interpreters here, and cloudpickle, which sends functions "
         r"to them, is not installed: pip install cloudpickle, which is what parwrap\[notebook\] adds\. Or call it before anything starts",
     ):
         parwrap.launch(print, nprocs=2)

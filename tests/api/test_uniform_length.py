@@ -153,8 +153,8 @@ def test_a_length_is_found_where_a_sample_says_it():
     [
         (
             {"length": 1.5},
-            "length=1.5 says nothing of the lengths of samples: give what takes a sample and returns its length, the name or place of the "
-            "field in it, or a sequence of the lengths of all.",
+            "length=1.5 does not describe the lengths of samples: give a function from sample to length, the name or index of its field, "
+            "or a sequence of all lengths.",
         ),
         ({"pad_value": "0"}, "pad_value='0' is not a number."),
         ({"max_tokens": 0}, "max_tokens=0 is not a whole number above 0."),

@@ -199,7 +199,7 @@ def test_a_backend_that_is_not_here_is_refused_with_the_sentence_of_parwrap_run(
     assert 2 == run.main(["--backend", backend, __file__])
     sentence = capsys.readouterr().err.removeprefix("parwrap.run: ").replace(" Your script's own options go after its name.", "")
 
-    assert f"backend='{backend}' is not a backend of this build of torch, which has gloo" in sentence
+    assert f"backend='{backend}' is not available in this build of torch, which has gloo" in sentence
     monkeypatch.setattr("parwrap.doctor.command.gather", None)  # it comes to nothing
     assert 2 == examine(60, backend, as_json=False)
     assert f"parwrap.doctor: {sentence}" == capsys.readouterr().err

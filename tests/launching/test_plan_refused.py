@@ -57,7 +57,7 @@ pytestmark = pytest.mark.usefixtures("scripts")
         (["--nnodes", "3:2", "train.py"], "--nnodes 3:2 is not a number of nodes: give one above 0, or MIN:MAX for a job that can grow."),
         (
             ["--nnodes", "1:2", "--master-addr", "there", "train.py"],
-            "--nnodes 1:2 lets nodes come and go: they meet by --rdzv-endpoint HOST:PORT, not by --master-addr.",
+            "--nnodes 1:2 lets nodes join and leave: use --rdzv-endpoint HOST:PORT, not --master-addr.",
         ),
         (
             ["--all-ranks", "--tee", "3", "train.py"],

@@ -160,7 +160,7 @@ def test_a_job_array_is_not_followed(option, programs, capsys):
 
     assert 2 == main(["--launcher", "slurm", f"--sbatch={option}", "train.py"])
     assert capsys.readouterr().err == (
-        "parwrap.run: --sbatch array makes several jobs of one, and one is followed: hand sbatch the script that --dry-run prints.\n"
+        "parwrap.run: --sbatch array makes several jobs, but only one is followed: give sbatch the script that --dry-run prints.\n"
     )
     assert 0 == main(["--launcher", "slurm", f"--sbatch={option}", "--dry-run", "train.py"])
 

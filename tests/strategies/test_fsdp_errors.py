@@ -85,7 +85,7 @@ def test_what_cannot_be_done_is_an_error_that_says_so():
         with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
             weight.add_(torch.ones(2, 2))
         model(x)
-        with pytest.raises(UsageError, match=r"goes through a part of a sharded model that is not behind its outputs: .* return that loss"):
+        with pytest.raises(UsageError, match=r"reaches a part of a sharded model without going through its outputs: .* return that loss"):
             model.kept.backward()
         with pytest.raises(ZeroDivisionError), torch.no_grad():
             model(x).add_(1 / 0)

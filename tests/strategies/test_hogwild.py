@@ -296,7 +296,7 @@ def test_a_backward_without_an_optimizer_is_refused():
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("error:parwrap. BatchNorm")
 def test_batch_norm_has_no_batch_to_share_and_is_not_advised_to():
-    refused = pytest.raises(UsageError, match="sync_bn has no batch to share, since every rank trains on")
+    refused = pytest.raises(UsageError, match=r"sync_bn has no shared batch: .* every rank trains on its own batches")
     with parwrap.distributed(strategy="hogwild"):
         with refused, parwrap.sync_bn():
             pass
@@ -309,10 +309,10 @@ def test_batch_norm_has_no_batch_to_share_and_is_not_advised_to():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch": "global"}, "batch='global' says how ranks share a step, and with strategy='hogwild' each takes its own: leave one"),
+        ({"batch": "global"}, "batch='global' says how ranks share a step, but with strategy='hogwild' each rank steps alone: leave one"),
         ({"lr": "linear"}, "lr='linear' says how ranks share a step"),
         ({"loss": "sum"}, "loss='sum' says how ranks share a step"),
-        ({"uneven": "join"}, "uneven='join' has ranks count by their samples in a step of all, .* choose 'pad' or 'drop'."),
+        ({"uneven": "join"}, "uneven='join' weights ranks by their samples in a shared step, .* choose 'pad' or 'drop'."),
         ({"bucket_cap_mb": 5}, "bucket_cap_mb=5 has nothing to act on with strategy='hogwild'"),
         ({"strategy": "ddp", "lock": True}, "lock=True has nothing to act on with strategy='ddp': leave it out, or choose .* 'hogwild'"),
         ({"lock": 1}, "lock=1 is neither True nor False"),

@@ -215,8 +215,8 @@ def test_one_rank_is_a_plain_loop():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"every": 0}, "every=0 is not a number of steps from 1"),
-        ({"every": 2.5}, "every=2.5 is not a number of steps from 1"),
+        ({"every": 0}, "every=0 is not a number of steps: give a whole number, at least 1"),
+        ({"every": 2.5}, "every=2.5 is not a number of steps: give a whole number, at least 1"),
         ({"warmup": -1}, "warmup=-1 is not a number of steps from 0"),
         ({"outer": "adam"}, "outer='adam' is not one of its values. None: averaged weights are the means; 'nesterov': what"),
         ({"outer": "nesterov", "outer_lr": 0}, "outer_lr=0 is not a learning rate above 0"),

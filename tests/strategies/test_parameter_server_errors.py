@@ -132,7 +132,7 @@ def test_features_without_a_meaning_are_refused_on_the_workers():
         except (UsageError, RankMismatchError) as error:
             return text in str(error)
 
-    assert refused(parwrap.sync_bn, "sync_bn has no batch to share, since workers of a parameter server step each by itself")
+    assert refused(parwrap.sync_bn, "sync_bn has no shared batch: each worker of a parameter server steps alone")
     assert refused(parwrap.amp(dtype="fp16"), "parwrap.amp in fp16 leaves out steps where gradients overflow", staleness=0)
     assert refused(scaled_by_hand, "test_parameter_server_errors.py:", staleness=0)
     assert refused(parwrap.accumulate(2), "do not go together with batch='global' or uneven='join'", staleness=0, batch="global")

@@ -241,11 +241,11 @@ class _ReadInTurn(_Read):
 
 
 def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
-    """The passes of each rank, if they are those of one process together.
+    """Check that the ranks' passes together are those of one process, and return them.
 
     Raises:
         RankMismatchError: the ranks have read different things.
-        UsageError: one has not read its part to the end.
+        UsageError: a rank did not read its part to the end.
     """
     if len({len(readings) for readings in ranks}) > 1:
         told = ", ".join(f"{len(readings)} on rank {rank}" for rank, readings in enumerate(ranks))

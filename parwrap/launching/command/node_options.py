@@ -29,9 +29,7 @@ def node_counts(arguments: argparse.Namespace) -> tuple[int, int]:
     if arguments.rdzv_backend == "static" and not 0 <= arguments.node_rank < counts[-1]:
         raise UsageError(f"--node-rank {arguments.node_rank} is not below --nnodes {counts[-1]}: nodes are counted from 0.")
     if counts[0] < counts[-1] and arguments.rdzv_backend == "static" and not arguments.standalone:
-        raise UsageError(
-            f"--nnodes {arguments.nnodes} lets nodes come and go: they meet by --rdzv-endpoint HOST:PORT, not by --master-addr."
-        )
+        raise UsageError(f"--nnodes {arguments.nnodes} lets nodes join and leave: use --rdzv-endpoint HOST:PORT, not --master-addr.")
     if counts[-1] > 1 and not arguments.rdzv_endpoint:
         _see_that_they_meet(arguments)
     return counts[0], counts[-1]

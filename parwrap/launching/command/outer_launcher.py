@@ -26,7 +26,7 @@ NOT_GIVEN = dict.fromkeys([*TORCHRUNS, "nproc_per_node"])
 
 
 def fill_in(arguments: argparse.Namespace, environ: Mapping[str, str], gpus: int) -> World | None:
-    """Complete ``arguments`` that are not given: from torchrun's ``PET_*``, then from the launcher around, then as torchrun does.
+    """Complete ``arguments`` that are not given: from torchrun's ``PET_*``, then from the surrounding launcher, then as torchrun does.
 
     Args:
         arguments: torchrun's, as parsed with the defaults ``NOT_GIVEN``.
@@ -34,7 +34,7 @@ def fill_in(arguments: argparse.Namespace, environ: Mapping[str, str], gpus: int
         gpus: how many GPUs torch can use here.
 
     Returns:
-        Who this process is, if it was started as a rank and is to be that; ``None`` if it is to start the ranks.
+        This process's rank, if another launcher started it as one; ``None`` if it starts the ranks.
 
     Raises:
         LaunchError: as ``detect``; or each of several ranks on this node is asked to start ranks.

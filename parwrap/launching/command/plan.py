@@ -100,7 +100,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         raise UsageError(unknown_option(str(unknown), parser)) from None
     arguments = parse_options(parser, given, command)
     if arguments.launcher:
-        raise UsageError("--launcher is to be written in full.")  # else it was noticed before
+        raise UsageError("--launcher must be written in full.")  # else it was noticed before
     arguments.rdzv_backend = arguments.rdzv_backend or ("c10d" if arguments.rdzv_endpoint else "static")
     options = {name: getattr(arguments, name) for name in SCOPE_OPTIONS if hasattr(arguments, name)}
     outer = fill_in(arguments, environ, gpus)

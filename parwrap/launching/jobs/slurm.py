@@ -98,7 +98,7 @@ def launch(job: Job) -> int:
         print(text, end="")
         return 0
     if any(re.match(r"-*a(rray)?\b", option) for option in job.options.sbatch):
-        raise UsageError("--sbatch array makes several jobs of one, and one is followed: hand sbatch the script that --dry-run prints.")
+        raise UsageError("--sbatch array makes several jobs, but only one is followed: give sbatch the script that --dry-run prints.")
     for name, loopback in LOOPBACK.items():
         if job.nodes > 1 and os.environ.get(name) == loopback:
             raise LaunchError(f"{name}={loopback} is set here and goes along with the job, whose nodes cannot meet there: unset it.")

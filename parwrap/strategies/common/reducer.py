@@ -65,7 +65,7 @@ class Reducer(DistributedDataParallel):
 
 
 class _SparselyUsed(nn.Embedding):
-    """By this DDP can tell that the gradient of ``weight`` will be sparse."""
+    """Tells DDP that the gradient of ``weight`` will be sparse."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         nn.Module.__init__(self)

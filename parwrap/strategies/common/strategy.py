@@ -79,8 +79,8 @@ class Strategy(Interceptor, Participant):
         """Raise :class:`UsageError` if the decorator of that name has no meaning with this strategy."""
         if name == "sync_bn" and not self.steps_together:
             raise UsageError(
-                f"parwrap.sync_bn has no batch to share, since every rank trains on batches of its own with "
-                f"strategy={self._options().strategy!r}: leave it out, or choose another strategy."
+                f"parwrap.sync_bn has no shared batch: with strategy={self._options().strategy!r} every rank trains on its own batches. "
+                "Leave it out, or choose another strategy."
             )
 
     def interceptors(self) -> list[Interceptor]:

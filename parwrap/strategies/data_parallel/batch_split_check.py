@@ -159,7 +159,7 @@ def note_call(module: nn.Module) -> None:
     """Told of each call of a module that is not divided."""
     own = getattr(_here, "own", None)
     if own is not None and id(module) not in own and any(True for held in (module.parameters(), module.buffers()) for _ in held):
-        raise _Foreign(f"it calls a {type(module).__name__} that is not registered in it, so that its replicas would share that")
+        raise _Foreign(f"it calls a {type(module).__name__} that is not registered in it, so its replicas would share that module")
 
 
 @contextmanager

@@ -83,9 +83,9 @@ class Compressed:
 
 
 class _PowerSGD:
-    """Vogels et al. (2019): matrices of a low rank are sent for each gradient, and what they lack is added to the next.
+    """Vogels et al. (2019): send matrices of a low rank for each gradient, and add the error to the next gradient.
 
-    What it remembers is by the order of the buckets, so that each reducer has its own.
+    The errors are kept in the order of the buckets, so each reducer has its own.
     """
 
     def __init__(self, rank: int) -> None:

@@ -107,7 +107,7 @@ class Following:
             self._take(self._group.synchronize(FOLLOWED))
 
     def _at(self, count: int) -> int:
-        """The number of the sync point that is ``count``-th in this part of the run."""
+        """The number of the ``count``-th sync point in this part of the run."""
         return (self._group.coordinator.part << PART) + count
 
     def _compare(self, present: list[int]) -> None:

@@ -241,7 +241,7 @@ class FSDP(Strategy):
             forget_process_groups(self._mesh)
 
     def _weighted(self, call: Backward) -> Backward:
-        """``call`` with its loss multiplied, for torch takes the mean over ranks as if all counted the same."""
+        """``call`` with its loss scaled by this rank's weight: torch averages over ranks as if all counted the same."""
         if not call.averaged:  # an interceptor adds up several, each a mean, and gives the weight with the last
             return call
         batch = self._loop.weights.find(lambda: leading_sizes(call.tensors)) if call.weight is None else self._loop.weights.current
@@ -354,7 +354,7 @@ def _refuse_alone(what: str) -> NoReturn:
 
 def _refuse_hidden(error: BaseException | None) -> NoReturn:
     raise UsageError(
-        f"backward() at {location()} goes through a part of a sharded model that is not behind its outputs: a loss that a forward keeps in "
+        f"backward() at {location()} reaches a part of a sharded model without going through its outputs: a loss that a forward keeps in "
         "an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With strategy='fsdp' weights are "
-        "there only while a backward goes through outputs: return that loss from forward(), or take strategy='ddp'."
+        "available only while a backward goes through outputs: return that loss from forward(), or use strategy='ddp'."
     ) from error

@@ -57,11 +57,12 @@ class Hogwild(Strategy):
         for name, default in (("batch", "per_rank"), ("lr", "keep"), ("loss", "mean")):
             if (value := getattr(options, name)) != default:
                 raise UsageError(
-                    f"{name}={value!r} says how ranks share a step, and with strategy='hogwild' each takes its own: leave one of them out."
+                    f"{name}={value!r} says how ranks share a step, but with strategy='hogwild' each rank steps alone: leave one of them "
+                    "out."
                 )
         if options.uneven == "join":
             raise UsageError(
-                "uneven='join' has ranks count by their samples in a step of all, and with strategy='hogwild' each takes its own: "
+                "uneven='join' weights ranks by their samples in a shared step, but with strategy='hogwild' each rank steps alone: "
                 "choose 'pad' or 'drop'."
             )
 

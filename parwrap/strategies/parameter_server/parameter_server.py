@@ -88,8 +88,8 @@ class ParameterServer(Strategy):
     def check_feature(self, name: str) -> None:
         if name == "sync_bn" and not self.steps_together:
             raise UsageError(
-                "parwrap.sync_bn has no batch to share, since workers of a parameter server step each by itself: leave it out, or give "
-                "staleness=0, with which they step together."
+                "parwrap.sync_bn has no shared batch: each worker of a parameter server steps alone. Leave it out, or give staleness=0, "
+                "with which the workers step together."
             )
         if name == "amp with a loss scale":
             self._refuse_scaling("parwrap.amp in fp16")
@@ -126,8 +126,8 @@ class ParameterServer(Strategy):
         if is_alone():
             return
         raise UsageError(
-            f"optimizer.step(closure) at {location()} cannot be taken by a parameter server: the closure computes gradients inside of the "
-            "step, and the step is the server's. Call backward() and then step() without a closure, or choose another strategy."
+            f"optimizer.step(closure) at {location()} cannot be taken by a parameter server: the closure computes gradients inside the "
+            "step, but the server takes the step. Call backward() and then step() without a closure, or choose another strategy."
         )
 
     @intercepts

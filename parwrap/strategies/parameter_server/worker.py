@@ -108,8 +108,8 @@ class Worker:
         number = self._number(optimizer)
         if number is None:
             raise UsageError(
-                f"{type(optimizer).__name__}.step() at {location()} comes before any backward, and a parameter server takes steps with "
-                "gradients that are there: call backward() first, or choose another strategy."
+                f"{type(optimizer).__name__}.step() at {location()} runs before any backward, but a parameter server needs gradients for a "
+                "step: call backward() first, or choose another strategy."
             )
         options = options_of(optimizer, self._lr_factor())
         self._steps += 1

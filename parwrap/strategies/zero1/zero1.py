@@ -49,8 +49,8 @@ class Zero1(DDP):
         """``optimizer`` is being built, or got another group."""
         if isinstance(optimizer, LBFGS):
             raise UsageError(
-                "LBFGS steps all parameters as one vector, so its state cannot be held in shards: choose another strategy than 'zero1', or "
-                "another optimizer."
+                "LBFGS steps all parameters as one vector, so its state cannot be held in shards: choose a strategy other than 'zero1', "
+                "or another optimizer."
             )
         if optimizer not in self._shards and not is_alone():
             number = self._number(optimizer)
@@ -61,7 +61,7 @@ class Zero1(DDP):
 
     @intercepts
     def takes_step(self, optimizer: Optimizer) -> None:
-        """Meet the other ranks, and leave those parameters out of the step whose state others hold."""
+        """Synchronize with the other ranks, and skip the parameters whose state they hold."""
         self._hidden.clear()  # a step that has raised was not seen to end
         calls_closure, self._calls_closure = self._calls_closure, False
         if is_alone() or has_inner(optimizer):  # whose own part of the step all ranks take alike
