@@ -85,7 +85,7 @@ class ScopeDecorator:
         raise NotImplementedError
 
     def around(self, function: Callable) -> Callable:
-        """What is called inside of the scopes in the place of ``function``."""
+        """What is called inside the scopes in the place of ``function``."""
         return function
 
     def outside(self, call: Callable) -> Callable:

@@ -156,7 +156,7 @@ def _start_fork_server(argv: Sequence[str]) -> None:
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Nothing is to be put away yet, and an exception in the midst of an import may be lost there."""
+    """Ctrl-C ends this process at once: there is nothing to clean up yet, and an import may lose an exception."""
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What a pytest inside of a test is given to run; the fixture ``run`` in ``conftest.py`` runs it."""
+"""What a pytest inside a test is given to run; the fixture ``run`` in ``conftest.py`` runs it."""
 
 from collections.abc import Callable
 from textwrap import dedent, indent

@@ -224,11 +224,11 @@ class Accumulation(AtWork):
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure runs backwards inside of a step, which is one of the steps that are skipped."""
+        """A closure runs backwards inside a step, which is one of the steps that are skipped."""
         if self._busy or is_alone():
             return closure
         raise UsageError(
-            f"optimizer.step(closure) at {location()} cannot be accumulated: the closure computes the gradients inside of the step. Call "
+            f"optimizer.step(closure) at {location()} cannot be accumulated: the closure computes the gradients inside the step. Call "
             "backward() and then step() without a closure, or train this part without parwrap.accumulate."
         )
 

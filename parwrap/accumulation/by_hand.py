@@ -55,7 +55,7 @@ class ByHand(AtWork):
     """Averages once for each step.
 
     Args:
-        over_ranks: gives what averages over the ranks; ``None`` for a single one, for which nothing is to be done.
+        over_ranks: gives what averages over the ranks; ``None`` for a single rank, which has nothing to average.
     """
 
     def __init__(self, over_ranks: Callable[[], OverRanks | None]) -> None:

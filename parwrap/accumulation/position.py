@@ -127,7 +127,7 @@ class Position:
 
     @property
     def factor(self) -> float:
-        """By which the loss of the running batch is to be multiplied."""
+        """The factor for the loss of the running batch."""
         return self._relative * self._own_weight * self._loss_factor / (self._size if self.closing else self.steps)
 
     @property

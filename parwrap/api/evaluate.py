@@ -44,7 +44,7 @@ __all__ = ["evaluate"]
 class evaluate(ScopeDecorator):
     """Have each rank read a part of the loaders of an evaluation, and return on every rank what a single process would.
 
-    As ``@evaluate`` or ``@evaluate(reduce="sum")``, on a function or method that all ranks call together, inside of ``distributed``. No
+    As ``@evaluate`` or ``@evaluate(reduce="sum")``, on a function or method that all ranks call together, inside ``distributed``. No
     sample is read twice and none is missed; a loader with fewer batches than ranks is right too. Batches are those of a single process,
     so what is computed of each is the same. Each pass must read its loader to the end. With one rank it changes nothing.
 
@@ -158,7 +158,7 @@ class _Trust:
         self._left: dict[Any, int] = {}
 
     def asks(self, data: Any) -> bool:
-        """Whether the result for ``data``, as told by lengths, is to be compared."""
+        """Whether to compare the result for ``data``, judged by its lengths."""
         return self.checks and self._left.get(data, TRIES if len(self._left) < MOST_CHECKED else 0) > 0
 
     def agreed(self, data: Any, proves: bool) -> None:

@@ -26,7 +26,7 @@ __all__ = ["hogwild"]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 _running: list[hogwild] = []
-"""What this process is a worker of, and what has been called inside of that, the innermost last."""
+"""What this process is a worker of, and what has been called inside that, the innermost last."""
 
 
 class hogwild(ScopeDecorator):
@@ -35,9 +35,9 @@ class hogwild(ScopeDecorator):
     As ``@hogwild`` or ``@hogwild(workers=4)``, on a plain training function in a plain process. Each call forks the workers, on CPUs and
     with a thread each, and returns what the function returns on worker 0 when all are done. Models, optimizers and schedulers of the caller
     are then what they have become there, the same objects as before; other objects that the function changes stay as they were, so return
-    what is to be kept. What a worker raises is raised here, and the others are ended.
+    what you keep. What a worker raises is raised here, and the others are ended.
 
-    In the function everything is as in ``distributed(strategy="hogwild")``. Inside of itself it does nothing more.
+    In the function everything is as in ``distributed(strategy="hogwild")``. Inside itself it does nothing more.
 
     Args:
         workers: how many; by default as many as there are cores.
@@ -90,7 +90,7 @@ class hogwild(ScopeDecorator):
                 return self._run(call, args, kwargs)
             if distributed.loaders_read() is not None:
                 raise UsageError(
-                    "@parwrap.hogwild starts workers of its own, and cannot inside of parwrap.distributed and parwrap.run: leave it out "
+                    "@parwrap.hogwild starts workers of its own, and cannot inside parwrap.distributed and parwrap.run: leave it out "
                     "and choose strategy='hogwild' there, or run the script by plain python."
                 )
             refuse_unforkable("@parwrap.hogwild")
@@ -119,6 +119,6 @@ class hogwild(ScopeDecorator):
         mine, theirs = ((each._workers, each._options.lock) for each in (self, around))
         if mine != theirs:
             raise UsageError(
-                f"parwrap.hogwild(workers={mine[0]}, lock={mine[1]}) cannot be called inside of hogwild(workers={theirs[0]}, "
+                f"parwrap.hogwild(workers={mine[0]}, lock={mine[1]}) cannot be called inside hogwild(workers={theirs[0]}, "
                 f"lock={theirs[1]}), whose workers are at work: give both the same, or leave one of them out."
             )

@@ -12,7 +12,7 @@ __all__ = ["loaders"]
 
 
 def loaders(*which: DataLoader) -> list[Position]:
-    """The positions of training loaders, inside of what ``parwrap.distributed`` runs.
+    """The positions of training loaders, inside what ``parwrap.distributed`` runs.
 
     Each has ``state_dict()``, for a checkpoint, and ``load_state_dict(state)``: then the next batch is the one that would have come,
     on the same or another number of ranks. ``len(loader)`` stays that of a whole pass.

@@ -65,7 +65,7 @@ class SyncBN(Interceptor):
             return self._over_replicas(call, replica)
         if self._has_replicas and current_graph_task_id() != NO_GRAPH_TASK:
             raise UsageError(
-                "a batch norm inside of a checkpoint is computed again in the backward, where the replicas of parwrap.data_parallel cannot "
+                "a batch norm inside a checkpoint is computed again in the backward, where the replicas of parwrap.data_parallel cannot "
                 "meet to share it: leave @parwrap.sync_bn out, or do not checkpoint that part."
             )
         if not call.training or call.eps <= 0:
@@ -76,7 +76,7 @@ class SyncBN(Interceptor):
             return call.run()
         self._look_for_ranks()
         if self._sharing is None:
-            return call.run_by_itself()  # also inside of another sync_bn
+            return call.run_by_itself()  # also inside another sync_bn
         if not self._is_plain(call):
             return call.run()
         layer = self._sharing.layer(call)
@@ -120,7 +120,7 @@ class SyncBN(Interceptor):
     def _over_replicas(self, call: Norm, replica: Replica) -> torch.Tensor:
         if self._process_group is not None or self._group_size is not None:
             raise UsageError(
-                "inside of parwrap.data_parallel, parwrap.sync_bn shares among all replicas, and process_group and group_size are of "
+                "inside parwrap.data_parallel, parwrap.sync_bn shares among all replicas, and process_group and group_size are of "
                 "ranks: leave them out."
             )
         if not self._is_plain(call):

@@ -238,7 +238,7 @@ class Pipelines(Interceptor):
         else:
             self._say(
                 f"{_named(iterator)} gives other batches on other ranks, so these are left alone: each rank trains on all that it reads. "
-                "That is right if you share it out yourself. Otherwise build the pipeline inside of what parwrap runs, and have a source "
+                "That is right if you share it out yourself. Otherwise build the pipeline inside what parwrap runs, and have a source "
                 "of your own draw from torch, np.random or random."
             )
 

@@ -52,7 +52,7 @@ class Held(NamedTuple):
 
 
 def held_by(loader: DataLoader) -> list[list[Held]]:
-    """The sequences behind ``loader``, for each dataset and sampler in it, those inside of others too.
+    """The sequences behind ``loader``, for each dataset and sampler in it, those inside others too.
 
     >>> subset = Subset(["a", "b", "c"], [2, 0])
     >>> [[held.name for held in each] for each in held_by(DataLoader(subset))]

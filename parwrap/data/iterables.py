@@ -191,7 +191,7 @@ class _InitWorker(NamedTuple):
 
 
 def part_of(loader: DataLoader, rank: int, size: int, sharing: Sharing) -> dict[str, Any]:
-    """What of a ``loader`` of an ``IterableDataset`` is to be another to have the part of one rank of ``size``.
+    """What to change of a ``loader`` of an ``IterableDataset`` so that it has the part of one rank of ``size``.
 
     Raises:
         UsageError: its batches are to be split, and cannot be.

@@ -237,7 +237,7 @@ def _bound(function: Callable, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inner(value: Any) -> list[Any]:
-    """What is one level inside of ``value``."""
+    """What is one level inside ``value``."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (list, tuple)):

@@ -64,7 +64,7 @@ class ForkState:
             names = sorted({name for name, thing in found if needing[id(thing)] == kind})
             warn(
                 f"parwrap: the function reaches {', '.join(names[:3])}, which {kind} of this process work for, and ranks that are forked "
-                f"from it have none of these {kind}: what waits for them there waits for ever. Make it inside of the function."
+                f"from it have none of these {kind}: what waits for them there waits for ever. Make it inside the function."
             )
 
     def flush(self) -> None:

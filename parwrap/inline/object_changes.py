@@ -396,7 +396,7 @@ def entry_name(thing: Any, name: str, part: str, entry: Any) -> str | None:
 
 
 def part_entries(part: str, change: Any) -> dict[Any, Any]:
-    """What is to be sent of a change, by entry; what has no entries is one."""
+    """What to send of a change, by entry; what has no entries is one."""
     return change[1] if part in MAPPINGS else {None: change}
 
 

@@ -318,7 +318,7 @@ class SyncedObjects:
         more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
         warnings.warn_explicit(
             f"parwrap: the function changed {', '.join(named[:MOST_NAMED])}{more} on its ranks, and that cannot be sent "
-            "to this process, where it stays as it was. Make it inside of the function, or return what you need of it.",
+            "to this process, where it stays as it was. Make it inside the function, or return what you need of it.",
             UserWarning,
             file,
             int(line),

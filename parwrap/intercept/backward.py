@@ -27,7 +27,7 @@ class Backward(NamedTuple):
         grad_tensors: the gradient of each; ``None`` stands for 1.
         options: ``retain_graph``, ``create_graph`` and ``inputs``, as far as they were given.
         original: torch's own function.
-        averaged: whether what it leaves in gradients is to be averaged over the ranks now; else it is added to later.
+        averaged: whether to average over the ranks now what it leaves in gradients; else more is added later.
         weight: how much this rank counts in that average, where ``tensors`` were multiplied by it already; ``None`` leaves both to
             the strategy.
         existing_grads: parameters whose ``.grad`` of before is averaged with it for the first time, whether or not it reaches them.

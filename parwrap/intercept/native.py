@@ -78,7 +78,7 @@ CALLS = (
 )
 
 _closing: weakref.WeakKeyDictionary[Any, weakref.finalize] = weakref.WeakKeyDictionary()
-"""What is to be called when an object that writes to a file has been closed, or is dropped."""
+"""Called when an object that writes to a file has been closed, or is dropped."""
 
 
 def patches(interceptor: Interceptor) -> list[AbstractContextManager]:

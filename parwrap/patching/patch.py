@@ -24,7 +24,7 @@ __all__ = ["Measured", "Patch", "installed", "is_patched", "when_imported"]
 
 
 class Patch(NamedTuple):
-    """``owner.name`` is to be wrapped by ``wrapper(wrapped, instance, args, kwargs)``.
+    """Wraps ``owner.name`` by ``wrapper(wrapped, instance, args, kwargs)``.
 
     Attributes:
         traced: the function that ``torch.compile`` compiles in its place, if not the one that is wrapped; a function of a module.

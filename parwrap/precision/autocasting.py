@@ -1,6 +1,6 @@
 """Autocast around the user's code, off while a backward or an optimizer's step runs, and while a loader draws.
 
-torch's cache of cast weights is off: it is emptied only when the outermost autocast ends, and a whole training loop is inside of this
+torch's cache of cast weights is off: it is emptied only when the outermost autocast ends, and a whole training loop is inside this
 one, so weights would be those of the first step for ever.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["Autocasting"]
 class Autocasting(Interceptor):
     """The interceptor that keeps autocast out of what is not a forward.
 
-    It switches on again only what it has switched off itself: there may be another inside of it, or around it.
+    It switches on again only what it has switched off itself: there may be another inside it, or around it.
 
     Args:
         device: the type of device.
@@ -72,7 +72,7 @@ class Autocasting(Interceptor):
 
     @intercepts
     def step(self, optimizer: Optimizer) -> None:
-        """A step begins; inside of it, there may be the step of a base class or of another optimizer."""
+        """A step begins; inside it, there may be the step of a base class or of another optimizer."""
         if not self._depth:
             self._before = torch.is_autocast_enabled(self._device)
             torch.set_autocast_enabled(self._device, False)

@@ -64,7 +64,7 @@ class Scaling(Interceptor):
     def backward(self, call: Backward) -> None:
         """Run ``call`` on the scaled loss, leave true-scale gradients, and look whether they are finite."""
         if self._aside or self._running:
-            if self._running:  # inside of another, as re-entrant checkpointing does: the gradient that it begins with is scaled
+            if self._running:  # inside another, as re-entrant checkpointing does: the gradient that it begins with is scaled
                 self._unscaling.nested(call, self._owned())
             call.run()
             return

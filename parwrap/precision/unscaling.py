@@ -57,7 +57,7 @@ class Unscaling:
                 tensor.grad = _sum(grad, self._unscale(_taken(tensor)))
 
     def nested(self, call: Backward, owned: Collection[int]) -> None:
-        """``call`` runs inside of the backward, as for a re-entrant checkpoint: divide what it leaves in parameters.
+        """``call`` runs inside the backward, as for a re-entrant checkpoint: divide what it leaves in parameters.
 
         Other leaf tensors that it reaches are what stands for the inputs of the checkpoint. Their gradients go on into the backward
         around, so they stay scaled.

@@ -72,14 +72,14 @@ class Entries:
 
 
 def seen_entries(path: Any, seen: dict[str, str]) -> Iterator[SeenEntry]:
-    """The entries of the directory ``path``, of which a clone has ``seen`` the names and where each is to be read."""
+    """The entries of the directory ``path``, of which a clone has ``seen`` the names and where to read each."""
     text = os.fspath(path)
     coded = os.fsencode if isinstance(text, bytes) else str
     return (SeenEntry(coded(name), os.path.join(text, coded(name)), place) for name, place in seen.items())
 
 
 def seen(view: FileOverlay, folder: str, waits: bool = True) -> dict[str, str]:
-    """The names in ``folder`` and where each is to be read.
+    """The names in ``folder`` and where to read each.
 
     Args:
         view: the clone's.

@@ -250,7 +250,7 @@ class FileOverlay:
             return present
 
     def read_current(self, key: str, read: Callable[[str], Any], discard: Callable[[Any], Any], waits: bool = True) -> Any:
-        """``read`` applied to where the path is to be read, and again while rank 0 replaces what is there.
+        """``read`` applied to the place where the path is now, and again while rank 0 replaces what is there.
 
         Args:
             key: of the path.

@@ -329,7 +329,7 @@ class ReplicaFiles(Interceptor):
         return self._view.concerns((path if type(path) is str else os.fsdecode(path)).rpartition("/")[2])
 
     def _read(self, path: Any, read: Callable[[Any], Any], follow: bool = True) -> Any:
-        """``read`` applied to where ``path`` is to be read."""
+        """``read`` applied to the place where ``path`` is now."""
         child = not self._places.in_process()
         if not self._places.looks() or not (child or self._places.acts()):
             return read(path)

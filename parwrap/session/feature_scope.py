@@ -1,7 +1,7 @@
 """The base of the decorators that install an interceptor while the function runs.
 
 What the interceptor does is left to its own file. On one function and in one script, the scopes open in the order of ``layer``, whatever
-order the user wrote: the interceptor of the highest is called first. Here is what happens when one opens inside of another of its kind.
+order the user wrote: the interceptor of the highest is called first. Here is what happens when one opens inside another of its kind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _open: list[FeatureDecorator] = []
 class FeatureDecorator(ScopeDecorator):
     """A decorator whose interceptor is installed around those of lower layers, with or without ``distributed``.
 
-    Inside of another of its kind it does nothing more if it asks for the same, or for nothing in particular.
+    Inside another of its kind it does nothing more if it asks for the same, or for nothing in particular.
 
     Attributes:
         batches_per_step: how many batches of a loop make an optimizer step.

@@ -149,7 +149,7 @@ class Session(Interceptor):
         after = replace(before, **given)
         if strategy_of(after) is not strategy_of(before):
             raise UsageError(
-                f"strategy={after.strategy!r} cannot be had inside of strategy={before.strategy!r}: give it to the outermost "
+                f"strategy={after.strategy!r} cannot be had inside strategy={before.strategy!r}: give it to the outermost "
                 "parwrap.distributed or to parwrap.run."
             )
         if given.get("seed") not in (None, before.seed):

@@ -166,7 +166,7 @@ def _pickled_values(item: pytest.Function) -> bytes:
 def _why(error: Exception) -> str:
     """Why something does not pickle."""
     local = re.search(r"'(\S*<locals>\S*)'", str(error))
-    return f"{local[1]} is defined inside of a function, where the ranks cannot find it" if local else str(error)
+    return f"{local[1]} is defined inside a function, where the ranks cannot find it" if local else str(error)
 
 
 def _end_like(first: Report, reports: list[Report], ranks: list[Rank]) -> NoReturn:

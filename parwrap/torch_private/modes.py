@@ -35,7 +35,7 @@ current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stac
 """The innermost transform that runs, as ``vmap`` or ``grad``, else ``None``. ``torch.func`` does not say whether one does."""
 
 is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor stands for others inside of a transform such as ``vmap``. ``torch.func`` does not say so."""
+"""Whether a tensor stands for others inside a transform such as ``vmap``. ``torch.func`` does not say so."""
 
 function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 """The ``TorchFunctionMode`` objects that are entered, outermost first. Publicly, modes can only be entered."""

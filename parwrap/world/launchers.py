@@ -1,6 +1,6 @@
 """What each launcher tells a process, as data: under which names it says who the process is, and where rank 0 can be reached.
 
-One row for each launcher, those first that are started inside of others. What follows from them is decided in ``world.py``.
+One row for each launcher, those first that are started inside others. What follows from them is decided in ``world.py``.
 """
 
 from __future__ import annotations

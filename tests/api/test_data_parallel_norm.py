@@ -107,7 +107,7 @@ def test_a_batch_norm_in_a_checkpoint_is_refused_and_not_normalized_otherwise_in
     with (
         parwrap.data_parallel(device_ids=TWO),
         parwrap.sync_bn(),
-        pytest.raises(parwrap.UsageError, match="a batch norm inside of a checkpoi"),
+        pytest.raises(parwrap.UsageError, match="a batch norm inside a checkpoi"),
     ):
         Checkpointed()(torch.randn(4, 1)).sum().backward()
 

@@ -238,7 +238,7 @@ def test_a_compiled_part_is_as_it_was_afterwards():
 def test_inside_of_a_mode_of_torchs_it_runs_whole_and_is_divided_afterwards():
     net = nn.Linear(4, 3)
     with parwrap.data_parallel(device_ids=TWO):
-        with FlopCounterMode(display=False) as flops, pytest.warns(UserWarning, match="it runs inside of a mode of torch's, which the th"):
+        with FlopCounterMode(display=False) as flops, pytest.warns(UserWarning, match="it runs inside a mode of torch's, which the th"):
             net(X)
         with parwrap.data_parallel(device_ids=TWO, gather=False):
             assert [2, 2] == net(X).sizes
@@ -254,7 +254,7 @@ def test_hooks_on_saved_tensors_are_called():
             net(X)
         return len(packed)
 
-    with pytest.warns(UserWarning, match="it runs inside of hooks on saved tensors, which the threads of replicas would not call"):
+    with pytest.warns(UserWarning, match="it runs inside hooks on saved tensors, which the threads of replicas would not call"):
         assert packs({"device_ids": ["cpu"]}) == packs({"device_ids": TWO})
 
 

@@ -45,7 +45,7 @@ def test_what_cannot_be_exact_says_so():
             UsageError,
             r"rank 0 has read 1 batches, and which a single process would have",
         ),
-        ("mean", trains, DataLoader(ten), UsageError, "a backward was called inside of a function decorated with @parwrap.evaluate"),
+        ("mean", trains, DataLoader(ten), UsageError, "a backward was called inside a function decorated with @parwrap.evaluate"),
         ("sum", drawn_by_rank, unseeded, RankMismatchError, "the ranks have drawn different samples to evaluate .*: seed the generator"),
         ("sum", drawn_by_rank, DataLoader(ten, sampler=DistributedSampler(ten, 2, 0)), UsageError, "has a DistributedSampler of"),
         ("sum", drawn_by_rank, DataLoader(ten, sampler=RandomSampler(ten, True, 10**10)), UsageError, "has more than 10000000 batches"),

@@ -294,14 +294,14 @@ def test_inside_a_rank_it_is_refused():
         train_nothing()
     with (
         parwrap.distributed(),
-        pytest.raises(UsageError, match=r"cannot inside of parwrap.distributed and parwrap.run: leave it out and choo"),
+        pytest.raises(UsageError, match=r"cannot inside parwrap.distributed and parwrap.run: leave it out and choo"),
     ):
         train_nothing()
 
 
 def test_other_workers_inside_are_refused():
     outer = parwrap.hogwild(workers=2)(lambda: parwrap.hogwild(workers=3)(train_nothing)())
-    text = r"hogwild\(workers=3, lock=False\) cannot be called inside of hogwild\(workers=2, lock=False\), whose workers are at work"
+    text = r"hogwild\(workers=3, lock=False\) cannot be called inside hogwild\(workers=2, lock=False\), whose workers are at work"
     with pytest.raises(UsageError, match=text):
         outer()
 

@@ -1,4 +1,4 @@
-"""One decorator inside of itself: what a user would get by writing it once, or an error that names both."""
+"""One decorator inside itself: what a user would get by writing it once, or an error that names both."""
 
 import builtins
 

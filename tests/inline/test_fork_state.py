@@ -105,7 +105,7 @@ def test_what_needs_threads_or_workers_of_the_caller_is_named(pool, fed, monkeyp
     begun = iter(DataLoader(range(2), num_workers=1))
     text = (
         r"^parwrap: the function reaches {}, which {} of this process work for, and ranks that are forked from it have none of these {}: "
-        r"what waits for them there waits for ever\. Make it inside of the function\.$"
+        r"what waits for them there waits for ever\. Make it inside the function\.$"
     )
 
     for function, name in [

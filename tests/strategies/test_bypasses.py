@@ -193,7 +193,7 @@ def test_an_optimizer_that_steps_inside_of_the_backward_is_refused():
             p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
         with pytest.raises(
             UsageError,
-            match=r"^SGD.step\(\) at .*test_bypasses.py:\d+ runs inside of a backward, as from register_post_accumulate_grad_hook: "
+            match=r"^SGD.step\(\) at .*test_bypasses.py:\d+ runs inside a backward, as from register_post_accumulate_grad_hook: "
             r"gradients are averaged over the ranks only when the backward ends.*Call step\(\) after loss.backward\(\)\.$",
         ):
             model(data()).sum().backward()

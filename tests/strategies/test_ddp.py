@@ -262,7 +262,7 @@ def test_each_set_of_parameters_has_one_ddp_however_many_call_sites():
 
 
 class OwnCheckpoint(torch.autograd.Function):
-    """A checkpoint that is not torch's: its graph does not show that it runs a backward inside of the other."""
+    """A checkpoint that is not torch's: its graph does not show that it runs a backward inside the other."""
 
     @staticmethod
     def forward(ctx, x, layer):

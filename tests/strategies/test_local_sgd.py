@@ -193,7 +193,7 @@ def test_a_step_inside_of_a_backward_is_refused():
     with local(every=2):
         optimizer = torch.optim.SGD([weight], lr=0.1)
         weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
-        with pytest.raises(UsageError, match=r"SGD.step\(\) at .* runs inside of a backward, .* weights must not change under a backward"):
+        with pytest.raises(UsageError, match=r"SGD.step\(\) at .* runs inside a backward, .* weights must not change under a backward"):
             weight.sum().backward()
         weight._post_accumulate_grad_hooks.clear()
         optimizer.step()

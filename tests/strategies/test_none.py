@@ -75,7 +75,7 @@ def test_what_shares_a_batch_is_refused():
     ):
         inside.__enter__()
     inside = parwrap.distributed(strategy="none")
-    with parwrap.distributed(), pytest.raises(UsageError, match="strategy='none' cannot be had inside of strategy='ddp': give it to the"):
+    with parwrap.distributed(), pytest.raises(UsageError, match="strategy='none' cannot be had inside strategy='ddp': give it to the"):
         inside.__enter__()
 
 

@@ -108,8 +108,8 @@ def test_what_a_test_has_not_read_is_shown_with_its_rank_zeros_first(run: Run):
 @pytest.mark.parametrize(
     ("made", "named"),
     [
-        ("lambda: None", "made.<locals>.make.<locals>.<lambda> is defined inside of a function, where the ranks cannot find it"),
-        ("[Local()]", "made.<locals>.make.<locals>.Local is defined inside of a function, where the ranks cannot find it"),
+        ("lambda: None", "made.<locals>.make.<locals>.<lambda> is defined inside a function, where the ranks cannot find it"),
+        ("[Local()]", "made.<locals>.make.<locals>.Local is defined inside a function, where the ranks cannot find it"),
         ("(each for each in [])", "cannot pickle 'generator' object"),
     ],
     ids=["a function", "an object of a class", "a generator"],

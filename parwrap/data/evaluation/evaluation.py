@@ -76,7 +76,7 @@ class Evaluation(Interceptor):
     Attributes:
         readers: how many ranks have a part; those above stand in.
         readings: the passes, in their order.
-        within: whether another one has been opened inside of it.
+        within: whether another one has been opened inside it.
         asleep: whether it is open now.
     """
 
@@ -289,7 +289,7 @@ def refuse_unreadable(loader: DataLoader) -> None:
 def refused_backward() -> UsageError:
     """The error of a function that trains."""
     return UsageError(
-        "a backward was called inside of a function decorated with @parwrap.evaluate, where ranks read different numbers of "
+        "a backward was called inside a function decorated with @parwrap.evaluate, where ranks read different numbers of "
         "batches: train outside of it, or leave the decorator out. For the gradient of an input, use torch.autograd.grad."
     )
 

@@ -101,7 +101,7 @@ class Recorder(AbstractContextManager):
     Args:
         directory: where to write.
         environ: the launch variables of this rank.
-        traceback: the part of an exception's traceback that is to be shown.
+        traceback: the part of an exception's traceback to show.
         aside: where this rank writes what is for its own file alone, if it has one.
     """
 

@@ -1,4 +1,4 @@
-"""From a command line with ``--launcher`` to a job: which launcher, its options, and what is to be run on each node.
+"""From a command line with ``--launcher`` to a job: which launcher, its options, and what to run on each node.
 
 Nothing is started here, and everything that can be known to be wrong is said: a job may wait for hours before a node would say it.
 """

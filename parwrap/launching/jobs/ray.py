@@ -145,7 +145,7 @@ def _check(job: Job) -> None:
 
 
 def _cluster(job: Job) -> str | None:
-    """Where Ray runs already; ``None`` if it is to be started here."""
+    """Where Ray runs already; ``None`` to start it here."""
     address = job.options.address or os.environ.get("RAY_ADDRESS")
     return None if address == "local" else address
 

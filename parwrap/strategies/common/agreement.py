@@ -52,7 +52,7 @@ class View:
         others: those that no optimizer owns.
         bare: leaf tensors that are no ``nn.Parameter``: inputs, or parameters of a hand-written SGD.
         sparse: the numbers of the owned ones that get sparse gradients.
-        reenters: whether backwards are called inside of it, as re-entrant checkpointing does.
+        reenters: whether backwards are called inside it, as re-entrant checkpointing does.
         generation: of the loop.
         owns: whether there is an optimizer at all.
         visits: how often this site was visited before.

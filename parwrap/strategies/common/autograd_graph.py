@@ -44,7 +44,7 @@ def sparsely_used(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
 
 
 def reenters(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
-    """Whether a backward of ``tensors`` calls others inside of it, as re-entrant checkpointing does: its leaves are hidden.
+    """Whether a backward of ``tensors`` calls others inside it, as re-entrant checkpointing does: its leaves are hidden.
 
     >>> reenters([torch.nn.Parameter(torch.ones(2)).sum()])
     False

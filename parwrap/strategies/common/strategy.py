@@ -44,7 +44,7 @@ class Strategy(Interceptor, Participant):
     """Whether each step is one of all ranks, on a batch that each has its share of; else every rank steps at its own pace, by itself."""
 
     hands_over = False
-    """Whether it is to be told what the function has returned."""
+    """Whether it needs what the function has returned."""
 
     share: Callable[[], Share]
 

@@ -205,9 +205,9 @@ def _why_whole(module: nn.Module) -> str | None:
                 return "it, or a part of it, has hooks, which would see parts of the batch"
     modes = [mode for mode in function_modes() if not isinstance(mode, DeviceContext)]
     if modes or dispatch_mode_depth():
-        return "it runs inside of a mode of torch's, which the threads of replicas would not be in"
+        return "it runs inside a mode of torch's, which the threads of replicas would not be in"
     if not _are_known(innermost_saved_tensors_hooks() or ()):  # a checkpoint's change no numbers
-        return "it runs inside of hooks on saved tensors, which the threads of replicas would not call"
+        return "it runs inside hooks on saved tensors, which the threads of replicas would not call"
     return None
 
 

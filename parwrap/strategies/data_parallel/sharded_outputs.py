@@ -38,7 +38,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """The whole of pieces that have no gradients, where the tensor has: it was made inside of an autograd function, as a checkpoint."""
+    """The whole of pieces that have no gradients, where the tensor has: it was made inside an autograd function, as a checkpoint."""
 
     @staticmethod
     def forward(ctx: Any, pieces: Pieces) -> torch.Tensor:

@@ -141,7 +141,7 @@ class Bypasses(Interceptor):
         """
         if current_graph_task_id() != NO_GRAPH_TASK and not is_alone():
             raise UsageError(
-                f"{type(optimizer).__name__}.step() at {location()} runs inside of a backward, as from register_post_accumulate_grad_hook: "
+                f"{type(optimizer).__name__}.step() at {location()} runs inside a backward, as from register_post_accumulate_grad_hook: "
                 "gradients are averaged over the ranks only when the backward ends, so this step would take one rank's. Call step() after "
                 "loss.backward()."
             )

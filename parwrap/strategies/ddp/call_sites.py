@@ -43,8 +43,8 @@ class CallSite:
         sync_point: of its next backward.
         bare: the leaf tensors among those parameters that are no ``nn.Parameter``, by id.
         frozen: parameters of optimizers that were frozen then.
-        reenters: whether backwards are called inside of it, on any rank.
-        nests: whether this rank has run some inside of it, which its graph need not show.
+        reenters: whether backwards are called inside it, on any rank.
+        nests: whether this rank has run some inside it, which its graph need not show.
         remakes: whether its parameters are leaf tensors that the script makes anew for each step.
     """
 

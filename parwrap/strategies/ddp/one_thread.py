@@ -36,7 +36,7 @@ class OneThread:
         if self._refused is not None:
             raise UsageError(*self._refused.args)
         if running and current_graph_task_id() != NO_GRAPH_TASK:
-            return  # inside of the other, as for a checkpoint, where torch may use threads of its own
+            return  # inside the other, as for a checkpoint, where torch may use threads of its own
         here = threading.current_thread()
         if self._thread is here:
             return

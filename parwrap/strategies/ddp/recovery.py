@@ -95,7 +95,7 @@ class Recovery:
             call: a backward that has run.
             site: where.
             averager: that it has run with.
-            nested: whether there were backwards inside of it: once all ranks know, they average after the whole.
+            nested: whether there were backwards inside it: once all ranks know, they average after the whole.
         """
         if not _keeps_graph(call):
             self.settle_buffers()

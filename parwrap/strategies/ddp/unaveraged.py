@@ -134,7 +134,7 @@ class Unaveraged(Interceptor):
         if not changes or is_alone() or self._paused or self._group.coordinator.waits_for:  # it steps as others do, in what it answers
             return
         if current_graph_task_id() != NO_GRAPH_TASK:
-            return  # a step inside of a backward, which Bypasses refuses
+            return  # a step inside a backward, which Bypasses refuses
         if changes != REPLACED and not self._changed_in_place:
             # clipping and the like change them in place, alike on all ranks: that is looked at ever more rarely
             self._visits[changes] += 1

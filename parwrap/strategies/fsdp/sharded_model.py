@@ -52,7 +52,7 @@ class ShardedModel:
 
     Args:
         root: the module.
-        units: the modules inside of it that are gathered by themselves, inner ones first.
+        units: the modules inside it that are gathered by themselves, inner ones first.
         unsharded: parameters that stay whole.
         mesh: the ranks.
         enter: called before the units of this model send anything: with what is done, the unit's name and a number that must be the

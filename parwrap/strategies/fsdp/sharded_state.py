@@ -19,7 +19,7 @@ __all__ = ["adopt", "holds_sharded", "release", "shard_state", "whole_state"]
 Whole = Callable[[Any], torch.Tensor]
 
 DEPTH, MOST = 4, 1000
-"""Containers inside of each other that are looked into for a model that is saved, and how much of a list."""
+"""Containers inside each other that are looked into for a model that is saved, and how much of a list."""
 
 
 def whole_state(state: Mapping[str, Any], whole: Whole) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _exchange(optimizer: Optimizer, of: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def holds_sharded(thing: Any, models: Iterable[nn.Module], depth: int = DEPTH) -> bool:
-    """Whether sharded tensors or one of the ``models`` are in ``thing``, which is to be saved."""
+    """Whether sharded tensors or one of the ``models`` are in ``thing``, which is about to be saved."""
     if isinstance(thing, nn.Module):
         inside = {id(module) for module in thing.modules()}
         return any(id(module) in inside for model in models for module in model.modules())

@@ -48,7 +48,7 @@ def roots(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
 
 
 def units(root: nn.Module, wrap: Wrap) -> list[nn.Module]:
-    """The modules inside of ``root`` that are gathered and sharded by themselves, inner ones before those around them.
+    """The modules inside ``root`` that are gathered and sharded by themselves, inner ones before those around them.
 
     Modules that share a parameter with what is outside of them are none.
 

@@ -121,7 +121,7 @@ class LocalSGD(Strategy):
             return
         if current_graph_task_id() != NO_GRAPH_TASK:
             raise UsageError(
-                f"{type(optimizer).__name__}.step() at {location()} runs inside of a backward, as from register_post_accumulate_grad_hook: "
+                f"{type(optimizer).__name__}.step() at {location()} runs inside a backward, as from register_post_accumulate_grad_hook: "
                 "ranks average after steps, and weights must not change under a backward. Call step() after loss.backward()."
             )
         number = self._number(optimizer)
@@ -250,7 +250,7 @@ class LocalSGD(Strategy):
 
 
 def _is_part(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step is a part of one that steps the same parameters, as inside of Lookahead, which is the one that counts."""
+    """Whether its step is a part of one that steps the same parameters, as inside Lookahead, which is the one that counts."""
     around = [each for each in stepping() if each is not optimizer]
     return any({id(p) for p in parameters_of(optimizer)} <= {id(p) for p in parameters_of(each)} for each in around)
 

@@ -122,7 +122,7 @@ class ParameterServer(Strategy):
 
     @intercepts
     def refuse_closure(self) -> None:
-        """A closure computes gradients inside of a step, which is taken elsewhere."""
+        """A closure computes gradients inside a step, which is taken elsewhere."""
         if is_alone():
             return
         raise UsageError(

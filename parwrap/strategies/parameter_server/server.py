@@ -44,7 +44,7 @@ class Served(EarlyExit):
 
 
 class Begun(NamedTuple):
-    """What a worker tells of an optimizer when it is to be stepped from now on.
+    """What a worker sends of an optimizer that the server steps from now on.
 
     Attributes:
         optimizer: packed; or why that cannot be.
