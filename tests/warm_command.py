@@ -175,6 +175,8 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
             status = 0
         except SystemExit as ended:
             status = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+            if not isinstance(ended.code, int | None):
+                print(ended.code, file=sys.stderr)
         except BaseException:
             sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         threading._shutdown()  # type: ignore[attr-defined]

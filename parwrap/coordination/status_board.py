@@ -24,7 +24,7 @@ from parwrap.system.background import in_background
 from parwrap.system.shared_memory import shared_memory
 from parwrap.world.world import World
 
-__all__ = ["PART", "Entry", "GoingAhead", "State", "StatusBoard", "SyncPoint", "opened"]
+__all__ = ["PART", "EagerCoordinator", "Entry", "State", "StatusBoard", "SyncPoint", "opened"]
 
 KEPT, PARTS = 8, 3
 """Entries that a rank keeps of each part of the run, and of how many parts. Ranks are at most a sync point apart on the CPU; with a GPU
@@ -255,7 +255,7 @@ def _in_row(number: int) -> int:
     return HEAD.size + _slot(number) * ENTRY.size
 
 
-class GoingAhead:
+class EagerCoordinator:
     """The sync points that ranks enter without waiting for each other, in the same order on all of them.
 
     Args:

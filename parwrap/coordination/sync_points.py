@@ -20,7 +20,7 @@ from datetime import timedelta
 from parwrap.coordination.call_site import location, warn
 from parwrap.coordination.participant import Participant
 from parwrap.coordination.rank_positions import RankPositions
-from parwrap.coordination.status_board import PART, Entry, GoingAhead, State, StatusBoard, SyncPoint
+from parwrap.coordination.status_board import PART, EagerCoordinator, Entry, State, StatusBoard, SyncPoint
 from parwrap.coordination.subgroup_sync import NestedCoordinator, answered_beside
 from parwrap.errors import RankMismatchError
 from parwrap.system.remote_exception import in_one_line
@@ -43,7 +43,7 @@ Answer = Callable[[int, list[int]], bool | Callable[[], bool] | None]
 """Called with the sync point's detail and the ranks that hold it; true, or what gives true afterwards, says that nothing was missed."""
 
 
-class Coordinator(GoingAhead):
+class Coordinator(EagerCoordinator):
     """The sync points of this rank with the others, in the order in which they take place.
 
     Args:
@@ -52,7 +52,7 @@ class Coordinator(GoingAhead):
 
     Attributes:
         part: of the run, which is another one after each :meth:`begin`.
-        whereabouts: of every rank.
+        rank_positions: where every rank is.
         stale: whether the others have trained on without this rank, which has not taken over their state yet.
         waits_for: the sync point that this rank waits for, if it does.
         alike: whether all ranks that came to the last sync point gave the same ``detail``.

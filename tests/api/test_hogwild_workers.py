@@ -81,7 +81,7 @@ def test_the_callers_model_learns_digits(capfd):
             digits["train"](model, "cpu", DataLoader(train_set, batch_size=32, shuffle=True), optimizer)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error")  # nothing that the caller has is lost on the workers
         train()
 
     assert digits["test"](model, "cpu", DataLoader(test_set, batch_size=256)) > 0.9

@@ -43,8 +43,8 @@ class CallSite:
         sync_point: of its next backward.
         bare: the leaf tensors among those parameters that are no ``nn.Parameter``, by id.
         frozen: parameters of optimizers that were frozen then.
-        reenters: whether backwards are called inside it, on any rank.
-        nests: whether this rank has run some inside it, which its graph need not show.
+        nested_on_any_rank: whether backwards run inside it, on any rank.
+        nested_here: whether this rank has run some inside it, which its graph need not show.
         remakes: whether its parameters are leaf tensors that the script makes anew for each step.
     """
 
@@ -55,8 +55,8 @@ class CallSite:
     sync_point: SyncPoint | None = None
     bare: dict[int, torch.Tensor] = field(default_factory=dict)
     frozen: tuple[torch.Tensor, ...] = ()
-    reenters: bool = False
-    nests: bool = False
+    nested_on_any_rank: bool = False
+    nested_here: bool = False
     remakes: bool = False
 
     def restart(self) -> None:
@@ -121,7 +121,7 @@ class CallSites(dict[tuple, CallSite]):
             others=described(others),
             bare=described(bare),
             sparse=frozenset(number_of[key] for key in sparse if key in number_of),
-            reenters=site.reenters or site.nests or reenters(call.roots),
+            reenters=site.nested_on_any_rank or site.nested_here or reenters(call.roots),
             generation=self._loop.generation,
             owns=bool(owned),
             visits=0 if afresh else site.visits,
@@ -133,7 +133,7 @@ class CallSites(dict[tuple, CallSite]):
         site.averager, site.bare = self._averagers.agree(views, used, owned, others, bare)
         site.generation = self._loop.generation
         site.visits = 0 if afresh else site.visits
-        site.reenters = any(each.reenters for each in views.values())
+        site.nested_on_any_rank = any(each.reenters for each in views.values())
         site.remakes = remade and bool(site.bare)
         site.sync_point = SyncPoint(BACKWARD, place, site.averager.number) if site.averager else None
         site.frozen = tuple(p for p in self._loop.owned().values() if not p.requires_grad)

@@ -62,14 +62,14 @@ class Compressed:
         facts = next((view for parameter, view in views if parameter is self._facts), None)
         if facts is None:
             return self._started(bucket)
-        received = facts / dist.get_world_size()
-        sending = dist.all_reduce(received, async_op=True)
+        mean = facts / dist.get_world_size()
+        sending = dist.all_reduce(mean, async_op=True)
         facts.zero_()
 
         def with_facts(sent: Future) -> torch.Tensor:
             average = sent.value()
             sending.wait()
-            facts.copy_(received)  # a view of the bucket, which is what all hooks return
+            facts.copy_(mean)  # a view of the bucket, which is what all hooks return
             return average
 
         return self._started(bucket).then(with_facts)

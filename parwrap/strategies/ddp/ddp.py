@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from threading import get_ident
+from threading import current_thread
 
 import torch
 from torch import nn
@@ -69,7 +69,7 @@ class DDP(Strategy):
     def backward(self, call: Backward) -> None:
         """Run ``call`` and average what it leaves in the gradients."""
         alone = bool(self._group.alone_in)
-        if not alone and self._threads.ident != get_ident():
+        if not alone and self._threads.thread is not current_thread():
             self._threads.enter(self._running)
         if alone or self._running:
             self._nested = True
@@ -105,7 +105,7 @@ class DDP(Strategy):
             call.run()
             return
         run: Callable[[Backward, float], None] = averager.run
-        if site.reenters or site.remakes or call.options.get("create_graph"):
+        if site.nested_on_any_rank or site.remakes or call.options.get("create_graph"):
             run, sync_point = self._then_average(call, site, averager), SyncPoint(THEN_AVERAGED, sync_point.place, sync_point.detail)
         if weighted and (batch := self._loop.weights.number):
             sync_point = sync_point.of_batch(batch)
@@ -147,10 +147,11 @@ class DDP(Strategy):
         return averager.run_then_average
 
     def _answer(self, take_part: Callable[[GradientAverager, Share], None], number: int, present: list[int]) -> Callable[[], bool]:
-        """Others run a backward, and this rank waits for something else."""
+        """Others run a backward, and this rank waits for something else; returns what tells afterwards whether it has missed nothing."""
+        share = self.share()
         self._running = True  # the backward in it is none of the user's
         try:
-            goes_on = self._recovery.answer(number, take_part, self.share)
+            goes_on = self._recovery.answer(number, take_part, share)
         finally:
             self._running = False
         self._loop.ran_backward()

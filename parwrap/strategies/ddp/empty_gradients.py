@@ -55,7 +55,7 @@ def send_nothing(parameters: Sequence[torch.Tensor], sparse: frozenset[int], *ro
 
 
 def send_nothing_once(parameters: Sequence[torch.Tensor], sparse: frozenset[int], *roots: torch.Tensor) -> bool:
-    """The same past hooks, which may raise, unless they have taken part already; returns whether they had not."""
+    """Like :func:`send_nothing`, without the hooks of the tensors, which may raise; returns false if they have taken part already."""
     hooks = [(each, dict(each)) for p in parameters if (each := tensor_hooks(p))]
     for each, _ in hooks:
         each.clear()

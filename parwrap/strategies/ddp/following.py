@@ -45,7 +45,7 @@ class Following:
         take_state: has this rank take over all of another's state.
 
     Attributes:
-        due: the number of the sync point of ranks from which :meth:`look` has something to do.
+        due: the number of the sync point at which the next :meth:`look` is due.
     """
 
     def __init__(self, group: Group, loop: Loop, take_state: Callable[[int], None]) -> None:

@@ -15,12 +15,11 @@ class OneThread:
     """Knows which thread trains.
 
     Attributes:
-        ident: of that thread, which need not :meth:`enter` again; 0 if none has, or one was refused.
+        thread: that thread, which need not :meth:`enter` again; ``None`` if none has, or one was refused.
     """
 
     def __init__(self) -> None:
-        self.ident = 0
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._place = ""
         self._refused: UsageError | None = None
 
@@ -38,17 +37,15 @@ class OneThread:
         if running and current_graph_task_id() != NO_GRAPH_TASK:
             return  # inside the other, as for a checkpoint, where torch may use threads of its own
         here = threading.current_thread()
-        if self._thread is here:
-            return
-        if running and self._thread is not None:
-            self.ident = 0
+        if running and self.thread is not None:
             self._refused = UsageError(
-                f"two threads train at the same time: {self._thread.name}, at {self._place}, and {here.name}, at {location()}. Ranks "
+                f"two threads train at the same time: {self.thread.name}, at {self._place}, and {here.name}, at {location()}. Ranks "
                 "average the backwards that come first, second and so on with each other, and threads take turns in another order on each "
                 "rank. Train one model after the other, call one backward() of the sum of the losses, or start a run for each model."
             )
+            self.thread = None
             raise self._refused
-        self._thread, self._place, self.ident = here, location(), threading.get_ident()
+        self.thread, self._place = here, location()
 
     def check(self) -> None:
         """The training is over.

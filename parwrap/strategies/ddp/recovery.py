@@ -99,8 +99,8 @@ class Recovery:
         """
         if not _keeps_graph(call):
             self.settle_buffers()
-        if nested and not site.reenters:
-            site.nests = True
+        if nested and not site.nested_on_any_rank:
+            site.nested_here = True
             averager.note_stale_set()
 
     def settle_buffers(self) -> None:
@@ -109,24 +109,25 @@ class Recovery:
             buffers.settle()
         self.late_buffers.clear()
 
-    def restart(self, site: CallSite, error: BaseException) -> BaseException:
+    def restart(self, site: CallSite, error: BaseException) -> None:
         """A backward at ``site`` has failed half way: start afresh there.
 
-        Returns:
-            What to raise.
+        Raises:
+            RankMismatchError: ``error`` says that a rank has waited for another until the timeout; this one names the missing rank.
         """
         site.restart()
         self._unexpected.forget()
-        return self._coordinator.in_vain(AVERAGE, None) if has_timed_out(error) else error
+        if has_timed_out(error):
+            raise self._coordinator.in_vain(AVERAGE, None) from error
 
     @torch.inference_mode(False)
-    def answer(self, number: int, take_part: Callable[[GradientAverager, Share], None], share: Callable[[], Share]) -> Callable[[], bool]:
+    def answer(self, number: int, take_part: Callable[[GradientAverager, Share], None], share: Share) -> Callable[[], bool]:
         """Take part in a backward of others.
 
         Args:
             number: of their averager.
             take_part: as a method of :class:`GradientAverager`.
-            share: gives what this rank contributes, if it has anything.
+            share: what this rank contributes.
 
         Returns:
             What it does next, to find out whether it goes on in step with the others.
@@ -137,11 +138,10 @@ class Recovery:
                 f"rank {self._group.world.rank} has left the training loop, and others train parameters that it does not know. "
                 "Build all optimizers before the loop, or let all ranks take the same number of steps."
             )
-        given = share()
-        take_part(averager, given)
-        self.handle(averager, given.weight, call=None)
+        take_part(averager, share)
+        self.handle(averager, share.weight, call=None)
         self._unaveraged.note(averager.parameters)
-        return given.averaged
+        return share.averaged
 
     def _fail_alike(self, averager: GradientAverager, call: Backward | None) -> None:
         """A backward has raised on a rank: raise the same on all, so that a script that goes on skips the same step everywhere.
