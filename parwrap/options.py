@@ -73,7 +73,7 @@ def _counts(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
-def _several(things: object) -> tuple:
+def _several(things: object) -> tuple[Any, ...]:
     return things if isinstance(things, tuple) and things else (things,)
 
 

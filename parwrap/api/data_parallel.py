@@ -61,7 +61,7 @@ class data_parallel(FeatureDecorator):
         self._device_ids = None if device_ids is None else _devices(device_ids)
         self._gather, self._loss = gather, loss
 
-    def asked(self) -> tuple | None:
+    def asked(self) -> tuple[Any, ...] | None:
         asked = self._device_ids, self._gather, self._loss
         return None if asked == (None, True, None) else asked
 
@@ -72,7 +72,7 @@ class data_parallel(FeatureDecorator):
         devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
         return DataParallel(self._device_ids or devices, self._gather, self._loss, self._device_ids is not None)
 
-    def opened(self, module: str | None) -> AbstractContextManager:
+    def opened(self, module: str | None) -> AbstractContextManager[Any]:
         if current() is not None and len(self._device_ids or ()) > 1:
             refuse_ranks(self._device_ids or (), world_size())
         gpus = torch.cuda.device_count()

@@ -112,7 +112,7 @@ class distributed(ScopeDecorator):
     def option_names(cls) -> tuple[str, ...]:
         return (*(field.name for field in fields(Options)), *LAUNCH_OPTIONS)
 
-    def scope(self, function: Callable | None) -> AbstractContextManager:
+    def scope(self, function: Callable[..., Any] | None) -> AbstractContextManager[Any]:
         if _session is not None:
             return _session.joined(self._given)
         if function is None and self._launch.nprocs not in (None, 1) and not there_are_ranks():
@@ -122,14 +122,14 @@ class distributed(ScopeDecorator):
             )
         return _opened(self._options, module_of(function), function)
 
-    def around(self, function: Callable) -> Callable:
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def tell(result: Any) -> None:
             if now := strategy():
                 now.returned(result)
 
         return gathered(result_told(function, tell) if strategy_of(self._options).hands_over else function)
 
-    def outside(self, call: Callable) -> Callable:
+    def outside(self, call: Callable[..., Any]) -> Callable[..., Any]:
         if self._launch == Launch():
             return call
 
@@ -139,7 +139,7 @@ class distributed(ScopeDecorator):
         return launching
 
     @classmethod
-    def script_scope(cls, **options: Any) -> AbstractContextManager:
+    def script_scope(cls, **options: Any) -> AbstractContextManager[Any]:
         """The scope for a whole plain script; see :class:`distributed` for the options.
 
         The script must not see that it was launched, or a distributed branch of its own would wake up: the launch variables are
@@ -195,7 +195,7 @@ def shared_out(samples: int | None) -> None:
 
 @contextmanager
 def _opened(
-    options: Options, module: str | None, function: Callable | None, hidden: Iterable[str] = (), returns: bool = True
+    options: Options, module: str | None, function: Callable[..., Any] | None, hidden: Iterable[str] = (), returns: bool = True
 ) -> Iterator[None]:
     """A session for the length of the block, in the process group that is open, or in one of its own."""
     global _session

@@ -13,7 +13,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -61,12 +61,12 @@ class Onlooker(Interceptor):
     """
 
     def __init__(self) -> None:
-        self.loaders: dict[int, tuple[DataLoader, list[tuple[Any, Any]]]] = {}
+        self.loaders: dict[int, tuple[DataLoader[Any], list[tuple[Any, Any]]]] = {}
         self.written: str | None = None
         self.printed: list[str] = []
 
     @intercepts
-    def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+    def iterate(self, loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Iterator[Any]]) -> Iterator[Any]:
         refuse_unreadable(loader)
         self.loaders.setdefault(id(loader), (loader, _samplers_state(loader)))
         return original(loader)
@@ -76,7 +76,7 @@ class Onlooker(Interceptor):
         raise refused_backward()
 
     @intercepts
-    def open(self, original: Callable, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    def open(self, original: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if writes(mode):
             self._wrote(file)
         return original(file, mode, *args, **kwargs)
@@ -115,14 +115,14 @@ class Onlooker(Interceptor):
 def modes_set_together() -> Patch:
     """While each rank runs by itself, ``model.eval()`` has all take the same buffers yet."""
 
-    def train(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
+    def train(wrapped: Callable[..., Any], instance: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
         with together():
-            return wrapped(*args, **kwargs)
+            return cast(nn.Module, wrapped(*args, **kwargs))
 
     return Patch(nn.Module, "train", train)
 
 
-def _samplers_state(loader: DataLoader) -> list[tuple[Any, Any]]:
+def _samplers_state(loader: DataLoader[Any]) -> list[tuple[Any, Any]]:
     samplers = [loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
     held = [loader.generator, *(value for each in samplers for value in getattr(each, "__dict__", {}).values())]
     generators = {id(each): each for each in held if isinstance(each, torch.Generator)}
@@ -151,7 +151,7 @@ class Silent(Interceptor):
         self.printed.append(record.getMessage())
 
 
-def reached(function: Callable, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def reached(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What ``function`` can change, by name: its arguments, what it closes over, and globals, also of functions that it calls."""
     known: dict[str, Any] = {}
     waiting, seen = [inspect.unwrap(function)], set()

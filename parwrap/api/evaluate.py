@@ -88,12 +88,12 @@ class evaluate(ScopeDecorator):
         _check(reduce)
         self._reduce, self._checks = reduce, check
 
-    def scope(self, function: Callable | None) -> AbstractContextManager:
+    def scope(self, function: Callable[..., Any] | None) -> AbstractContextManager[Any]:
         if function is None:
             raise UsageError("`with parwrap.evaluate():` has no result to put together: decorate the function that returns it.")
         return nullcontext()
 
-    def around(self, function: Callable) -> Callable:
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         trust = _Trust(self._checks)
 
         @functools.wraps(function)
@@ -198,9 +198,9 @@ class _Call:
 
     group: Group
     reduce: Any
-    function: Callable
-    args: tuple
-    kwargs: dict
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
     def __post_init__(self) -> None:
         self.kind = f"parwrap.evaluate of {getattr(self.function, '__qualname__', self.function)}"
@@ -447,7 +447,7 @@ def _innermost(evaluation: Evaluation, known: Any) -> Iterator[None]:
             around.asleep = False
 
 
-def _arguments(function: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
+def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     try:
         return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):  # which the call itself raises, or which has no signature

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 from parwrap.decorator import ScopeDecorator
 from parwrap.rank_zero.per_thread import every_rank_writing
@@ -26,5 +27,5 @@ class every_rank_writes(ScopeDecorator):
     def __init__(self) -> None:
         super().__init__()
 
-    def scope(self, function: Callable | None) -> AbstractContextManager:
+    def scope(self, function: Callable[..., Any] | None) -> AbstractContextManager[Any]:
         return every_rank_writing()

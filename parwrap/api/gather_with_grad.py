@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from parwrap.api import distributed
@@ -43,7 +45,7 @@ def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
             "parwrap.gather_with_grad() takes a dense tensor with a row for each sample, of real numbers if it requires a gradient, "
             f"not {what}."
         )
-    return _gathered(x)
+    return cast(torch.Tensor, _gathered(x))
 
 
 @torch.compiler.disable

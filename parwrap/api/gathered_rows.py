@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,7 @@ def row_gatherer(group: Group) -> RowGatherer:
     """That of ``group``, made when all ranks have come to it."""
     if group.coordinator is None:
         return RowGatherer(group, StatisticsExchange(own_group(tuple(range(group.world.size)))))
-    return group.once(NAME, lambda: _opened(group))
+    return cast(RowGatherer, group.once(NAME, lambda: _opened(group)))
 
 
 @contextmanager

@@ -76,14 +76,14 @@ class hogwild(ScopeDecorator):
         self._workers = workers
         self._options = Options(strategy="hogwild", lock=lock, timeout=timeout, seed=seed)
 
-    def scope(self, function: Callable | None) -> AbstractContextManager:
+    def scope(self, function: Callable[..., Any] | None) -> AbstractContextManager[Any]:
         if function is None:
             raise UsageError("`with parwrap.hogwild():` has no function that other processes could run: decorate the one that trains.")
         options = (_running or [self])[0]._options
         given = {name: getattr(options, name) for name in ("strategy", "lock", "timeout", "seed")}
         return distributed.distributed(**given).scope(function)
 
-    def outside(self, call: Callable) -> Callable:
+    def outside(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def on_workers(*args: Any, **kwargs: Any) -> Any:
             if _running:
                 self._check_within(_running[0])
@@ -107,7 +107,7 @@ class hogwild(ScopeDecorator):
         seed = int(torch.randint(2**31, ())) if self._options.seed is None else self._options.seed
         return hogwild(workers=self._workers, lock=self._options.lock, timeout=self._options.timeout, seed=seed)
 
-    def _run(self, call: Callable, args: tuple, kwargs: dict) -> Any:
+    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In a worker."""
         _running.append(self)
         try:

@@ -19,7 +19,7 @@ __all__ = ["launch"]
 
 
 def launch(
-    function: Callable,
+    function: Callable[..., Any],
     /,
     *args: Any,
     nprocs: int | str | None = None,
@@ -75,7 +75,7 @@ def launch(
     return on_ranks(Launch(nprocs, returns, start_method), options, call, joins=distributed.loaders_read() is not None)
 
 
-def _refuse_options(function: Callable, given: Mapping[str, Any]) -> None:
+def _refuse_options(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Raise :class:`UsageError` for what looks like an option of parwrap's and is no argument of ``function``."""
     try:
         arguments = inspect.signature(function, follow_wrapped=False).parameters

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.utils.data import DataLoader
 
 from parwrap.api import distributed
@@ -11,7 +13,7 @@ from parwrap.errors import UsageError
 __all__ = ["loaders"]
 
 
-def loaders(*which: DataLoader) -> list[Position]:
+def loaders(*which: DataLoader[Any]) -> list[Position]:
     """The positions of training loaders, inside what ``parwrap.distributed`` runs.
 
     Each has ``state_dict()``, for a checkpoint, and ``load_state_dict(state)``: then the next batch is the one that would have come,

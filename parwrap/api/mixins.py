@@ -161,9 +161,9 @@ class _OfEach:
 
     def __init__(self, make: Callable[[], list[ScopeDecorator]]) -> None:
         self._make, self.of_class = make, make()
-        self._known: dict[int, tuple[weakref.ref, list[ScopeDecorator], dict[Callable, Callable]]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], list[ScopeDecorator], dict[Callable[..., Any], Callable[..., Any]]]] = {}
 
-    def __call__(self, instance: Any, method: Callable) -> Callable:
+    def __call__(self, instance: Any, method: Callable[..., Any]) -> Callable[..., Any]:
         """``method`` with those of ``instance``, kept for as long as it lives; by an id, since not every instance has a hash."""
         key = id(instance)
         if key not in self._known:
@@ -272,7 +272,7 @@ def _inherited(cls: type, name: str, found: Any) -> Any:
     return classmethod(cooperative) if isinstance(found, classmethod) else cooperative
 
 
-def _called(found: Any, function: Callable) -> Callable:
+def _called(found: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` by the name of ``found``, whose code it is not."""
     functools.update_wrapper(function, found)
     del function.__dict__["__wrapped__"]

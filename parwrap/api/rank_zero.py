@@ -46,7 +46,7 @@ class rank_zero_only(ScopeDecorator):
             raise UsageError("rank_zero_only(local=True, broadcast=True) leaves open which node's result to take: give one of them.")
         self._local, self._broadcast = local, broadcast
 
-    def scope(self, function: Callable | None) -> Any:
+    def scope(self, function: Callable[..., Any] | None) -> Any:
         raise UsageError(
             "`with parwrap.rank_zero_only():` cannot skip its body: write `if parwrap.is_rank_zero():` or decorate a function."
         )
@@ -81,7 +81,7 @@ class rank_zero_first(ScopeDecorator):
         self._local = local
 
     @contextmanager
-    def scope(self, function: Callable | None) -> Iterator[None]:
+    def scope(self, function: Callable[..., Any] | None) -> Iterator[None]:
         group = None if groups.is_alone() else _meeting_group("rank_zero_first")
         if group is None:
             yield
@@ -110,7 +110,7 @@ def _meeting_group(name: str) -> Group | None:
     return group
 
 
-def _shared(group: Group, function: Callable, args: tuple, kwargs: dict) -> Any:
+def _shared(group: Group, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rank 0's result on every rank; an exception there ends the waiting of the others."""
     outcome = group.key("rank_zero_only")
     if group.world.rank > 0:

@@ -140,7 +140,7 @@ def _begun(launch: Launch, call: Callable[[], Any]) -> Any:
         _asked = None
 
 
-def gathered(function: Callable) -> Callable:
+def gathered(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which returns what it does on all ranks where that is asked for."""
 
     def of_all(*args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from parwrap.options import CHOICES
 
 __all__ = ["replicate", "shard"]
 
-L = TypeVar("L", bound=DataLoader)
+L = TypeVar("L", bound=DataLoader[Any])
 
 
 def shard(x: Any, uneven: str = "pad") -> Any:

@@ -54,7 +54,7 @@ class sync_bn(FeatureDecorator):
         self._process_group, self._group_size = process_group, group_size
         _check(self._process_group, self._group_size)
 
-    def asked(self) -> tuple | None:
+    def asked(self) -> tuple[Any, ...] | None:
         asked = self._process_group, self._group_size
         return None if asked == (None, None) else asked
 

@@ -69,7 +69,7 @@ class uniform_length(FeatureDecorator):
         self._length, self._pad_value, self._max_tokens, self._multiple_of = length, pad_value, max_tokens, multiple_of
         self._lengths = Lengths(length, pad_value)  # which go on from call to call
 
-    def asked(self) -> tuple | None:
+    def asked(self) -> tuple[Any, ...] | None:
         length = self._length if isinstance(self._length, (str, int, type(None))) else id(self._length)
         asked = length, self._pad_value, self._max_tokens, self._multiple_of
         return None if asked == (None, None, None, 1) else asked

@@ -28,7 +28,7 @@ class _Captured:
     capture_class: type
 
     @contextmanager
-    def opened(self, config: pytest.Config, rank: int) -> Iterator[CaptureFixture]:
+    def opened(self, config: pytest.Config, rank: int) -> Iterator[CaptureFixture[Any]]:
         if not config.pluginmanager.hasplugin("capturemanager"):
             config.pluginmanager.register(CaptureManager("no"), "capturemanager")  # disabled() asks for it
         manager: Any = config.pluginmanager.getplugin("capturemanager")
@@ -51,7 +51,7 @@ class _Logged:
     @contextmanager
     def opened(self, config: pytest.Config, rank: int) -> Iterator[pytest.LogCaptureFixture]:
         with catching_logs(LogCaptureHandler(), level=self.level or None) as handler:
-            records: dict[str, list] = {"call": handler.records}
+            records: dict[str, list[Any]] = {"call": handler.records}
             item = types.SimpleNamespace(stash={caplog_handler_key: handler, caplog_records_key: records})
             fixture = pytest.LogCaptureFixture(item, _ispytest=True)  # type: ignore[arg-type]
             yield fixture

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from _pytest.config import builtin_plugins
@@ -58,7 +58,7 @@ class Rank:
         """The report that has come, or ``None`` from a process that has ended without one."""
         with suppress(EOFError, OSError):
             if self.connection.poll():
-                return self.connection.recv()
+                return cast(Report, self.connection.recv())
         return None
 
     def stacks(self) -> str:

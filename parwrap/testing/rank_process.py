@@ -163,7 +163,7 @@ def _minimal_pytest(options: list[str]) -> pytest.Config:
     return config
 
 
-def _load(task: Task, config: pytest.Config) -> tuple[Callable[..., None], dict[str, Any], list]:
+def _load(task: Task, config: pytest.Config) -> tuple[Callable[..., None], dict[str, Any], list[Any]]:
     """The test, its arguments and the warning filters; the module comes first, for what is pickled may need its classes."""
     owner: Any = importtestmodule(task.module, config)
     arguments, attributes, filters = pickle.loads(task.values)
@@ -176,7 +176,7 @@ def _load(task: Task, config: pytest.Config) -> tuple[Callable[..., None], dict[
     return getattr(owner, name), arguments, filters
 
 
-def _group_opened(task: Task) -> AbstractContextManager:
+def _group_opened(task: Task) -> AbstractContextManager[Any]:
     from parwrap.group import group
     from parwrap.world.world import World
 
@@ -184,7 +184,7 @@ def _group_opened(task: Task) -> AbstractContextManager:
     return group.opened(World(task.rank, task.size, task.rank, task.size, launcher="testing", init_method=rendezvous), backend="gloo")
 
 
-def _comparisons_explained(config: pytest.Config) -> AbstractContextManager:
+def _comparisons_explained(config: pytest.Config) -> AbstractContextManager[Any]:
     """While this is held a failing ``assert a == b`` explains how the two differ, as it does around each test in pytest."""
     item = types.SimpleNamespace(config=config, ihook=config.hook)
     return contextmanager(assertion.pytest_runtest_protocol)(item)  # type: ignore[arg-type]
