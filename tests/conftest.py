@@ -12,6 +12,8 @@ from inner_pytest import HEAD, Run
 from planning import scripts  # noqa: F401
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: of several processes with a thread for each core, most wait
+# a shell starts background jobs with SIGINT ignored, which the ranks' fork server and other processes of tests would inherit
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
@@ -23,12 +25,6 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: add --runslow"))
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _ctrl_c_is_heard():
-    """A shell starts background jobs with SIGINT ignored, and processes started by a test would inherit that."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -377,8 +377,9 @@ def _state_of(tensor: torch.Tensor) -> tuple | None:
     if is_lazy(tensor) or _is_unwatched(tensor) or tensor.device.type not in ("cpu", "cuda"):
         return None
     try:
+        tensor.untyped_storage().data_ptr()
         return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-    except RuntimeError:  # has no memory
+    except RuntimeError:  # it has no memory, as a tensor that wraps others
         return None
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import parwrap
 from parwrap.system.remote_exception import RemoteTraceback
@@ -209,3 +210,16 @@ def test_a_system_without_descriptors_of_processes(monkeypatch):
     monkeypatch.setattr(os, "pidfd_open", missing, raising=False)
 
     assert 2 == parwrap.launch(parwrap.world_size, nprocs=2)
+
+
+def test_a_tensor_that_wraps_others_is_left_alone():
+    wrapping = TwoTensor(torch.ones(2), torch.ones(2))
+    moved = torch.nn.Parameter(torch.ones(2))
+
+    def change():
+        moved.data = torch.zeros(2)
+
+    parwrap.launch(change, nprocs=2)
+
+    assert [0, 0] == moved.tolist()
+    assert [1, 1] == wrapping.a.tolist()
