@@ -26,7 +26,7 @@ class DroppedGradients:
 
     def note(self, training: OpenPass) -> None:
         """Remember which tensor the first backward of the pass has left."""
-        if training.gradient is None and self._loop.backwards > training.backwards and (gradient := self._loop.a_gradient()) is not None:
+        if (gradient := self._loop.a_gradient()) is not None:
             training.gradient = weakref.ref(gradient)
 
     def check(self, training: OpenPass) -> None:

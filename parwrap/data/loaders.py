@@ -134,7 +134,8 @@ class Loaders(Interceptor):
         if training.looks:
             return
         training.position.drew()
-        self._dropped.note(training)
+        if training.gradient is None and self._loop.backwards > training.backwards:
+            self._dropped.note(training)
         if training.weights is not None:
             weight, sharing = training.weights.popleft(), training.sharing
             factor, split = sharing.loss_factor(weight, self._size), sharing.batch == "global"
