@@ -49,7 +49,7 @@ def loaders(*which: DataLoader[Any]) -> list[Position]:
     for each in which:
         if not isinstance(each, DataLoader):
             raise UsageError(f"parwrap.loaders takes DataLoaders, not a {type(each).__name__}.")
-    listed = [read.position(each) for each in which] or read.positions()
+    listed = [read.positions.of(each) for each in which] or read.positions.trained()
     if not listed:
         raise UsageError(
             "no DataLoader was trained on yet, so parwrap.loaders() has none to list. "

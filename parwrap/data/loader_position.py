@@ -1,7 +1,7 @@
 """Where the training passes over one loader are: what a checkpoint keeps of it, and what a later run goes on from.
 
 What is counted is what all ranks together have trained on, so that any number of ranks can go on. The rest of a pass is dealt out by
-``training_share.py``; which loaders there are is known to ``loaders.py``.
+``training_share.py``; which loaders there are is known to ``known_positions.py``.
 """
 
 from __future__ import annotations

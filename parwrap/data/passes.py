@@ -58,7 +58,7 @@ class SharedDraws:
 
 
 class Pass:
-    """The iterator of one pass; tells ``closed(exhausted)`` once, when it ends, fails or is dropped.
+    """The iterator of one pass; calls ``closed(exhausted)`` once, when it ends, fails or is dropped.
 
     Args:
         batches: what the pass yields.
@@ -208,5 +208,5 @@ def _raise(error: Exception) -> Any:
     raise error
 
 
-def _ignore(told: Any) -> None:
+def _ignore(given: Any) -> None:
     pass

@@ -5,9 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import NamedTuple
 
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, get_worker_info
 
-__all__ = ["OwnPart", "Sharing", "TrainingData", "replicated"]
+from parwrap.group.group import is_alone
+
+__all__ = ["OwnPart", "Sharing", "TrainingData", "is_private", "replicated"]
 
 replicated: weakref.WeakSet[DataLoader] = weakref.WeakSet()
 """Loaders of which every rank is to see all; what users say holds in every scope."""
@@ -54,3 +56,8 @@ class TrainingData(NamedTuple):
     samples: int | None
     batch_size: int | None
     global_batch: int | None
+
+
+def is_private() -> bool:
+    """Whether a loader is read by a worker or by a lone rank, which has nobody to share with."""
+    return get_worker_info() is not None or is_alone()

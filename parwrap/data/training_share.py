@@ -48,7 +48,7 @@ from parwrap.data.unread import unread_of
 from parwrap.group.group import Group
 from parwrap.loop.random_streams import RandomStreams
 
-__all__ = ["Shares"]
+__all__ = ["TrainingShares"]
 
 END_OF_STREAM = "the end of a pass over an IterableDataset"
 END_OF_SHARE = "the end of a pass over a DataLoader without a backward"
@@ -76,8 +76,8 @@ class _Shared:
     draws_of_lasting: SharedDraws | None = None
 
 
-class Shares:
-    """Makes this rank's share of a loader.
+class TrainingShares:
+    """Makes this rank's training share of a loader.
 
     Args:
         group: the ranks to share with; ``None`` for a single rank.
@@ -101,7 +101,7 @@ class Shares:
         self._warned = self._warned_of_units = self._closed = False
 
     def close(self) -> None:
-        """Passes that outlive the session meet no rank any more."""
+        """Passes that outlive the session wait for no rank any more."""
         self._closed = True
 
     def batches(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], position: Position) -> tuple[Iterator, Any]:
@@ -166,7 +166,7 @@ class Shares:
         return original(with_indices(loader, indices, generator=own, persistent_workers=False))
 
     def all_look(self, trains: bool) -> bool:
-        """Meet the others at the end of a share in which this rank has not trained: whether no rank ``trains`` in this pass."""
+        """Wait for the others at the end of a share in which this rank has not trained: whether no rank ``trains`` in this pass."""
         if self._group is None or self._closed or threading.current_thread() is not threading.main_thread():
             return False  # a thread draws ahead
         present = self._group.coordinator.wait(END_OF_SHARE, unless_begun=True)

@@ -1,0 +1,123 @@
+"""What a training pass is for after all, where that is not clear from the start: at its first backward, or at the end of this rank's share.
+
+A pass in which nothing was trained by then has only looked. Its rest follows, so that every rank sees all samples, with one warning.
+Which samples those are is ``unread.py``'s, and when to ask ``looking.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from parwrap.coordination.call_site import location
+from parwrap.data.known_positions import KnownPositions
+from parwrap.data.open_doubts import OpenDoubts
+from parwrap.data.pass_history import OpenPass, PassHistories
+from parwrap.data.running_numbers import RunningNumbers
+from parwrap.data.training_share import TrainingShares
+from parwrap.loop.loop_state import Loop
+
+__all__ = ["EndOfShare"]
+
+
+class EndOfShare:
+    """Decides whether a pass that began as one that may train does so.
+
+    Args:
+        loop: what the training loop has done so far.
+        shares: gives the rest of what this rank has not seen.
+        histories: those of all loaders.
+        doubts: about passes that have ended.
+        positions: where training passes are.
+        numbers: looks out for sums over a share.
+        say: called with what to warn of.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        shares: TrainingShares,
+        histories: PassHistories,
+        doubts: OpenDoubts,
+        positions: KnownPositions,
+        numbers: RunningNumbers,
+        say: Callable[[str], None],
+    ) -> None:
+        self._loop, self._shares, self._histories, self._doubts = loop, shares, histories, doubts
+        self._positions, self._numbers, self._say = positions, numbers, say
+
+    def trained(self, training: OpenPass, read: int, looked: bool) -> None:
+        """Something was trained in the pass, after ``read`` batches; ``looked`` is whether it was taken for one that only looks."""
+        history = training.history
+        if not history.has_trained:
+            history.by_batch = read == 1 and not looked
+        history.has_trained = history.trains = history.trained_on_share = True
+        if looked:
+            history.draws_ahead = True
+            self._say(
+                "a DataLoader is drawn ahead to the end of this rank's share before its first backward, and was taken for one that is only "
+                "looked at: ranks have trained on batches of others. From its next pass on each rank gets its share."
+            )
+
+    def rest(self, training: OpenPass, read: int, waits: bool) -> Iterator | None:
+        """The share has ended and nothing was trained: the rest, if the pass only looks.
+
+        Args:
+            training: the pass.
+            read: how many batches were read.
+            waits: whether a loss of the first one waits for a backward.
+        """
+        history, loop = training.history, self._loop
+        if history.has_trained and not (history.trained_on_share or any(loop.optimizers())):
+            return None  # by torch.autograd.grad and updates by hand
+        stepped = loop.versions() != training.versions
+        trains = history.draws_ahead or stepped or (waits and not self._histories.only_looks(history))
+        looks = self._shares.all_look(trains) if training.unread else not (trains or self._shares.shares_out_itself(training.loader))
+        if not looks:
+            history.has_trained |= stepped
+            if trains and not stepped:
+                self._doubts.taken_for_training(training)
+            return None
+        history.trains, place = False, location()
+        if training.unread is None:
+            history.reads_whole = True
+            self._say(
+                f"a DataLoader was read to its end at {place} without training, and each rank saw only its share of it. "
+                "From its next pass on every rank sees all of it; with torch.no_grad() around the loop, the first would too."
+            )
+            return None
+        self._begin_to_look(training)
+        rest = training.unread.rest(read)
+        self._say_that_it_looks(training, place, read + len(rest))
+        return self._shares.rest(training.loader, training.original, rest)
+
+    def _begin_to_look(self, training: OpenPass) -> None:
+        training.looks = True
+        training.position.take_back(training.epoch)
+        training.position.looked_at += 1
+        if not training.history.has_trained:
+            self._positions.take_back(training.loader, training.position)
+        self._loop.closed_pass()
+        self._loop.opened_evaluation()
+        self._numbers.looks(training.loader.dataset)
+        self._loop.weights.close(training.weighed)
+
+    def _say_that_it_looks(self, training: OpenPass, place: str, batches: int) -> None:
+        loader, history = training.loader, training.history
+        drawn: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        whole = len(drawn) if hasattr(drawn, "__len__") else batches
+        given, history.given_lengths = history.given_lengths, None
+        if history.noted:
+            return
+        history.noted = True
+        length = f"len() of it was {given[0]} before that, and of the whole it is {given[1]}. " if given else ""
+        if training.batches is not None and training.batches.kept():
+            length += (
+                "If the batches are kept to be trained on, every rank trains on all of them, which is no faster: read the loader in each "
+                "epoch, or read it under torch.no_grad() and train on parwrap.shard(batches). "
+            )
+        length += f"There are {batches} batches instead of {whole}: divide by what was counted. " if batches != whole else ""
+        self._say(
+            f"a DataLoader is read at {place} without a backward: each rank sees its own share first and then the rest, so that sums and "
+            f"counts are those of one process, in another order. {length}With torch.no_grad() around the loop the order is the same too."
+        )

@@ -1,0 +1,63 @@
+"""The positions of all loaders: which loaders were trained on, in the order of their first passes.
+
+What a position is, and how it is kept and loaded, is ``loader_position.py``'s.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from torch.utils.data import DataLoader
+
+from parwrap.data.loader_position import Position
+from parwrap.data.samplers import users_own
+from parwrap.data.training_share import TrainingShares
+from parwrap.errors import UsageError
+from parwrap.loop.random_streams import RandomStreams
+
+__all__ = ["KnownPositions"]
+
+
+class KnownPositions:
+    """Finds the position of a loader.
+
+    Args:
+        streams: the random streams.
+        shares: makes this rank's share of a loader.
+    """
+
+    def __init__(self, streams: RandomStreams, shares: TrainingShares) -> None:
+        self._streams, self._shares = streams, shares
+        self._positions: weakref.WeakKeyDictionary[DataLoader, Position] = weakref.WeakKeyDictionary()
+        self._trained = 0
+
+    def of(self, loader: DataLoader) -> Position:
+        """Where training passes over ``loader`` are, also before the first."""
+        loader = users_own(loader)
+        if loader not in self._positions:
+            self._positions[loader] = Position(loader, self._streams, self._shares.plan)
+        return self._positions[loader]
+
+    def trained(self) -> list[Position]:
+        """Those of the loaders that were trained on, in the order of the first passes."""
+        return sorted((each for each in self._positions.values() if each.number is not None), key=lambda each: each.number or 0)
+
+    def begin(self, loader: DataLoader) -> Position:
+        """That of ``loader``, over which a training pass begins."""
+        if getattr(loader, "next_iter_state", None) is not None:
+            raise UsageError(
+                f"a {type(loader).__name__} was given a state that was taken without parwrap, which does not say where several ranks are. "
+                "Take it from the loader, or from parwrap.loaders(), where parwrap runs the training."
+            )
+        position = self.of(loader)
+        if position.number is None:
+            position.number = self._trained
+            self._trained += 1
+        return position
+
+    def take_back(self, loader: DataLoader, position: Position) -> None:
+        """``loader`` has not been trained on yet, though a pass over it began as one that may."""
+        if position.number is not None and position.number == self._trained - 1:
+            position.number = None
+            self._trained -= 1
+        self._shares.take_back(loader)
