@@ -3,6 +3,24 @@
 It may import the loop, the process group and interceptors. Start with ``loaders.py``, which intercepts the loaders; ``evaluation/`` is for
 exact evaluation and ``lengths/`` for batches by length.
 
+::
+
+    loaders.py               a pass over a loader: does it train, which batches, what when it ends
+    pass_history.py          guesses what the next pass over a loader is for
+    training_share.py        this rank's share of a training pass
+    samplers.py              the samplers of that share: batch=, uneven=
+    passes.py                an iterator over batches that tells when each is drawn and when the pass ends
+    loader_position.py       where in its passes a loader is, for checkpoints; known_positions.py: of all loaders
+    first_batch.py           the guess is revised at the first batch; next(iter(loader))
+    end_of_share.py          ... and at the end of the share, where nothing was trained
+    open_doubts.py           a pass has ended that a later backward may train on
+    unexpected_training.py   a loader that was read whole is trained on
+    early_lengths.py         len(loader) before the first pass; reported_lengths.py: in an evaluation
+    dropped_gradients.py     gradients that are looked at without a step
+    running_numbers.py       numbers of one rank that a script takes for those of all
+    iterables.py, dali.py    streams, and NVIDIA DALI
+    dataset_agreement.py     all ranks hold the same samples; dataset_summaries.py, comparing.py: how that is compared
+
 The public names; each is imported when it is first used, since what only shares out loaders needs none of them.
 """
 
