@@ -8,7 +8,7 @@ import torch
 
 import parwrap
 from parwrap.errors import UsageError
-from parwrap.group.collectives import _Away, arrived, sent
+from parwrap.group.collectives import _MovedToCPU, arrived, sent
 from parwrap.group.group import alone
 
 Point = namedtuple("Point", "x y")
@@ -121,7 +121,7 @@ def test_dicts_of_other_kinds_and_in_another_order():
 
 
 def test_what_is_sent_from_an_accelerator_comes_back_to_one():
-    result = arrived({"outputs": [_Away(torch.ones(2))], "loss": torch.ones(1)}, torch.device("meta"))
+    result = arrived({"outputs": [_MovedToCPU(torch.ones(2))], "loss": torch.ones(1)}, torch.device("meta"))
 
     assert ["meta", "cpu"] == [result["outputs"][0].device.type, result["loss"].device.type]
     assert {"loss": torch.ones(1)} == sent({"loss": torch.ones(1, requires_grad=True)})
