@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-SLOW = {3: [pytest.mark.slow]}
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 
 
@@ -48,7 +47,14 @@ def as_good(name, value, reference):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-@pytest.mark.parametrize("size", [pytest.param(size, marks=[pytest.mark.ranks(size), *SLOW.get(size, [])]) for size in (1, 2, 3)])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(1, marks=pytest.mark.ranks(1)),
+        pytest.param(2, marks=pytest.mark.ranks(2)),
+        pytest.param(3, marks=[pytest.mark.ranks(3), pytest.mark.slow]),
+    ],
+)
 def test_a_plain_script_trains_as_well_on_several_ranks(size, script, tmp_path, references):
     import torch
 

@@ -7,7 +7,6 @@ real: on one rank, on several nodes, with options of the interpreter or with var
 from __future__ import annotations
 
 import atexit
-import io
 import json
 import os
 import re
@@ -117,7 +116,7 @@ def _server() -> socket.socket:
 
 
 def _serve(requests: socket.socket) -> None:
-    """Fork commands until nobody asks for more."""
+    """Fork commands until pytest closes the connection."""
     for name in PRELOADED:
         import_module(name)
     assert threading.active_count() == 1
@@ -155,13 +154,11 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         os.closerange(3, 1 << 10)
-        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-            number = ("stdin", "stdout", "stderr").index(name)
-            raw = io.FileIO(number, mode, closefd=False)
-            buffer: Any = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
-            stream: Any = io.TextIOWrapper(buffer, encoding="utf-8", line_buffering=os.isatty(number) or name == "stderr")
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            by_line = number == 2 or (number == 1 and os.isatty(number))
+            opened = os.fdopen(number, "w" if number else "r", 1 if by_line else -1, encoding="utf-8", closefd=False)
+            setattr(sys, name, opened)
+            setattr(sys, f"__{name}__", opened)
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["environ"])

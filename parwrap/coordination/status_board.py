@@ -258,6 +258,8 @@ def _in_row(number: int) -> int:
 class EagerCoordinator:
     """The sync points that ranks enter without waiting for each other, in the same order on all of them.
 
+    A steady backward goes through here twice. So what it needs of ``HeldSignals.hold`` and ``release`` is written out.
+
     Args:
         status_board: what the ranks have written.
 

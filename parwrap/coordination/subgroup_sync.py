@@ -1,7 +1,7 @@
 """Sync points beside the main ones: what ranks do together within the forwards and backwards of their scripts.
 
 A group of ranks has a status board and numbers for them. They are entered without waiting. A rank that waits in a main sync point answers
-them with nothing to contribute, so nobody hangs when ranks part ways. What they send is up to their callers.
+them with nothing to contribute, so no rank hangs when ranks part ways. What they send is up to their callers.
 """
 
 from __future__ import annotations

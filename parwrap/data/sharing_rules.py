@@ -59,5 +59,5 @@ class TrainingData(NamedTuple):
 
 
 def is_private() -> bool:
-    """Whether a loader is read by a worker or by a lone rank, which has nobody to share with."""
+    """Whether a loader is read by a worker process or by a lone rank, so that all of it is read."""
     return get_worker_info() is not None or is_alone()

@@ -156,7 +156,7 @@ class Session(Interceptor):
             with self._streams.shared():
                 seed_all(given["seed"])
         self._options = after
-        # where learning rates stayed as they are, nobody intercepts the step
+        # where learning rates are unchanged, the step is not intercepted
         adjusts = self._group is not None and before.lr == "keep" != self._options.lr
         splits = self._group is not None and before.batch == "per_rank" != self._options.batch
         steps_together = self._group is not None and self.strategy is not None and self.strategy.steps_together

@@ -15,7 +15,7 @@ INLINE = "_torchdynamo_inline"
 
 
 def source_directory() -> str:
-    """Where the sources of the tracer are, with a slash at the end: its frames are told apart by their files, not by a public name."""
+    """The directory of the tracer's source files, with a slash at the end. No public name tells which frames are the tracer's."""
     import torch
 
     return os.path.join(os.path.dirname(str(torch.__file__)), "_dynamo", "")

@@ -22,7 +22,7 @@ __all__ = [
     "operator_schema",
     "tracing_state",
 ]
-# DeviceContext is the mode of ``torch.set_default_device``, which hands it out to nobody.
+# DeviceContext is the mode of ``torch.set_default_device``, which does not return it.
 # TorchDispatchMode sees every operation below autograd. Its module is documented and has no other name.
 
 PRIVATE_SAMPLERS = ("_standard_gamma", "_sample_dirichlet")

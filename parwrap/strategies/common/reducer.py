@@ -6,7 +6,6 @@ It gets a holder of the parameters instead of the user's model. What is averaged
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parwrap.group.device import uses_nccl
 from parwrap.options import Options
-from parwrap.torch_private.distributed import check_reducer_finalized, has_rebuilt_buckets
 from parwrap.torch_private.modules import registered_parameters
 
 __all__ = ["Reducer", "reducer_options"]
@@ -41,27 +39,16 @@ class Reducer(DistributedDataParallel):
         signal: that of the parameters whose gradient must not be compressed.
         compressed: makes what sends buckets in another way than DDP does, for a signal.
         options: for ``DistributedDataParallel``, such as ``bucket_cap_mb``.
-
-    Attributes:
-        rebuilt: whether the buckets have their final order.
-        check_finished: raises ``RuntimeError`` if a parameter has not taken part in the backward that has run.
     """
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], sparse: frozenset[int], signal: torch.Tensor, compressed: Any = None, **options: Any
     ) -> None:
         super().__init__(_Holder(parameters, sparse), init_sync=False, **options)
-        self.rebuilt, self.check_finished = False, partial(check_reducer_finalized, self.reducer)
         if compressed is not None:
             self.register_comm_hook(None, compressed(signal).send)
         elif sparse and uses_nccl():
             self.register_comm_hook(None, resolve_name("parwrap.strategies.ddp.sparse_gradients:send"))
-
-    def arm(self) -> None:
-        """Have the reducer expect every parameter in the next backward."""
-        with torch.enable_grad():
-            self()
-        self.rebuilt = has_rebuilt_buckets(self)
 
 
 class _SparselyUsed(nn.Embedding):

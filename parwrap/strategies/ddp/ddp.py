@@ -118,7 +118,7 @@ class DDP(Strategy):
             if call.existing_grads or worth_a_look(site.visits):
                 self._unexpected.look(call, averager, closely=worth_a_look(site.visits))
 
-            # run the backward: torch's hooks average the buckets meanwhile
+            # run the backward, while torch's hooks average the buckets
             run(call, weight)
 
             # check that it was regular on all ranks
@@ -141,7 +141,7 @@ class DDP(Strategy):
         return (call.scaled(scale) if scale != 1.0 else call), weight
 
     def _then_average(self, call: Backward, site: CallSite, averager: GradientAverager) -> Callable[[Backward, float], None]:
-        """How to run ``call`` where gradients cannot be averaged meanwhile."""
+        """How to run ``call`` where gradients cannot be averaged while it runs."""
         if site.remakes:
             averager.stand_for(reversed(reached(call.roots)))
         return averager.run_then_average

@@ -27,6 +27,7 @@ from parwrap.strategies.common.reducer import Reducer
 from parwrap.strategies.common.share import Share
 from parwrap.strategies.common.training_buffers import TrainingBuffers
 from parwrap.strategies.ddp.empty_gradients import send_nothing, send_nothing_once
+from parwrap.torch_private.distributed import check_reducer_finalized, has_rebuilt_buckets
 from parwrap.torch_private.tensors import foreach_mul_, version_of
 
 __all__ = ["GradientAverager", "Noted", "Reported", "divide", "has_timed_out", "note_gradients"]
@@ -171,17 +172,18 @@ class GradientAverager:
 
     def _arm(self) -> None:
         """Have the reducer expect every parameter in the next backward."""
-        if self._reducer.rebuilt:
+        if has_rebuilt_buckets(self._reducer):
             # all that is left of DDP's forward then, and 40 us less
             self._reducer.reducer.prepare_for_forward()
             self._reducer.reducer.prepare_for_backward([])
         else:
-            self._reducer.arm()
+            with torch.enable_grad():
+                self._reducer()
 
     def _has_finished(self) -> bool:
         """Whether every parameter has taken part in the backward that has run."""
         try:
-            self._reducer.check_finished()
+            check_reducer_finalized(self._reducer.reducer)
         except RuntimeError:
             return False
         return True
@@ -238,7 +240,7 @@ class GradientAverager:
         return frozenset(place for place, flag in enumerate(flags) if not flag)
 
     def _send_nothing_for_the_rest(self, call: Backward) -> None:
-        """This rank's loss did not reach every parameter: let the rest take part too, so that nobody waits for them."""
+        """This rank's loss did not reach every parameter: let the rest take part too, so that no rank waits for them."""
         leaves = {id(leaf): leaf for leaf in reached(call.roots)}
         held = {id(p) for p in call.existing_grads}
         rest = [(place, p) for place, p in enumerate(self.parameters) if id(p) not in leaves]
@@ -267,7 +269,7 @@ class GradientAverager:
         self._group.coordinator.notify()
 
     def _complete(self, error: Exception) -> None:
-        """This rank's backward has raised ``error``: send what it has not sent, so that nobody waits for it."""
+        """This rank's backward has raised ``error``: send what it has not sent, so that no rank waits for it."""
         with self._group.coordinator.answering():  # the others may be in a layer that this rank has not come to
             for p in self.parameters:
                 send_nothing_once((p,), self.sparse)
