@@ -283,7 +283,7 @@ def test_a_backward_inside_of_another_is_agreed_on_once(monkeypatch):
     agreements, agree = [], CallSites.agree
     monkeypatch.setattr(CallSites, "agree", lambda self, *args: (agreements.append(1), agree(self, *args)))
     first, inner, last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
-    optimizer = torch.optim.SGD([*first.parameters(), *inner.parameters(), *last.parameters()], lr=0.1)
+    optimizer = torch.optim.SGD([*first.parameters(), *inner.parameters(), *last.parameters()], lr=1e-4)
     with parwrap.distributed():
         for step in range(12):
             optimizer.zero_grad()
