@@ -1,4 +1,4 @@
-"""``python -m parwrap``: says which commands there are."""
+"""``python -m parwrap``: lists the commands."""
 
 import argparse
 

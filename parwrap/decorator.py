@@ -1,7 +1,7 @@
 """The base of parwrap's decorators: one class serves ``@f``, ``@f(...)`` and ``with f():``.
 
-Decorators on one function merge: however they are stacked, their scopes open in the order of ``layer``. Each call opens
-fresh scopes, so recursion and threads of calls do not share state. What a scope does is left to the subclass.
+Decorators on one function merge: however they are stacked, their scopes open in the order of ``layer``. Each call opens new scopes, so
+recursive calls and threads share no state. Subclasses define what a scope does.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from parwrap.errors import UsageError
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["EarlyExit", "ScopeDecorator", "decorators_of", "describe", "module_of", "refuse_undecoratable", "result_told"]
+__all__ = ["EarlyExit", "ScopeDecorator", "decorators_of", "describe", "module_of", "refuse_undecoratable", "reporting_result"]
 
 
 class EarlyExit(SystemExit):
-    """A scope has made the function end before its time, well.
+    """Raised by a scope to end the function early and successfully.
 
     Attributes:
-        function: whose scope; ``None`` while that is not known, or if the whole process is to end.
-        returns: whether the function returns something instead.
-        result: what that is.
+        function: the function of the scope; ``None`` if it is not known yet, or if the whole process ends.
+        returns: whether the function has another result instead.
+        result: that result.
     """
 
     function: Any = None
@@ -37,7 +37,7 @@ class EarlyExit(SystemExit):
 
 
 class ScopeDecorator:
-    """Something that holds while a function runs, or while a ``with`` block does.
+    """A scope around a function's run, or around a ``with`` block.
 
     Subclasses set ``layer`` and implement :meth:`scope`.
     """
@@ -46,7 +46,7 @@ class ScopeDecorator:
     """Scopes on one function open in ascending order."""
 
     not_here: ClassVar[Mapping[str, str]] = {}
-    """What to do instead of giving an option that this decorator does not have, by the option's name."""
+    """Advice for options that this decorator does not have, by the option's name."""
 
     def __new__(cls, function: Any = None, /, *others: Any, **options: Any) -> Any:
         for name in options:
@@ -61,7 +61,7 @@ class ScopeDecorator:
 
     @classmethod
     def _hint(cls, name: str) -> str:
-        """What to do about an option that does not exist."""
+        """Advice for an option that does not exist."""
         if name in cls.not_here:
             return f"{cls.not_here[name]}."
         close = difflib.get_close_matches(name, cls.option_names(), n=1)
@@ -72,7 +72,7 @@ class ScopeDecorator:
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
-        """The options that it takes."""
+        """The names of its options."""
         return tuple(inspect.signature(cls.__init__).parameters)[1:]
 
     @classmethod
@@ -81,15 +81,15 @@ class ScopeDecorator:
         return any(each.kind is each.POSITIONAL_OR_KEYWORD for each in list(inspect.signature(cls.__init__).parameters.values())[1:])
 
     def scope(self, function: Callable | None) -> AbstractContextManager:
-        """What to hold during one call of ``function``; ``None`` stands for a ``with`` block."""
+        """The context of one call of ``function``; ``None`` stands for a ``with`` block."""
         raise NotImplementedError
 
     def around(self, function: Callable) -> Callable:
-        """What is called inside the scopes in the place of ``function``."""
+        """The function to call inside the scopes instead of ``function``."""
         return function
 
     def outside(self, call: Callable) -> Callable:
-        """What is called in the place of ``call``, which opens the scopes and runs the function."""
+        """The function to call instead of ``call``, which opens the scopes and runs the function."""
         return call
 
     def __call__(self, decorated: F) -> F:
@@ -100,7 +100,7 @@ class ScopeDecorator:
         return self.wrapped(function)
 
     def wrapped(self, function: Any) -> Any:
-        """What ``function``, which can be decorated, becomes."""
+        """The decorated form of ``function``."""
         decorators = () if inspect.ismethod(function) else decorators_of(function)
         if decorators:
             function = function.__wrapped__
@@ -133,26 +133,26 @@ class ScopeDecorator:
 
 
 def decorators_of(function: Any) -> tuple[ScopeDecorator, ...]:
-    """Those that ``function``, or the function of a method, is decorated with."""
+    """The decorators of ``function``, or of the function of a method."""
     outermost, decorators = getattr(function, "__parwrap_scopes__", (None, ()))
-    # functools.wraps carries them over to somebody else's wrapper
+    # functools.wraps copies them to other wrappers
     return decorators if outermost is getattr(function, "__func__", function) else ()
 
 
-def result_told(function: Callable, tell: Callable[[Any], None]) -> Callable:
-    """``function``, with what it returns told too."""
+def reporting_result(function: Callable, report: Callable[[Any], None]) -> Callable:
+    """``function``, which also reports its result."""
 
     @functools.wraps(function)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def reporting(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        tell(result)
+        report(result)
         return result
 
-    return told
+    return reporting
 
 
 def refuse_undecoratable(function: Any, decorator: str) -> None:
-    """Raise :class:`UsageError` for what a scope around a call cannot serve: classes, coroutines, generators."""
+    """Raise :class:`UsageError` for objects that a scope around a call cannot serve: classes, coroutines, generators."""
     if inspect.isclass(function):
         problem = "is a class", "decorate the method that trains, or a function that uses the class"
     elif inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
@@ -169,7 +169,7 @@ def refuse_undecoratable(function: Any, decorator: str) -> None:
 
 
 def module_of(function: Callable | None) -> str | None:
-    """The name of the module that ``function`` is from; for ``None``, of that whose ``with`` block is being entered."""
+    """The name of the module that defines ``function``; for ``None``, of the module whose ``with`` block is being entered."""
     if function is not None:
         return getattr(function, "__module__", None)
     frame: FrameType | None = sys._getframe(1)
@@ -183,7 +183,7 @@ def _module(frame: FrameType) -> str:
 
 
 def describe(function: Any) -> str:
-    """Name, file and line of a function or class, for error texts."""
+    """Name, file and line of a function or class, for errors."""
     name = getattr(function, "__qualname__", repr(function))
     try:
         return f"{name} ({inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]})"

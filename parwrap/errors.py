@@ -1,11 +1,11 @@
-"""The exceptions that parwrap raises; every one says what was asked, why it cannot be and what to do.
+"""The exceptions that parwrap raises; every message says what was asked, why it is impossible and what to do.
 
 ::
 
     ParwrapError
-    ├── UsageError          a decorator, an option or a call that cannot mean anything (also a ValueError)
+    ├── UsageError          an invalid decorator, option or call (also a ValueError)
     ├── LaunchError         the ranks cannot be found or started
-    ├── RankMismatchError   the ranks disagree: another dataset, another call, a rank that never came
+    ├── RankMismatchError   the ranks disagree: different datasets or calls, or a missing rank
     └── RankZeroError       rank 0 failed at what the other ranks were waiting for
 """
 
@@ -19,7 +19,7 @@ class ParwrapError(Exception):
 
 
 class UsageError(ParwrapError, ValueError):
-    """A decorator, an option or a call that cannot mean anything."""
+    """An invalid decorator, option or call."""
 
 
 class LaunchError(ParwrapError):
@@ -27,7 +27,7 @@ class LaunchError(ParwrapError):
 
 
 class RankMismatchError(ParwrapError):
-    """The ranks disagree where they must not."""
+    """The ranks disagree where they must agree."""
 
 
 class RankZeroError(ParwrapError):
@@ -35,10 +35,10 @@ class RankZeroError(ParwrapError):
 
 
 def explain(error: BaseException) -> None:
-    """Add to an error of CUDA's, raised on one of several ranks, what it does not tell; from Python 3.11 on."""
+    """Add advice to a CUDA error on one of several ranks; from Python 3.11 on."""
     said = any("invalid device ordinal" in text for text in error.args if isinstance(text, str))
     if said and sys.version_info >= (3, 11) and not getattr(error, "__notes__", None):
         error.add_note(
-            "parwrap: each rank sees one GPU of its own, which is 'cuda:0' there, so another number names none. Write 'cuda' or 'cuda:0'; "
-            "parwrap.local_rank() tells the ranks of a node apart."
+            "parwrap: each rank sees only its own GPU, which is 'cuda:0' there, so other numbers do not exist. Write 'cuda' or "
+            "'cuda:0'; parwrap.local_rank() distinguishes the ranks of a node."
         )

@@ -1,4 +1,4 @@
-"""The options of ``@distributed``: their values, what these mean, and which are refused. What they do is ``distributed.py``'s."""
+"""The options of ``@distributed``: their values, the meaning of these, and which are refused. ``distributed.py`` applies them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CHOICES: dict[str, dict[Any, str]] = {
         "global": "the loader's batch_size is the global batch, and each rank takes a part of it",
     },
     "uneven": {
-        "pad": "samples are taken again from the beginning until all ranks have equally many",
-        "drop": "samples that are not enough for all ranks are left out",
-        "join": "every sample is taken once, and ranks count by how many they have",
+        "pad": "samples are repeated from the beginning until all ranks have equally many",
+        "drop": "samples that are not enough for all ranks are skipped",
+        "join": "every sample is used once, and ranks are weighted by their number of samples",
     },
     "lr": {
         "keep": "learning rates stay as they are",
@@ -33,20 +33,20 @@ CHOICES: dict[str, dict[Any, str]] = {
         "ddp": "gradients are averaged in every backward",
         "zero1": "as ddp, and each rank holds the optimizer's state of a part of the parameters",
         "local_sgd": "each rank steps on its own gradients, and weights are averaged every few steps",
-        "hogwild": "every rank takes steps of its own, on parameters that all share in memory",
+        "hogwild": "every rank steps separately, on parameters that all share in memory",
         "fsdp": "each rank keeps a part of the parameters, gradients and optimizer states",
-        "none": "nothing is averaged, and every rank trains a model of its own on all of the data",
+        "none": "nothing is averaged, and every rank trains a separate model on all of the data",
         "parameter_server": "the last ranks hold the parameters and take the steps with the gradients of the others",
     },
     "outer": {
         None: "averaged weights are the means",
-        "nesterov": "what ranks have learned is a gradient for SGD with Nesterov momentum, as in DiLoCo",
+        "nesterov": "the ranks' progress is a gradient for SGD with Nesterov momentum, as in DiLoCo",
     },
     "compress": {
         None: "gradients are sent as they are",
         "bf16": "they are sent in bfloat16",
         "fp16": "they are sent in float16",
-        "powersgd": "of matrices, two thin ones are sent that approximate them",
+        "powersgd": "each matrix is sent as two thin ones that approximate it",
     },
 }
 
@@ -66,7 +66,7 @@ OF_STRATEGIES = (
     "survive",
     "wrap",
 )
-"""The options that not every strategy has."""
+"""The options that only some strategies have."""
 
 
 def _counts(number: object) -> bool:
@@ -112,13 +112,12 @@ class Options:
                 raise UsageError(f"{name}={value!r} is not one of its values. {meanings}.")
         if self.lr != "keep" and self.batch == "global":
             raise UsageError(
-                f"lr={self.lr!r} has nothing to scale for with batch='global', where the global batch is that of a single process: "
-                "leave one of them out."
+                f"lr={self.lr!r} has no effect with batch='global', where the global batch is that of a single process: remove one of them."
             )
         if self.backend is not None and not dist.is_backend_available(self.backend):
             there = ", ".join(name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name))
             raise UsageError(
-                f"backend={self.backend!r} is not available in this build of torch, which has {there}. Leave it out to choose by device."
+                f"backend={self.backend!r} is not available in this build of torch, which has {there}. Remove it to choose by device."
             )
         if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
             raise UsageError(f"seed={self.seed!r} is not a whole number from 0 to 2**64 - 1.")
@@ -136,19 +135,19 @@ class Options:
             raise UsageError(f"powersgd_rank={self.powersgd_rank!r} is not the rank of a matrix, a whole number from 1.")
         if self.powersgd_rank == 2:
             raise UsageError(
-                "powersgd_rank=2 is refused: torch makes two columns orthogonal in a way that doubles gradients of rank 1. Give 1, or 3 "
+                "powersgd_rank=2 is refused, because torch's orthogonalization of two columns doubles gradients of rank 1. Give 1, or 3 "
                 "and above."
             )
         if self.compress != "powersgd" and self.powersgd_rank != Options.powersgd_rank:
             raise UsageError(
-                f"powersgd_rank={self.powersgd_rank!r} has nothing to act on with compress={self.compress!r}: leave it out, or give "
+                f"powersgd_rank={self.powersgd_rank!r} has no effect with compress={self.compress!r}: remove it, or give "
                 "compress='powersgd'."
             )
         if type(self.servers) is not int or self.servers < 1:
             raise UsageError(f"servers={self.servers!r} is not a number of parameter servers: give a whole number from 1.")
         if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
             raise UsageError(
-                f"staleness={self.staleness!r} is not a number of steps: give a whole number from 0, or leave it out for no bound."
+                f"staleness={self.staleness!r} is not a number of steps: give a whole number from 0, or remove it for no bound."
             )
         if not (self.wrap is None or _counts(self.wrap) or all(isinstance(each, (str, type)) for each in _several(self.wrap))):
             raise UsageError(
@@ -165,11 +164,11 @@ class Options:
 
     @property
     def patience(self) -> timedelta | None:
-        """``timeout`` as torch takes it."""
+        """``timeout`` as a ``timedelta``, as torch needs it."""
         return timedelta(seconds=self.timeout) if isinstance(self.timeout, (int, float)) else self.timeout
 
     def lr_factor(self, size: int) -> float:
-        """What learning rates are multiplied by on ``size`` ranks.
+        """The factor of learning rates on ``size`` ranks.
 
         >>> Options(lr="sqrt").lr_factor(4)
         2.0

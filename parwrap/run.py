@@ -1,7 +1,7 @@
 """``python -m parwrap.run [options] train.py ARGS``: run a plain script on several ranks.
 
-The command itself: it loads torch, starts the fork server, makes the plan, carries it out and ends with the script's exit code. When it has
-to start again is left to ``launching/command/restart.py``.
+The command itself: it loads torch, starts the fork server, makes the plan, carries it out and ends with the script's exit code.
+``launching/command/restart.py`` decides when it has to start again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         restart.with_what_ranks_need()
     working_directory = [] if _is_safe() else [sys.path.pop(0)]
     with loading(to_share=forks), _torchs_warnings_off(argv), _ended_by_ctrl_c():
-        import torch.distributed.run  # not something of this name that lies about where the command runs
+        import torch.distributed.run  # not a module of this name in the directory that the command runs in
     restart.clean_environment()
     if forks:
         _start_fork_server(argv)
@@ -91,7 +91,7 @@ def _describe(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process without taking torch apart, which takes a quarter of a second."""
+    """End this process without torch's shutdown, which takes a quarter of a second."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # it was closed
@@ -100,7 +100,7 @@ def _leave(status: int) -> NoReturn:
 
 
 def _several_ranks_likely(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """A look at the command line without torch's parser: being wrong costs time and nothing else."""
+    """Guess from the command line without torch's parser: a wrong guess only costs time."""
     if not {"--dry-run", "--dry_run", "--help", "-h"}.isdisjoint(argv) or _launcher_likely(argv) or _is_rank(environ):
         return False
     if (_given(argv, "--nnodes") or environ.get("PET_NNODES", "1")) not in ("1", "1:1"):
@@ -113,12 +113,12 @@ def _several_ranks_likely(argv: Sequence[str], environ: Mapping[str, str]) -> bo
 
 
 def _is_safe() -> bool:
-    """Whether Python was told not to look for modules where the command runs."""
+    """Whether Python was told not to search the current directory for modules."""
     return bool(sys.flags.isolated or getattr(sys.flags, "safe_path", False))
 
 
 def _given(argv: Sequence[str], *spellings: str) -> str | None:
-    """The value of an option, as far as it is on the command line."""
+    """The value of an option, if it is on the command line."""
     for option, following in zip(argv, [*argv[1:], ""], strict=False):
         if option.partition("=")[0] in spellings:
             return option.partition("=")[2] or following
@@ -126,7 +126,7 @@ def _given(argv: Sequence[str], *spellings: str) -> str | None:
 
 
 def _launcher_likely(argv: Sequence[str]) -> bool:
-    """Whether there is a ``--launcher``, ours or an option of the script."""
+    """Whether the command line contains ``--launcher``, ours or an option of the script."""
     return any(argument == "--launcher" or argument.startswith("--launcher=") for argument in argv)
 
 
@@ -140,7 +140,7 @@ def _is_rank(environ: Mapping[str, str]) -> bool:
 
 
 def _modules_needed(argv: Sequence[str]) -> list[str]:
-    """What ranks will import in any case, so that it is imported once: also for a second with the first optimizer."""
+    """Modules that ranks will import in any case, to import them once; the first optimizer's take a second."""
     scripts = (argument for argument in argv if argument.endswith(".py") and os.access(argument, os.R_OK))
     with open(next(scripts, os.devnull), errors="replace") as source:
         optimizes = "optim" in source.read()
@@ -149,14 +149,14 @@ def _modules_needed(argv: Sequence[str]) -> list[str]:
 
 
 def _start_fork_server(argv: Sequence[str]) -> None:
-    """Start the process that loads for all ranks what they need, and forks them."""
+    """Start the process that loads the ranks' modules and forks the ranks."""
     start(_modules_needed(argv))
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no process is left behind
 
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Ctrl-C ends this process at once: there is nothing to clean up yet, and an import may lose an exception."""
+    """Let Ctrl-C end this process immediately: there is nothing to clean up yet, and an import may swallow an exception."""
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -166,7 +166,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def _torchs_warnings_off(argv: Sequence[str]) -> Iterator[None]:
-    """What loads torch in here is not to have it write a page of C++ for each store that is lost with a node."""
+    """Keep torch from writing a page of C++ trace for each store that is lost with a node."""
     off = "TORCH_CPP_LOG_LEVEL" not in os.environ and any(argument.startswith(("--nnodes", "--rdzv")) for argument in argv)
     if off:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"

@@ -1,4 +1,4 @@
-"""Runs of the command, as fixtures: each in a directory of its own, and nothing may be left of it."""
+"""Runs of the command, as fixtures: each in a separate directory, and nothing may be left of it."""
 
 import os
 import shutil

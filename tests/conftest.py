@@ -1,4 +1,4 @@
-"""What every test starts from, whatever shell or CI has started pytest, and what several files ask for by name."""
+"""The common setup of all tests, whichever shell or CI has started pytest, and fixtures that several files use by name."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ def nothing_is_warned_of():
 @pytest.fixture
 def said_anew():
     """What ``amp`` says once, it has not said yet."""
-    from parwrap.precision.aside import stand_aside, warn_once
+    from parwrap.precision.user_managed import stand_aside, warn_once
 
     stand_aside.cache_clear()
     warn_once.cache_clear()

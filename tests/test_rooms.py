@@ -1,4 +1,4 @@
-"""Imports only go down the rooms of the design, and who may touch what is kept to."""
+"""Imports only go down the rooms of the design, and restricted modules are used only where allowed."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Options of the command that have a plain script trained as its decorators would."""
+"""Options of the command train a plain script as its decorators would."""
 
 import pytest
 

@@ -4,13 +4,13 @@ It may import the strategies and all below. Start with ``accumulation.py``.
 
 ::
 
-    accumulation.py   which steps are skipped and which are taken: intercepts backward, clipping, steps and passes over loaders
-    position.py       where in a window of batches the loop is, and how much each batch counts
+    accumulation.py   which steps are skipped or taken: intercepts backward, clipping, steps and passes over loaders
+    position.py       the loop's position in a window of batches, and the weight of each batch
     sums.py           the gradients that skipped steps would have used
     open_window.py    a window that ends without a backward
     over_ranks.py     windows that are open on some ranks only
     by_hand.py        a loop that accumulates by hand: its gradients are averaged once a step
     pattern.py        which backwards such a loop runs between two steps
     changes.py        gradients that a loop changes between a backward and its step
-    at_work.py        calls that are made here, and are not the user's
+    at_work.py        marks calls that are made here, and are not the user's
 """

@@ -1,7 +1,7 @@
-"""The interceptor that takes an optimizer step every few batches: what happens to backward, clipping, steps and passes over loaders.
+"""The interceptor that takes an optimizer step every few batches: it handles backward, clipping, steps and passes over loaders.
 
-Inside a window a backward adds to this rank's gradients and sends nothing, and a step keeps what it would have used. The backward
-that closes the window is handed to the strategy with all of that. Where in a window the loop is, is counted in ``position.py``.
+Inside a window a backward adds to this rank's gradients and sends nothing, and a step keeps the gradients that it would have used. The
+backward that closes the window is passed to the strategy with all of them. ``position.py`` counts the position in a window.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Reading:
 
     @property
     def last_part(self) -> float | None:
-        """How full the batch is that was drawn last, if it is the last of the pass."""
+        """The filled part of the last drawn batch, if it is the last of the pass."""
         batches = self.batches() if self.batches else None
         if batches is None or not batches.last():
             return None
@@ -62,7 +62,7 @@ class Accumulation(AtWork):
 
     Args:
         steps: batches in a full window.
-        over_ranks: gives what averages windows over the ranks; ``None`` for a single one.
+        over_ranks: returns the object that averages windows over the ranks; ``None`` for a single rank.
     """
 
     def __init__(self, steps: int, over_ranks: Callable[[], OverRanks | None]) -> None:
@@ -81,12 +81,12 @@ class Accumulation(AtWork):
         self._thread = threading.get_ident()
 
     def count(self, total: float) -> None:
-        """The next batch holds ``total`` tokens or samples on all ranks together, and counts by them in its window."""
+        """The next batch holds ``total`` tokens or samples on all ranks together; this weights it in its window."""
         self.position.count(total)
 
     @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """A pass over ``loader``; what is only looked at has no backwards, and counts for nothing."""
+        """A pass over ``loader``; one that only looks has no backwards, and does not count."""
         batches = original(loader)
         if is_alone() or get_worker_info() is not None or not torch.is_grad_enabled():
             return batches
@@ -112,7 +112,7 @@ class Accumulation(AtWork):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call`` at its part of the window; if that is the last, have it averaged together with what came before."""
+        """Run ``call`` with its weight in the window; if it closes the window, have it averaged together with the earlier ones."""
         if self._busy or is_alone():
             call.run()
             return
@@ -136,7 +136,7 @@ class Accumulation(AtWork):
                 else:
                     call._replace(averaged=False).run()
             except BaseException:
-                self._drop_batch()  # a script may catch that, and go on with the next
+                self._drop_batch()  # a script may catch that, and continue with the next
                 raise
         position.ran_backward(site)
         self._changes.remember()
@@ -150,14 +150,15 @@ class Accumulation(AtWork):
             reading.trains = True
 
     def _begins_another_loop(self, site: tuple, call: Backward) -> bool:
-        """Whether the place of ``call`` is new, no loader is read, and the running batch has stepped with all that it reaches."""
+        """Whether the call site of ``call`` is new, no loader is read, and the running batch has stepped with everything that it
+        reaches."""
         if self._readings or not self.position.asked or not self.position.is_new(site):
             return False
         stepped = {id(p) for optimizer in self._asks for p in parameters_of(optimizer)}
         return all(id(leaf) in stepped for leaf in reached(call.roots) if isinstance(leaf, torch.nn.Parameter))
 
     def _leave(self, call: Backward) -> None:
-        """No step has followed the batch before: it was left, as where a loss is not finite, or the loop accumulates by hand."""
+        """No step has followed the previous batch: it was skipped, as after a non-finite loss, or the loop accumulates by hand."""
         if any(leaf.grad is not None and leaf.grad.any() for leaf in reached(call.roots)):
             self._next_batch()
             return
@@ -165,7 +166,7 @@ class Accumulation(AtWork):
         self._drop_batch()
 
     def _drop_batch(self) -> None:
-        """The running batch counts for nothing, and so does the window that it would have closed."""
+        """The running batch does not count, and neither does the window that it would have closed."""
         self._clips = []
         if self.position.closing:
             self._asked, self._asks = {}, Counter()
@@ -175,7 +176,7 @@ class Accumulation(AtWork):
 
     @intercepts
     def clip(self, clip: Clip) -> Any:
-        """Clip only what a step is taken with."""
+        """Clip only gradients that a step uses."""
         if self._busy or is_alone():
             return clip.run()
         self._catch_up()
@@ -189,7 +190,7 @@ class Accumulation(AtWork):
 
     @intercepts
     def skips(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step is one of those inside a window."""
+        """Whether a step is inside a window."""
         if self._busy or is_alone():
             return False
         self._catch_up()
@@ -214,17 +215,17 @@ class Accumulation(AtWork):
 
     @intercepts
     def use_scaler(self, call: ScalerCall) -> Any:
-        """A script's own scaler acts only where a step is taken; until then gradients keep its scale."""
+        """A script's own scaler acts only on real steps; until then gradients keep its scale."""
         if self._busy or is_alone():
             return call.run()
         if call.name == "step" and call.optimizer is not None:
-            self.skips(call.optimizer)  # which the scaler may leave out
+            self.skips(call.optimizer)  # the scaler may skip it
         self._scaler = call.scaler
         return None if self.position.is_open and not self.position.closing else call.run()
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure runs backwards inside a step, which is one of the steps that are skipped."""
+        """A closure runs backwards inside a step, which may be skipped."""
         if self._busy or is_alone():
             return closure
         raise UsageError(
@@ -241,17 +242,17 @@ class Accumulation(AtWork):
             self._end_window()
 
     def end(self) -> None:
-        """Passes that outlive the function do nothing any more."""
+        """Passes that outlive the function have no effect any more."""
         self._ended = True
 
     def _drew(self) -> None:
         self._catch_up()
-        if self.position.asked:  # what is drawn before is for the same batch, or the batch was left
+        if self.position.asked:  # earlier draws are for the same batch, or the batch was skipped
             self._next_batch()
         self.position.drew()
 
     def _close(self) -> None:
-        """A pass that trains is over, maybe because its iterator is deleted, where an error could not be raised."""
+        """A training pass is over, maybe because its iterator is deleted, where an error could not be raised."""
         if self._ended:
             return
         if self._busy or threading.get_ident() != self._thread:
@@ -263,7 +264,7 @@ class Accumulation(AtWork):
             self._failure = error
 
     def _catch_up(self) -> None:
-        """Do what could not be done when a pass was deleted."""
+        """Do the work that was impossible when a pass was deleted."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -272,7 +273,7 @@ class Accumulation(AtWork):
             self._end_window()
 
     def _settle(self) -> None:
-        """Before gradients change: see which loops drop them after a step, so that they need not be copied."""
+        """Before gradients change: detect loops that drop them after a step, so that they need not be copied."""
         unsettled, self._unsettled = self._unsettled, []
         for key, asked in unsettled:
             self._drops[key] = asked.sums.settle()
@@ -287,7 +288,7 @@ class Accumulation(AtWork):
             reading.drew = False
 
     def _end_window(self) -> None:
-        """Apply what of the window no step has used, and begin another."""
+        """Apply the sums that no step has used, and begin another window."""
         self._settle()
         position, asked = self.position, list(self._asked.values())
         if position.closing and not self._has_stepped:
@@ -307,12 +308,12 @@ class Accumulation(AtWork):
         if any(asked.given for asked in self._asked.values()) and not self._warned:
             self._warned = True
             warn(
-                "parwrap: in the last batch of a window of parwrap.accumulate, a step that the batches before it had asked for was left "
-                "out, so their gradients are not used either. This is said once."
+                "parwrap: in the last batch of a window of parwrap.accumulate, the loop skipped a step that it took for the batches "
+                "before, so their gradients are not used either. This is shown once."
             )
 
     def _complete(self, several: list[Asked]) -> None:
-        """A step is about to be taken, and the backward that was to bring these sums has not come: the loop takes another way."""
+        """A step is about to be taken without the backward that would bring these sums: the loop takes another path."""
         self._settle()
         left = [asked for asked in several if asked.sums]
         if left:
@@ -337,7 +338,7 @@ class Accumulation(AtWork):
     def _refuse_no_step(self, batches: int) -> None:
         self._ended = True
         raise UsageError(
-            f"parwrap.accumulate({self.position.steps}) is for a loop that calls optimizer.step() after each backward, and none was called "
-            f"in {batches} {'batch' if batches == 1 else 'batches'}: the loop updates its weights by hand, or accumulates by hand over "
-            "more batches than that. Take parwrap.accumulate off, or let the loop step in every batch."
+            f"parwrap.accumulate({self.position.steps}) is for a loop that calls optimizer.step() after each backward, but none was "
+            f"called in {batches} {'batch' if batches == 1 else 'batches'}: the loop updates its weights by hand, or accumulates by hand "
+            "over more batches than that. Remove parwrap.accumulate, or let the loop step in every batch."
         )

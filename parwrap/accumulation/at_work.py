@@ -1,4 +1,4 @@
-"""Whether an interceptor calls backwards, clips and steps itself: it intercepts these too, and they are not the user's."""
+"""Marks when an interceptor itself calls backwards, clips and steps, which it intercepts too, but which are not the user's."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["AtWork"]
 
 
 class AtWork(Interceptor):
-    """The base of interceptors that do so: while they are busy, they let calls pass."""
+    """The base of such interceptors: while they are busy, they let calls pass."""
 
     _busy = False
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """What is called inside is not a call of the user."""
+        """Calls inside are not the user's."""
         self._busy = True
         try:
             yield

@@ -1,7 +1,7 @@
 """The interceptor for a loop that accumulates by hand: gradients are averaged once for each of its steps, not in each of its backwards.
 
-Which backwards a step follows is learned in ``pattern.py``. Until all ranks have learned the same, and wherever the loop does something
-else, every backward is averaged, or what was not yet is averaged before it is used.
+``pattern.py`` learns which backwards a step follows. Until all ranks have learned the same, every backward is averaged; when the loop
+deviates, the remaining gradients are averaged before they are used.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from parwrap.strategies.common.share import Share
 __all__ = ["ByHand"]
 
 FIRST_LOOK = 8
-"""Sync points of the ranks after which they compare what they have learned, and again after at least as many."""
+"""The number of sync points before the ranks compare what they have learned, and the least number before they compare again."""
 RARER = 4
-"""They compare again after a fourth of all sync points that there were, once that is more."""
+"""They compare again after a fourth of all earlier sync points, once that is more."""
 
 
 @dataclass
 class _Reading:
-    """A pass over a loader, and how many of its batches are still to come, if that is known."""
+    """A pass over a loader, and the number of its remaining batches, if known."""
 
     left: int | None
 
 
 @dataclass
 class _Local:
-    """What the backwards of one place have left on this rank alone: how much each counts, and in which tensors, if that must be known."""
+    """Local gradients from the backwards of one place on this rank: the weight of each, and their tensors, if these must be known."""
 
     weights: list[float] = field(default_factory=list)
     reached: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class ByHand(AtWork):
     """Averages once for each step.
 
     Args:
-        over_ranks: gives what averages over the ranks; ``None`` for a single rank, which has nothing to average.
+        over_ranks: returns the object that averages over the ranks; ``None`` for a single rank, which has nothing to average.
     """
 
     def __init__(self, over_ranks: Callable[[], OverRanks | None]) -> None:
@@ -66,11 +66,11 @@ class ByHand(AtWork):
         self._first_sync_point = self._next_look = 0
 
     def count(self, total: float) -> None:
-        """The loop weighs its batches itself."""
+        """The loop weights its batches itself."""
 
     @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """A pass over ``loader``: many loops take a step after its last batch, however many there were before."""
+        """A pass over ``loader``: many loops step after its last batch, however many came before."""
         batches = original(loader)
         if is_alone() or get_worker_info() is not None or not torch.is_grad_enabled():
             return batches
@@ -90,7 +90,7 @@ class ByHand(AtWork):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call``, and have its gradients averaged if no other is expected in their place before the next step."""
+        """Run ``call``, and average its gradients unless another backward is expected in its place before the next step."""
         over_ranks = None if self._busy or is_alone() else self._over_ranks()
         if over_ranks is None:
             call.run()
@@ -119,40 +119,40 @@ class ByHand(AtWork):
 
     @intercepts
     def clip(self, clip: Clip) -> Any:
-        """Clip what is averaged."""
+        """Clip averaged gradients."""
         self._average()
         return clip.run()
 
     @intercepts
     def use_scaler(self, call: ScalerCall) -> Any:
-        """A script's own scaler looks for gradients that are not finite, which all ranks must see."""
+        """A script's own scaler checks gradients for non-finite values, which all ranks must see."""
         if call.name != "update":
             self._average()
         return call.run()
 
     @intercepts
     def skips(self, optimizer: torch.optim.Optimizer) -> bool:
-        """No step is left out; each uses what is averaged."""
+        """No step is skipped; each uses averaged gradients."""
         if not (self._busy or is_alone()):
             self._average()
             self._pattern.step()
         return False
 
     def finish(self) -> None:
-        """The function has returned: what no step has used belongs to the steps of ranks that go on."""
+        """The function has returned: unused gradients belong to the steps of ranks that continue."""
         self._average(gives=True)
 
     def end(self) -> None:
         """Nothing of it outlives the function."""
 
     def _look_at_others(self, over_ranks: OverRanks, call: Backward) -> None:
-        """At sync points that are the same on all ranks, find out whether they have learned the same."""
+        """At sync points that are the same on all ranks, check whether they have learned the same."""
         if not self._first_sync_point:
             self._first_sync_point = over_ranks.next_sync_point
             self._next_look = self._first_sync_point + FIRST_LOOK
         if over_ranks.next_sync_point < self._next_look:
             return
-        # what no optimizer steps with is the loop's own, which may use it after any backward
+        # gradients of tensors without an optimizer are the loop's own, which may use them after any backward
         learned = self._pattern.learned() if over_ranks.owns(reached(call.roots)) else ()
         everybodys = over_ranks.compared(learned)
         if everybodys is not None:
@@ -160,10 +160,10 @@ class ByHand(AtWork):
         self._next_look = over_ranks.next_sync_point + max(FIRST_LOOK, (over_ranks.next_sync_point - self._first_sync_point) // RARER)
 
     def _average(self, gives: bool = False) -> None:
-        """Average what backwards have left on each rank alone.
+        """Average the local gradients of backwards.
 
         Args:
-            gives: whether it may go into backwards of ranks that do not come for this.
+            gives: whether they may be added to backwards of ranks that do not come for this.
         """
         if self._busy or is_alone() or not self._local:
             return

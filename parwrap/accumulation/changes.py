@@ -1,6 +1,6 @@
-"""Gradients that a loop changes itself between a backward and its step: noticed in the first steps, and said.
+"""Detects gradients that a loop changes itself between a backward and its step, in the first steps, and warns.
 
-Inside a window that is done to the gradient of a part of it, and in the last batch once more to all.
+Inside a window such a change applies to the gradient of a part of it, and in the last batch once more to all.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from parwrap.torch_private.tensors import version_of
 __all__ = ["ChangesByHand"]
 
 LOOKS = 8
-"""Skipped steps that are looked at, after which a loop is trusted."""
+"""The number of skipped steps to check before a loop is trusted."""
 
 
 class ChangesByHand:
-    """Compares gradients at a step with what the last backward has left; warns once."""
+    """Compares gradients at a step with those of the last backward; warns once."""
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -46,8 +46,8 @@ class ChangesByHand:
                 self._looks = 0
                 warn(
                     f"parwrap: gradients were changed between backward() and the step at {location()}. Inside a window of "
-                    "parwrap.accumulate that happens to the part of each batch, and in the last batch once more to all of it: a mask is "
-                    "right, a weight decay counts several times. torch.nn.utils.clip_grad_norm_ and the like act only on what is stepped "
-                    "with. This is said once."
+                    "parwrap.accumulate this changes the part of each batch, and in the last batch once more all of it: a mask is "
+                    "right, a weight decay is applied several times. torch.nn.utils.clip_grad_norm_ and similar functions act only on "
+                    "gradients that a step uses. This is shown once."
                 )
                 return

@@ -1,4 +1,4 @@
-"""An open window that is applied without a backward: set the mean gradients, clip them as the loop does, and step."""
+"""Applies an open window without a backward: sets the mean gradients, clips them as the loop does, and steps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Applied", "clips_of", "mean_of"]
 
 @dataclass
 class Applied:
-    """What is applied.
+    """The content of an open window.
 
     Attributes:
         gradients: parameters and their mean gradients.
-        clips: what is done to these before the steps.
-        optimizers: which step, in order.
-        held: makes what is held meanwhile.
+        clips: the clips of these before the steps.
+        optimizers: the optimizers to step, in order.
+        held: makes the context of the steps.
     """
 
     gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -32,10 +32,10 @@ class Applied:
     held: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def run(self, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Step with these gradients and no others; what was in ``.grad`` is there again afterwards.
+        """Step with these gradients and no others; restores ``.grad`` afterwards.
 
         Args:
-            scaler: the script's own, by whose scale they are multiplied.
+            scaler: the script's own scaler, which scales them.
         """
         before = [(p, p.grad) for optimizer in self.optimizers for p in parameters_of(optimizer)]
         before += [(p, p.grad) for p, _ in self.gradients]
@@ -60,16 +60,16 @@ class Applied:
                 p.grad = grad
 
     def add(self) -> None:
-        """Add the gradients to those that are there."""
+        """Add the gradients to the existing ones."""
         for p, gradient in self.gradients:
             p.grad = gradient if p.grad is None else p.grad + gradient
 
 
 def mean_of(several: Iterable[Asked], weight: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The sums of ``several`` over how much of a window they are."""
+    """The sums of ``several``, divided by the filled part of the window."""
     return [(p, total / weight) for p, total in merged(several).values()]
 
 
 def clips_of(several: Iterable[Asked]) -> list[Clip]:
-    """What was clipped before these steps, each once."""
+    """The clips before these steps, each once."""
     return list({id(clip): clip for asked in several for clip in asked.clips}.values())

@@ -1,7 +1,7 @@
 """Open windows of several ranks: averaged with each other, or with the backward that closes the window of the others.
 
-A rank that leaves its loop first has an open window, and others may still fill theirs. While it waits for them it gives its sums to
-the backwards that close those, and takes the same steps. What is left when all ranks wait is averaged among them.
+A rank that leaves its loop first has an open window, and others may still fill theirs. While it waits it adds its sums to the backwards
+that close those, and takes the same steps. Sums that remain when all ranks wait are averaged among them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ LEARNED = "what its loop does between two steps"
 Number = tuple[int, int]
 
 
-class _Told(NamedTuple):
-    """What a rank tells of its open window; parameters and optimizers by the loop's numbers, which are the same on all ranks.
+class _WindowReport(NamedTuple):
+    """A rank's report on its open window; parameters and optimizers by the loop's numbers, which are the same on all ranks.
 
     Attributes:
-        kinds: of the sums: shape, dtype and whether it is sparse.
-        optimizers: that were asked to step, in order.
+        kinds: the shape, dtype and sparsity of each sum.
+        optimizers: the optimizers whose steps were skipped, in order.
         clips: the function of each clip, its parameters and its other arguments.
     """
 
@@ -51,7 +51,7 @@ class OverRanks:
 
     Args:
         group: the ranks.
-        loop: numbers parameters and optimizers.
+        loop: the loop state, which numbers parameters and optimizers.
         strategy: how they train together.
     """
 
@@ -63,11 +63,11 @@ class OverRanks:
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether gradients are averaged over the ranks now."""
+        """Whether gradients are now averaged over the ranks."""
         return self._strategy.averages_gradients
 
     def batch(self, call: Backward) -> Weighed:
-        """The batch that ``call`` is of, with how much this rank's part of it counts in an average."""
+        """The batch of ``call``, with the weight of this rank's part of it."""
         return self._loop.weights.find(lambda: leading_sizes(call.tensors))
 
     @property
@@ -80,7 +80,7 @@ class OverRanks:
         return [p for p in self._loop.once_owned().values() if p.requires_grad and p.grad is not None]
 
     def taken(self) -> Asked:
-        """Their gradients, which they have none of afterwards."""
+        """Their gradients, which are removed from them."""
         asked = Asked(None)
         asked.sums.take(self.with_gradients())
         return asked
@@ -90,17 +90,17 @@ class OverRanks:
         return {id(leaf) for leaf in leaves} <= {id(p) for p in self._loop.owned().values()}
 
     def compared(self, learned: Hashable) -> set[Hashable] | None:
-        """What the ranks have ``learned``, or ``None`` if not all have come."""
+        """The pattern that each rank has ``learned``, or ``None`` if not all have come."""
         views = self._group.exchange(LEARNED, learned)
         return set(views.values()) if len(views) == self._group.world.size else None
 
     def applied(self, several: list[Asked], weight: float, share: Callable[[], Share]) -> Applied:
-        """Meet the others, and have what all ranks that came apply.
+        """Synchronize with the others, and apply the windows of all ranks that came.
 
         Args:
-            several: what steps were skipped.
-            weight: how much of a window they are.
-            share: gives what goes into backwards of others before they come.
+            several: the skipped steps.
+            weight: the part of a window that they cover.
+            share: returns the share for backwards of others before they come.
         """
         if not self.averages_gradients:
             return Applied(mean_of(several, weight or 1.0), clips_of(several), [asked.optimizer for asked in several if asked.optimizer])
@@ -109,8 +109,8 @@ class OverRanks:
             present = self._group.synchronize(WINDOW)
         finally:
             self._strategy.share = Share
-        told = self._told(several)
-        views = list(self._group.share(WINDOW, told, present).values())
+        report = self._report(several)
+        views = list(self._group.share(WINDOW, report, present).values())
         gradients = self._mean(views, {id(p): total for p, total in merged(several).values()}, weight if several else 0.0)
         parameters, optimizers = self._loop.once_owned(), dict(self._loop.numbered_optimizers())
         clips = [
@@ -126,12 +126,12 @@ class OverRanks:
         )
 
     def in_step(self, several: list[Asked], weight: float, scaler: torch.amp.GradScaler | None) -> Callable[[], Share]:
-        """Gives ``several`` to the backwards that close the window of others, and steps as its own loop would; then takes them off."""
+        """Adds ``several`` to the backwards that close the window of others, and steps as this rank's loop would; then removes them."""
         self._answered = 0
         return partial(self._share, several, weight, scaler)
 
     def given(self, several: list[Asked], weight: float) -> Callable[[], Share]:
-        """Gives ``several`` to the next backward of others, and takes them off."""
+        """Adds ``several`` to the next backward of others, and removes them."""
 
         def share() -> Share:
             gradients = {key: total for key, (_, total) in merged(several).items()}
@@ -141,12 +141,12 @@ class OverRanks:
         return share
 
     def _answer(self, present: list[int]) -> None:
-        """Others apply their windows, and this rank has come for something else: it has missed what they do."""
+        """Others apply their windows, and this rank waits for something else: it has missed this step."""
         views = list(self._group.share(WINDOW, None, present).values())
         if self._mean(views, {}, 0.0):
             self._group.coordinator.miss()
 
-    def _told(self, several: Sequence[Asked]) -> _Told:
+    def _report(self, several: Sequence[Asked]) -> _WindowReport:
         number_of = {id(p): number for number, p in self._loop.once_owned().items()}
         optimizer_number = {id(optimizer): number for number, optimizer in self._loop.numbered_optimizers()}
         kinds = {number_of[key]: (tuple(total.shape), total.dtype, total.is_sparse) for key, (_, total) in merged(several).items()}
@@ -154,10 +154,10 @@ class OverRanks:
             (clip.name, [number_of[id(p)] for p in clip.parameters if id(p) in number_of], clip.args, clip.kwargs)
             for clip in clips_of(several)
         ]
-        return _Told(kinds, [optimizer_number[id(asked.optimizer)] for asked in several if asked.optimizer], clips)
+        return _WindowReport(kinds, [optimizer_number[id(asked.optimizer)] for asked in several if asked.optimizer], clips)
 
-    def _mean(self, views: Sequence[_Told], mine: dict[int, torch.Tensor], weight: float) -> dict[Number, torch.Tensor]:
-        """The means of all sums that a rank has told of."""
+    def _mean(self, views: Sequence[_WindowReport], mine: dict[int, torch.Tensor], weight: float) -> dict[Number, torch.Tensor]:
+        """The means of all sums in the ranks' reports."""
         kinds = {number: kind for view in views for number, kind in view.kinds.items()}
         if not kinds:
             return {}
@@ -176,7 +176,7 @@ class OverRanks:
         return means
 
     def _share(self, several: list[Asked], weight: float, scaler: torch.amp.GradScaler | None) -> Share:
-        """What this rank gives to the next backward that closes the window of others: it goes as its own loop would."""
+        """This rank's share of the next backward that closes the window of others, in the order of its own loop."""
         due = [asked for asked in several if asked.at == self._answered]
         self._answered += 1
         gradients = {key: total for key, (_, total) in merged(due).items()}
@@ -193,5 +193,5 @@ class OverRanks:
         if not due:
             return Share(averaged=averaged)
         for p in self._loop.once_owned().values():
-            p.grad = gradients.get(id(p))  # others may ask for what no set has
+            p.grad = gradients.get(id(p))  # others may ask for parameters that are in no set
         return Share(weight, gradients, averaged)

@@ -1,4 +1,4 @@
-"""The pattern of a loop that accumulates by hand: which backwards it runs between two optimizer steps, as seen from those that it has run.
+"""The pattern of a loop that accumulates by hand: the backwards between two optimizer steps, learned from earlier ones.
 
 Nothing is run or sent here.
 """
@@ -11,7 +11,7 @@ __all__ = ["Pattern"]
 
 LONGEST = 4096
 MOST = 64
-"""Backwards in a window, and windows, beyond which a loop is no longer learned: it must not fill the memory."""
+"""The limits of backwards in a window, and of windows, beyond which a loop is no longer learned, to bound memory."""
 
 
 class Pattern:
@@ -40,7 +40,7 @@ class Pattern:
         self._expected: list[Hashable] | None = None
 
     def goes_on(self, place: Hashable) -> bool:
-        """A backward is about to run at ``place``: whether another is expected there before the next step."""
+        """A backward is about to run at ``place``: returns whether another is expected there before the next step."""
         if not self.running:
             self._expected = self._taken.get(place)
         at = len(self.running)
@@ -48,7 +48,7 @@ class Pattern:
             self.running.append(place)
         if not self._expected:
             return False
-        at %= len(self._expected)  # a step may be left out, as where gradients are not finite
+        at %= len(self._expected)  # a step may be skipped, as with non-finite gradients
         if self._expected[at] != place:
             self._expected = None
             return False
@@ -56,11 +56,11 @@ class Pattern:
 
     @property
     def mixed(self) -> bool:
-        """Whether backwards of several places are expected in the window that is running."""
+        """Whether backwards of several places are expected in the running window."""
         return len(set(self._expected or ())) > 1
 
     def expects(self, place: Hashable) -> int:
-        """How many backwards are expected at ``place`` in the window that is running."""
+        """The number of backwards expected at ``place`` in the running window."""
         return self._expected.count(place) if self._expected else 0
 
     def step(self) -> None:
@@ -73,12 +73,12 @@ class Pattern:
         self._last[window[0]] = window
 
     def learned(self) -> tuple[tuple[int, ...], ...]:
-        """The learned windows with places numbered as they come: the same on ranks that run the same loop."""
+        """The learned windows, with places numbered in order: the same on ranks that run the same loop."""
         numbers: dict[Hashable, int] = {}
         return tuple(tuple(numbers.setdefault(place, len(numbers)) for place in window) for window in self._learned.values())
 
     def take(self) -> None:
-        """From the next step on expect what is learned."""
+        """From the next step on expect the learned windows."""
         self._taken = dict(self._learned)
 
     def drop(self) -> None:

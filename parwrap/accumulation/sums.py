@@ -1,6 +1,6 @@
-"""The gradients that skipped steps would have used, kept for the step that is taken, and how they come back.
+"""The gradients that skipped steps would have used, kept for the next real step, and restored for it.
 
-Gradients count when ``step()`` is called on them: whatever a loop zeroes or drops before that, the plain loop would have too.
+Gradients count when ``step()`` is called on them: whatever a loop zeroes or drops before that, the plain loop would have dropped too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Sums:
         self._lent: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters and sums, none of which is a tensor of the loop's any more."""
+        """Parameters and sums; the loop has no reference to these tensors."""
         for key in self._lent:
             p, total = self._known[key]
             self._known[key] = p, total.clone()
@@ -38,10 +38,10 @@ class Sums:
 
     @torch.no_grad()
     def add(self, parameters: Iterable[torch.Tensor], lent: bool = False) -> None:
-        """Add the gradients of ``parameters``, which stay as they are.
+        """Add the gradients of ``parameters``, which stay unchanged.
 
         Args:
-            parameters: those without a gradient are passed over.
+            parameters: those without a gradient are skipped.
             lent: whether the gradients are about to be dropped, so that the first of each need not be copied.
         """
         onto_lent: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -71,14 +71,14 @@ class Sums:
             foreach_add_(sums, grads)
 
     def take(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Add the gradients of ``parameters``, which have none afterwards."""
+        """Add the gradients of ``parameters``, and remove them there."""
         there = [p for p in parameters if p.grad is not None]
         self.add(there)
         for p in there:
             p.grad = None
 
     def settle(self) -> bool:
-        """Have a copy of what was lent and not dropped.
+        """Copy gradients that were lent and not dropped.
 
         Returns:
             Whether all gradients were dropped since they were added.
@@ -90,8 +90,8 @@ class Sums:
             p, total = self._known[key]
             if version_of(total) != version:
                 raise UsageError(
-                    "a gradient was changed in place after optimizer.step() was called on it, where batches before had dropped it by "
-                    "zero_grad() or p.grad = None, and parwrap.accumulate still needs it. Zero gradients in the same way throughout."
+                    "a gradient was changed in place after optimizer.step() was called on it, although earlier batches had dropped it "
+                    "by zero_grad() or p.grad = None, and parwrap.accumulate still needs it. Zero gradients in the same way throughout."
                 )
             if p.grad is not None and p.grad.data_ptr() == total.data_ptr():
                 self._known[key] = p, total.clone()
@@ -101,14 +101,14 @@ class Sums:
 
 @dataclass
 class Asked:
-    """One step that an optimizer was asked for in the batches of a window, and did not take.
+    """One skipped step that an optimizer should have taken in the batches of a window.
 
     Attributes:
-        optimizer: the optimizer; ``None`` where the loop will ask it for the step itself.
-        at: how many backwards had run before the last one that it came after, in its batch.
+        optimizer: the optimizer; ``None`` if the loop will call its step itself.
+        at: the number of backwards in its batch before the one that it followed.
         sums: the gradients that it would have used.
-        clips: what was clipped before it.
-        given: whether the sums have gone into a backward.
+        clips: the clips before it.
+        given: whether the sums were added to a backward.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -123,12 +123,12 @@ class Asked:
 
 
 def merged(several: Iterable[Asked]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters and sums of several, by the id of the parameter; one that two optimizers share counts once, as in ``.grad``."""
+    """Parameters and sums of several steps, by the id of the parameter; one that two optimizers share counts once, as in ``.grad``."""
     return {id(p): (p, total) for asked in reversed(list(several)) for p, total in asked.sums}
 
 
 def put_back(several: Sequence[Asked], correction: float) -> tuple[torch.Tensor, ...]:
-    """Add the sums of ``several``, multiplied by ``correction``, to what is in ``.grad``; returns the parameters that they are of."""
+    """Add the sums of ``several``, multiplied by ``correction``, to ``.grad``; returns their parameters."""
     found = [(p, total) for p, total in merged(several).values() if p.requires_grad]
     for asked in several:
         asked.sums, asked.given = Sums(), True

@@ -1,5 +1,5 @@
 """What users import: one decorator or function a file, and the mixins.
 
-Each file turns a call of the user into interceptors and hands them to ``session/``; it trains nothing itself. Start with
+Each file turns a call of the user into interceptors and passes them to ``session/``; it trains nothing itself. Start with
 ``distributed.py``.
 """

@@ -1,6 +1,6 @@
 """``@accumulate``: a loop that steps after each batch takes an optimizer step every few batches.
 
-Checks the options and opens the interceptor; what it does is in ``accumulation/``.
+Checks the options and opens the interceptor; ``accumulation/`` does the work.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _open: list[Accumulation | ByHand] = []
 class accumulate(FeatureDecorator):
     """Take an optimizer step every ``steps`` batches, as if each batch were that much larger.
 
-    As ``@accumulate(steps=4)``, ``@accumulate(4)`` or ``with accumulate(steps=4):``; with or without ``distributed``. Inside another
-    ``accumulate`` it does nothing more, and other ``steps`` than there are an error. Inside a window of
-    ``steps`` batches ``backward`` sends nothing to other ranks, and ``step`` and clipping do nothing; its last batch leaves the mean
-    gradient of the window in ``.grad``. The last window of an epoch may be smaller.
+    Write ``@accumulate(steps=4)``, ``@accumulate(4)`` or ``with accumulate(steps=4):``, with or without ``distributed``. Inside another
+    ``accumulate`` it has no effect, and a different ``steps`` is an error. Inside a window of ``steps`` batches ``backward`` sends nothing
+    to other ranks, and ``step`` and clipping do nothing; its last batch leaves the mean gradient of the window in ``.grad``. The last
+    window of an epoch may be smaller.
 
-    ``@accumulate("auto")`` is for a loop that accumulates by hand, and changes nothing but how often gradients are sent: once for each
-    step. How many backwards a step follows is learned from the loop; where it steps, clips or unscales sooner, what was not yet averaged
-    is averaged first.
+    ``@accumulate("auto")`` is for a loop that accumulates by hand, and changes only how often gradients are sent: once for each step. It
+    learns from the loop how many backwards a step follows; if the loop steps, clips or unscales sooner, the remaining gradients are
+    averaged first.
 
     Args:
         steps: batches in a window, from 1, or ``"auto"``.
 
     Raises:
-        UsageError: ``steps`` is neither; inside: a step with a closure, or a loop that calls no ``step``.
+        UsageError: ``steps`` has another value; inside: a step with a closure, or a loop that calls no ``step``.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -61,8 +61,8 @@ class accumulate(FeatureDecorator):
         super().__init__()
         if steps != AUTO and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise UsageError(
-                f"accumulate(steps={steps!r}): steps is the number of batches of one optimizer step, a whole number from 1, or 'auto' for "
-                "a loop that accumulates by hand."
+                f"accumulate(steps={steps!r}): steps is the number of batches of one optimizer step, a whole number from 1, or 'auto' "
+                "for a loop that accumulates by hand."
             )
         self._steps = steps
         self.batches_per_step = 1 if steps == AUTO else steps
@@ -105,12 +105,12 @@ class accumulate(FeatureDecorator):
 
     def check_within(self, around: FeatureDecorator) -> None:
         raise UsageError(
-            f"parwrap.accumulate({self.asked()!r}) cannot be opened inside parwrap.accumulate({around.asked()!r}): a batch is in one "
-            "window only. Give both the same steps, or leave one of them out; --accumulate is one too."
+            f"parwrap.accumulate({self.asked()!r}) cannot be opened inside parwrap.accumulate({around.asked()!r}), because a batch is in "
+            "one window only. Give both the same steps, or remove one of them; --accumulate counts as one too."
         )
 
 
 def count_batch(total: float) -> None:
-    """The next batch holds ``total`` tokens or samples on all ranks together, and counts by them in the window that is open."""
+    """The next batch holds ``total`` tokens or samples on all ranks together; this weights it in the open window."""
     if _open:
         _open[-1].count(total)

@@ -1,6 +1,6 @@
 """``@amp``: mixed precision around a plain training function or script, with no edit to backward, step or clipping.
 
-Opens autocast and makes the interceptors; what each does is in ``precision/``.
+Opens autocast and makes the interceptors of ``precision/``.
 """
 
 from __future__ import annotations
@@ -29,31 +29,30 @@ __all__ = ["amp", "amp_state"]
 HALVING = {"in calls": HalfInCalls, "for good": HalfForGood}
 
 _states: list[AmpState] = []
-"""Of the scopes that are open, the innermost last."""
+"""The open scopes, the innermost last."""
 
 
 class amp(FeatureDecorator):
-    """Compute in half precision where it pays, with dynamic loss scaling where it is needed.
+    """Compute in half precision where it is faster, with dynamic loss scaling where it is needed.
 
-    As ``@amp``, ``@amp(dtype="fp16")`` or ``with amp():``. ``loss.backward()`` leaves true-scale gradients, and a step for which one
-    is not finite is skipped, on every rank. The scale goes on from call to call, unless the function builds an optimizer before
-    its first backward. Met inside another ``amp``, it says what the forward computes in, if it is given a dtype or a level, and the scale
-    stays that of the outer.
+    Write ``@amp``, ``@amp(dtype="fp16")`` or ``with amp():``. ``loss.backward()`` leaves true-scale gradients, and a step with a non-finite
+    gradient is skipped on every rank. The scale is kept from call to call, unless the function builds an optimizer before its first
+    backward. Inside another ``amp``, a dtype or level sets the precision of the forward, and the scale stays that of the outer one.
 
     Args:
-        dtype: ``"bf16"``, ``"fp16"`` (which brings the loss scale), or ``"auto"``: bf16 where the device has it. ``"bfloat16"``,
-            ``"float16"`` and torch's own dtypes are understood too.
-        level: instead of a dtype, one of Apex's levels. ``"O0"``: float32, nothing is changed; ``"O1"``: as ``"fp16"``; ``"O2"``:
+        dtype: ``"bf16"``, ``"fp16"`` (which adds the loss scale), or ``"auto"``: bf16 where the device has it. ``"bfloat16"``,
+            ``"float16"`` and torch's own dtypes are accepted too.
+        level: instead of a dtype, one of Apex's levels. ``"O0"``: float32, without changes; ``"O1"``: as ``"fp16"``; ``"O2"``:
             a float16 model with float32 BatchNorm, float32 master weights and the loss scale; ``"O3"``: a pure float16 model, which
             stays float16.
-        device: ``"cuda"`` or ``"cpu"``; by default that of the ranks, or a GPU where torch can use one.
+        device: ``"cuda"`` or ``"cpu"``; by default that of the ranks, or a GPU if torch can use one.
         init_scale: the first scale.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` iterations without a skipped step.
-        backoff_factor: what it is multiplied by after an iteration with one.
-        growth_interval: in iterations.
+        growth_factor: the factor of the scale after ``growth_interval`` iterations without a skipped step.
+        backoff_factor: its factor after an iteration with a skipped step.
+        growth_interval: the number of iterations before the scale grows.
 
     Raises:
-        UsageError: an option or a value that does not exist; an operation that the device does not have in half precision.
+        UsageError: an unknown option or value; an operation that the device lacks in half precision.
 
     >>> @amp(dtype="bf16")
     ... def train(model, x):
@@ -78,7 +77,7 @@ class amp(FeatureDecorator):
         super().__init__()
         check(dtype, level)
         if device not in (None, "cpu", "cuda"):
-            raise UsageError(f"device={device!r} is not a type of device for parwrap.amp: give 'cuda' or 'cpu', or leave it out.")
+            raise UsageError(f"device={device!r} is not a type of device for parwrap.amp: give 'cuda' or 'cpu', or remove it.")
         for name, value, good, wanted in (
             ("init_scale", init_scale, init_scale > 0, "a number above 0"),
             ("growth_factor", growth_factor, growth_factor > 1, "a number above 1"),
@@ -131,7 +130,7 @@ class amp(FeatureDecorator):
         return choose(dtype, level, device or _device())
 
     def _scalings(self, state: AmpState) -> list[Scaling]:
-        """The interceptor of the loss scale, if there is one: the same in every call, so that the scale is kept."""
+        """The interceptor of the loss scale, if any: the same in every call, so that the scale is kept."""
         if not state.scales:
             return []
         self._scaling = self._scaling or Scaling(state)
@@ -140,9 +139,9 @@ class amp(FeatureDecorator):
 
 
 def amp_state() -> AmpState:
-    """The loss scale and the number of skipped steps of the ``amp`` that this runs in, for logging and for checkpoints.
+    """The loss scale and the number of skipped steps of the enclosing ``amp``, for logging and checkpoints.
 
-    It has ``scale``, ``skipped_steps``, ``state_dict()`` and ``load_state_dict(state)``. Where nothing is scaled, the scale is 1.
+    It has ``scale``, ``skipped_steps``, ``state_dict()`` and ``load_state_dict(state)``. Without scaling, the scale is 1.
 
     >>> with amp(dtype="fp16", init_scale=1024.0):
     ...     amp_state()

@@ -1,6 +1,6 @@
 """``@data_parallel``: one process trains on several devices, each with a part of every batch.
 
-The options and what they mean together with ranks; which calls are divided, and how, is ``strategies/data_parallel/``'s.
+This file has the options and their meaning with ranks; ``strategies/data_parallel/`` divides the calls.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ __all__ = ["data_parallel"]
 class data_parallel(FeatureDecorator):
     """Run a plain ``model(x)`` on several devices of one process, each with a part of the batch.
 
-    As ``@data_parallel``, ``@data_parallel(gather=False)`` or ``with data_parallel():``. The first dimension of all that a model takes
-    and returns must be the batch. Gradients are those of one device: a call is now and then computed both ways on copies, and a model
-    whose parts do not give what the whole batch does runs on the first device alone, with a warning. Models are modules with parameters
-    that are called from outside of any other. On several ranks, each of which has one device, it does nothing.
+    Write ``@data_parallel``, ``@data_parallel(gather=False)`` or ``with data_parallel():``. The first dimension of all inputs and outputs
+    of a model must be the batch. Gradients are those of one device: some calls are computed both ways on copies to check this, and a model
+    whose parts do not give the result of the whole batch runs on the first device alone, with a warning. Models are modules with parameters
+    that are called from outside of any other module. On several ranks with one device each, it has no effect.
 
     Args:
         device_ids: numbers of GPUs or names of devices, as ``[0, 1]`` or ``["cpu", "cpu"]``; by default all GPUs that torch sees. The
-            model must be on the first. One may come several times. With a single one, or none, nothing is divided.
-        gather: whether outputs are put together on the first device. If not, they stay where they are, look like whole tensors, and
-            torch's losses are computed on the parts; all else puts them together when it needs them.
-        loss: ``"mean"`` or ``"sum"``: what a loss that a model returns, as a number, is over the samples, in every batch. A model that
-            returns a number of which nobody has said this runs on the first device alone.
+            model must be on the first. A device may be repeated. With a single one, or none, nothing is divided.
+        gather: whether outputs are gathered on the first device. If not, they stay on their devices, look like whole tensors, and
+            torch's losses are computed on the parts; any other operation gathers them when needed.
+        loss: ``"mean"`` or ``"sum"``: how a loss that a model returns, as a number, combines the samples of a batch. Without it, a
+            model that returns a number runs on the first device alone.
 
     Raises:
-        UsageError: an option or a value that does not exist; several devices on several ranks.
+        UsageError: an unknown option or value; several devices on several ranks.
 
     >>> model, x = torch.nn.Linear(2, 1), torch.randn(5, 2)
     >>> @data_parallel(device_ids=["cpu", "cpu"])
@@ -53,7 +53,9 @@ class data_parallel(FeatureDecorator):
     ) -> None:
         super().__init__()
         if not isinstance(gather, bool):
-            raise UsageError(f"gather={gather!r} is not one of its values: True puts outputs together, False leaves them on their devices.")
+            raise UsageError(
+                f"gather={gather!r} is not one of its values: True gathers outputs on the first device, False leaves them on their devices."
+            )
         if loss not in (None, "mean", "sum"):
             raise UsageError(
                 f"loss={loss!r} is not one of its values: numbers that a model returns are a 'mean' over the samples or a 'sum'."
@@ -66,7 +68,7 @@ class data_parallel(FeatureDecorator):
         return None if asked == (None, True, None) else asked
 
     def described(self) -> str:
-        return "data_parallel does nothing with one device a rank"
+        return "data_parallel has no effect with one device per rank"
 
     def interceptor(self) -> DataParallel:
         devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
@@ -78,7 +80,7 @@ class data_parallel(FeatureDecorator):
         gpus = torch.cuda.device_count()
         for device in self._device_ids or ():
             if device.type == "cuda" and (device.index or 0) >= gpus:
-                raise UsageError(f"device_ids names {device}, and torch sees {gpus} GPUs here: name others, or leave it out for all.")
+                raise UsageError(f"device_ids names {device}, and torch sees {gpus} GPUs here: choose others, or remove it for all.")
         if self._device_ids is None and (current() is not None or gpus < 2):
             return nullcontext()
         return super().opened(module)
@@ -94,10 +96,10 @@ def _devices(device_ids: Any) -> tuple[torch.device, ...]:
                 raise TypeError
             device = torch.device("cuda", each) if isinstance(each, int) else torch.device(each)
         except (RuntimeError, TypeError):
-            raise UsageError(f"device_ids names {each!r}, which is no device: give numbers of GPUs, 'cuda:0' or 'cpu'.") from None
+            raise UsageError(f"device_ids names {each!r}, which is not a device: give numbers of GPUs, 'cuda:0' or 'cpu'.") from None
         if device.type not in ("cpu", "cuda"):
-            raise UsageError(f"device_ids names {each!r}, and parwrap.data_parallel runs on GPUs ('cuda:0' or its number) and on 'cpu'.")
+            raise UsageError(f"device_ids names {each!r}, but parwrap.data_parallel runs on GPUs ('cuda:0' or its number) and on 'cpu'.")
         devices.append(torch.device("cpu") if device.type == "cpu" else torch.device("cuda", device.index or 0))
     if len({device.type for device in devices}) > 1:
-        raise UsageError(f"device_ids={list(device_ids)!r} mixes the CPU with GPUs: parts of one size would take far longer there.")
+        raise UsageError(f"device_ids={list(device_ids)!r} mixes the CPU with GPUs: parts of equal size would take far longer on the CPU.")
     return tuple(devices)

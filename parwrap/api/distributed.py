@@ -1,7 +1,7 @@
 """``@distributed``: while a plain training function or script runs, it runs on every rank of the launch.
 
-Opens the process group, and in it a session, which is ``session.py``'s: it builds the interceptors and installs their patches. When the
-function returns or raises, every patch is taken off again. Ranks that a call launches itself are ``self_launch.py``'s.
+Opens the process group, and in it a session (``session.py``), which builds the interceptors and installs their patches. When the function
+returns or raises, every patch is removed. ``self_launch.py`` launches ranks for a call.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from parwrap.api.self_launch import Launch, gathered, on_ranks, there_are_ranks
 from parwrap.data.loaders import Loaders
-from parwrap.data.sharing_rules import TrainingData
-from parwrap.decorator import EarlyExit, ScopeDecorator, module_of, result_told
+from parwrap.data.sharing_options import TrainingData
+from parwrap.decorator import EarlyExit, ScopeDecorator, module_of, reporting_result
 from parwrap.errors import UsageError
 from parwrap.group import group as groups
 from parwrap.options import Options
@@ -44,17 +44,17 @@ NOT_HERE = {
         ("devices", "gpus", "nproc_per_node", "nproc", "num_processes", "world_size"),
         "give the number of ranks to parwrap.run as --nproc-per-node, or as nprocs= to start them from Python",
     ),
-    **dict.fromkeys(("find_unused_parameters", "static_graph"), "leave it out: unused parameters are found without it"),
+    **dict.fromkeys(("find_unused_parameters", "static_graph"), "remove it: unused parameters are found without it"),
     "uniform_length": "use @parwrap.uniform_length beside it",
     "evaluate": "use @parwrap.evaluate on the function that evaluates",
     "data_parallel": "use @parwrap.data_parallel instead of it",
     "epochs": "it is an argument of your function",
 }
-"""What users of other tools look for among the options of ``distributed``."""
+"""Options of other tools that users may try in ``distributed``, with advice."""
 
 
 def signature_of(*options: type) -> Signature:
-    """That of a decorator which takes the fields of the dataclasses ``options`` by name."""
+    """The signature of a decorator that takes the fields of the dataclasses ``options`` by name."""
     given = [field for each in options for field in fields(each)]
     return Signature([Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type) for each in given])
 
@@ -62,35 +62,35 @@ def signature_of(*options: type) -> Signature:
 class distributed(ScopeDecorator):
     """Run a plain single-GPU training function on every rank of the launch, unchanged.
 
-    As ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher it runs on one rank, with no
-    process group. Met inside another ``distributed``, it joins that one, and its options hold for its own function.
-    ``timeout``, ``hang_after`` and the parameter-server options come from the outermost scope. An unchanged seed is not applied again.
+    Write ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher it runs on one rank, with no process
+    group. Inside another ``distributed``, it joins that one, and its options apply to its own function. ``timeout``, ``hang_after`` and the
+    parameter-server options come from the outermost scope. An unchanged seed is not applied again.
 
     Args:
-        backend: of the process group; by default nccl for GPUs and gloo for the CPU.
-        seed: for torch, numpy and python on all ranks; by default they go on from rank 0's state.
+        backend: the backend of the process group; by default nccl for GPUs and gloo for the CPU.
+        seed: the seed of torch, numpy and python on all ranks; by default they continue from rank 0's state.
         batch: ``"per_rank"``: each rank takes batches of the loader's ``batch_size``; ``"global"``: each rank takes its part
             of every batch, so that the run has the numbers of a single process.
-        uneven: where samples do not go round, ``"pad"``: some are taken twice, as by ``DistributedSampler``; ``"drop"``: some are left out;
-            ``"join"``: each is taken once, and ranks count by how many they have in a step, down to none.
+        uneven: if samples do not divide evenly, ``"pad"``: some are repeated, as by ``DistributedSampler``; ``"drop"``: some are skipped;
+            ``"join"``: each is used once, and ranks are weighted by their number of samples in a step, which may be 0.
         lr: ``"linear"`` or ``"sqrt"``: steps are taken at the learning rate times the number of ranks, or its root, because the global
-            batch is that much larger. ``param_groups`` and schedules are not touched.
+            batch is that much larger. ``param_groups`` and schedules are unchanged.
         loss: ``"mean"`` or ``"sum"``, over the samples of a batch, where parts of different size are averaged; a sum is summed over the
             ranks with ``batch="global"``.
-        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; docs/strategies.rst tells of ``"zero1"``,
-            ``"fsdp"``, ``"local_sgd"``, ``"parameter_server"``, ``"hogwild"`` and ``"none"``, and of the options that only they have.
-        compress: ``"bf16"`` or ``"fp16"`` has DDP send gradients in half the bytes, ``"powersgd"`` in a small part of them.
+        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; docs/strategies.rst describes ``"zero1"``,
+            ``"fsdp"``, ``"local_sgd"``, ``"parameter_server"``, ``"hogwild"`` and ``"none"``, and the options that only they have.
+        compress: ``"bf16"`` or ``"fp16"`` makes DDP send gradients in half the bytes, ``"powersgd"`` in a small part of them.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
         timeout: seconds (or a ``timedelta``) that a rank waits for another; by default 30 minutes.
         hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
-        wrap: with ``"fsdp"``, which modules are gathered and sharded one by one: a class, its name, a tuple of these, or a number of
-            parameters that makes a module one; by default the repeated blocks of 100,000 parameters or more in a ``ModuleList`` or
+        wrap: with ``"fsdp"``, the modules to gather and shard one by one: a class, its name, a tuple of these, or the least number of
+            parameters of such a module; by default the repeated blocks of 100,000 parameters or more in a ``ModuleList`` or
             ``Sequential``.
         gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
-        nprocs, returns, start_method: a call where no ranks have been launched launches them, as by :func:`parwrap.launch`.
+        nprocs, returns, start_method: a call outside a launch launches ranks, as by :func:`parwrap.launch`.
 
     Raises:
-        UsageError: an option or a value that does not exist.
+        UsageError: an unknown option or value.
 
     >>> @distributed(batch="global")
     ... def train(epochs):
@@ -117,17 +117,17 @@ class distributed(ScopeDecorator):
             return _session.joined(self._given)
         if function is None and self._launch.nprocs not in (None, 1) and not there_are_ranks():
             raise UsageError(
-                f"`with parwrap.distributed(nprocs={self._launch.nprocs!r}):` has no function that other processes could run: decorate the "
-                "one that trains, or call it by parwrap.launch."
+                f"`with parwrap.distributed(nprocs={self._launch.nprocs!r}):` has no function that other processes could run: decorate "
+                "the training function, or call it by parwrap.launch."
             )
         return _opened(self._options, module_of(function), function)
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def tell(result: Any) -> None:
+        def report(result: Any) -> None:
             if now := strategy():
                 now.returned(result)
 
-        return gathered(result_told(function, tell) if strategy_of(self._options).hands_over else function)
+        return gathered(reporting_result(function, report) if strategy_of(self._options).hands_over else function)
 
     def outside(self, call: Callable[..., Any]) -> Callable[..., Any]:
         if self._launch == Launch():
@@ -142,8 +142,7 @@ class distributed(ScopeDecorator):
     def script_scope(cls, **options: Any) -> AbstractContextManager[Any]:
         """The scope for a whole plain script; see :class:`distributed` for the options.
 
-        The script must not see that it was launched, or a distributed branch of its own would wake up: the launch variables are
-        hidden from it.
+        The script must not see that it was launched, because its own distributed code would start: the launch variables are hidden from it.
         """
         return _opened(cls(**options)._options, "__main__", None, hidden=launch_variables(), returns=False)
 
@@ -152,33 +151,33 @@ _session: Session | None = None
 
 
 def parts() -> Parts | None:
-    """Those of the function that runs; ``None`` on one rank, and where the script distributes itself."""
+    """The group of the running function; ``None`` on one rank, and if the script distributes itself."""
     return None if _session is None else _session.parts
 
 
 def strategy() -> Strategy | None:
-    """How ranks train together in the function that runs; ``None`` on one rank, and where the script distributes itself."""
+    """The strategy of the running function; ``None`` on one rank, and if the script distributes itself."""
     return None if _session is None else _session.strategy
 
 
 def trains_apart() -> bool:
-    """Whether every rank trains a model of its own in the function that runs."""
+    """Whether every rank trains a separate model in the running function."""
     return (now := strategy()) is not None and now.together is None
 
 
 def steps_apart() -> bool:
-    """Whether every rank takes steps of its own in the function that runs, with the gradients of its own batches."""
+    """Whether every rank steps separately in the running function, with the gradients of its own batches."""
     return (now := strategy()) is not None and not now.steps_together
 
 
 def loaders_read() -> Loaders | None:
-    """The loaders of the function that runs; ``None`` outside of one, and where the script distributes itself."""
+    """The loaders of the running function; ``None`` outside of one, and if the script distributes itself."""
     return None if _session is None else _session.loaders
 
 
 @contextmanager
 def errors_noted() -> Iterator[None]:
-    """While this is held, an error is given what it may come from, before anybody shows it."""
+    """While this is open, an error gets notes about its likely cause before it is shown."""
     try:
         yield
     except Exception as error:
@@ -188,7 +187,7 @@ def errors_noted() -> Iterator[None]:
 
 
 def shared_out(samples: int | None) -> None:
-    """Data in no loader is shared out by the user, for the line at the start of training; ``None`` if it has no length."""
+    """The user splits data outside of loaders: for the line at the start of training; ``None`` if it has no length."""
     if _session is not None:
         _session.began(TrainingData(samples, None, None))
 
@@ -197,7 +196,7 @@ def shared_out(samples: int | None) -> None:
 def _opened(
     options: Options, module: str | None, function: Callable[..., Any] | None, hidden: Iterable[str] = (), returns: bool = True
 ) -> Iterator[None]:
-    """A session for the length of the block, in the process group that is open, or in one of its own."""
+    """A session for the length of the block, in the open process group or in a new one."""
     global _session
     outer = groups.current()
     if outer is None and dist.is_initialized():
@@ -208,10 +207,10 @@ def _opened(
         group = outer or grouped.enter_context(groups.opened(detect(os.environ), options.backend, options.patience))
         chosen = strategy_of(options)
         joined = grouped.enter_context(chosen.joining(group, options))
-        beside = partial(chosen.beside, group, options) if group is not None and joined is None else None
-        _session = Session(joined, options, leave_group=grouped.close, returns=returns, beside=beside)
+        outside_loop = partial(chosen.outside_loop, group, options) if group is not None and joined is None else None
+        _session = Session(joined, options, leave_group=grouped.close, returns=returns, outside_loop=outside_loop)
         try:
-            with _session.patched(module, hidden), _session.met():
+            with _session.patched(module, hidden), _session.leaving_together():
                 yield
         except EarlyExit as left:
             if function is not None or not returns:

@@ -1,7 +1,7 @@
-"""What a function does besides returning a result: numbers that it leaves in objects, files that it writes, what it prints.
+"""The side effects of a function: numbers that it leaves in objects, files that it writes, and its output.
 
-Where a function runs on a part of the data, these are of the part too, and nothing puts them together. Found by comparing what the function
-can reach before and after, and by looking on at what it writes.
+If a function runs on a part of the data, its side effects cover only that part, and nothing merges them. They are found by comparing
+everything the function can reach before and after, and by observing what it writes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from parwrap.torch_private.tensors import version_of
 __all__ = ["Onlooker", "Silent", "State", "modes_set_together", "reached"]
 
 MOST = 20_000
-"""Objects that are looked at."""
+"""The most objects to examine."""
 LARGEST = 1 << 24
-"""Bytes of a tensor or an array whose content is compared; of a larger tensor it is found out whether it was written to."""
+"""The most bytes of a tensor or array to compare; for a larger tensor only writes are detected."""
 
 PASSED_OVER = (
     ModuleType,
@@ -48,14 +48,14 @@ PASSED_OVER = (
     torch.optim.Optimizer,
     nn.Parameter,
 )
-"""What is not looked into: data, code, and weights, which an evaluation does not change."""
+"""Objects that are not examined: data, code, and weights, which an evaluation does not change."""
 
 
 class Onlooker(Interceptor):
-    """Looks on while a function runs on the whole.
+    """Observes a function while it runs on the whole.
 
     Attributes:
-        loaders: that it has read, with what their samplers held before.
+        loaders: the loaders that it has read, with the earlier state of their samplers.
         written: the first file that it has written.
         printed: what it has printed and logged.
     """
@@ -97,7 +97,7 @@ class Onlooker(Interceptor):
         handle()
 
     def rewind(self) -> None:
-        """Have the samplers of what was read go back to where they were, to draw the same again."""
+        """Reset the samplers of the loaders to their earlier state, to draw the same again."""
         for _, states in self.loaders.values():
             for of, state in states:
                 if isinstance(of, torch.Generator):
@@ -113,7 +113,7 @@ class Onlooker(Interceptor):
 
 
 def modes_set_together() -> Patch:
-    """While each rank runs by itself, ``model.eval()`` has all take the same buffers yet."""
+    """While each rank runs separately, ``model.eval()`` must still give all the same buffers."""
 
     def train(wrapped: Callable[..., Any], instance: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
         with together():
@@ -133,10 +133,10 @@ def _samplers_state(loader: DataLoader[Any]) -> list[tuple[Any, Any]]:
 
 
 class Silent(Interceptor):
-    """Has a function that runs once more say nothing.
+    """Silences a function that runs once more.
 
     Attributes:
-        printed: what it would have.
+        printed: what it would have printed.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class Silent(Interceptor):
 
 
 def reached(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``function`` can change, by name: its arguments, what it closes over, and globals, also of functions that it calls."""
+    """What ``function`` can change, by name: its arguments, closure variables and globals, including those of functions that it calls."""
     known: dict[str, Any] = {}
     waiting, seen = [inspect.unwrap(function)], set()
     while waiting:
@@ -165,7 +165,7 @@ def reached(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[
         for name, cell in zip(each.__code__.co_freevars, each.__closure__ or (), strict=True):
             try:
                 names[name] = cell.cell_contents
-            except ValueError:  # it has no value yet
+            except ValueError:  # unassigned
                 continue
         for name, value in names.items():
             known.setdefault(name, value)
@@ -174,7 +174,7 @@ def reached(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[
 
 
 class State:
-    """What ``roots`` hold now.
+    """The present state of ``roots``.
 
     Args:
         roots: objects by name.
@@ -203,7 +203,7 @@ class State:
                 waiting.extend((place + name, each) for name, each in inner)
 
     def changed(self, after: State) -> str | None:
-        """The first place where ``after`` holds something else; ``None`` if there is none, or too much to look at."""
+        """The first place where ``after`` differs; ``None`` if it does not, or is too large to compare."""
         if not (self._whole and after._whole):
             return None
         for place, content in after._held.items():
@@ -218,17 +218,17 @@ _ABSENT = object()
 
 
 def _is_cache(place: str, before: Any, of_module: bool) -> bool:
-    """Whether what is new at ``place`` is what a first call keeps for the next, rather than a result."""
+    """Whether a new value at ``place`` is something that a first call keeps for the next, rather than a result."""
     return (of_module and (before is _ABSENT or before is None)) or (before is _ABSENT and place.rpartition(".")[2].startswith("_"))
 
 
 class _Numbers(NamedTuple):
-    """A tensor or an array as it was.
+    """A snapshot of a tensor or an array.
 
     Attributes:
-        of: itself.
-        version: that a tensor counts up when it is written to.
-        content: tells one content from another; ``None`` for what is too large.
+        of: the tensor or array.
+        version: the version that a tensor increments with each write.
+        content: a digest of the content; ``None`` if it is too large.
     """
 
     of: Any
@@ -237,7 +237,7 @@ class _Numbers(NamedTuple):
 
 
 def _content(value: Any) -> Any:
-    """What is compared of ``value`` itself."""
+    """The part of ``value`` that is compared."""
     if isinstance(value, torch.Tensor):
         return _Numbers(value, None if value.is_inference() else version_of(value), _summed(value))
     if isinstance(value, np.ndarray):
@@ -247,7 +247,7 @@ def _content(value: Any) -> Any:
 
 @torch.no_grad()
 def _summed(value: torch.Tensor) -> str | None:
-    """What tells whether ``value`` was overwritten by the same, as a buffer is that ranks have agreed on."""
+    """What shows whether ``value`` was overwritten by equal numbers, such as a buffer that ranks have agreed on."""
     if value.layout != torch.strided or value.is_quantized or value.is_meta or value.nbytes > LARGEST:
         return None
     real = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
@@ -264,7 +264,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _inner(value: Any) -> list[tuple[str, Any]]:
-    """What is in ``value``, by how it is written."""
+    """The parts of ``value``, by the expression of each."""
     if isinstance(value, (*PASSED_OVER, torch.Tensor, np.ndarray)):
         return []
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """``@evaluate``: a plain ``evaluate(model, loader)`` reads each sample once on all ranks together, and returns what one process would.
 
-What each rank reads is ``data/evaluation.py``'s, how the ranks' results become one ``data/merging.py``'s. Here are the decorator and
-the sync point of the ranks at the end.
+``data/evaluation/evaluation.py`` divides the data, ``data/evaluation/merging.py`` merges the ranks' results. This file has the decorator
+and the sync point at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parwrap.api import distributed
 from parwrap.api.effects import Onlooker, Silent, State, modes_set_together, reached
 from parwrap.coordination.call_site import warn
 from parwrap.data.comparing import compared
-from parwrap.data.evaluation.evaluation import BOTH, Evaluation, Reading, check, told
+from parwrap.data.evaluation.evaluation import BOTH, Evaluation, Reading, check, shared_facts
 from parwrap.data.evaluation.merging import REDUCTIONS, Part, Passed, merged
 from parwrap.data.evaluation_blocks import is_stream
 from parwrap.data.reported_lengths import Lengths
@@ -42,35 +42,35 @@ __all__ = ["evaluate"]
 
 
 class evaluate(ScopeDecorator):
-    """Have each rank read a part of the loaders of an evaluation, and return on every rank what a single process would.
+    """Make each rank read a part of the loaders of an evaluation, and return on every rank what a single process would.
 
-    As ``@evaluate`` or ``@evaluate(reduce="sum")``, on a function or method that all ranks call together, inside ``distributed``. No
-    sample is read twice and none is missed; a loader with fewer batches than ranks is right too. Batches are those of a single process,
-    so what is computed of each is the same. Each pass must read its loader to the end. With one rank it changes nothing.
+    Write ``@evaluate`` or ``@evaluate(reduce="sum")``, on a function or method that all ranks call together, inside ``distributed``. No
+    sample is read twice or missed; a loader with fewer batches than ranks is right too. Batches are those of a single process, so the
+    results for each are the same. Each pass must read its loader to the end. With one rank it has no effect.
 
-    The first call checks itself: every rank also computes the whole, and where the shared result differs by more than the noise of
-    floating point, that of the whole is returned and every later call computes the whole, with a warning. So does a function that leaves
-    something else behind, as a list it appends to, a metric it updates or a file it writes, which would be of a rank's part.
+    The first call checks itself: every rank also computes the whole. If the shared result differs by more than floating-point noise, the
+    result of the whole is returned and every later call computes the whole, with a warning. The same holds for a function with side
+    effects, such as a list it appends to, a metric it updates or a file it writes, because these would cover only a rank's part.
 
     Args:
-        reduce: how the ranks' results become one. Dicts, tuples and dataclasses are entered; what is no number, tensor or array must be
-            the same on all ranks.
+        reduce: how the ranks' results are merged. Dicts, tuples and dataclasses are merged by entry; values other than numbers, tensors
+            and arrays must be the same on all ranks.
 
             - ``"mean"``: weighted by the samples that each rank has read. For a function that divides by the samples it has counted, or
-              by ``len(loader.dataset)``, which is told as that of the rank's part. A mean of batch means, as ``np.mean(losses)``, is that
-              of one process only if all batches are of one size.
-            - ``"sum"``: for counts, and for what is divided by a length of the whole, such as ``len(loader.dataset)`` and
+              by ``len(loader.dataset)``, which here is the length of the rank's part. A mean of batch means, such as
+              ``np.mean(losses)``, equals that of one process only if all batches have the same size.
+            - ``"sum"``: for counts, and for sums divided by a length of the whole, such as ``len(loader.dataset)`` and
               ``len(loader)``, which are whole here.
             - ``"gather"``: tensors and arrays are concatenated along the first dimension and lists are joined, in the order of a single
-              process. Lengths are told as for ``"mean"``.
+              process. Lengths are those of the rank's part, as for ``"mean"``.
             - a function of the list of the ranks' results, in their order; on one rank, a list of one.
             - a dict or tuple of these, one for each entry of the result. With a ``"sum"`` or a function in it, lengths are whole.
-        check: compare the first result with that of the whole; again where the parts were too much alike to tell, and for datasets
-            of another length. ``False`` shares out what is read, come what may.
+        check: compare the first result with that of the whole; again if the parts were too similar to tell, and for datasets of another
+            length. ``False`` divides the data unchecked.
 
     Raises:
-        UsageError: ``reduce`` is none of these, the function trains, or its results cannot be put together exactly.
-        Exception: the function has raised on any rank; the others raise the same, so that all go on from there alike.
+        UsageError: ``reduce`` has another value, the function trains, or its results cannot be merged exactly.
+        Exception: the function has raised on any rank; the others raise the same, so that all continue alike.
 
     >>> import torch
     >>> from torch.utils.data import DataLoader
@@ -90,7 +90,7 @@ class evaluate(ScopeDecorator):
 
     def scope(self, function: Callable[..., Any] | None) -> AbstractContextManager[Any]:
         if function is None:
-            raise UsageError("`with parwrap.evaluate():` has no result to put together: decorate the function that returns it.")
+            raise UsageError("`with parwrap.evaluate():` has no result to merge: decorate the function that returns it.")
         return nullcontext()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,11 +113,11 @@ def _check(reduce: Any) -> None:
     for way in _ways(reduce):
         if not (callable(way) or (isinstance(way, str) and way in REDUCTIONS)):
             meanings = "; ".join(f"{value!r}: {meaning}" for value, meaning in REDUCTIONS.items())
-            raise UsageError(f"reduce={way!r} is not one of the ways to put results together. {meanings}; or a function of their list.")
+            raise UsageError(f"reduce={way!r} is not one of the ways to merge results. {meanings}; or a function of their list.")
 
 
 def _ways(reduce: Any) -> Iterator[Any]:
-    """Each way to put results together that is in ``reduce``."""
+    """Each reduction that is in ``reduce``."""
     if isinstance(reduce, (Mapping, tuple, list)):
         for each in reduce.values() if isinstance(reduce, Mapping) else reduce:
             yield from _ways(each)
@@ -126,16 +126,16 @@ def _ways(reduce: Any) -> Iterator[Any]:
 
 
 _running: list[Evaluation] = []
-"""The evaluations that are open, the innermost last."""
+"""The open evaluations, the innermost last."""
 
 
-class _Told(NamedTuple):
-    """What a rank tells the others at the end.
+class _Report(NamedTuple):
+    """What a rank sends to the others at the end.
 
     Attributes:
-        result: of the function.
+        result: the result of the function.
         readings: its passes.
-        readers: how many ranks have a part.
+        readers: the number of ranks with a part.
         streams: the state of the shared random streams.
     """
 
@@ -146,11 +146,11 @@ class _Told(NamedTuple):
 
 
 class _Trust:
-    """Whether what ranks put together has shown to be the result of the whole, for one function.
+    """Whether the merged result of the ranks equals that of the whole, for one function.
 
     Attributes:
-        whole: it is not, so that every rank computes the whole.
-        checks: whether to find out.
+        whole: it does not, so that every rank computes the whole.
+        checks: whether to compare.
     """
 
     def __init__(self, checks: bool) -> None:
@@ -158,25 +158,25 @@ class _Trust:
         self._left: dict[Any, int] = {}
 
     def asks(self, data: Any) -> bool:
-        """Whether to compare the result for ``data``, judged by its lengths."""
+        """Whether to compare the result for ``data``, judging by its lengths."""
         return self.checks and self._left.get(data, TRIES if len(self._left) < MOST_CHECKED else 0) > 0
 
     def agreed(self, data: Any, proves: bool) -> None:
-        """The results were the same; ``proves`` says whether they could have been different."""
+        """The results were equal; ``proves`` says whether they could have differed."""
         self._left[data] = 0 if proves else self._left.get(data, TRIES) - 1
 
 
 TRIES = 3
-"""Calls that are checked where parts are so much alike that any way to put them together would seem right."""
+"""The number of calls to check if parts are so similar that any way to merge them would seem right."""
 MOST_CHECKED = 16
-"""Lengths of data that are checked."""
+"""The number of data lengths to check."""
 
 
 class _FailedError(Exception):
     """The function has raised on some rank.
 
     Args:
-        error: what this rank raises for it.
+        error: the exception that this rank raises for it.
         text: the error of the lowest such rank in one line.
         refused: whether it is one of parwrap's own.
     """
@@ -192,8 +192,8 @@ class _Call:
 
     Attributes:
         group: the ranks.
-        reduce: how their results become one.
-        function, args, kwargs: what is called.
+        reduce: how their results are merged.
+        function, args, kwargs: the call.
     """
 
     group: Group
@@ -207,18 +207,18 @@ class _Call:
         self.known = distributed.parts()
         self.shared = self.known.loaders.streams.shared if self.known else nullcontext
         self.arguments = _arguments(self.function, self.args, self.kwargs)
-        self.name = describe(inspect.unwrap(self.function))  # a decorator such as torch.no_grad has a place of its own
+        self.name = describe(inspect.unwrap(self.function))  # a decorator such as torch.no_grad has a separate place
 
     def run(self) -> Any:
         return self.function(*self.args, **self.kwargs)
 
     def together(self, mine: Any, error: Exception | None) -> list[Any]:
-        """What each rank passes as ``mine``, unless one passes an ``error``, which all of them raise then."""
+        """Each rank's ``mine``; if a rank passes an ``error`` instead, all ranks raise it."""
         self.group.synchronize(self.kind)
-        told = gathered_objects("evaluate", (mine, None if error is None else _packed(error)), self.group)
-        failed = next(((rank, each[1]) for rank, each in enumerate(told) if each[1] is not None), None)
+        gathered = gathered_objects("evaluate", (mine, None if error is None else _packed(error)), self.group)
+        failed = next(((rank, each[1]) for rank, each in enumerate(gathered) if each[1] is not None), None)
         if failed is None:
-            return [each[0] for each in told]
+            return [each[0] for each in gathered]
         rank, (packed, text, refused) = failed
         if error is None:
             error = RankMismatchError(f"rank {rank} has failed with {text} in {self.name}, which all ranks evaluate together.")
@@ -228,13 +228,13 @@ class _Call:
         raise _FailedError(error, f"rank {rank} has failed with {text}", refused)
 
     def data(self) -> Any:
-        """The lengths of the datasets that are evaluated, as far as they can be seen from outside."""
+        """The lengths of the evaluated datasets, as far as they are visible from outside."""
         held = [each for value in self.arguments.values() for each in (value, *getattr(value, "__dict__", {}).values())]
         return tuple(len(each.dataset) for each in held if isinstance(each, DataLoader) and hasattr(each.dataset, "__len__"))
 
 
 def _packed(error: Exception) -> tuple[bytes | None, str, bool]:
-    """What the other ranks are told of an ``error``: itself if it can be sent, in one line, and whether it is parwrap's own."""
+    """What the other ranks need about an ``error``: the exception if it can be sent, in one line, and whether it is parwrap's own."""
     try:
         packed = pickle.dumps(error)
         pickle.loads(packed)
@@ -250,11 +250,11 @@ def _evaluated(call: _Call, trust: _Trust) -> Any:
         _running[-1].within = True
     data = call.data()
     asks = not trust.whole and trust.asks(data)
-    # one that has left an epoch sooner must not evaluate other weights
+    # a rank that has left an epoch sooner must not evaluate other weights
     call.group.synchronize(call.kind, detail=zlib.crc32(repr((trust.whole, asks, data)).encode()))
     if call.group.coordinator and not call.group.coordinator.alike:
         raise RankMismatchError(
-            f"{call.name} evaluates datasets of different lengths on the ranks: {data} on rank {call.group.world.rank}. All ranks have to "
+            f"{call.name} evaluates datasets of different lengths on the ranks: {data} on rank {call.group.world.rank}. All ranks must "
             "evaluate the same data, of which each reads a part."
         )
     if call.known:
@@ -266,13 +266,13 @@ def _evaluated(call: _Call, trust: _Trust) -> Any:
     with call.shared():
         before = get_state()
     onlooker = Onlooker()
-    # first the whole: what it prints, and what else it does, is what a single process would
+    # first the whole: its output and other side effects are those of a single process
     try:
         whole, hindrance = _whole(call, onlooker)
     except _FailedError as failed:
         if not isinstance(failed.error, AloneError):
             raise
-        trust.checks = False  # it puts its numbers together itself
+        trust.checks = False  # the object merges its numbers itself
         return _shared(call, warns=True)[0]
     with call.shared():
         after = get_state()
@@ -286,24 +286,24 @@ def _evaluated(call: _Call, trust: _Trust) -> Any:
         if call.known:
             for loader, _ in onlooker.loaders.values():
                 if not is_stream(loader):
-                    call.known.loaders.agree(loader)  # what that warns of is not to be silent
+                    call.known.loaders.agree(loader)  # the whole's warnings must be shown
         silent = Silent()
         try:
             shared, parts = _shared(call, silent)
         except _FailedError as failed:
             if failed.refused:
                 raise
-            hindrance = f"on parts of the data {failed.text}, and on the whole it does not."
+            hindrance = f"it fails on parts of the data with {failed.text}, but not on the whole."
         else:
             differing, proves = compared(whole, shared, parts)
             if differing and callable(call.reduce) and leaves(whole).keys() != leaves(shared).keys():
-                differing = []  # a list of the ranks' results, for one
+                differing = []  # for example a list of the ranks' results
             if not differing:
                 trust.agreed(data, proves)
                 if onlooker.printed != silent.printed:
                     _warn(
                         f"{call.name} prints something else for a rank's part than for the whole, and from the next call on it prints "
-                        "what is of rank 0's part. Print what it returns."
+                        "the numbers of rank 0's part. Print its result instead."
                     )
                 return shared
             hindrance = _differs(call.reduce, differing)
@@ -314,11 +314,11 @@ def _evaluated(call: _Call, trust: _Trust) -> Any:
     return whole
 
 
-NOTHING_READ = "{} has read no DataLoader, so every rank has computed all of it, and its own result is returned."
+NOTHING_READ = "{} has read no DataLoader, so every rank has computed all of it and returns its own result."
 
 REMEDY = (
-    'To share it out, return what the metric is computed from, as predictions and labels, with @parwrap.evaluate(reduce="gather"), and '
-    "compute, keep and print the metric outside. check=False shares it out as it is."
+    'To divide the work, return the inputs of the metric, such as predictions and labels, with @parwrap.evaluate(reduce="gather"), and '
+    "compute, keep and print the metric outside. check=False divides it unchecked."
 )
 
 
@@ -326,13 +326,13 @@ def _differs(reduce: Any, differing: list[tuple[str, Any, Any]]) -> str:
     named = "; ".join(f"result{place} is {_short(ours)}, and {_short(whole)} of the whole" for place, ours, whole in differing[:3])
     way = f"reduce={reduce!r}" if isinstance(reduce, str) else "reduce"
     return (
-        f"put together by {way}, {named}. So it is for what is no mean over samples, as AUC, F1, RMSE, perplexity, median, maximum; for "
-        'a mean of batches\' means, where reduce="sum" with len(loader) is exact; and where random numbers are drawn, as by dropout.'
+        f"merged by {way}, {named}. This happens for a result that is no mean over samples, such as AUC, F1, RMSE, perplexity, median or "
+        'maximum; for a mean of batches\' means, where reduce="sum" with len(loader) is exact; and for random numbers, as in dropout.'
     )
 
 
 def _whole(call: _Call, onlooker: Onlooker) -> tuple[Any, str | None]:
-    """The result of the whole, which is rank 0's on every rank, and what speaks against sharing it out, if anything does."""
+    """The result of the whole, rank 0's on every rank, and the reason not to divide the work, if any."""
     roots = reached(call.function, call.arguments)
     before = State(roots)
     result, error = None, None
@@ -347,15 +347,15 @@ def _whole(call: _Call, onlooker: Onlooker) -> tuple[Any, str | None]:
     if error is None:
         changed = before.changed(State(reached(call.function, call.arguments)))
         if result is None and not callable(call.reduce):
-            hindrance = "it returns nothing, so that what it prints or keeps would be of a rank's part."
+            hindrance = "it returns nothing, so that its output or side effects would be those of a rank's part."
         elif onlooker.written is not None:
-            hindrance = f"it writes {onlooker.written}, which would be of a rank's part."
+            hindrance = f"it writes {onlooker.written}, which would contain only a rank's part."
         elif changed is not None:
-            hindrance = f"it changes {changed}, which would be of a rank's part."
-    told = call.together((sent(result) if call.group.world.rank == 0 else None, hindrance, _streams(call)), error)
-    _go_on(call, told[0][2])
-    hindrance = told[0][1]  # the buffers of other ranks become rank 0's when they evaluate
-    result = result if call.group.world.rank == 0 else arrived(told[0][0], call.group.device)
+            hindrance = f"it changes {changed}, which would contain only a rank's part."
+    gathered = call.together((sent(result) if call.group.world.rank == 0 else None, hindrance, _streams(call)), error)
+    _go_on(call, gathered[0][2])
+    hindrance = gathered[0][1]  # the buffers of other ranks become rank 0's when they evaluate
+    result = result if call.group.world.rank == 0 else arrived(gathered[0][0], call.group.device)
     return merged(call.reduce, [Part(result, [])]), hindrance
 
 
@@ -372,17 +372,17 @@ def _go_on(call: _Call, streams: Any) -> None:
 
 
 def _shared(call: _Call, silent: Silent | None = None, warns: bool = False) -> tuple[Any, list[Any]]:
-    """The result put together of the ranks' parts, and those of the parts.
+    """The result merged from the ranks' parts, and the results of the parts.
 
     Args:
-        call: of the function.
+        call: the call of the function.
         silent: if given, nothing is printed.
-        warns: whether to say what cannot be exact, since the result is not compared with that of the whole.
+        warns: whether to warn of inexact results, because they are not compared with those of the whole.
     """
     group, known, reduce, function = call.group, call.known, call.reduce, call.function
     ways = list(_ways(reduce))
-    told_parts = all(way in ("mean", "gather") for way in ways)
-    lengths = Lengths(function, call.arguments, told_parts) if told_parts or "mean" in ways else None
+    reports_parts = all(way in ("mean", "gather") for way in ways)
+    lengths = Lengths(function, call.arguments, reports_parts) if reports_parts or "mean" in ways else None
     evaluation = Evaluation(group, call.shared, known.loaders.agree if known else lambda loader: None, lengths)
     apart = known.strategy.apart() if known else nullcontext()
     interceptors = [evaluation] if silent is None else [evaluation, silent]
@@ -392,7 +392,7 @@ def _shared(call: _Call, silent: Silent | None = None, warns: bool = False) -> t
             result = call.run()
         except Exception as raised:
             error = raised
-    mine = _Told(sent(result), [told(each) for each in evaluation.readings], evaluation.readers, _streams(call))
+    mine = _Report(sent(result), [shared_facts(each) for each in evaluation.readings], evaluation.readers, _streams(call))
     gathered = call.together(mine, error)
     _go_on(call, gathered[0].streams)
     readings = check([each.readings for each in gathered])
@@ -411,7 +411,7 @@ def _shared(call: _Call, silent: Silent | None = None, warns: bool = False) -> t
 
 @contextmanager
 def _unseen(silent: Silent | None) -> Iterator[None]:
-    """With ``silent``, what is written to stdout and stderr is dropped."""
+    """With ``silent``, output to stdout and stderr is dropped."""
     if silent is None:
         yield
         return
@@ -420,7 +420,7 @@ def _unseen(silent: Silent | None) -> Iterator[None]:
 
 
 def _have_same_buffers(loop: Loop, arguments: Mapping[str, Any]) -> None:
-    """Models among the ``arguments`` that no optimizer knows get rank 0's buffers: each rank evaluates its part with them."""
+    """Models among the ``arguments`` that no optimizer knows get rank 0's buffers, because each rank evaluates its part with them."""
     for each in arguments.values():
         if isinstance(each, nn.Module):
             loop.know(each)
@@ -429,7 +429,7 @@ def _have_same_buffers(loop: Loop, arguments: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _innermost(evaluation: Evaluation, known: Any) -> Iterator[None]:
-    """``evaluation`` shares out what is read, and those around it do not."""
+    """``evaluation`` divides what is read, and outer ones do not."""
     around = _running[-1] if _running else None
     if around is not None:
         around.asleep = True
@@ -450,7 +450,7 @@ def _innermost(evaluation: Evaluation, known: Any) -> Iterator[None]:
 def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     try:
         return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):  # which the call itself raises, or which has no signature
+    except (TypeError, ValueError):  # the call itself raises it, or has no signature
         return {}
 
 

@@ -1,4 +1,4 @@
-"""``with every_rank_writes():`` for files that each rank is to have of its own."""
+"""``with every_rank_writes():`` for files that each rank writes separately."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["every_rank_writes"]
 
 
 class every_rank_writes(ScopeDecorator):
-    """What is written in the block is written by every rank, not only by rank 0: give each rank a path of its own.
+    """Every rank, not only rank 0, writes its files in the block: give each rank a different path.
 
-    As ``with every_rank_writes():`` or ``@every_rank_writes``. Paths that were written in it, and what lies below directories
-    made in it, stay the rank's own afterwards. It holds for the thread that opens it.
+    Write ``with every_rank_writes():`` or ``@every_rank_writes``. Paths written in the block, and everything below directories made in it,
+    stay the rank's own afterwards. It applies to the thread that opens it.
 
     >>> import json, tempfile, parwrap
     >>> with tempfile.TemporaryDirectory() as folder, parwrap.every_rank_writes():

@@ -25,13 +25,14 @@ def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
         x: a tensor with at least one dimension. Only the number of rows may differ between ranks.
 
     Returns:
-        A tensor with the rows of all ranks along dimension 0, on the device of ``x``. ``x`` itself on one rank, outside of a distributed
-        function, in an evaluation (where every rank reads whole batches), and where ranks step by themselves (``strategy="none"``,
+        A tensor with the rows of all ranks along dimension 0, on the device of ``x``. ``x`` itself on one rank, outside of a
+            distributed function, in an evaluation (where every rank reads whole batches), and if ranks step separately
+            (``strategy="none"``,
         ``"hogwild"``).
 
     Raises:
-        UsageError: ``x`` is no tensor with rows, or this is a checkpoint that is computed again in the backward.
-        RankMismatchError: dtypes or shapes of rows differ; on every rank, with what differs.
+        UsageError: ``x`` is no tensor with rows, or the call is in a checkpoint that the backward computes again.
+        RankMismatchError: dtypes or shapes of rows differ; on every rank, with the difference.
 
     >>> gather_with_grad(torch.tensor([[1.0], [2.0]]))
     tensor([[1.],
@@ -58,9 +59,9 @@ def _gathered(x: torch.Tensor) -> torch.Tensor:
         return x
     if current_graph_task_id() != NO_GRAPH_TASK:
         raise UsageError(
-            "parwrap.gather_with_grad() runs in a checkpoint that is computed again in the backward, where the ranks cannot meet: call it "
-            "outside of the part that is checkpointed."
+            "parwrap.gather_with_grad() runs in a checkpoint that is computed again in the backward, where the ranks cannot "
+            "synchronize: call it outside of the checkpointed part."
         )
     if parts is not None and parts.loop.weights.upcoming(lambda: {len(x)}).weight == 0:
-        x = x[:0]  # this rank repeats a batch, for nothing was left for it
+        x = x[:0]  # this rank has no batch left and repeats one
     return row_gatherer(group).gather(x)

@@ -1,7 +1,7 @@
-"""Gathering the rows of a tensor from all ranks, and sending the gradients of what was gathered back to the ranks of the rows.
+"""Gathers the rows of a tensor from all ranks, and sends the gradients of the gathered rows back to their ranks.
 
-The forward is a sync point of all ranks; one that has left the loop answers it with no rows. The backward comes in the midst of the ranks'
-gradient averages, so it has a process group and nested sync points of its own, as shared batch norms have.
+The forward is a sync point of all ranks; one that has left the loop answers it with no rows. The backward comes amid the ranks' gradient
+averages, so it has a separate process group and nested sync points, like shared batch norms.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RowGatherer:
 
     Args:
         group: the process group.
-        sharing: sums up the gradients of all ranks.
+        sharing: sums the gradients of all ranks.
     """
 
     def __init__(self, group: Group, sharing: StatisticsExchange) -> None:
@@ -58,13 +58,13 @@ class RowGatherer:
         return _Gathered.apply(x, self, rows) if requires_grad else self.send(x, rows)
 
     def answer(self, detail: int, present: list[int]) -> None:
-        """Take part, with no rows, in what the ranks ``present`` gather."""
+        """Take part in the gathering of the ranks ``present``, without rows."""
         structures: dict[int, Structure] = self._group.share("structure", None, present)
         self._send_bytes(torch.empty(0, dtype=torch.uint8), self._rows(structures), int(structures[present[0]][ROW_BYTES]))
 
     def send(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """What the ranks gather, which have as many ``rows`` each."""
-        sent = x.detach().contiguous().reshape(-1).view(torch.uint8)  # not every backend carries every dtype
+        """Gather the rows of the ranks, which have ``rows`` each."""
+        sent = x.detach().contiguous().reshape(-1).view(torch.uint8)  # not every backend supports every dtype
         gathered = self._send_bytes(sent, rows, math.prod(x.shape[1:]) * x.element_size())
         return gathered.to(x.device).view(x.dtype).view(sum(rows), *x.shape[1:])
 
@@ -79,7 +79,7 @@ class RowGatherer:
         return [int(structures[rank][ROWS]) if rank in structures else 0 for rank in range(self._group.world.size)]
 
     def _send_bytes(self, sent: torch.Tensor, rows: Sequence[int], row_bytes: int) -> torch.Tensor:
-        """The bytes of all ranks, whose parts are sent as long as the longest."""
+        """The bytes of all ranks, with parts padded to the longest."""
         longest = max(rows) * row_bytes
         part = torch.zeros(longest, dtype=torch.uint8, device=home(self._group))
         part[: len(sent)] = sent
@@ -104,7 +104,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def row_gatherer(group: Group) -> RowGatherer:
-    """That of ``group``, made when all ranks have come to it."""
+    """The separate group of ``group``'s ranks, created when all ranks have reached it."""
     if group.coordinator is None:
         return RowGatherer(group, StatisticsExchange(own_group(tuple(range(group.world.size)))))
     return cast(RowGatherer, group.once(NAME, lambda: _opened(group)))

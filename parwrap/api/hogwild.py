@@ -1,7 +1,6 @@
-"""``@hogwild``: a plain training function runs on workers of its own, which train one model in the memory that they share.
+"""``@hogwild``: a plain training function runs on forked workers, which train one model in shared memory.
 
-Checks the options, has ``launching.py`` start the workers, and opens ``distributed`` in each of them; how they train together is
-``strategies/hogwild/``'s.
+Checks the options, lets ``launching.py`` start the workers, and opens ``distributed`` in each of them; ``strategies/hogwild/`` trains.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ __all__ = ["hogwild"]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 _running: list[hogwild] = []
-"""What this process is a worker of, and what has been called inside that, the innermost last."""
+"""The options of this worker's launch, and the calls inside it, the innermost last."""
 
 
 class hogwild(ScopeDecorator):
     """Train one model by several processes at once, each on its own part of the data, without locks (Recht et al., 2011).
 
-    As ``@hogwild`` or ``@hogwild(workers=4)``, on a plain training function in a plain process. Each call forks the workers, on CPUs and
-    with a thread each, and returns what the function returns on worker 0 when all are done. Models, optimizers and schedulers of the caller
-    are then what they have become there, the same objects as before; other objects that the function changes stay as they were, so return
-    what you keep. What a worker raises is raised here, and the others are ended.
+    Write ``@hogwild`` or ``@hogwild(workers=4)``, on a plain training function in a plain process. Each call forks the workers, on CPUs and
+    with a thread each, and returns worker 0's result when all have finished. The caller's models, optimizers and schedulers then have the
+    trained state, and are the same objects as before. Other objects that the function changes stay as they were, so return what you need.
+    An exception of a worker is raised here, and the others are ended.
 
-    In the function everything is as in ``distributed(strategy="hogwild")``. Inside itself it does nothing more.
+    Inside the function everything works as in ``distributed(strategy="hogwild")``. Inside itself it has no effect.
 
     Args:
-        workers: how many; by default as many as there are cores.
-        lock: one worker at a time takes a step. This is slower, and there to compare with.
+        workers: the number of workers; by default the number of cores.
+        lock: one worker at a time takes a step. This is slower, and meant for comparison.
         timeout: seconds that a worker waits for another at an evaluation or at the end while none takes a step; by default 30 minutes.
-        seed: for torch, numpy and python in all workers; by default one is drawn from torch's generator, another one for each call.
+        seed: the seed of torch, numpy and python in all workers; by default each call draws one from torch's generator.
 
     Raises:
-        UsageError: an option or a value that does not exist; where it is called, no workers can be forked.
-        RankMismatchError: a worker has ended without a word.
+        UsageError: an unknown option or value; or workers cannot be forked where it is called.
+        RankMismatchError: a worker has ended without a report.
 
     >>> from torch import nn
     >>> weights = nn.Embedding(4, 2, sparse=True)
@@ -78,7 +77,7 @@ class hogwild(ScopeDecorator):
 
     def scope(self, function: Callable[..., Any] | None) -> AbstractContextManager[Any]:
         if function is None:
-            raise UsageError("`with parwrap.hogwild():` has no function that other processes could run: decorate the one that trains.")
+            raise UsageError("`with parwrap.hogwild():` has no function that other processes could run: decorate the training function.")
         options = (_running or [self])[0]._options
         given = {name: getattr(options, name) for name in ("strategy", "lock", "timeout", "seed")}
         return distributed.distributed(**given).scope(function)
@@ -90,8 +89,8 @@ class hogwild(ScopeDecorator):
                 return self._run(call, args, kwargs)
             if distributed.loaders_read() is not None:
                 raise UsageError(
-                    "@parwrap.hogwild starts workers of its own, and cannot inside parwrap.distributed and parwrap.run: leave it out "
-                    "and choose strategy='hogwild' there, or run the script by plain python."
+                    "@parwrap.hogwild starts its own workers, which is not possible inside parwrap.distributed and parwrap.run: remove "
+                    "it and choose strategy='hogwild' there, or run the script by plain python."
                 )
             refuse_unforkable("@parwrap.hogwild")
             if self._workers == 1:
@@ -108,7 +107,7 @@ class hogwild(ScopeDecorator):
         return hogwild(workers=self._workers, lock=self._options.lock, timeout=self._options.timeout, seed=seed)
 
     def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In a worker."""
+        """Open the scope in a worker."""
         _running.append(self)
         try:
             return call(*args, **kwargs)
@@ -120,5 +119,5 @@ class hogwild(ScopeDecorator):
         if mine != theirs:
             raise UsageError(
                 f"parwrap.hogwild(workers={mine[0]}, lock={mine[1]}) cannot be called inside hogwild(workers={theirs[0]}, "
-                f"lock={theirs[1]}), whose workers are at work: give both the same, or leave one of them out."
+                f"lock={theirs[1]}), whose workers are running: give both the same options, or remove one of them."
             )

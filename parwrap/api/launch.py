@@ -1,4 +1,4 @@
-"""``parwrap.launch``: a function on ranks that the call itself launches. How that goes is ``self_launch.py``'s."""
+"""``parwrap.launch``: calls a function on ranks that the call itself launches, by ``self_launch.py``."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ def launch(
     start_method: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call ``function(*args, **kwargs)`` on ranks that are launched for it, inside :class:`parwrap.distributed`.
+    """Call ``function(*args, **kwargs)`` on ranks launched for it, inside :class:`parwrap.distributed`.
 
-    For plain Python, a REPL or a notebook; the function, a closure too, may be defined there. What ranks write is shown as it comes, and
-    Ctrl-C ends them. Tensors, models, optimizers and schedulers of the caller are then what they have become on rank 0, the same objects as
-    before, and the random streams go on from rank 0's. What the function changes in other objects that it reaches, as in lists and
-    attributes, is changed in them here too; what does not pickle is named in one warning. Nothing stays open in this process. What a rank
-    raises is raised here, as itself, and the others are ended.
+    Use it in plain Python, a REPL or a notebook; the function, even a closure, may be defined there. The ranks' output is shown as it
+    comes, and Ctrl-C ends them. Afterwards the caller's models, optimizers, schedulers and tensors have the state of rank 0, in the same
+    objects as before, and the random streams continue from rank 0's. Changes to other objects that the function reaches, such as lists and
+    attributes, are copied back too; objects that do not pickle are named in one warning. Nothing stays open in this process. An exception
+    of a rank is raised here, with its own type, and the other ranks are ended.
 
-    Where ranks have been launched already, by ``python -m parwrap.run`` for one, the function runs on these.
+    If ranks have been launched already, for example by ``python -m parwrap.run``, the function runs on these.
 
     Args:
-        function: what to call. Options of ``distributed`` are those that it is decorated with.
-        args, kwargs: for the function. Those that have the names of arguments of this function it can be given by ``functools.partial``.
+        function: the function to call. Its decorator sets the options of ``distributed``.
+        args, kwargs: arguments of the function. If a name is also an argument of ``launch``, use ``functools.partial``.
         nprocs: the number of ranks, ``"gpu"``, ``"cpu"`` (a rank for each core) or ``"auto"`` (for each GPU, or each core); by default
             the number of GPUs, or 1. One rank is this process.
-        returns: ``"rank0"``: the value that rank 0 returns; ``"all"``: the list of the values of all ranks, which then have to pickle.
-        start_method: ``"fork"``: ranks have all that this process has, and compute with a thread each; ``"spawn"``: they are
-            interpreters of their own, which are sent what the function uses by cloudpickle, and share the cores. By default ranks are
-            forked where CUDA has not started, on Linux.
+        returns: ``"rank0"``: rank 0's result; ``"all"``: the list of the results of all ranks, which must pickle.
+        start_method: ``"fork"``: ranks inherit everything in this process, and compute with a thread each; ``"spawn"``: they are new
+            interpreters, which get what the function uses by cloudpickle, and divide the cores. By default ranks are forked on Linux,
+            unless CUDA has started.
 
     Raises:
-        UsageError: a value that does not exist, or an option that ``function`` does not take; what ranks cannot be sent, or cannot send
-            back; cloudpickle is needed and not there.
-        LaunchError: there are not as many GPUs.
-        RankMismatchError: a rank has ended without a word.
+        UsageError: an unknown value, or an option that ``function`` does not take; an object that cannot be sent to the ranks or back;
+            cloudpickle is needed but not installed.
+        LaunchError: the machine has fewer GPUs.
+        RankMismatchError: a rank has ended without a report.
 
     >>> import parwrap
     >>> def train(epochs):
@@ -76,10 +76,10 @@ def launch(
 
 
 def _refuse_options(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise :class:`UsageError` for what looks like an option of parwrap's and is no argument of ``function``."""
+    """Raise :class:`UsageError` for a keyword that looks like an option of parwrap's and is no argument of ``function``."""
     try:
         arguments = inspect.signature(function, follow_wrapped=False).parameters
-    except (TypeError, ValueError):  # tells nothing
+    except (TypeError, ValueError):  # accepts any name
         return
     if any(each.kind is each.VAR_KEYWORD for each in arguments.values()):
         return

@@ -1,4 +1,4 @@
-"""``loaders``: where the training loaders of the function that runs are, to be kept in a checkpoint and gone on from."""
+"""``loaders``: the positions of the training loaders of the running function, to save in a checkpoint and continue from."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ __all__ = ["loaders"]
 
 
 def loaders(*which: DataLoader[Any]) -> list[Position]:
-    """The positions of training loaders, inside what ``parwrap.distributed`` runs.
+    """The positions of training loaders, inside a function that ``parwrap.distributed`` runs.
 
-    Each has ``state_dict()``, for a checkpoint, and ``load_state_dict(state)``: then the next batch is the one that would have come,
-    on the same or another number of ranks. ``len(loader)`` stays that of a whole pass.
+    Each has ``state_dict()``, for a checkpoint, and ``load_state_dict(state)``: then the next batch is the one that would have followed, on
+    any number of ranks. ``len(loader)`` stays that of a whole pass.
 
     Args:
-        which: these ones, in this order, also before they are trained on; by default all that were, in the order of their first passes.
+        which: these loaders, in this order, also before they are trained on; by default all trained ones, in the order of their first
+            passes.
 
     Raises:
-        UsageError: outside of a distributed function, for what is no ``DataLoader``, or if none was trained on yet and none is given.
+        UsageError: outside of a distributed function, for another object than a ``DataLoader``, or if none was trained on yet and none
+            is given.
 
     >>> import parwrap, torch
     >>> from torch.utils.data import DataLoader
@@ -43,7 +45,7 @@ def loaders(*which: DataLoader[Any]) -> list[Position]:
     read = distributed.loaders_read()
     if read is None:
         raise UsageError(
-            "parwrap.loaders() lists the training loaders of a function or script that parwrap.distributed runs, and none runs here. "
+            "parwrap.loaders() lists the training loaders of a function or script that parwrap.distributed runs, but none runs here. "
             "Call it inside, before the function returns."
         )
     for each in which:
@@ -52,7 +54,7 @@ def loaders(*which: DataLoader[Any]) -> list[Position]:
     listed = [read.positions.of(each) for each in which] or read.positions.trained()
     if not listed:
         raise UsageError(
-            "no DataLoader was trained on yet, so parwrap.loaders() has none to list. "
-            "To load a state before the first pass, name the loader: parwrap.loaders(train_loader)[0].load_state_dict(state)."
+            "no DataLoader was trained on yet, so parwrap.loaders() has none to list. To load a state before the first pass, name the "
+            "loader: parwrap.loaders(train_loader)[0].load_state_dict(state)."
         )
     return listed

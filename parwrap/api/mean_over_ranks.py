@@ -1,4 +1,4 @@
-"""``mean_over_ranks``: the loss of a mean over all tokens or samples, wherever they are."""
+"""``mean_over_ranks``: the loss of a mean over all tokens or samples of all ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["mean_over_ranks"]
 
 
 def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
-    """The loss whose gradient, after ``backward`` has averaged it over the ranks, is that of the mean over all that they count.
+    """A loss whose gradient, after ``backward`` has averaged it over the ranks, is that of the mean over all that they count.
 
-    The mean of each rank's mean would count a token of a rank with few tokens more than one of a rank with many. Inside
-    ``parwrap.accumulate`` the batches of a window count by their totals too; there, call it once for each batch. A loop that
-    accumulates by hand gets the exact mean of each batch by itself.
+    The mean of each rank's mean would give a token of a rank with few tokens more weight than one of a rank with many. Inside
+    ``parwrap.accumulate`` the batches of a window are weighted by their totals too; there, call it once for each batch. A loop that
+    accumulates by hand gets the exact mean of each single batch.
 
     Args:
         loss_sum: the sum of this rank's losses; a scalar.
-        count: the number of tokens or samples that it is over; may be 0.
+        count: the number of tokens or samples in it; may be 0.
 
     Returns:
         ``loss_sum`` times the number of ranks over the count of all ranks; 0 if nothing is counted. On one rank, the mean.
@@ -40,7 +40,7 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
         raise UsageError(f"mean_over_ranks takes the sum of this rank's losses, a tensor with one element, not {what}.")
     number = float(count)
     if not (number >= 0 and math.isfinite(number)):
-        raise UsageError(f"mean_over_ranks takes the number of tokens or samples that the sum is over, from 0, not {count!r}.")
+        raise UsageError(f"mean_over_ranks takes the number of tokens or samples in the sum, from 0, not {count!r}.")
     factor, total = _factor(number, loss_sum)
     count_batch(total)
     return loss_sum * factor

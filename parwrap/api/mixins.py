@@ -1,6 +1,6 @@
-"""The decorators for classes: a mixin beside the user's base class gives its training methods what the decorator would.
+"""The decorators for classes: a mixin next to the user's base class decorates its training methods.
 
-Only this file knows about classes; what holds while a method runs is the decorators' own.
+Only this file deals with classes; the decorators define what happens while a method runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Methods(NamedTuple):
     """The methods that a mixin decorates.
 
     Attributes:
-        usual: their names where nothing else is said.
+        usual: their default names.
         named_in: the class attribute and keyword that names more.
     """
 
@@ -45,25 +45,25 @@ TRAINING = _Methods(("train", "fit"), "parwrap_methods")
 EVALUATING = _Methods(("evaluate", "validate", "test"), "parwrap_evaluate_methods")
 
 _running: list[tuple[Any, _Methods]] = []
-"""The instances whose scopes are open, and for which of their methods."""
+"""The instances with open scopes, and the methods that opened them."""
 
 
 class _Mixin:
-    """What the mixins share: methods run in the scopes of decorators.
+    """The common base of the mixins: methods run in the scopes of decorators.
 
     Mixins for training decorate ``train`` and ``fit``, and the methods that ``parwrap_methods`` names. ``EvaluateMixin`` decorates
     ``evaluate``, ``validate`` and ``test``, and those that ``parwrap_evaluate_methods`` names. Both are class keywords or attributes, and
-    hold for subclasses too.
+    subclasses inherit them.
 
-    Options are class keywords or entries of the mapping ``parwrap_options``; a subclass has those of its bases, and its own instead. They
-    are open once for an instance: where one such method calls another, also by ``super()``, they are those of the instance's class. What
-    goes on from call to call, such as a loss scale, is the instance's own.
+    Options are class keywords or entries of the mapping ``parwrap_options``; a subclass inherits those of its bases, and may override them.
+    They open once for an instance: if one such method calls another, also by ``super()``, the options are those of the instance's class.
+    State kept from call to call, such as a loss scale, belongs to the instance.
 
-    The ``train(mode)`` of an ``nn.Module`` that sets the mode, overridden or not, is none of these methods unless it is named.
+    The ``train(mode)`` of an ``nn.Module`` that sets the mode, overridden or not, is not decorated unless it is named.
 
     Raises:
-        UsageError: ``parwrap_options`` has one that no mixin takes; the class has none of the methods, or not one that it names. An empty
-            ``parwrap_methods=()`` is for a base whose subclasses have them.
+        UsageError: ``parwrap_options`` has an option that no mixin takes; or the class lacks all of the methods, or one that it names.
+            An empty ``parwrap_methods=()`` is for a base whose subclasses have them.
     """
 
     _feature: ClassVar[Any]
@@ -100,7 +100,7 @@ class _Mixin:
 
 
 def _decorate_methods(cls: type, methods: _Methods, mixins: list[type[_Mixin]], options: dict[str, Any]) -> None:
-    """Have ``methods`` of ``cls`` run in the scopes of the decorators of ``mixins``."""
+    """Make ``methods`` of ``cls`` run in the scopes of the decorators of ``mixins``."""
 
     def decorators() -> list[ScopeDecorator]:
         features = [mixin._feature for mixin in mixins]
@@ -128,16 +128,17 @@ def _check_named(cls: type, methods: _Methods, taken: bool) -> None:
         raise UsageError(f"{cls.__name__}.{methods.named_in} is {named!r}: give a tuple, as in ({named!r},).")
     if named and not taken:
         other = next(kind for kind in (TRAINING, EVALUATING) if kind is not methods)
-        raise UsageError(f"{cls.__name__} has {methods.named_in}, and no mixin that takes it: its own take {other.named_in}.")
+        raise UsageError(f"{cls.__name__} has {methods.named_in}, but no mixin that takes it: its own take {other.named_in}.")
     for name in named:
         if inspect.getattr_static(cls, name, None) is None:
             raise UsageError(
-                f"{cls.__name__}.{methods.named_in} names {name!r}, which {describe(cls)} has not: give it the method, or leave it out."
+                f"{cls.__name__}.{methods.named_in} names {name!r}, which {describe(cls)} does not have: add the method, or remove the "
+                "name."
             )
 
 
 def _without_methods(cls: type, methods: _Methods, mixins: list[type[_Mixin]]) -> UsageError:
-    """The error for a class on which its mixins would do nothing."""
+    """The error for a class on which its mixins would have no effect."""
     own = [name for name, each in cls.__dict__.items() if inspect.isfunction(each) and not name.startswith("_")]
     close = [name for name in own if name not in methods.usual and any(usual in name for usual in (*methods.usual, "valid", "eval"))]
     example = f"{methods.named_in}={(*(close or own)[:1],) or ('run',)!r}"
@@ -157,14 +158,14 @@ def _unknown_options(where: str, unknown: Iterable[str], known: Iterable[str]) -
 
 
 class _OfEach:
-    """The decorators of each instance of a class, and of the class itself, for methods that have no instance."""
+    """The decorators of each instance of a class, and of the class itself, for methods without an instance."""
 
     def __init__(self, make: Callable[[], list[ScopeDecorator]]) -> None:
         self._make, self.of_class = make, make()
         self._known: dict[int, tuple[weakref.ref[Any], list[ScopeDecorator], dict[Callable[..., Any], Callable[..., Any]]]] = {}
 
     def __call__(self, instance: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``method`` with those of ``instance``, kept for as long as it lives; by an id, since not every instance has a hash."""
+        """``method`` with the decorators of ``instance``, kept while it lives; by id, since not every instance has a hash."""
         key = id(instance)
         if key not in self._known:
             self._known[key] = weakref.ref(instance, lambda gone: self._known.pop(key, None)), self._make(), {}
@@ -174,7 +175,7 @@ class _OfEach:
         return decorated[method]
 
     def __reduce__(self) -> Any:
-        return _OfEach, (self._make,)  # instances have others where they are sent
+        return _OfEach, (self._make,)  # after pickling, instances get new ones
 
 
 class DistributedMixin(_Mixin, feature=distributed):
@@ -221,18 +222,18 @@ def _mixins(cls: type) -> Iterator[type[_Mixin]]:
 
 
 def _decorate(cls: Any, name: str, named: bool, of: _OfEach, methods: _Methods) -> bool:
-    """Have the method ``name`` of ``cls`` run in the scopes of decorators; returns whether there is one."""
+    """Make the method ``name`` of ``cls`` run in the scopes of decorators; returns whether it exists."""
     found = inspect.getattr_static(cls, name, None)
     if found is None or (not named and name == "train" and issubclass(cls, nn.Module) and _sets_mode(found)):
         return False
     method = cls.__dict__[name] if name in cls.__dict__ else _inherited(cls, name, found)
-    scoped = _decorated(method, of.of_class)  # which refuses what cannot be
+    scoped = _decorated(method, of.of_class)  # raises for an invalid one
     setattr(cls, name, scoped if isinstance(method, staticmethod) else _once(method, of, methods))
     return True
 
 
 def _sets_mode(train: Any) -> bool:
-    """Whether ``train`` is a form of ``nn.Module.train(mode=True)``, which ``eval()`` calls too, and no training loop."""
+    """Whether ``train`` is a form of ``nn.Module.train(mode=True)``, which ``eval()`` calls too, rather than a training loop."""
     if not inspect.isfunction(train):
         return False
     mode = next(iter(list(inspect.signature(train).parameters.values())[1:]), None)
@@ -246,7 +247,7 @@ def _decorated(method: Any, decorators: list[ScopeDecorator]) -> Any:
 
 
 def _once(method: Any, of: _OfEach, methods: _Methods) -> Any:
-    """``method`` in the scopes of the instance's decorators, or plain where one of the same instance has opened them already."""
+    """``method`` in the scopes of the instance's decorators, or plain if a method of the same instance has opened them already."""
     if isinstance(method, classmethod):
         return classmethod(_once(method.__func__, of, methods))
 
@@ -265,7 +266,7 @@ def _once(method: Any, of: _OfEach, methods: _Methods) -> Any:
 
 
 def _inherited(cls: type, name: str, found: Any) -> Any:
-    """A method that only calls the next one in the method resolution order, which another class may still get into."""
+    """A method that only calls the next one in the method resolution order, into which another class may still come."""
     if isinstance(found, staticmethod):
         return staticmethod(_called(found, lambda *args, **kwargs: getattr(super(cls, cls), name)(*args, **kwargs)))
     cooperative = _called(found, lambda self, *args, **kwargs: getattr(super(cls, self), name)(*args, **kwargs))
@@ -273,7 +274,7 @@ def _inherited(cls: type, name: str, found: Any) -> Any:
 
 
 def _called(found: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` by the name of ``found``, whose code it is not."""
+    """``function`` under the name of ``found``, although it has other code."""
     functools.update_wrapper(function, found)
     del function.__dict__["__wrapped__"]
     with suppress(TypeError, ValueError):  # of a builtin

@@ -1,6 +1,6 @@
-"""``@rank_zero_only`` and ``rank_zero_first``: what one rank does for all.
+"""``@rank_zero_only`` and ``rank_zero_first``: one rank works for all.
 
-Ranks that wait do so by way of the store, not in a collective: a download may take longer than a collective's timeout.
+Waiting ranks use the store, not a collective: a download may take longer than a collective's timeout.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["rank_zero_first", "rank_zero_only"]
 class rank_zero_only(ScopeDecorator):
     """Run a function on rank 0 only; on the others it does nothing and returns ``None``.
 
-    As ``@rank_zero_only`` or ``@rank_zero_only(broadcast=True)``, on functions and methods.
+    Write ``@rank_zero_only`` or ``@rank_zero_only(broadcast=True)``, on functions and methods.
 
     Args:
         local: run it on the first rank of every node.
-        broadcast: hand rank 0's result to all ranks, which wait for it; the result must pickle.
+        broadcast: send rank 0's result to all ranks, which wait for it; the result must pickle.
 
     Raises:
         UsageError: used as a ``with`` block, which cannot skip its body; or ``local`` and ``broadcast`` together.
@@ -43,7 +43,7 @@ class rank_zero_only(ScopeDecorator):
     def __init__(self, *, local: bool = False, broadcast: bool = False) -> None:
         super().__init__()
         if local and broadcast:
-            raise UsageError("rank_zero_only(local=True, broadcast=True) leaves open which node's result to take: give one of them.")
+            raise UsageError("rank_zero_only(local=True, broadcast=True) leaves open which node's result to use: give one of them.")
         self._local, self._broadcast = local, broadcast
 
     def scope(self, function: Callable[..., Any] | None) -> Any:
@@ -54,9 +54,9 @@ class rank_zero_only(ScopeDecorator):
     def wrapped(self, function: Any) -> Any:
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            if self._broadcast and not groups.is_alone() and (group := _meeting_group("rank_zero_only(broadcast=True)")):
+            if self._broadcast and not groups.is_alone() and (group := _waiting_group("rank_zero_only(broadcast=True)")):
                 return _shared(group, function, args, kwargs)
-            if (local_rank() if self._local else rank()) > 0 and not (self._broadcast and groups.is_beside()):
+            if (local_rank() if self._local else rank()) > 0 and not (self._broadcast and groups.is_outside_loop()):
                 return None
             with alone():
                 return function(*args, **kwargs)
@@ -67,7 +67,7 @@ class rank_zero_only(ScopeDecorator):
 class rank_zero_first(ScopeDecorator):
     """Rank 0 runs the block first, the other ranks once it has finished: rank 0 downloads, then the others read.
 
-    As ``with rank_zero_first():`` or ``@rank_zero_first``.
+    Write ``with rank_zero_first():`` or ``@rank_zero_first``.
 
     Args:
         local: the first rank of every node goes first on its node.
@@ -82,7 +82,7 @@ class rank_zero_first(ScopeDecorator):
 
     @contextmanager
     def scope(self, function: Callable[..., Any] | None) -> Iterator[None]:
-        group = None if groups.is_alone() else _meeting_group("rank_zero_first")
+        group = None if groups.is_alone() else _waiting_group("rank_zero_first")
         if group is None:
             yield
             return
@@ -100,8 +100,8 @@ class rank_zero_first(ScopeDecorator):
                 yield
 
 
-def _meeting_group(name: str) -> Group | None:
-    """The group by whose store ranks wait for each other; ``None`` where this rank is the only one."""
+def _waiting_group(name: str) -> Group | None:
+    """The group whose store the ranks wait at; ``None`` if this rank is the only one."""
     group = group_for(name)
     if group is not None and group.store is None:
         raise UsageError(
@@ -121,7 +121,7 @@ def _shared(group: Group, function: Callable[..., Any], args: tuple[Any, ...], k
     try:
         with alone():
             result = function(*args, **kwargs)
-            pickle.dumps(result)  # while the others can still be told that it fails
+            pickle.dumps(result)  # while it can still tell the others that it fails
     except BaseException as error:
         group.store.set(outcome, f"{type(error).__name__}: {error}")
         raise

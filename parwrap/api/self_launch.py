@@ -1,7 +1,6 @@
 """``nprocs=``: a call in a plain process, a REPL or a notebook launches the ranks that it runs on.
 
-Says how many, how they are started and what the caller gets; where there are ranks already it starts none. Starting them is
-``parwrap/inline/launching.py``'s.
+Decides how many, how they start and what the caller gets; inside a launch it starts none. ``parwrap/inline/launching.py`` starts them.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from parwrap.world.world import detect
 __all__ = ["Launch", "gathered", "on_ranks", "there_are_ranks"]
 
 CHOICES: dict[str, dict[Any, str]] = {
-    "returns": {"rank0": "the value of rank 0", "all": "the list of the values of all ranks"},
+    "returns": {"rank0": "rank 0's result", "all": "the list of the results of all ranks"},
     "start_method": {
-        None: "forks ranks where CUDA has not started",
-        "fork": "ranks have all that this process has, and compute with a thread each",
-        "spawn": "ranks are interpreters of their own, which are sent what the function uses",
+        None: "forks ranks unless CUDA has started",
+        "fork": "ranks inherit everything in this process, and compute with a thread each",
+        "spawn": "ranks are new interpreters, which get what the function uses",
     },
 }
 NAMED = ("gpu", "cpu", "auto")
@@ -43,7 +42,7 @@ NAMED = ("gpu", "cpu", "auto")
 
 @dataclass(frozen=True)
 class Launch:
-    """What a call is to launch, checked; the arguments are those of :func:`parwrap.launch`.
+    """The checked options of a launch; the arguments are those of :func:`parwrap.launch`.
 
     >>> Launch(nprocs="cores")
     Traceback (most recent call last):
@@ -63,15 +62,15 @@ class Launch:
                 raise UsageError(f"{name}={value!r} is not one of its values. {meanings}.")
 
     def ranks(self, backend: str | None) -> int:
-        """How many ranks that is on this machine.
+        """The number of ranks on this machine.
 
         Raises:
-            LaunchError: there are not as many GPUs.
+            LaunchError: the machine has fewer GPUs.
         """
         gpus = torch.cuda.device_count()
         named = {"gpu": gpus, "cpu": cores(), "auto": gpus or cores()}
         if self.nprocs == "gpu" and not gpus:
-            raise LaunchError("nprocs='gpu' asks for a rank on each GPU, and torch can use none here: give a number to train on the CPU.")
+            raise LaunchError("nprocs='gpu' starts a rank on each GPU, but torch can use none here: give a number to train on the CPU.")
         count = named[self.nprocs] if isinstance(self.nprocs, str) else self.nprocs or 1
         if gpus and count > gpus and backend != "gloo":
             raise LaunchError(
@@ -83,31 +82,31 @@ class Launch:
 
 def there_are_ranks() -> bool:
     """Whether this process was launched as one of several, or has a process group."""
-    return groups.open_group() is not None or groups.is_beside() or dist.is_initialized() or detect(os.environ).size > 1
+    return groups.open_group() is not None or groups.is_outside_loop() or dist.is_initialized() or detect(os.environ).size > 1
 
 
 _asked: Launch | None = None
-"""What the function that is being called was launched for, until it begins."""
+"""The function that the present launch is for, until it begins."""
 
 
 def on_ranks(launch: Launch, options: Options, call: Callable[[], Any], joins: bool) -> Any:
-    """``call()`` on the ranks that ``launch`` asks for, or on those that there are.
+    """``call()`` on the ranks that ``launch`` describes, or on existing ones.
 
     Args:
-        launch: what is asked for.
-        options: of the ``distributed`` that ``call`` opens.
+        launch: the launch options.
+        options: the options of the ``distributed`` that ``call`` opens.
         call: opens it and runs the function.
         joins: whether one is open already.
     """
     __tracebackhide__ = True
-    if _asked is not None:  # by parwrap.launch, of this very function
+    if _asked is not None:  # parwrap.launch has launched it for this very function
         return call()
     if joins or there_are_ranks():
         size = groups.world_size()
         if launch.nprocs not in (None, *NAMED, size):
             warn(
-                f"parwrap: nprocs={launch.nprocs} launches nothing here: the function runs on the "
-                f"{f'{size} ranks that are' if size > 1 else 'one rank that is'} there already."
+                f"parwrap: nprocs={launch.nprocs} launches nothing here: the function runs on "
+                f"{f'the {size} existing ranks' if size > 1 else 'the one existing rank'}."
             )
         return _begun(launch, call)
     who = f"parwrap.distributed with nprocs={launch.nprocs!r}"
@@ -123,7 +122,7 @@ def on_ranks(launch: Launch, options: Options, call: Callable[[], Any], joins: b
         )
     except BaseException as error:
         if isinstance(error.__cause__, RemoteTraceback):
-            error.with_traceback(None)  # that tells all; of our own frames a notebook would show pages
+            error.with_traceback(None)  # the message is enough; a notebook would show pages of our own frames
         raise
     if not torch.cuda.is_initialized():
         streams.pop("cuda", None)
@@ -141,7 +140,7 @@ def _begun(launch: Launch, call: Callable[[], Any]) -> Any:
 
 
 def gathered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which returns what it does on all ranks where that is asked for."""
+    """``function`` with the results of all ranks, if requested."""
 
     def of_all(*args: Any, **kwargs: Any) -> Any:
         global _asked
@@ -162,10 +161,10 @@ def _packed(result: Any) -> bytes:
     """``result`` with each storage once, however many tensors are in it."""
     with io.BytesIO() as file:
         try:
-            torch.save(result, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)  # by torch's own, a TimeoutError is an OSError
+            torch.save(result, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)  # raised by torch itself; a TimeoutError is an OSError
         except Exception as error:
             raise UsageError(
-                f"what was returned on rank {groups.rank()} cannot be sent to the other ranks, as returns='all' asks for: {error}. Return "
+                f"the result on rank {groups.rank()} cannot be sent to the other ranks, as returns='all' requires: {error}. Return "
                 "tensors, models, numbers and containers of them, and define their classes outside of the function."
             ) from error
         return file.getvalue()

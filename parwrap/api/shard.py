@@ -1,4 +1,4 @@
-"""``parwrap.shard(x)`` and ``parwrap.replicate(loader)``: what a user says about data that the loaders' own rules do not get right."""
+"""``parwrap.shard(x)`` and ``parwrap.replicate(loader)``: you say how to split data that the loaders' own rules get wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from parwrap.api.distributed import shared_out
 from parwrap.data.iterables import Pick
-from parwrap.data.sharing_rules import OwnPart, replicated
+from parwrap.data.sharing_options import OwnPart, replicated
 from parwrap.errors import UsageError
 from parwrap.group.group import rank, world_size
 from parwrap.options import CHOICES
@@ -22,20 +22,20 @@ L = TypeVar("L", bound=DataLoader[Any])
 
 
 def shard(x: Any, uneven: str = "pad") -> Any:
-    """This rank's part of ``x``, for data that is in no ``DataLoader``: every ``world_size()``-th item, from the ``rank()``-th on.
+    """This rank's part of ``x``, for data outside of a ``DataLoader``: every ``world_size()``-th item, from the ``rank()``-th on.
 
     Args:
-        x: the same on all ranks: a tensor or an array, of which the first dimension is shared out; a list, tuple or other sequence; a
-            dataset; a table of pandas, by rows; or any other iterable, which is read to its end on every rank.
-        uneven: where items do not go round, ``"pad"``: some are given twice; ``"drop"``: some are left out; ``"join"``: ranks have one
+        x: the same on all ranks: a tensor or an array, split along the first dimension; a list, tuple or other sequence; a dataset; a
+            table of pandas, by rows; or any other iterable, which is read to its end on every rank.
+        uneven: if items do not divide evenly, ``"pad"``: some are repeated; ``"drop"``: some are skipped; ``"join"``: ranks have one
             more or one less.
 
     Returns:
-        A tensor, array, tuple, table or ``Subset`` where ``x`` is a tensor, array, tuple, table or dataset; a list for other sequences;
-        else an iterator. On one rank ``x`` itself.
+        A tensor, array, tuple, table or ``Subset`` if ``x`` is a tensor, array, tuple, table or dataset; a list for other sequences;
+            otherwise an iterator. On one rank ``x`` itself.
 
     Raises:
-        UsageError: ``x`` has no items in an order that could be shared out.
+        UsageError: ``x`` has no items in an order that could be split.
 
     >>> shard([1, 2, 3])
     [1, 2, 3]
@@ -43,14 +43,14 @@ def shard(x: Any, uneven: str = "pad") -> Any:
     if uneven not in tuple(CHOICES["uneven"]):
         raise UsageError(f"uneven={uneven!r} is not one of {', '.join(map(repr, CHOICES['uneven']))}.")
     if isinstance(x, DataLoader):
-        raise UsageError("parwrap.shard is for data that is in no DataLoader: a loader that is trained on is shared out by itself.")
+        raise UsageError("parwrap.shard is for data that is in no DataLoader: parwrap splits a training loader without it.")
     if isinstance(x, (str, bytes, Mapping, Set)) or not (isinstance(x, (Iterable, Dataset)) or hasattr(x, "__getitem__")):
         raise UsageError(
-            f"parwrap.shard cannot share out a {type(x).__name__}: give a sequence, a tensor, an array, a dataset or an iterator, such as "
+            f"parwrap.shard cannot split a {type(x).__name__}: give a sequence, a tensor, an array, a dataset or an iterator, such as "
             "sorted(x) or list(x.items())."
         )
     if isinstance(x, (torch.Tensor, np.ndarray)) and x.ndim == 0:
-        raise UsageError("parwrap.shard cannot share out a tensor or an array without a dimension.")
+        raise UsageError("parwrap.shard cannot split a tensor or an array without a dimension.")
     if world_size() == 1:
         return x
     pick = Pick(rank(), world_size(), uneven)
@@ -61,7 +61,7 @@ def shard(x: Any, uneven: str = "pad") -> Any:
     indices = list(pick(range(len(x))))
     if isinstance(x, (torch.Tensor, np.ndarray)):
         return x[indices]
-    if hasattr(x, "iloc"):  # a table's own items are columns, or go by labels
+    if hasattr(x, "iloc"):  # a table's items are columns, or it is indexed by labels
         return x.iloc[indices]
     if isinstance(x, Dataset):
         return OwnPart(x, indices)
@@ -69,22 +69,22 @@ def shard(x: Any, uneven: str = "pad") -> Any:
 
 
 def replicate(loader: L) -> L:
-    """Have every rank see all of ``loader`` in training too, in the same order; gives the loader back, which is not changed.
+    """Make every rank read all of ``loader`` in training too, in the same order; returns the unchanged loader.
 
-    For data that shards itself in a way that parwrap does not notice, and for data of which every rank needs all.
+    For data that shards itself in a way that parwrap does not detect, and for data that every rank needs as a whole.
 
     Args:
         loader: a ``DataLoader``.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is another object.
 
     >>> [batch.tolist() for batch in replicate(DataLoader(range(4), batch_size=2))]
     [[0, 1], [2, 3]]
     """
     if not isinstance(loader, DataLoader):
         raise UsageError(
-            f"parwrap.replicate takes a DataLoader, not a {type(loader).__name__}: what is in no loader is the same on all ranks anyway."
+            f"parwrap.replicate takes a DataLoader, not a {type(loader).__name__}: data outside of loaders is the same on all ranks anyway."
         )
     replicated.add(loader)
     return loader

@@ -1,7 +1,7 @@
 """The decorators as editors and type checkers see them: ``@f``, ``@f(option=value)`` and ``with f():``, with every option.
 
-A type checker does not follow how :class:`ScopeDecorator` serves all three. Nothing here is imported when a program runs; a test compares
-each signature with that of its class.
+A type checker does not understand how :class:`ScopeDecorator` serves all three. Nothing here is imported when a program runs; a test
+compares each signature with that of its class.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``@sync_bn``: BatchNorm layers normalize by the statistics of the whole batch, of which each rank has a part.
 
-No module is converted: its class and the keys of its state stay. What a rank sends and computes is ``batch_norm/``'s.
+No module is converted: its class and the keys of its state stay. ``batch_norm/`` sends and computes the statistics.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ __all__ = ["sync_bn"]
 
 
 class sync_bn(FeatureDecorator):
-    """Share the batch statistics of every BatchNorm layer over the ranks, on CPUs too.
+    """Share the batch statistics of every BatchNorm layer over the ranks, also on CPUs.
 
-    As ``@sync_bn``, ``@sync_bn(group_size=2)`` or ``with sync_bn():``, together with ``distributed`` or in a process group of your own.
-    Outputs, gradients and running statistics are those of a single process that has the whole batch. Parts may differ in size and be
-    empty; what all ranks read whole, as in evaluation, counts once. Averaged gradients are those of the mean of
-    the ranks' losses. With one rank it changes nothing.
+    Write ``@sync_bn``, ``@sync_bn(group_size=2)`` or ``with sync_bn():``, together with ``distributed`` or in your own process group.
+    Outputs, gradients and running statistics are those of a single process with the whole batch. Parts may differ in size and be empty;
+    data that all ranks read whole, as in evaluation, counts once. Averaged gradients are those of the mean of the ranks' losses. With one
+    rank it has no effect.
 
-    Met inside another ``sync_bn``, it shares among the ranks that it is given, or as the outer does.
+    Inside another ``sync_bn``, it shares among the ranks in its options, or as the outer one does.
 
     Args:
-        process_group: the ranks that share, as ``torch.distributed.new_group`` gives it; by default all.
-        group_size: instead, how many consecutive ranks share: 2 makes pairs. It must divide the number of ranks.
+        process_group: the ranks that share, as ``torch.distributed.new_group`` returns it; by default all.
+        group_size: instead, the number of consecutive ranks that share: 2 makes pairs. It must divide the number of ranks.
 
     Raises:
-        UsageError: an option or a value that does not exist.
+        UsageError: an unknown option or value.
 
     >>> import torch
     >>> @sync_bn
@@ -79,7 +79,7 @@ def _reads_whole() -> bool:
 
 def _check(process_group: Any, group_size: Any) -> None:
     if process_group is not None and group_size is not None:
-        raise UsageError("parwrap.sync_bn takes process_group or group_size: both say which ranks share, so leave one of them out.")
+        raise UsageError("parwrap.sync_bn takes process_group or group_size: both say which ranks share, so remove one of them.")
     if group_size is not None and not (isinstance(group_size, int) and not isinstance(group_size, bool) and group_size > 0):
         raise UsageError(f"group_size={group_size!r} is not a number of ranks: give a whole number above 0.")
     if process_group is not None and not isinstance(process_group, (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))):

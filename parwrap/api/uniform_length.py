@@ -1,4 +1,4 @@
-"""``@uniform_length``: the batches of a plain loop hold samples of about the same length, and are padded no further than need be.
+"""``@uniform_length``: the batches of a plain loop hold samples of similar length, with as little padding as possible.
 
 Checks the options and opens the interceptor, ``data/lengths/uniform_length.py``.
 """
@@ -20,27 +20,25 @@ __all__ = ["uniform_length"]
 
 
 class uniform_length(FeatureDecorator):
-    """Have the shuffled loaders of a plain loop draw batches of samples of about the same length, padded to the longest of each batch.
+    """Make the shuffled loaders of a plain loop draw batches of samples of similar length, padded to the longest of each batch.
 
-    As ``@uniform_length``, ``@uniform_length(pad_value=0)`` or ``with uniform_length():``, with or without ``distributed``. A shuffled
+    Write ``@uniform_length``, ``@uniform_length(pad_value=0)`` or ``with uniform_length():``, with or without ``distributed``. A shuffled
     ``DataLoader`` of samples that differ in length draws from a :class:`parwrap.data.UniformLengthBatchSampler`. Other loaders keep their
-    order, and so do those whose samples are all of one length. In all of them, what is padded to a maximum is cut to the
-    longest sequence of the batch, where ``attention_mask`` or ``pad_value`` tells what is padding; ``pad_collate`` stands in for torch's
-    ``default_collate``; your own ``collate_fn`` is kept.
+    order, and so do those whose samples all have one length. In all of them, batches padded to a maximum are cut to their longest sequence,
+    if ``attention_mask`` or ``pad_value`` marks the padding; ``pad_collate`` replaces torch's ``default_collate``; your own ``collate_fn``
+    is kept.
 
-    The samples of a shuffled loader are all read once, unless ``length`` is a sequence.
+    All samples of a shuffled loader are read once, unless ``length`` is a sequence.
 
     Args:
-        length: how long samples are: what takes one and returns its length, the name or place of the field in it, or a sequence of the
-            lengths of all. By default what ``attention_mask`` counts, or the length of the first tensor, array or list of numbers that
-            differs.
-        pad_value: what samples or batches are padded with. Without it, only what ``attention_mask`` tells is cut off.
+        length: the length of a sample: a function of a sample, the name or position of a field in it, or a sequence of all lengths. By
+            default the count in ``attention_mask``, or the length of the first tensor, array or list of numbers whose length differs.
+        pad_value: the padding value of samples or batches. Without it, only padding in ``attention_mask`` is cut off.
         max_tokens: the most tokens of a batch on a rank, padding included, instead of the loader's ``batch_size``.
-        multiple_of: what the length of a batch is rounded up to.
+        multiple_of: round the length of a batch up to a multiple of this.
 
     Raises:
-        UsageError: an option that cannot mean anything; inside: a ``length`` that does not fit the samples, or a sample that is longer
-            than ``max_tokens``.
+        UsageError: an invalid option; inside: a ``length`` that does not fit the samples, or a sample longer than ``max_tokens``.
 
     >>> from torch.utils.data import DataLoader
     >>> @uniform_length(pad_value=0)
@@ -67,7 +65,7 @@ class uniform_length(FeatureDecorator):
             if not optional and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
                 raise UsageError(f"{name}={value!r} is not a whole number above 0.")
         self._length, self._pad_value, self._max_tokens, self._multiple_of = length, pad_value, max_tokens, multiple_of
-        self._lengths = Lengths(length, pad_value)  # which go on from call to call
+        self._lengths = Lengths(length, pad_value)  # they keep their state from call to call
 
     def asked(self) -> tuple[Any, ...] | None:
         length = self._length if isinstance(self._length, (str, int, type(None))) else id(self._length)

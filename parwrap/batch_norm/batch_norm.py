@@ -1,11 +1,11 @@
-"""Batch normalization of a batch that several ranks hold parts of: what is computed, and what is exchanged.
+"""Batch normalization of a batch that is split over ranks: the computation, and the data to exchange.
 
-Each rank sends the mean and variance of its part and how much it holds, and all normalize by those of the whole: one collective in the
-forward. In the backward they sum two numbers for each channel: another. How that is sent, and between whom, is the ``exchange``'s; what a
-rank computes by itself is torch's kernels, in ``kernels.py``.
+Each rank sends the mean, variance and size of its part, and all normalize by those of the whole: one collective in the forward. In the
+backward they sum two numbers for each channel: another. The ``exchange`` sends them; ``kernels.py`` has torch's kernels for the local
+computation.
 
-The gradients are those of the sum of all ranks' losses. A rank leaves in ``weight.grad`` what comes through its own part, as torch's
-``SyncBatchNorm`` does, and DDP takes the mean over ranks: together that is the gradient of the mean of the ranks' losses.
+The gradients are those of the sum of all ranks' losses. A rank's ``weight.grad`` contains the gradient through its own part, as in torch's
+``SyncBatchNorm``, and DDP takes the mean over ranks: together that is the gradient of the mean of the ranks' losses.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["BatchNorm", "Exchange", "differentiable", "gradients", "normalize"]
 
 
 class Exchange(Protocol):
-    """How the ranks that share a batch tell each other numbers of one layer."""
+    """How the ranks that share a batch exchange the numbers of one layer."""
 
     def gathered(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The vectors of all ranks, one a row."""
+        """The vectors of all ranks, one per row."""
 
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum of the vectors of all ranks."""
@@ -33,7 +33,7 @@ class BatchNorm(torch.autograd.Function):
     """``torch.nn.functional.batch_norm`` in training, for an input that is this rank's part of the batch.
 
     Raises:
-        ValueError: the whole batch has but one value for each channel.
+        ValueError: the whole batch has only one value for each channel.
     """
 
     @staticmethod
@@ -80,12 +80,12 @@ def normalize(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], float]:
-    """The output for this rank's part of a batch, the statistics of the whole, and how many values each channel has in it.
+    """The output for this rank's part of a batch, the statistics of the whole, and the number of values of each channel in it.
 
-    Updates the running statistics in place. Where no rank has any value, there are no statistics.
+    Updates the running statistics in place. If no rank has any value, there are no statistics.
 
     Raises:
-        ValueError: the whole batch has but one value for each channel.
+        ValueError: the whole batch has only one value for each channel.
     """
     kernels = kernels_for(input)
     x = kernels.prepared(input)
@@ -102,7 +102,7 @@ def normalize(
 
 
 def gradients(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Three, whole: Whole) -> Three:
-    """The gradients of what a rank normalized, as far as they are ``needed``."""
+    """The gradients of a rank's normalization, as far as they are ``needed``."""
     input, weight, bias = of
     kernels = kernels_for(input)
     x, grad = kernels.prepared(input), kernels.prepared(grad)
@@ -118,7 +118,7 @@ def gradients(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Three, 
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, to be differentiated any number of times."""
+    """The sum over ranks, differentiable any number of times."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, numbers: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ class _Sum(torch.autograd.Function):
 
 
 def differentiable(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Three, total: float, eps: float) -> Three:
-    """What a backward with ``create_graph=True`` gives: gradients that can be differentiated again, by the formula."""
+    """Gradients for a backward with ``create_graph=True``, which can be differentiated again, from the formula."""
     input, weight, bias = of
     over = [0, *range(2, input.dim())]
     shape = [1, -1, *[1] * (input.dim() - 2)]

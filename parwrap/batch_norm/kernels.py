@@ -1,7 +1,7 @@
-"""What one rank computes of a batch normalization by itself: torch's own kernels, on the CPU and on a GPU.
+"""The local part of a batch normalization: torch's own kernels, on the CPU and on a GPU.
 
-The CPU's have no form for a batch that is spread over ranks, so those for eval mode, which normalize by given statistics, are put
-together. The GPU's are those of ``torch.nn.SyncBatchNorm``. What is sent in between is ``batch_norm.py``'s.
+The CPU's kernels have no form for a batch that is spread over ranks, so those for eval mode, which normalize by given statistics, are
+combined. The GPU's are those of ``torch.nn.SyncBatchNorm``. ``batch_norm.py`` sends numbers in between.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ __all__ = ["Kernels", "Reduced", "Whole", "kernels_for"]
 
 
 class Whole(NamedTuple):
-    """What is known of the whole batch.
+    """The whole batch.
 
     Attributes:
-        merged: its statistics, in a form of the kernels' own.
-        total: how many values each channel has.
-        eps: what is added to a variance.
+        merged: its statistics, in the kernels' form.
+        total: the number of values of each channel.
+        eps: the constant added to a variance.
     """
 
     merged: tuple[torch.Tensor, ...]
@@ -28,13 +28,13 @@ class Whole(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """What a rank's part of a backward gives.
+    """The result of a rank's part of a backward.
 
     Attributes:
         sums: two numbers for each channel, for the ranks to sum.
         weight: the gradient of the weight.
         bias: the gradient of the bias.
-        partial: the gradient of the input as if the statistics were constants, where there is one.
+        partial: the gradient of the input as if the statistics were constants, if computed.
     """
 
     sums: torch.Tensor
@@ -47,10 +47,10 @@ class Kernels(Protocol):
     """The steps of a batch normalization."""
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` in a dtype and a layout that the other steps take."""
+        """``tensor`` in a dtype and a layout for the other steps."""
 
     def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
-        """Two numbers for each channel, and how many values each channel has in ``x``."""
+        """Two numbers for each channel, and the number of values of each channel in ``x``."""
 
     def merged(
         self,
@@ -65,7 +65,7 @@ class Kernels(Protocol):
         """The statistics of the whole batch from the ranks' own; updates the running ones."""
 
     def restored(self, mean: torch.Tensor, spread: torch.Tensor, total: float) -> tuple[torch.Tensor, ...]:
-        """What :meth:`merged` gives, from the first two of it."""
+        """The statistics of :meth:`merged`, from its first two."""
 
     def normalized(self, x: torch.Tensor, weight: Any, bias: Any, whole: Whole) -> torch.Tensor:
         """The output for ``x``, which is not empty."""
@@ -80,7 +80,8 @@ class Kernels(Protocol):
 
 
 class _OnCPU:
-    """``merged`` are the mean and the biased variance. As few steps as can be: on vectors this short, each takes as long as the next."""
+    """``merged`` are the mean and the biased variance. It uses as few operations as possible: on vectors this short, all take equally
+    long."""
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.dtype == torch.float64 else tensor.float()
@@ -135,12 +136,12 @@ class _OnCPU:
         scale = (var + whole.eps).rsqrt_().div_(whole.total)
         scale = scale if weight is None else scale.mul_(weight)
         through_mean, through_var = sums.view(2, -1) * scale
-        # what the batch's statistics take away is a normalization of x too
+        # the batch's statistics subtract a normalization of x too
         return reduced.partial.sub_(torch.native_batch_norm(x, through_var, through_mean, mean, var, False, 0.0, whole.eps)[0])
 
 
 class _OnGPU:
-    """``merged`` are the mean, one over the standard deviation, and the numbers of values by rank."""
+    """``merged`` are the mean, one over the standard deviation, and the number of values of each rank."""
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         last = tensor.is_contiguous(memory_format=torch.channels_last) or tensor.is_contiguous(memory_format=torch.channels_last_3d)
@@ -165,9 +166,9 @@ class _OnGPU:
         rows = rows[rows[:, -1] >= 1]  # the kernel divides by each count
         means, invstds, counts = rows.split([x.size(1), x.size(1), 1], dim=1)
         counts = counts.reshape(-1)
-        told = counts if running_mean is None else counts.to(running_mean.dtype)
+        totals = counts if running_mean is None else counts.to(running_mean.dtype)
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
-            x, means.contiguous(), invstds.contiguous(), running_mean, running_var, momentum, eps, told
+            x, means.contiguous(), invstds.contiguous(), running_mean, running_var, momentum, eps, totals
         )
         return mean, invstd, counts.to(torch.int32)
 
@@ -197,7 +198,7 @@ class _OnGPU:
 
 
 def kernels_for(x: torch.Tensor) -> Kernels:
-    """The kernels for tensors on the type of device that ``x`` is on."""
+    """The kernels for the device type of ``x``."""
     return _GPU if x.is_cuda else _CPU
 
 

@@ -1,8 +1,8 @@
 """How ranks that share the batch of a layer send each other its numbers.
 
-On the CPUs of one node they put them into shared memory, elsewhere they have a process group for it. They also have nested sync
-points, for all this comes in the midst of forwards and backwards, whose own must not be mixed up with it. A rank that has parted ways
-answers with zeros, which count for nothing.
+On the CPUs of one node they write them to shared memory, elsewhere they have a process group for it. They also have nested sync points,
+because this happens within forwards and backwards, whose own must stay separate. A rank that has left the common path answers with zeros,
+which do not count.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from parwrap.torch_private.modules import is_initialized, registered_buffers, re
 __all__ = ["SUM", "StatisticsExchange", "new_group", "own_group", "shared_among"]
 
 FIRST_USE = "the first use of a batch norm"
-ADVICE = "Have all ranks run the same layers in the same order, or leave @parwrap.sync_bn out."
+ADVICE = "Have all ranks run the same layers in the same order, or remove @parwrap.sync_bn."
 SEARCHES = 8
-"""For so many new layers all objects are searched, then ever more rarely: they may be new in each step."""
+"""The number of new layers for which all objects are searched each time, then ever more rarely: layers may be new in each step."""
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 GATHER, SUM = 0, 1
 
 
 class StatisticsExchange:
-    """What ranks that share their batches do together.
+    """The exchange between ranks that share their batches.
 
     Args:
-        process_group: torch's, of those ranks; ``None`` if they have a blackboard.
-        group: parwrap's, if it has started that; its sync points keep ranks apart that are in different layers.
+        process_group: torch's group of those ranks; ``None`` if they use shared memory.
+        group: parwrap's group, if it has started one; its sync points detect ranks in different layers.
         first_uses: the sync points of all ranks of that ``group``.
     """
 
@@ -62,7 +62,7 @@ class StatisticsExchange:
         self.board: SharedVectors | None = None
 
     def layer(self, call: Norm) -> _Layer:
-        """The layer that ``call`` is of, by which ranks know that they are in the same."""
+        """The layer of ``call``, which identifies it on all ranks."""
         tensor = call.weight if call.running_mean is None else call.running_mean
         if tensor is None:
             return self._nameless
@@ -74,18 +74,18 @@ class StatisticsExchange:
         return known[1] if known else self._nameless
 
     def together(self, how: int, what: str, numbers: torch.Tensor) -> torch.Tensor:
-        """What comes of the ``numbers`` of all ranks.
+        """The combined ``numbers`` of all ranks.
 
         Args:
             how: ``GATHER`` or ``SUM``.
-            what: for error texts.
+            what: the name in errors.
             numbers: a vector of the same length and dtype on all ranks.
         """
         sent = numbers.to(self._home(numbers))
         if self.board is not None:
             if len(sent) > CAPACITY:
                 raise UsageError(
-                    f"{what} sends {len(sent)} numbers, and parwrap.sync_bn shares layers of at most {CAPACITY // 2 - 1} channels."
+                    f"{what} sends {len(sent)} numbers, but parwrap.sync_bn shares layers of at most {CAPACITY // 2 - 1} channels."
                 )
             sent = sent.double()
         if self.nested is None:
@@ -104,7 +104,7 @@ class StatisticsExchange:
             self.board.put(self.nested.number, nothing)  # type: ignore[union-attr]
 
     def _home(self, numbers: torch.Tensor | None = None) -> torch.device:
-        """Where numbers must be to be sent."""
+        """The device that numbers must be on to be sent."""
         if not self._on_gpu:
             return CPU
         if numbers is not None and numbers.is_cuda:
@@ -136,37 +136,37 @@ class StatisticsExchange:
         return rows.sum(0) if how == SUM else rows
 
     def _find(self, tensor: torch.Tensor) -> tuple[weakref.ref[torch.Tensor], _Layer] | None:
-        """The layer of a ``tensor`` that is new, once all ranks have come to one; ``None`` if it belongs to no module."""
-        met = self._first_uses.synchronize()  # type: ignore[union-attr]
-        if met > SEARCHES and not worth_a_look(met):
+        """The layer of a new ``tensor``, once all ranks have come to one; ``None`` if it belongs to no module."""
+        times = self._first_uses.synchronize()  # type: ignore[union-attr]
+        if times > SEARCHES and not worth_a_look(times):
             self._layers[id(tensor)] = weakref.ref(tensor), self._nameless
         else:
             named = _named_layers()
             self._layers = {key: (weakref.ref(each), _Layer(self, f"batch norm {path!r}")) for key, (each, path) in named.items()}
-            self._search = id(tensor) in self._layers  # where one is not found, the next would not be either
+            self._search = id(tensor) in self._layers  # if one is not found, the next would not be either
         return self._layers.get(id(tensor))
 
 
 class _FirstUses:
     """The sync points at which all ranks have come to layers that are new to them.
 
-    They are counted alike on all ranks, those too that have only answered, so that all search at the same.
+    All ranks count them alike, including ranks that have only answered, so that all search at the same one.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator, self._part, self._met = coordinator, -1, 0
+        self._coordinator, self._part, self._times = coordinator, -1, 0
         coordinator.answer(FIRST_USE, lambda detail, present: self._count(), lasting=True)
 
     def synchronize(self) -> int:
-        """Wait for all; returns the how-manieth time it is in this part of the run."""
+        """Wait for all; returns the number of this time in the present part of the run."""
         self._coordinator.wait(FIRST_USE)
         self._count()
-        return self._met
+        return self._times
 
     def _count(self) -> None:
         if self._part != self._coordinator.part:
-            self._part, self._met = self._coordinator.part, 0
-        self._met += 1
+            self._part, self._times = self._coordinator.part, 0
+        self._times += 1
 
 
 def _named_layers() -> dict[int, tuple[torch.Tensor, str]]:
@@ -199,17 +199,17 @@ class _Layer:
 
 
 def shared_among(group: Group, ranks: Sequence[int]) -> StatisticsExchange | None:
-    """How ``ranks`` of ``group`` share, unless that is one rank; made once, when all ranks of the group have come to it."""
+    """The exchange of ``ranks`` of ``group``, unless that is one rank; made once, when all ranks of the group have come to it."""
     first_uses = group.once(FIRST_USE, lambda: nullcontext(_FirstUses(group.coordinator)))
     return group.once(("sync_bn", ranks), lambda: _opened(group, ranks, first_uses))
 
 
 _own_groups: weakref.WeakKeyDictionary[Any, dict[Sequence[int], Any]] = weakref.WeakKeyDictionary()
-"""Made for ranks of a process group that the user's own code has started, and gone with it."""
+"""The exchange for ranks of a process group that the user's own code has started; it ends with that group."""
 
 
 def own_group(ranks: Sequence[int]) -> Any:
-    """A process group of ``ranks``, beside the one that the user's own code has started; made once."""
+    """A process group of ``ranks``, besides the one that the user's own code has started; made once."""
     made = _own_groups.setdefault(dist.group.WORLD, {})
     if ranks not in made:
         made[ranks] = new_group(ranks)
@@ -217,7 +217,7 @@ def own_group(ranks: Sequence[int]) -> Any:
 
 
 def new_group(ranks: Sequence[int], **options: Any) -> Any:
-    """Another process group of ``ranks``, for which the others need not come."""
+    """Another process group of ``ranks``, created without the others."""
     return dist.new_group(list(ranks), use_local_synchronization=True, **options)
 
 

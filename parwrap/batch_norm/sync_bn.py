@@ -1,7 +1,7 @@
 """The interceptor of batch normalization: which calls are shared, and by which ranks.
 
-Those that use the statistics of their batch are, in training and wherever a layer keeps no running ones. How the ranks' numbers are sent is
-``statistics_exchange.py``'s, what is computed from them ``batch_norm.py``'s.
+It shares calls that use the statistics of their batch: in training, and wherever a layer keeps no running ones. ``statistics_exchange.py``
+sends the ranks' numbers, ``batch_norm.py`` computes with them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class SyncBN(Interceptor):
     """Shares the statistics of batch normalizations that use those of their batch.
 
     Args:
-        process_group: whose ranks share a batch; all by default.
-        group_size: how many consecutive ranks share a batch instead.
-        reads_whole: whether every rank has the whole batch now, rather than a part.
+        process_group: the group whose ranks share a batch; by default all.
+        group_size: the number of consecutive ranks that share a batch instead.
+        reads_whole: whether every rank now has the whole batch, rather than a part.
     """
 
     def __init__(self, process_group: Any, group_size: int | None, reads_whole: Callable[[], bool]) -> None:
@@ -54,23 +54,23 @@ class SyncBN(Interceptor):
     traced_norm = staticmethod(traced)
 
     def prepare(self) -> None:
-        """Have everything ready if the ranks are together already."""
+        """Prepare everything if the ranks are together already."""
         if group := groups.current():
             self._open(group)
 
     @intercepts
     def norm(self, call: Norm) -> torch.Tensor:
-        """The normalization ``call`` by the statistics of all ranks' or replicas' parts of the batch, if it is by those of a batch."""
+        """The normalization ``call`` by the statistics of all ranks' or replicas' parts of the batch, if it uses those of a batch."""
         if call.training and call.eps > 0 and (replica := current_replica()) is not None:
             return self._over_replicas(call, replica)
         if self._has_replicas and current_graph_task_id() != NO_GRAPH_TASK:
             raise UsageError(
                 "a batch norm inside a checkpoint is computed again in the backward, where the replicas of parwrap.data_parallel cannot "
-                "meet to share it: leave @parwrap.sync_bn out, or do not checkpoint that part."
+                "synchronize: remove @parwrap.sync_bn, or do not checkpoint that part."
             )
         if not call.training or call.eps <= 0:
             return call.run()
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # by another tracer than the one that reads traced_norm
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # another tracer than the one that reads traced_norm
             return traced(*call[1:])
         if self._has_whole():
             return call.run()
@@ -84,15 +84,15 @@ class SyncBN(Interceptor):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Warn, ever more rarely looking, of batch norms that no patch of Python's names reaches; then run ``call``."""
+        """Warn, ever more rarely checking, of batch norms that no patch of Python names reaches; then run ``call``."""
         self._backwards += 1
         if worth_a_look(self._backwards) and self._sharing is not None and not (self._said or self._has_whole()):
             self._said = normalizes_by_torch(call.roots)
             if self._said:
                 warn(
-                    f"parwrap: the backward at {location()} goes through a batch norm that used this rank's part of the batch only. "
+                    f"parwrap: the backward at {location()} goes through a batch norm that used only this rank's part of the batch. "
                     "parwrap.sync_bn shares torch.nn.functional.batch_norm and the modules that call it, not those in TorchScript "
-                    "(torch.jit), in exported programs or called as torch.batch_norm: train the plain module. This is said once."
+                    "(torch.jit), in exported programs or called as torch.batch_norm: train the plain module. This is shown once."
                 )
         call.run()
 
@@ -102,26 +102,26 @@ class SyncBN(Interceptor):
         scopes.share()
 
     def exchange(self, call: Norm) -> Exchange | None:
-        """How the ranks share the layer of ``call``, which is compiled; ``None`` if this rank normalizes by itself."""
+        """The exchange for the layer of ``call``, which is compiled; ``None`` if this rank normalizes separately."""
         if self._has_whole():
             return None
         self._look_for_ranks()
         return self._sharing.layer(call) if self._sharing else None
 
     def _has_whole(self) -> bool:
-        """Whether this rank has all of the batch."""
+        """Whether this rank has the whole batch."""
         return is_alone() or os.getpid() != self._process or self._reads_whole()
 
     def _look_for_ranks(self) -> None:
-        together = groups.current() or (dist.group.WORLD if dist.is_initialized() and not groups.is_beside() else None)
+        together = groups.current() or (dist.group.WORLD if dist.is_initialized() and not groups.is_outside_loop() else None)
         if together is not self._opened_for:
             self._open(together)
 
     def _over_replicas(self, call: Norm, replica: Replica) -> torch.Tensor:
         if self._process_group is not None or self._group_size is not None:
             raise UsageError(
-                "inside parwrap.data_parallel, parwrap.sync_bn shares among all replicas, and process_group and group_size are of "
-                "ranks: leave them out."
+                "inside parwrap.data_parallel, parwrap.sync_bn shares among all replicas, while process_group and group_size are for "
+                "ranks: remove them."
             )
         if not self._is_plain(call):
             return call.run()
@@ -129,7 +129,7 @@ class SyncBN(Interceptor):
         return shared_over_replicas(call, replica)
 
     def _open(self, together: Any) -> None:
-        """Find out who shares with whom in ``together``: parwrap's group, or torch's where the user's own code has started it."""
+        """Find the ranks to share with in ``together``: parwrap's group, or torch's if the user's own code has started it."""
         self._opened_for, self._sharing = together, None
         if together is None:
             return
@@ -152,12 +152,12 @@ class SyncBN(Interceptor):
         each = self._group_size or size
         if size % each:
             fitting = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
-            raise UsageError(f"group_size={each} does not divide the {size} ranks into groups of the same size: take one of {fitting}.")
+            raise UsageError(f"group_size={each} does not divide the {size} ranks into groups of the same size: choose one of {fitting}.")
         first = groups.rank() // each * each
         return tuple(range(first, first + each))
 
     def _is_plain(self, call: Norm) -> bool:
-        """Whether ``call`` can be shared: it is no trace or transform of torch's, and of tensors that collectives can carry."""
+        """Whether ``call`` can be shared: it is no trace or transform of torch's, and collectives support its tensors."""
         x = call.input
         plain = (
             type(x) in (torch.Tensor, nn.Parameter)
@@ -171,8 +171,8 @@ class SyncBN(Interceptor):
         if not plain and not self._warned:
             self._warned = True
             warn(
-                f"parwrap: a batch norm of {type(x).__name__} {[int(size) for size in x.shape]} on {x.device} uses this rank's part of the "
-                "batch only: "
-                "parwrap.sync_bn shares those of plain floating point tensors outside of torch.func and torch.jit. This is said once."
+                f"parwrap: a batch norm of {type(x).__name__} {[int(size) for size in x.shape]} on {x.device} uses only this rank's part "
+                "of the batch: parwrap.sync_bn shares those of plain floating point tensors outside of torch.func and torch.jit. This "
+                "is shown once."
             )
         return plain

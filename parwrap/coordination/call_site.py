@@ -1,4 +1,4 @@
-"""Places in the user's script: where a running call comes from, read off the call stack."""
+"""Places in the user's script: finds where a running call comes from on the call stack."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from parwrap.torch_private.dynamo import source_directory
 __all__ = ["call_site", "from_script", "innermost", "is_ours", "location", "outside", "trail", "warn", "worth_a_look"]
 
 DEPTH = 10
-"""Frames that tell one call site from another: enough to see through a script's own helper functions."""
+"""The number of frames that identify a call site: enough to see through a script's own helper functions."""
 
 _OURS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sys.modules["parwrap"]))
 
 
 _PASSING_ON = (contextlib.__file__, functools.__file__)
-"""Through these a scope is left, and a function called that is wrapped: they are nobody's place in a script."""
+"""Code that leaves a scope or calls a wrapped function: never a place in the script."""
 
 
 def call_site() -> tuple:
-    """A key for where in the user's script the running call comes from; two callers of one helper have different keys."""
+    """A key for the place in the user's script where the running call comes from; two callers of one helper have different keys."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back  # as many as there are interceptors
     key: list[int] = []
     while frame is not None and len(key) < 2 * DEPTH:
-        key += (id(frame.f_code), frame.f_lasti)  # a code object hashes all that is in it, which takes longer than the walk
+        key += (id(frame.f_code), frame.f_lasti)  # hashing a code object covers all its contents, which takes longer than the walk
         frame = frame.f_back
     return tuple(key)
 
 
 def trail() -> tuple[str, ...]:
-    """The same place as :func:`call_site`'s, in lines of files, which other ranks know too; the innermost comes first."""
+    """The same place as that of :func:`call_site`, in lines of files, which identify it on other ranks; the innermost comes first."""
     frame: FrameType | None = sys._getframe(1)
     lines: list[str] = []
     while frame is not None and len(lines) < DEPTH:
@@ -52,7 +52,7 @@ def trail() -> tuple[str, ...]:
 
 
 def worth_a_look(visits: int) -> bool:
-    """Whether to look closely at the ``visits``-th visit of a call site: ever more rarely, so that it costs nothing in the end.
+    """Whether to check the ``visits``-th visit of a call site: ever more rarely, so that the cost vanishes.
 
     >>> [visits for visits in range(1, 20) if worth_a_look(visits)]
     [1, 2, 4, 8, 16]
@@ -61,12 +61,12 @@ def worth_a_look(visits: int) -> bool:
 
 
 def location() -> str:
-    """File and line in the user's script that the running call comes from."""
+    """File and line in the user's script where the running call comes from."""
     return innermost(sys._getframe(1))
 
 
 def innermost(frame: FrameType) -> str:
-    """File and line of the innermost of the frames around ``frame`` that is neither torch's nor parwrap's nor only passes on to these."""
+    """File and line of the innermost frame around ``frame`` that neither belongs to torch or parwrap nor only calls into them."""
     while frame.f_back is not None and (is_ours(frame) or frame.f_code.co_filename in _PASSING_ON):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -78,7 +78,7 @@ def is_ours(frame: FrameType) -> bool:
 
 
 def outside(frame: FrameType, level: int) -> int:
-    """``level``, which counts frames from ``frame`` outwards as ``warnings.warn`` does, raised to the first that is not parwrap's."""
+    """``level``, which counts frames from ``frame`` outwards as ``warnings.warn`` does, raised to the first frame outside parwrap."""
     around: FrameType | None = frame
     for _ in range(level - 1):
         around = around and around.f_back
@@ -88,7 +88,7 @@ def outside(frame: FrameType, level: int) -> int:
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the script's innermost line that the running call comes from; at the script's last line once it has ended."""
+    """Warn at the script's innermost line in the running call; at the script's last line once it has ended."""
     frame = _script_frame(sys._getframe(1)) or _script_frame(sys._current_frames().get(threading.main_thread().ident or 0))
     if frame is None:
         warnings.warn_explicit(text, category, sys.argv[0], len(linecache.getlines(sys.argv[0])))
@@ -98,7 +98,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _script_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the script around ``frame``, in a module: that of the fork server's command is in none."""
+    """The innermost frame of the script around ``frame``, if it is in a module; the fork server's command is in none."""
     while frame is not None and not (frame.f_globals.get("__name__") and _is_script(frame)):
         frame = frame.f_back
     return frame
@@ -107,8 +107,8 @@ def _script_frame(frame: FrameType | None) -> FrameType | None:
 def from_script(frame: FrameType | None) -> bool:
     """Whether ``frame`` runs the script's code: ``__main__``, its package, and modules that are not installed.
 
-    The standard library passes calls on, as ``threading`` does: there the frames around it decide. While ``torch.compile`` traces code,
-    that code decides.
+    Frames of the standard library are decided by the frames around them, as in ``threading``. While ``torch.compile`` traces code, that
+    code decides.
     """
     while frame is not None:
         kind = _kind(frame.f_code.co_filename)
@@ -133,21 +133,21 @@ _DYNAMO = source_directory()
 
 @functools.cache
 def _kind(file: str) -> int:
-    """Whose code the source ``file`` has."""
+    """Whose code the source ``file`` contains."""
     if file == _DYNAMO + "symbolic_convert.py":
-        return TRACER  # its frames have the code that they trace in ``self.f_code``
+        return TRACER  # its frames have the traced code in ``self.f_code``
     if file.startswith(("<frozen ", _DYNAMO + "variables")) or is_standard(file) or f"{os.sep}wrapt{os.sep}" in file:
         return PASSING
-    return LIBRARY if file.startswith(_OURS) or is_installed(file) or not _is_beside_script(file) else SCRIPT
+    return LIBRARY if file.startswith(_OURS) or is_installed(file) or not _is_in_script_directory(file) else SCRIPT
 
 
-def _is_beside_script(file: str) -> bool:
-    """Whether ``file`` lies below the working directory or the script's: others may be installed elsewhere, and found by ``PYTHONPATH``."""
+def _is_in_script_directory(file: str) -> bool:
+    """Whether ``file`` is below the working directory or the script's; others may be installed elsewhere, and found by ``PYTHONPATH``."""
     folders = os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))
     return any(os.path.abspath(file).startswith(os.path.join(folder, "")) for folder in folders)
 
 
 def _in_main_package(frame: FrameType) -> bool:
-    """Whether ``frame`` is of ``__main__`` or a module of its package: ``python -m`` runs installed ones too."""
+    """Whether ``frame`` belongs to ``__main__`` or a module of its package: ``python -m`` runs installed ones too."""
     name, main = frame.f_globals.get("__name__") or "", getattr(sys.modules["__main__"], "__package__", None)
     return name == "__main__" or bool(main and name.partition(".")[0] == main.partition(".")[0])

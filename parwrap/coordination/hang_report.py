@@ -1,6 +1,6 @@
-"""The report of a hang: when a rank has waited for long, say once where every rank is.
+"""The report of a hang: when a rank has waited for long, report once where every rank is.
 
-A thread of each rank looks into the status board now and then. Nothing is ended here: a slow rank is no error.
+A thread of each rank checks the status board from time to time. It ends nothing: a slow rank is no error.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from parwrap.system.background import in_background
 __all__ = ["watched"]
 
 LOOKS = 10
-"""How often the thread looks during the time that is thought too long."""
+"""The number of checks within the allowed time."""
 
 
 @contextmanager
 def watched(rank_positions: RankPositions, rank: int, hang_after: float, timeout: float) -> Iterator[None]:
-    """While this is held, report on rank 0 if any rank waits for longer than ``hang_after`` seconds.
+    """While this is open, rank 0 reports if any rank waits for longer than ``hang_after`` seconds.
 
-    Every rank writes down where it is in time for that report, and for the errors of ranks that give up.
+    Every rank notes its place in time for that report, and for the errors of ranks that give up.
 
     Args:
         rank_positions: where each rank is.
-        rank: this one.
-        hang_after: in seconds.
-        timeout: seconds after which a rank that waits gives up.
+        rank: this rank.
+        hang_after: the allowed time in seconds.
+        timeout: seconds after which a waiting rank gives up.
     """
     main, said = threading.get_ident(), sys.stderr
     place_after = min(hang_after, timeout / 2)
@@ -41,12 +41,12 @@ def watched(rank_positions: RankPositions, rank: int, hang_after: float, timeout
                 continue
             frame = sys._current_frames().get(main)
             if frame is not None:
-                rank_positions.tell(innermost(frame))
+                rank_positions.publish_place(innermost(frame))
             if not rank_positions.waited(hang_after):
                 continue
-            # all ranks look in this time, and tell where they are
+            # all ranks check in this time, and report where they are
             if rank == 0 and not stopped.wait(2 * hang_after / LOOKS) and rank_positions.waited(hang_after):
-                print(f"parwrap: a rank has waited for more than {hang_after:g} s. {rank_positions.told()}", file=said, flush=True)
+                print(f"parwrap: a rank has waited for more than {hang_after:g} s. {rank_positions.described()}", file=said, flush=True)
                 return
 
     with in_background(look, "parwrap watch"):

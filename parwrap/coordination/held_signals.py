@@ -1,7 +1,7 @@
-"""Python's signal handlers wait while a backward is under way.
+"""Delays Python's signal handlers during a backward.
 
-A Ctrl-C that is raised between the moment when a rank enters a backward and the moment when it has sent its gradients would leave the
-other ranks waiting for them, in a collective that no signal ends.
+A Ctrl-C between the entry into a backward and the sending of its gradients would leave the other ranks waiting for them, in a collective
+that no signal ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class HeldSignals:
     """Signals that arrive between :meth:`hold` and :meth:`release` are handled by :meth:`release`.
 
     Attributes:
-        held: whether handlers wait.
+        held: whether handlers are delayed.
         arrived: the handlers of the signals that have arrived.
     """
 
@@ -32,7 +32,7 @@ class HeldSignals:
         self.arrived: dict[int, Callable[[FrameType | None], Any]] = {}
 
     def hold(self) -> None:
-        """Let handlers wait from now on; in another thread than the main one, where Python runs them, they do not."""
+        """Delay handlers from now on; in other threads than the main one, where Python runs handlers, this has no effect."""
         self.held = threading.current_thread() is threading.main_thread()
 
     def release(self) -> None:
@@ -48,7 +48,7 @@ class HeldSignals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """While this is held, the handlers that there are and those that a script sets can wait."""
+        """While this is open, the present handlers and those that a script sets can be delayed."""
         if threading.current_thread() is not threading.main_thread():  # where Python refuses to set handlers
             yield
             return
@@ -80,7 +80,7 @@ class HeldSignals:
     def _waiting(self, handler: Any) -> _Waiting:
         def handle(number: int, frame: FrameType | None) -> None:
             if self.held:
-                self.arrived[number] = lambda frame: handler(number, frame)  # once, as Python does with signals that it has not handled
+                self.arrived[number] = lambda frame: handler(number, frame)  # once, as Python does with pending signals
             else:
                 handler(number, frame)
 
@@ -88,7 +88,7 @@ class HeldSignals:
 
 
 class _Waiting:
-    """A handler that waits, and the one that was set."""
+    """A delayed handler, and the one that was set."""
 
     def __init__(self, handler: Any, handle: Callable[[int, FrameType | None], Any]) -> None:
         self.handler, self._handle = handler, handle

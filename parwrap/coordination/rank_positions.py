@@ -1,4 +1,4 @@
-"""Where every rank is, for the report of a hang and for errors: read from what the ranks have written of their sync points."""
+"""The position of every rank, for hang reports and errors: read from what the ranks have written about their sync points."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class RankPositions:
     """Looks up all ranks, from any thread.
 
     Args:
-        status_board: what the ranks have written.
-        nested_coordinators: that they may be in within a sync point.
+        status_board: the entries of the ranks.
+        nested_coordinators: the coordinators of nested sync points.
     """
 
     def __init__(self, status_board: StatusBoard, nested_coordinators: Sequence[NestedCoordinator]) -> None:
         self._status_board, self._nested = status_board, nested_coordinators
         self._ranks = range(status_board.world.size)
 
-    def told(self, but: int | None = None) -> str:
-        """Where every rank is, in one sentence each; all ``but`` that one."""
+    def described(self, but: int | None = None) -> str:
+        """The position of every rank ``but`` one, in one sentence each."""
         lines = []
         for rank in self._ranks:
             if rank == but:
@@ -32,7 +32,7 @@ class RankPositions:
             entry, inside = self._last(rank)
             where = self._status_board.where[rank]
             if entry is None:
-                state = "has met nobody yet"
+                state = "has reached no sync point yet"
             elif entry.state is State.FAILED:
                 state = f"has failed with {entry.sync_point}"
             elif inside:
@@ -47,11 +47,11 @@ class RankPositions:
         now = time.time()
         return any(entry and inside and now - entry.since > seconds for entry, inside in map(self._last, self._ranks))
 
-    def tell(self, place: str) -> None:
-        """Let the others know that this rank is at ``place`` in its script."""
-        self._status_board.tell_where(place)
+    def publish_place(self, place: str) -> None:
+        """Publish that this rank is at ``place`` in its script."""
+        self._status_board.publish_place(place)
 
     def _last(self, rank: int) -> tuple[Entry | None, bool]:
-        """The last sync point that ``rank`` has entered, and whether it is still in there."""
-        beside = next((entry for nested in self._nested if (entry := nested.inside(rank))), None)
-        return (beside, True) if beside else self._status_board.last(rank)
+        """The last sync point that ``rank`` has entered, and whether it is still in it."""
+        nested_entry = next((entry for nested in self._nested if (entry := nested.inside(rank))), None)
+        return (nested_entry, True) if nested_entry else self._status_board.last(rank)

@@ -1,9 +1,9 @@
-"""Who is where: before a rank meets the others it writes down, where all ranks can read it, which sync point it enters.
+"""Where every rank is: before a rank synchronizes with others, it writes which sync point it enters, for all ranks to read.
 
-A sync point is anything that ranks do together: a backward, a reduction, the end. Every rank has a short ring of entries of its
-own, one for each sync point, in a memory that the ranks of one node share; across nodes a thread carries it through the store.
-Writing costs microseconds and no collective. Going ahead to a sync point, which is the regular path, is all here. Waiting, answering and
-errors are left to ``sync_points.py``.
+A sync point is anything that ranks do together: a backward, a reduction, the end. Every rank has a short ring of entries, one for each sync
+point, in memory that the ranks of one node share; across nodes a thread copies it through the store. Writing costs microseconds and no
+collective. This file contains the regular path, which enters a sync point without waiting. ``sync_points.py`` waits, answers and raises
+errors.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from parwrap.world.world import World
 __all__ = ["PART", "EagerCoordinator", "Entry", "State", "StatusBoard", "SyncPoint", "opened"]
 
 KEPT, PARTS = 8, 3
-"""Entries that a rank keeps of each part of the run, and of how many parts. Ranks are at most a sync point apart on the CPU; with a GPU
-the host runs a few steps ahead. Two parts may begin with no sync point between them."""
+"""The entries that a rank keeps of each part of the run, and the number of parts. Ranks are at most a sync point apart on the CPU; with a
+GPU the host runs a few steps ahead. Two parts may begin with no sync point between them."""
 RING = KEPT * PARTS
 
 PART = 32
-"""The bits of a number that count within a part; those above are the part's."""
+"""The bits of a number that count within a part; the higher ones are the part's."""
 
 TEXT = 220
 CARRYING = 0.005
-"""Seconds between two looks of the thread that carries entries across nodes."""
+"""Seconds between two runs of the thread that copies entries across nodes."""
 
 LOOKING = 1.0
-"""Seconds between two looks at the other nodes while this rank waits for nobody."""
+"""Seconds between two reads of the other nodes' entries while this rank waits for nobody."""
 
-# in native order, in which a number is written at once
+# in native byte order, which makes writing a number atomic
 NUMBER = struct.Struct("q")
 IDENTIFIED = struct.Struct("q q")
 HEAD = struct.Struct(f"q {TEXT}s 28x")
-"""The number of the last sync point that a rank is through with, and where it is."""
+"""The number of the last sync point that a rank has completed, and its place."""
 ENTRY = struct.Struct(f"q q q d B ? ? {TEXT}s x")
 """Number, identity, detail, since, state, stale, diverged, text."""
 DIVERGED = struct.calcsize("q q q d B ?")
@@ -56,28 +56,28 @@ class State(IntEnum):
     """How a rank takes part in a sync point."""
 
     WAITING = 1
-    """It is there, and waits for the others to come."""
+    """It is in the sync point and waits for the others."""
     FETCHING = 2
     """It waits for a file of another rank, not for a sync point."""
     CONTRIBUTING = 3
-    """It has gone ahead and counts on the others to come."""
+    """It has gone ahead and relies on the others to come."""
     ANSWERING = 4
-    """It takes part in what others have begun, with nothing to contribute."""
+    """It takes part in what others have begun, without a contribution."""
     MET = 5
-    """All ranks were there."""
+    """All ranks were in it."""
     FAILED = 6
-    """It has left with an error and comes to no sync point any more."""
+    """It has left with an error and enters no further sync point."""
 
 
 @dataclass(frozen=True)
 class SyncPoint:
-    """What ranks do together.
+    """Something that ranks do together.
 
     Attributes:
         kind: such as ``"backward"``.
         place: file and line in the user's script.
-        detail: a number by which sync points of one kind are told apart.
-        identity: what others know it by; an entry has that of its writer, where a long ``kind`` is cut off.
+        detail: a number that distinguishes sync points of one kind.
+        identity: identifies it on other ranks; an entry has its writer's, because a long ``kind`` is cut off.
     """
 
     kind: str
@@ -88,12 +88,12 @@ class SyncPoint:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "identity", self.identity or zlib.crc32(f"{self.kind}/{self.detail}".encode()))
-        # a path is known by its end
+        # the end of a path identifies it
         room = TEXT - len(self.kind) - 1
         object.__setattr__(self, "text", self.kind.encode() + b"\n" + self.place.encode()[-room:])
 
     def of_batch(self, number: int) -> SyncPoint:
-        """The same for one batch, which ranks in this sync point must all be at."""
+        """The same for one batch, which all ranks in this sync point must have."""
         return SyncPoint(self.kind, f"{self.place}, batch {number}", self.detail, zlib.crc32(f"{self.identity}/{number}".encode()))
 
     def __str__(self) -> str:
@@ -117,12 +117,12 @@ class StatusBoard:
 
     Args:
         world: this rank's place.
-        memory: room for all ranks' entries, as a writable buffer of ``StatusBoard.size(world)`` bytes.
+        memory: a writable buffer for all ranks' entries, of ``StatusBoard.size(world)`` bytes.
 
     Attributes:
-        waiting: whether this rank waits for what others write.
-        written: the sync point that this rank has entered last, with its number.
-        immediate: whether it is seen at once by all ranks when one has written something.
+        waiting: whether this rank waits for entries of others.
+        written: the last sync point that this rank has entered, with its number.
+        immediate: whether all ranks see an entry immediately.
 
     >>> status_board = StatusBoard(World(), bytearray(StatusBoard.size(World())))
     >>> status_board.write(1, SyncPoint("barrier", "train.py:7"), State.WAITING)
@@ -134,21 +134,21 @@ class StatusBoard:
         self.world, self._memory = world, memory
         self.waiting, self.immediate = False, isinstance(memory, mmap.mmap)
         self.written: tuple[int, SyncPoint] | None = None
-        # what is looked at after each backward lies together, so that one comparison of bytes does
+        # bytes that are checked after each backward are adjacent, so that one comparison is enough
         self._rows = world.size * RING * NUMBER.size
         self._mine = self._row(world.rank)
         self._expected = 0, b""
 
     @staticmethod
     def size(world: World) -> int:
-        """The bytes that the entries of all ranks take."""
+        """The size of all ranks' entries in bytes."""
         return world.size * (RING * NUMBER.size + ROW)
 
     def write(self, number: int, sync_point: SyncPoint, state: State, stale: bool = False) -> None:
         """Enter the ``number``-th sync point."""
         slot = _slot(number)
         at = self._mine + HEAD.size + slot * ENTRY.size
-        NUMBER.pack_into(self._memory, at, 0)  # nobody is to read it half written
+        NUMBER.pack_into(self._memory, at, 0)  # nobody may read it half written
         ENTRY.pack_into(self._memory, at, 0, sync_point.identity, sync_point.detail, time.time(), state, stale, False, sync_point.text)
         NUMBER.pack_into(self._memory, at, number)
         shown = sync_point.identity if state is State.CONTRIBUTING else 0
@@ -156,19 +156,19 @@ class StatusBoard:
         self.written = number, sync_point
 
     def take_back(self, number: int) -> None:
-        """This rank does not come to the ``number``-th sync point, if it has entered that."""
+        """This rank will not complete the ``number``-th sync point, if it has entered it."""
         if self.written and self.written[0] == number:
             NUMBER.pack_into(self._memory, self._mine + _in_row(number), 0)
             self.written = None
 
     def done(self, number: int) -> None:
-        """This rank is through with the ``number``-th sync point."""
+        """This rank has completed the ``number``-th sync point."""
         NUMBER.pack_into(self._memory, self._mine, number)
 
     def regular(self, number: int, sync_point: SyncPoint) -> bool:
-        """Whether all ranks that are known to be in the ``number``-th sync point went ahead to ``sync_point``, with nothing to report.
+        """Whether all ranks known to be in the ``number``-th sync point went ahead to ``sync_point``, with no report.
 
-        Who has not come yet counts with what it did ``KEPT`` sync points ago.
+        A rank that has not come yet counts by its entry ``KEPT`` sync points ago.
         """
         if self._expected[0] != sync_point.identity:
             self._expected = sync_point.identity, NUMBER.pack(sync_point.identity) * self.world.size
@@ -176,7 +176,7 @@ class StatusBoard:
         return self._memory[begin : begin + self.world.size * NUMBER.size] == self._expected[1]
 
     def behind(self, number: int) -> bool:
-        """Whether a rank is not through yet with the ``number``-th sync point."""
+        """Whether a rank has not completed the ``number``-th sync point yet."""
         return any(NUMBER.unpack_from(self._memory, self._row(rank))[0] < number for rank in range(self.world.size))
 
     def agreed(self, number: int, sync_point: SyncPoint) -> bool:
@@ -185,20 +185,20 @@ class StatusBoard:
         return all(written != number or identity == sync_point.identity for written, identity in elsewhere)
 
     def notify(self, number: int) -> None:
-        """This rank has something to report in the ``number``-th sync point."""
+        """This rank has a report in the ``number``-th sync point."""
         NUMBER.pack_into(self._memory, self._glances(number) + self.world.rank * NUMBER.size, 0)
 
     def diverge(self, number: int) -> None:
-        """In the ``number``-th sync point, this rank does something else than was expected of it."""
+        """In the ``number``-th sync point, this rank does something unexpected."""
         self._memory[self._mine + _in_row(number) + DIVERGED] = True
         self.notify(number)
 
     def any_diverged(self, number: int) -> bool:
-        """Whether a rank has diverged in the ``number``-th sync point, which is over."""
+        """Whether a rank has diverged in the finished ``number``-th sync point."""
         return any(self._memory[self._row(rank) + _in_row(number) + DIVERGED] for rank in range(self.world.size))
 
     def read(self, rank: int, number: int) -> Entry | None:
-        """What ``rank`` has written about the ``number``-th sync point, if it has come there."""
+        """The entry of ``rank`` for the ``number``-th sync point, if it has come there."""
         at = self._row(rank) + _in_row(number)
         written, identity, detail, since, state, stale, _, text = ENTRY.unpack_from(self._memory, at)
         if not number or written != number or NUMBER.unpack_from(self._memory, at) != (number,):
@@ -207,11 +207,11 @@ class StatusBoard:
         return Entry(rank, number, SyncPoint(kind, place, detail, identity), State(state), stale, since)
 
     def read_all(self, number: int, without: Collection[int] = ()) -> list[Entry | None]:
-        """What every rank has written about the ``number``-th sync point, ``without`` some."""
+        """The entries of every rank for the ``number``-th sync point, ``without`` some."""
         return [self.read(rank, number) for rank in range(self.world.size) if rank not in without]
 
     def last(self, rank: int) -> tuple[Entry | None, bool]:
-        """The last sync point that ``rank`` has entered, and whether it is still in there."""
+        """The last sync point that ``rank`` has entered, and whether it is still in it."""
         row = self._row(rank)
         numbers = [NUMBER.unpack_from(self._memory, row + HEAD.size + slot * ENTRY.size)[0] for slot in range(RING)]
         entry = self.read(rank, max(numbers))
@@ -219,22 +219,22 @@ class StatusBoard:
 
     @property
     def where(self) -> list[str]:
-        """The places where ranks were when they last told."""
+        """The places that the ranks have published last."""
         heads = [HEAD.unpack_from(self._memory, self._row(rank)) for rank in range(self.world.size)]
         return [place.rstrip(b"\0").decode(errors="replace") for _, place in heads]
 
-    def tell_where(self, place: str) -> None:
+    def publish_place(self, place: str) -> None:
         """This rank is at ``place`` in its script."""
-        # nothing but the place: the thread that tells it must not undo a number that the main one writes
+        # only the place: this thread must not overwrite a number that the main thread writes
         begin = self._mine + NUMBER.size
         self._memory[begin : begin + TEXT] = place.encode()[-TEXT:].ljust(TEXT, b"\0")
 
     def row(self) -> bytes:
-        """All that this rank has written, for :meth:`take_row` of the others."""
+        """This rank's own entries, for :meth:`take_row` of the others."""
         return bytes(self._memory[self._mine : self._mine + ROW])
 
     def take_row(self, rank: int, row: bytes) -> None:
-        """What ``rank`` has written elsewhere."""
+        """Store the entries that ``rank`` has written elsewhere."""
         begin = self._row(rank)
         self._memory[begin : begin + ROW] = row
 
@@ -242,12 +242,12 @@ class StatusBoard:
         return self._rows + rank * ROW
 
     def _glances(self, number: int) -> int:
-        """Where it is shown at a glance which sync point each rank is in, if that is the ``number``-th."""
+        """The offset of the summary of each rank's sync point, if that is the ``number``-th."""
         return _slot(number) * self.world.size * NUMBER.size
 
 
 def _slot(number: int) -> int:
-    """Where the entry of the ``number``-th sync point is; the ends of one part and the beginnings of the next do not meet there."""
+    """The offset of the entry of the ``number``-th sync point; the end of one part and the beginning of the next do not overlap."""
     return number % KEPT + KEPT * ((number >> PART) % PARTS)
 
 
@@ -258,16 +258,16 @@ def _in_row(number: int) -> int:
 class EagerCoordinator:
     """The sync points that ranks enter without waiting for each other, in the same order on all of them.
 
-    A steady backward goes through here twice. So what it needs of ``HeldSignals.hold`` and ``release`` is written out.
+    A steady backward calls this twice, so the code of ``HeldSignals.hold`` and ``release`` is inlined.
 
     Args:
-        status_board: what the ranks have written.
+        status_board: the entries of the ranks.
 
     Attributes:
-        part: of the run.
-        number: of the next sync point, the same on all ranks.
-        immediate: whether all ranks see at once what one has written.
-        signals: those that arrive while this rank is in a sync point that it went ahead to are handled after it.
+        part: the part of the run.
+        number: the number of the next sync point, the same on all ranks.
+        immediate: whether all ranks see an entry immediately.
+        signals: delays signals that arrive while this rank is in a sync point that it went ahead to.
     """
 
     def __init__(self, status_board: StatusBoard) -> None:
@@ -291,10 +291,9 @@ class EagerCoordinator:
             raise
 
     def compare(self, sync_point: SyncPoint) -> bool:
-        """Find out how the others are doing in this sync point, which goes on.
+        """Check the other ranks in the running sync point.
 
-        Returns:
-            Whether none of them has anything to report; known once nothing is left to be sent, and only if :attr:`immediate`.
+        Whether none of them has a report; known once all data has been sent, and only if :attr:`immediate`.
 
         Raises:
             RankMismatchError: a rank is known to be in another sync point than this one.
@@ -309,19 +308,19 @@ class EagerCoordinator:
         raise NotImplementedError
 
     def notify(self) -> None:
-        """In the backward that this rank went ahead to, it reports something to the others, which goes with its gradients."""
+        """Mark that this rank reports something in its running backward; the report travels with the gradients."""
         self._status_board.notify(self.number)
 
     def diverge(self) -> None:
-        """In the backward that this rank went ahead to, it does something that the others must follow."""
+        """Mark that this rank does something in its running backward that the others must follow."""
         self._status_board.diverge(self.number)
 
     def any_diverged(self) -> bool:
-        """Whether a rank does, in the backward that runs, once nothing is left to be sent; asked only if :attr:`immediate`."""
+        """Whether any rank has diverged in the running backward, once all data has been sent; only if :attr:`immediate`."""
         return self._status_board.any_diverged(self.number)
 
     def through(self, over: bool = True) -> None:
-        """This rank is through with the sync point that it went ahead to; if it is not ``over``, more may come before :meth:`past`."""
+        """This rank has completed the sync point that it went ahead to; unless ``over``, :meth:`past` follows later."""
         self.number += 1
         if over:
             self._status_board.done(self.number - 1)
@@ -337,7 +336,7 @@ class EagerCoordinator:
 
 @contextmanager
 def opened(world: World, store: Any) -> Iterator[StatusBoard]:
-    """The status board of the ranks of ``world``, which find each other's by ``store``."""
+    """The status board of the ranks of ``world``, which find each other through ``store``."""
     if world.on_one_node:
         yield StatusBoard(world, shared_memory(store, world.rank, range(world.size), StatusBoard.size(world)))
         return
@@ -348,7 +347,7 @@ def opened(world: World, store: Any) -> Iterator[StatusBoard]:
 
 @contextmanager
 def _carried(status_board: StatusBoard, store: Any) -> Iterator[None]:
-    """Carry entries between nodes for as long as this is held."""
+    """Copy entries between nodes while this is open."""
     store = store.clone()
     mine, others = status_board.world.rank, [rank for rank in range(status_board.world.size) if rank != status_board.world.rank]
     store.set(f"status/{mine}", bytes(ROW))

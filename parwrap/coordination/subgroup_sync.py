@@ -1,7 +1,7 @@
-"""Sync points beside the main ones: what ranks do together within the forwards and backwards of their scripts.
+"""Sync points besides the main ones: what ranks do together within the forwards and backwards of their scripts.
 
 A group of ranks has a status board and numbers for them. They are entered without waiting. A rank that waits in a main sync point answers
-them with nothing to contribute, so no rank hangs when ranks part ways. What they send is up to their callers.
+them without a contribution, so no rank hangs when ranks take different paths. Callers define what is sent.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from parwrap.coordination.status_board import KEPT, PART, Entry, State, StatusBo
 from parwrap.errors import RankMismatchError
 from parwrap.system.background import in_background
 
-__all__ = ["NestedCoordinator", "answered_beside"]
+__all__ = ["NestedCoordinator", "answered_in_background"]
 
 POLLING = 5e-5
-"""Seconds between two looks at others."""
+"""Seconds between two checks of other ranks."""
 
 ROOM = 30
-"""The bits of a sync point's detail that say what is sent; those above are the number of the main sync point that comes next."""
+"""The bits of a sync point's detail that describe what is sent; the higher ones are the number of the next main sync point."""
 
 
 class NestedCoordinator:
     """Sync points of some ranks, in addition to the main ones.
 
     Args:
-        status_board: what those ranks have written about them.
-        ranks: who they are, in the order of the status board.
-        answer: called with what is sent, as given to :meth:`enter`, to take part with nothing.
-        advice: what users can do where ranks are in different sync points, for the error text.
-        runs_ahead: whether a rank's host goes on before the others have come, as with a GPU.
+        status_board: the entries of those ranks.
+        ranks: the ranks in the order of the status board.
+        answer: called with ``sent``, as given to :meth:`enter`, to take part without a contribution.
+        advice: advice in the error about ranks in different sync points.
+        runs_ahead: whether a rank's host continues before the others have come, as with a GPU.
 
     Attributes:
-        part: of the run, which is another one after each :meth:`begin`.
-        number: of the sync point that this rank is in, or comes to next.
+        part: the part of the run, a new one after each :meth:`begin`.
+        number: the number of this rank's present or next sync point.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class NestedCoordinator:
         """Go ahead to the next sync point.
 
         Args:
-            kind: what it is, for error texts.
+            kind: its name in errors.
             sent: a number below ``2 ** ROOM`` by which others can answer.
-            main: the number of the main sync point that this rank comes to next, or is in.
+            main: the number of this rank's present or next main sync point.
 
         Raises:
             RankMismatchError: another rank has gone ahead to another sync point.
@@ -73,21 +73,20 @@ class NestedCoordinator:
         """See to it that no rank is in another sync point than the one that this rank has entered."""
         if self._status_board.written and not self._status_board.agreed(*self._status_board.written):
             raise RankMismatchError(
-                f"the ranks are in different places at the same time: {self._told()}. What they send there cannot be put together. "
-                f"{self._advice}"
+                f"the ranks are in different places at the same time: {self._described()}. Their data cannot be combined. {self._advice}"
             )
 
     def through(self) -> None:
-        """This rank is through with the sync point that it has entered, or answered."""
+        """This rank has completed the sync point that it has entered or answered."""
         self._status_board.done(self.number)
         self.number += 1
 
     def begun(self, main: int) -> bool:
-        """Whether another rank is in the next sync point, and has reached the main sync point ``main`` at most."""
+        """Whether another rank is in the next sync point, and has reached at most the main sync point ``main``."""
         return self._begun(main) is not None
 
     def answer_begun(self, main: int) -> bool:
-        """Take part, with nothing, in the sync point that another rank is in, if that rank has reached ``main`` at most."""
+        """Take part, without a contribution, in another rank's sync point, if that rank has reached at most ``main``."""
         begun = self._begun(main)
         if begun is None:
             return False
@@ -101,11 +100,11 @@ class NestedCoordinator:
         self._status_board.waiting = waiting
 
     def passed(self, rank: int) -> bool:
-        """Whether ``rank`` has come to the sync point that is the next for this one."""
+        """Whether ``rank`` has reached this rank's next sync point."""
         return rank in self._ranks and self._status_board.read(self._ranks.index(rank), self.number) is not None
 
     def inside(self, rank: int) -> Entry | None:
-        """The sync point that ``rank`` is in, if it is in one."""
+        """The sync point that ``rank`` is in, if any."""
         if rank not in self._ranks:
             return None
         entry, inside = self._status_board.last(self._ranks.index(rank))
@@ -118,14 +117,14 @@ class NestedCoordinator:
             return None
         return begun
 
-    def _told(self) -> str:
+    def _described(self) -> str:
         entries = self._status_board.read_all(self.number)
         return "; ".join(f"rank {self._ranks[entry.rank]} is in {entry.sync_point}" for entry in entries if entry)
 
 
 @contextmanager
-def answered_beside(nested_coordinators: Sequence[NestedCoordinator], number: int) -> Iterator[None]:
-    """While this is held, a thread answers the nested sync points within sync point ``number``, and raises at the end."""
+def answered_in_background(nested_coordinators: Sequence[NestedCoordinator], number: int) -> Iterator[None]:
+    """While this is open, a thread answers the nested sync points within sync point ``number``, and raises at the end."""
     failed: list[BaseException] = []
 
     def answer(stopped: threading.Event) -> None:

@@ -1,12 +1,12 @@
-"""How ranks meet: who goes ahead, who waits, and who answers for having nothing to contribute.
+"""How ranks synchronize: who goes ahead, who waits, and who answers without a contribution.
 
-A backward is entered without waiting, so a regular run pays only the writing of an entry. At every other sync point a rank waits until
-all have come. While it waits it *answers* the others: it takes part in the backwards that they begin with nothing to contribute, so
-nobody hangs when ranks part ways. Once all wait, the sync point that counts most takes place; ranks that came for another one
-answer it and wait on. Ranks that have answered backwards are *stale*: before anything else they take over the state of a rank that has not.
+A backward is entered without waiting, so a regular run pays only for writing an entry. At every other sync point a rank waits until all
+have come. While it waits it *answers* the others: it takes part in their backwards without a contribution, so no rank hangs when ranks take
+different paths. Once all wait, the sync point with the highest priority takes place; ranks that came for another one answer it and keep
+waiting. Ranks that have answered backwards are *stale*: before anything else they copy the state of a rank that is not.
 
-What it means to answer a sync point is known to whoever registers the answer, and what a rank trains to the ``Participant`` that has
-joined. Nothing is sent here; see ``status_board.py``.
+Whoever registers an answer knows how to answer a sync point, and the ``Participant`` that has joined knows what a rank trains. Nothing is
+sent here; see ``status_board.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parwrap.coordination.call_site import location, warn
 from parwrap.coordination.participant import Participant
 from parwrap.coordination.rank_positions import RankPositions
 from parwrap.coordination.status_board import PART, EagerCoordinator, Entry, State, StatusBoard, SyncPoint
-from parwrap.coordination.subgroup_sync import NestedCoordinator, answered_beside
+from parwrap.coordination.subgroup_sync import NestedCoordinator, answered_in_background
 from parwrap.errors import RankMismatchError
 from parwrap.system.remote_exception import in_one_line
 
@@ -31,31 +31,32 @@ BACKWARD = "backward"
 THEN_AVERAGED = "backward, averaged afterwards"
 FIRST_BACKWARD = "its first backward here"
 END = "the end of its script or function"
-FILE = "a file that another rank is to write"
+FILE = "a file that another rank has to write"
 
 POLLING = 5e-5
-"""Seconds between two looks at the others, at first."""
+"""Seconds between two checks of the others, at first."""
 LONGEST_POLLING = 2e-3
 GRACE = 5.0
-"""Seconds for a launcher to end the ranks after one has failed; its error is the one to be shown."""
+"""Seconds for a launcher to end the ranks after one has failed; that rank's error should be shown."""
 
 Answer = Callable[[int, list[int]], bool | Callable[[], bool] | None]
-"""Called with the sync point's detail and the ranks that hold it; true, or what gives true afterwards, says that nothing was missed."""
+"""Called with the sync point's detail and the ranks in it; returns true, or a function that returns true afterwards, if nothing was
+missed."""
 
 
 class Coordinator(EagerCoordinator):
-    """The sync points of this rank with the others, in the order in which they take place.
+    """The sync points of this rank with the others, in their order.
 
     Args:
-        status_board: what the ranks have written.
+        status_board: the entries of the ranks.
         timeout: how long to wait for another rank.
 
     Attributes:
-        part: of the run, which is another one after each :meth:`begin`.
-        rank_positions: where every rank is.
-        stale: whether the others have trained on without this rank, which has not taken over their state yet.
-        waits_for: the sync point that this rank waits for, if it does.
-        alike: whether all ranks that came to the last sync point gave the same ``detail``.
+        part: the part of the run, a new one after each :meth:`begin`.
+        rank_positions: the positions of all ranks.
+        stale: whether the others have trained without this rank, which has not copied their state yet.
+        waits_for: the sync point that this rank waits for, if any.
+        alike: whether all ranks in the last sync point gave the same ``detail``.
     """
 
     def __init__(self, status_board: StatusBoard, timeout: timedelta) -> None:
@@ -70,19 +71,19 @@ class Coordinator(EagerCoordinator):
         self._participant = Participant()
 
     def answer(self, kind: str, answer: Answer, lasting: bool = False) -> None:
-        """Have ``answer`` called when others meet for ``kind`` and this rank for something else; if ``lasting``, in later parts too."""
+        """Call ``answer`` when others synchronize for ``kind`` and this rank for something else; if ``lasting``, in later parts too."""
         self._answers[kind] = answer
         if lasting:
             self._lasting[kind] = answer
 
     def add_nested(self, nested: NestedCoordinator) -> None:
-        """From now on answer what others do in ``nested`` whenever this rank waits."""
+        """From now on answer the sync points of ``nested`` whenever this rank waits."""
         nested.begin(self.part)
         self._nested.append(nested)
 
     def answering(self) -> AbstractContextManager[None]:
-        """While this is held, another thread answers the nested sync points within this rank's, and raises at the end."""
-        return answered_beside(self._nested, self.number) if self._nested else nullcontext()
+        """While this is open, another thread answers the nested sync points within this rank's, and raises at the end."""
+        return answered_in_background(self._nested, self.number) if self._nested else nullcontext()
 
     def raise_if_elsewhere(self, sync_point: SyncPoint) -> None:
         if self._status_board.agreed(self.number, sync_point):
@@ -91,18 +92,18 @@ class Coordinator(EagerCoordinator):
         kinds = {(entry.sync_point.kind, entry.sync_point.detail) for entry in elsewhere}
         if len(kinds) == 1 and len({entry.sync_point.identity for entry in elsewhere}) > 1:
             raise RankMismatchError(
-                f"the ranks are in backwards of different batches: {_told(elsewhere)}. With batch='global' a rank cannot leave "
-                "out its part of a batch alone, as by `if not torch.isfinite(loss): continue`, or break off a pass alone. Have all "
-                "ranks decide alike, by parwrap.reduce_mean(loss), or give batch='per_rank'."
+                f"the ranks are in backwards of different batches: {_described(elsewhere)}. With batch='global' a rank cannot skip its "
+                "part of a batch alone, as by `if not torch.isfinite(loss): continue`, or leave a pass alone. Have all ranks decide "
+                "alike, by parwrap.reduce_mean(loss), or give batch='per_rank'."
             )
         if len(kinds) > 1:
             raise RankMismatchError(
-                f"the ranks are in different backwards at the same time: {_told(elsewhere)}. Their gradients cannot be averaged with "
-                "each other. Have all ranks call the same backward in the same order, or sum the losses and call it once."
+                f"the ranks are in different backwards at the same time: {_described(elsewhere)}. Their gradients cannot be averaged with "
+                "each other. Have all ranks call the same backwards in the same order, or sum the losses and call it once."
             )
 
     def answer_next(self, rank: int) -> bool:
-        """Answer the sync point to which ``rank`` has come and this one has not, if that can be answered."""
+        """Answer the sync point that ``rank`` has reached and this one has not, if it can be answered."""
         entry = self._status_board.read(rank, self.number)
         if entry is None or entry.sync_point.kind not in self._answers or threading.current_thread() is not threading.main_thread():
             return False
@@ -118,21 +119,21 @@ class Coordinator(EagerCoordinator):
         answers_backwards: bool = True,
         unless_begun: bool = False,
     ) -> list[int]:
-        """Meet all other ranks for ``kind``, answering what they do before they come.
+        """Synchronize with all other ranks for ``kind``, answering their earlier sync points meanwhile.
 
         Args:
-            kind: what for.
-            place: where in the user's script; found if left out.
-            until_answered: return when one sync point was answered.
-            detail: a number that ranks compare, of 64 bits; they meet also if it differs, and :attr:`alike` is then ``False``.
-            answers_backwards: whether ranks may part ways here; else it is an error if another begins a backward.
-            unless_begun: return, with no ranks, when another has gone ahead to a sync point, which is not answered.
+            kind: the purpose.
+            place: the place in the user's script; found by default.
+            until_answered: return after answering one sync point.
+            detail: a 64-bit number that ranks compare; if it differs, they synchronize too, and :attr:`alike` is ``False``.
+            answers_backwards: whether ranks may take different paths here; otherwise a backward of another rank is an error.
+            unless_begun: return, with no ranks, when another has gone ahead to a sync point, without answering it.
 
         Returns:
             The ranks that came for it; the others answer it.
 
         Raises:
-            RankMismatchError: the ranks have come for different things, one has failed, or one does not come in time.
+            RankMismatchError: the ranks have come for different purposes, one has failed, or one does not come in time.
         """
         place = location() if place is None else place
         if detail:
@@ -173,19 +174,19 @@ class Coordinator(EagerCoordinator):
             self._wait(False)
 
     def fetching(self, purpose: str, step: int = 0) -> None:
-        """This rank waits for another's file, or in that ``step``: tell, unless it is in a sync point, or not in its main thread."""
+        """Publish that this rank waits for another's file, or in that ``step``, unless it is in a sync point or not in its main thread."""
         inside = self._status_board.written is not None and self._status_board.written[0] == self.number
         if not self._fetching and not inside and threading.current_thread() is threading.main_thread():
             self._fetching = self._status_board.waiting = True
             self._status_board.write(self.number, SyncPoint(purpose, location(), step), State.FETCHING)
 
     def hold_up(self, rank: int) -> None:
-        """This rank still waits for a file of ``rank``: if that waits in a step, tell that it shall not wait for this one."""
+        """This rank still waits for a file of ``rank``: if that rank waits in a step, tell it not to wait for this one."""
         entry = (
             self._status_board.read(rank, self.number) if self._fetching and threading.current_thread() is threading.main_thread() else None
         )
         step = entry.sync_point.detail if entry and entry.state is State.FETCHING else 0
-        if step and step == self._seen:  # seen before this rank looked for the file again, which was there if it is from before the step
+        if step and step == self._seen:  # read before this rank searched for the file again; a file from before the step existed by then
             self._participant.set_waiting(True, step)
         self._seen = step
 
@@ -197,7 +198,7 @@ class Coordinator(EagerCoordinator):
             self._status_board.take_back(self.number)
 
     def passed(self, rank: int) -> bool:
-        """Whether ``rank`` has come to the sync point that is the next for this one, and so has passed this point of the script."""
+        """Whether ``rank`` has reached this rank's next sync point, and so has passed this point of the script."""
         entry = self._status_board.read(rank, self.number)
         self._raise_if_failed([entry])
         return (entry is not None and entry.state not in (State.FETCHING, State.FAILED)) or any(
@@ -205,15 +206,15 @@ class Coordinator(EagerCoordinator):
         )
 
     def fail(self, error: BaseException) -> None:
-        """This rank leaves with ``error``: tell those who would wait for it."""
+        """This rank leaves with ``error``: inform the ranks that would wait for it."""
         self._status_board.write(self.number, SyncPoint(in_one_line(error)), State.FAILED)
 
     def miss(self) -> None:
-        """The others have taken a step that this rank has not."""
+        """The others have taken a step without this rank."""
         self.stale = True
 
     def begin(self) -> None:
-        """Begin another part of the run, with only what lasts to answer; numbers start afresh, wherever an error has ended the last."""
+        """Begin another part of the run, with only the lasting answers; numbers restart, wherever an error has ended the last part."""
         self.part += 1
         self.number = (self.part << PART) + 1
         self.stale = False
@@ -226,15 +227,16 @@ class Coordinator(EagerCoordinator):
         self._participant = participant
 
     def raise_if_failed(self) -> None:
-        """Raise an error if another rank has failed, and so comes nowhere any more."""
+        """Raise an error if another rank has failed, and so reaches no further sync point."""
         self._raise_if_failed(self._status_board.read_all(self.number))
 
     def in_vain(self, what: str, owner: int | None) -> RankMismatchError:
-        """The error of having waited too long, for rank ``owner`` or for any."""
+        """The error of a timeout, for rank ``owner`` or for any."""
         whom = "the other ranks" if owner is None else f"rank {owner}"
         return RankMismatchError(
             f"rank {self._rank} waited {self.timeout.total_seconds():g} s for {whom} at the same point ({what}), in vain. "
-            f"{self.rank_positions.told()} Who is missing has ended, is stuck or took another way; if it is only slow, raise timeout=."
+            f"{self.rank_positions.described()} A missing rank has ended, is stuck or took another path; if it is only slow, raise "
+            "timeout=."
         )
 
     def _wait(self, waiting: bool, sync_point: SyncPoint | None = None) -> None:
@@ -244,7 +246,7 @@ class Coordinator(EagerCoordinator):
             nested.wait(waiting)
 
     def _answer_nested(self, sync_point: SyncPoint) -> bool:
-        """Answer what others do at nested sync points before they come to ``sync_point``, for which this rank waits."""
+        """Answer the nested sync points of others before they come to ``sync_point``, for which this rank waits."""
         begun = [nested for nested in self._nested if nested.begun(self.number)]
         if begun and not self.stale:
             # they must read that before they come there themselves
@@ -259,9 +261,9 @@ class Coordinator(EagerCoordinator):
             return False
         if not answers:
             raise RankMismatchError(
-                f"the ranks are at different points of the script, and their gradients cannot be averaged with each other: "
-                f"{_told([entry for entry in entries if entry])}. Have all ranks make their gradients in the same way in each step, and "
-                "step together."
+                "the ranks are at different points of the script, and their gradients cannot be averaged with each other: "
+                f"{_described([entry for entry in entries if entry])}. Have all ranks make their gradients in the same way in each step, "
+                "and step together."
             )
         self.signals.hold()
         try:
@@ -277,19 +279,19 @@ class Coordinator(EagerCoordinator):
         return True
 
     def _all_came(self, entries: list[Entry | None]) -> list[Entry]:
-        """The entries of all ranks once all of them wait, or have been found waiting; else an empty list."""
+        """The entries of all ranks once all of them wait, or are known to wait; otherwise an empty list."""
         came = [entry for entry in entries if entry and entry.state in (State.WAITING, State.MET)]
         return came if len(came) == len(entries) else []
 
     def _hold(self, came: list[Entry]) -> list[int]:
-        """Hold the sync point that counts most among those that ranks ``came`` for; returns the ranks that came for it."""
+        """Run the sync point with the highest priority among those that ranks ``came`` for; returns the ranks that came for it."""
         chosen = max((entry.sync_point for entry in came), key=self._precedence)
         present = [entry.rank for entry in came if entry.sync_point.identity == chosen.identity]
         others = [entry for entry in came if entry.rank not in present]
         if others and chosen.kind not in self._answers:
             raise RankMismatchError(
-                f"the ranks have come to different points of the script, and each would wait for the others for ever: {_told(came)}. "
-                "Have all ranks take the same way there, or guard what only one shall do with @parwrap.rank_zero_only."
+                f"the ranks are at different points of the script, and each would wait for the others forever: {_described(came)}. Have "
+                "all ranks take the same path there, or guard what only one rank should do with @parwrap.rank_zero_only."
             )
         self.alike = len({entry.sync_point.detail for entry in came if entry.rank in present}) == 1
         mine = next(entry.sync_point for entry in came if entry.rank == self._rank)
@@ -302,23 +304,24 @@ class Coordinator(EagerCoordinator):
         return present
 
     def _precedence(self, sync_point: SyncPoint) -> tuple[int, int, bool, str]:
-        """Most is what the others can answer, by phase and backwards first; then what users call; last leaving, and waiting for a file."""
+        """The priority: first what others can answer, by phase and backwards first; then collectives of the user; last leaving, and waiting
+        for a file."""
         importance = {FILE: -1, END: 0}.get(sync_point.kind, 2 if sync_point.kind in self._answers else 1)
         return importance, -sync_point.detail, sync_point.kind == FIRST_BACKWARD, sync_point.kind
 
     def _catch_up(self, came: list[Entry]) -> None:
-        """The stale ranks take over the state of the lowest that is not."""
+        """The stale ranks copy the state of the lowest that is not."""
         behind = [entry for entry in came if entry.stale]
         source = min(entry.rank for entry in came if not entry.stale)
         if self._rank == 0 and not self._warned:
             self._warned = True
             warn(
-                f"parwrap: {_told(behind)}, and other ranks have trained on in the meantime: it ran fewer batches (by a break, a continue, "
-                "a return or an exception of its own, or because its part of a stream is shorter). Their gradients were averaged "
-                f"without it, and it now has the weights, buffers, optimizers and schedulers of rank {source}. This is said once."
+                f"parwrap: {_described(behind)}, and other ranks have trained in the meantime: it ran fewer batches (by a break, a "
+                "continue, a return or its own exception, or because its part of a stream is shorter). Their gradients were averaged "
+                f"without it, and it now has the weights, buffers, optimizers and schedulers of rank {source}. This is shown once."
             )
         self._participant.take_state(source)
-        # who has ended sees nothing of what the others' scripts do after this, such as loading weights, and takes it at the end
+        # a rank that has ended misses what the others' scripts do after this, such as loading weights, and copies the state at the end
         self.stale = self.stale and any(entry.rank == self._rank and entry.sync_point.kind == END for entry in came)
 
     def _raise_if_failed(self, entries: list[Entry | None]) -> None:
@@ -329,5 +332,5 @@ class Coordinator(EagerCoordinator):
             raise RankMismatchError(f"rank {failed.rank} has failed with {failed.sync_point}, and rank {self._rank} waits for it in vain.")
 
 
-def _told(entries: list[Entry]) -> str:
+def _described(entries: list[Entry]) -> str:
     return "; ".join(f"rank {entry.rank} is at {entry.sync_point}" for entry in entries)

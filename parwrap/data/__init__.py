@@ -1,4 +1,4 @@
-"""Which samples of which loader a rank gets to see, and batches of samples that differ in length.
+"""Which samples of which loader a rank sees, and batches of samples that differ in length.
 
 It may import the loop, the process group and interceptors. Start with ``loaders.py``, which intercepts the loaders; ``evaluation/`` is for
 exact evaluation and ``lengths/`` for batches by length.
@@ -9,19 +9,19 @@ exact evaluation and ``lengths/`` for batches by length.
     pass_history.py          guesses what the next pass over a loader is for
     training_share.py        this rank's share of a training pass
     samplers.py              the samplers of that share: batch=, uneven=
-    passes.py                an iterator over batches that tells when each is drawn and when the pass ends
-    loader_position.py       where in its passes a loader is, for checkpoints; known_positions.py: of all loaders
-    first_batch.py           the guess is revised at the first batch; next(iter(loader))
-    end_of_share.py          ... and at the end of the share, where nothing was trained
-    open_doubts.py           a pass has ended that a later backward may train on
-    unexpected_training.py   a loader that was read whole is trained on
+    passes.py                an iterator over batches that reports each draw and the end of the pass
+    loader_position.py       the position of a loader in its passes, for checkpoints; known_positions.py: of all loaders
+    first_batch.py           revises the guess at the first batch; next(iter(loader))
+    end_of_share.py          ... and at the end of the share, if nothing was trained
+    open_doubts.py           a finished pass that a later backward may train on
+    unexpected_training.py   training on a loader that was read whole
     early_lengths.py         len(loader) before the first pass; reported_lengths.py: in an evaluation
-    dropped_gradients.py     gradients that are looked at without a step
-    running_numbers.py       numbers of one rank that a script takes for those of all
+    dropped_gradients.py     gradients that are read without a step
+    running_numbers.py       one rank's numbers that a script takes for those of all
     iterables.py, dali.py    streams, and NVIDIA DALI
-    dataset_agreement.py     all ranks hold the same samples; dataset_summaries.py, comparing.py: how that is compared
+    dataset_agreement.py     checks that all ranks hold the same samples; dataset_summaries.py, comparing.py: how
 
-The public names; each is imported when it is first used, since what only shares out loaders needs none of them.
+The public names; each is imported on first use, since splitting loaders needs none of them.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Whether the result that ranks have put together is that of the whole, up to the noise of floating point."""
+"""Whether the combined result of the ranks equals that of the whole data, up to floating-point noise."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from parwrap.system.structures import leaves, number_dtype
 __all__ = ["Compared", "compared"]
 
 NOISE = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""How far sums in another order may be apart, as a part of the largest number; a Python float may be a sum in ``float32``."""
+"""How far sums in another order may differ, relative to the largest number; a Python float may be a sum in ``float32``."""
 LEAST_NOISE = 2e-6
 
 SURE = 1e-3
-"""A number that is no mean is off by about the square of what the parts differ by; this part of it shows that it is one."""
+"""Averaging a number that is no mean is wrong by about the square of the differences between parts; a difference of this part of it shows
+that."""
 
 
 class Compared(NamedTuple):
     """A comparison.
 
     Attributes:
-        differing: what differs: where, in the result of the ranks, and in that of the whole.
-        proves: whether the parts differ enough to say that results put together so are always those of the whole.
+        differing: the differences: where, the ranks' value, and that of the whole.
+        proves: whether the parts differ enough to prove that combining them is correct in general.
     """
 
     differing: list[tuple[str, Any, Any]]
@@ -33,7 +34,7 @@ class Compared(NamedTuple):
 
 
 def compared(whole: Any, shared: Any, parts: Sequence[Any]) -> Compared:
-    """Compare ``shared``, which was put together of the results of ``parts``, with the result of the ``whole``.
+    """Compare ``shared``, combined from the results of ``parts``, with the result of the ``whole``.
 
     >>> compared({"rmse": 3.0}, {"rmse": 2.0}, [{"rmse": 1.0}, {"rmse": 3.0}]).differing
     [("['rmse']", 2.0, 3.0)]
@@ -95,7 +96,7 @@ def _apart(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two that are no numbers are equal; what has no equality counts as equal."""
+    """Whether two values that are not numbers are equal; without an equality they count as equal."""
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return type(one) is type(other) and np.array_equal(one, other)
     if type(one).__eq__ is object.__eq__:

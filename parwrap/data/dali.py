@@ -1,8 +1,8 @@
-"""The interceptor of pipelines of NVIDIA DALI: each rank's readers read its part of the data, as a rank's share of a loader.
+"""The interceptor of pipelines of NVIDIA DALI: each rank's readers read its part of the data, like a rank's share of a loader.
 
-A pipeline is built, and begins to read, before anybody can know whether it will be trained on. So the guess is made by its reader: one
-that shuffles is for training, and each rank gets a shard of it; one that does not is read whole. If that is trained on all
-the same, its batches are dealt out. How DALI is got at is ``intercept/dali.py``'s.
+A pipeline is built, and begins to read, before anyone can know whether it is for training. So its reader decides: one that shuffles is for
+training, and each rank gets a shard; one that does not is read whole. If it turns out to be trained on, its batches are divided among the
+ranks. ``intercept/dali.py`` patches DALI.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from parwrap.coordination.call_site import warn
 from parwrap.data.passes import Pass, SharedDraws
 from parwrap.data.samplers import DealtBatches
-from parwrap.data.sharing_rules import TrainingData
+from parwrap.data.sharing_options import TrainingData
 from parwrap.data.training_share import ANOTHER_LOADER
 from parwrap.errors import RankMismatchError
 from parwrap.group.group import Group, is_alone
@@ -34,20 +34,20 @@ from parwrap.torch_private.pytree import tree_leaves
 __all__ = ["Pipelines"]
 
 FILES, DRAWS = "files of a DALI pipeline", "first batch of a DALI pipeline"
-"""What the ranks meet for."""
+"""The purposes of the collectives."""
 
 LISTED = 256
-"""Names of files that are compared, of however many."""
+"""The number of file names to compare."""
 
 
 @dataclass
 class _History:
-    """What is known of one iterator.
+    """The state of one iterator.
 
     Attributes:
-        trains: whether it is trained on, if a pass has shown that.
-        has_trained: whether there ever was a backward in a pass.
-        alike: whether the ranks' batches were found to be the same; ``None`` while that is not known.
+        trains: whether it is trained on, once a pass has shown it.
+        has_trained: whether any pass had a backward.
+        alike: whether the ranks' batches are the same; ``None`` if unknown.
         agreed: whether the ranks read the same files.
     """
 
@@ -58,14 +58,14 @@ class _History:
 
 
 class Pipelines(Interceptor):
-    """Shares out what DALI reads.
+    """Divides what DALI reads among the ranks.
 
     Args:
-        group: the ranks to share with.
+        group: the ranks.
         loop: what the training loop has done so far.
         streams: the random streams.
         split: whether the user's batch is that of all ranks together (``batch="global"``).
-        began: called when training data is known to be shared out.
+        began: called when training data is known to be split.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Pipelines(Interceptor):
         self._said: set[str] = set()
         self._seeds = 0
         for kind in (FILES, DRAWS):
-            group.coordinator.answer(kind, lambda detail, present: None)  # who has left shares out nothing
+            group.coordinator.answer(kind, lambda detail, present: None)  # a rank that has left splits nothing
 
     @intercepts
     def shard_reader(self, operator: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What a reader that was ``given`` these arguments is to have instead: its shard, if it shuffles and has none.
+        """The arguments that replace those ``given`` to a reader: a shard, if it shuffles and has none.
 
-        A single shard is what a script gives that has learned of no launcher.
+        A single shard is what a script sets without a launcher.
         """
         shuffles = given.get("random_shuffle") or given.get("shuffle_after_epoch")
         if is_alone() or not shuffles or given.get("num_shards", 1) != 1:
@@ -110,7 +110,7 @@ class Pipelines(Interceptor):
 
     @intercepts
     def make_iterator(self, pipelines: Collection[Any], size: int) -> int | None:
-        """How many of ``size`` samples an epoch of this rank has; ``None`` if the pipelines read no shard that they got here."""
+        """The number of ``size`` samples in an epoch of this rank; ``None`` if the pipelines' readers got no shard here."""
         if not any(self._built.get(pipeline) for pipeline in pipelines):
             return None
         self._announce(pipelines)
@@ -130,14 +130,15 @@ class Pipelines(Interceptor):
 
     @intercepts
     def length_of_pipelines(self, iterator: Any, original: Callable[[Any], int]) -> int:
-        """``len(iterator)``: of what this rank gets to see of it."""
+        """``len(iterator)``: of the part that this rank sees."""
         whole = original(iterator)
         history = self._histories.get(iterator)
         dealt = history is not None and history.has_trained and history.alike and torch.is_grad_enabled() and not is_alone()
         return math.ceil(whole / self._size) if dealt else whole
 
     def _pass(self, batches: Iterator, trains: bool, whole: bool, closed: Callable[[bool, bool], None]) -> Pass:
-        """Over ``batches``, which are ``whole`` if all ranks have the same; ``closed`` is told if it came to its end, and if it trained."""
+        """Yield ``batches``, which are ``whole`` if all ranks have the same; ``closed`` learns whether the pass was complete and whether it
+        trained."""
         loop, before = self._loop, self._loop.backwards
         (loop.opened_pass if trains else loop.opened_evaluation)()
 
@@ -148,7 +149,7 @@ class Pipelines(Interceptor):
         return Pass(batches, all_closed, lambda batch: loop.drew_batch(whole), loop.reads_in_for if trains else None)
 
     def _read_part(self, iterator: Any, original: Callable, history: _History) -> Iterator:
-        """A pass over what each rank reads another part of."""
+        """A pass in which each rank reads another part."""
         evaluates = self._loop.in_eval_mode()
         ours = any(self._built.get(pipeline) for pipeline in pipelines_of(iterator))
         if ours and not evaluates and not history.agreed:
@@ -161,32 +162,34 @@ class Pipelines(Interceptor):
             history.has_trained |= trained
             if ours and exhausted and (evaluates or not history.has_trained):
                 self._say(
-                    f"{_named(iterator)} was read to its end without training, and each rank saw only its share of it, since it shuffles. "
-                    "Have every rank see all of it: leave out random_shuffle= and shuffle_after_epoch=."
+                    f"{_named(iterator)} was read to its end without training, and each rank saw only its share, because it shuffles. To "
+                    "read all of it on every rank, remove random_shuffle= and shuffle_after_epoch=."
                 )
 
         return self._pass(original(iterator), not evaluates, False, closed)
 
     def _agree(self, iterator: Any) -> None:
-        """Make sure that the shards of the ranks are of the same data.
+        """Check that the shards of the ranks come from the same data.
 
         Raises:
-            RankMismatchError: they are not.
+            RankMismatchError: they do not.
         """
         lengths = {name: metas[0]["epoch_size"] for name, metas in readers_of(pipelines_of(iterator)).items()}
         listed = [self._built.get(pipeline) for pipeline in pipelines_of(iterator)]
         views = self._group.exchange(FILES, (lengths, listed))
         if any(view[0] != lengths for view in views.values()):
-            told = ", ".join(f"{view[0]} on rank {rank}" for rank, view in views.items())
-            raise RankMismatchError(f"{_named(iterator)} finds another number of samples on other ranks: {told}. Each must find the same.")
+            counts = ", ".join(f"{view[0]} on rank {rank}" for rank, view in views.items())
+            raise RankMismatchError(
+                f"{_named(iterator)} finds different numbers of samples on different ranks: {counts}. Each must find the same."
+            )
         if any(view[1] != listed for view in views.values()):
             raise RankMismatchError(
-                f"{_named(iterator)} was given other files, or the same in another order, on other ranks, so that their shards overlap. "
-                "os.listdir and glob give files in any order: sort them."
+                f"{_named(iterator)} got different files, or the same in another order, on other ranks, so that their shards overlap. "
+                "os.listdir and glob return files in any order: sort them."
             )
 
     def _deal(self, iterator: Any, original: Callable, history: _History) -> Iterator:
-        """A training pass over what every rank reads whole: its batches are dealt out."""
+        """A training pass over data that every rank reads whole: its batches are divided among the ranks."""
         with self._streams.shared():
             drawing = original(iterator)
         batches = iter(SharedDraws(_rest(drawing), self._streams))
@@ -201,22 +204,22 @@ class Pipelines(Interceptor):
             for batch in batches:
                 yield batch
                 if self._loop.backwards > before:
-                    self._tell_dealt(iterator, history)
+                    self._warn_divided(iterator, history)
 
         def closed(exhausted: bool, trained: bool) -> None:
             if trained:
-                self._tell_dealt(iterator, history)
+                self._warn_divided(iterator, history)
             if exhausted and not history.has_trained and history.trains is None:
                 history.trains = False
                 self._say(
-                    f"{_named(iterator)} was read to its end without training, and each rank saw only its share of it. From its next pass "
-                    "on every rank sees all of it; with torch.no_grad() around the loop, the first would too."
+                    f"{_named(iterator)} was read to its end without training, and each rank saw only its share. From its next pass on "
+                    "every rank sees all of it; with torch.no_grad() around the loop, the first pass would too."
                 )
 
         return self._pass(watched(), True, False, closed)
 
     def _compared(self, iterator: Any, batches: Iterator) -> tuple[Iterator, bool]:
-        """All of ``batches``, and whether they are the same on all ranks, as the first of them tells."""
+        """All of ``batches``, and whether they are the same on all ranks, judging by the first."""
         read_alike = all(pipeline in self._built for pipeline in pipelines_of(iterator)) and readers_of(pipelines_of(iterator))
         if read_alike:
             return batches, True
@@ -224,30 +227,30 @@ class Pipelines(Interceptor):
         views = self._group.exchange(DRAWS, _digest(first))
         return chain((batch for _, batch in first), batches), len(set(views.values())) == 1
 
-    def _tell_dealt(self, iterator: Any, history: _History) -> None:
-        """There was a backward in a pass over ``iterator``."""
+    def _warn_divided(self, iterator: Any, history: _History) -> None:
+        """A pass over ``iterator`` had a backward."""
         if history.has_trained:
             return
         history.has_trained = True
         if history.alike:
             self._say(
-                f"{_named(iterator)} is read whole by every rank; now that it is trained on, its batches are dealt out to the ranks, and "
-                "len() of it, which was that of the whole, is a share's. To share the work of reading, give the reader "
+                f"{_named(iterator)} is read whole by every rank; now that it is trained on, its batches are divided among the ranks, "
+                "and len() of it, which was that of the whole, is that of a share. To divide the reading too, give the reader "
                 "random_shuffle=True, or num_shards=parwrap.world_size() and shard_id=parwrap.rank()."
             )
         else:
             self._say(
-                f"{_named(iterator)} gives other batches on other ranks, so these are left alone: each rank trains on all that it reads. "
-                "That is right if you share it out yourself. Otherwise build the pipeline inside what parwrap runs, and have a source "
-                "of your own draw from torch, np.random or random."
+                f"{_named(iterator)} gives different batches on different ranks, so parwrap leaves them alone: each rank trains on all "
+                "that it reads. That is right if you split the data yourself. Otherwise build the pipeline inside what parwrap runs, "
+                "and have an external source draw from torch, np.random or random."
             )
 
     def _check_whole(self, iterator: Any, history: _History, trained: bool) -> None:
         if trained and not self._loop.passes and not history.trains:
             history.trains = history.has_trained = True
             self._say(
-                f"{_named(iterator)} was read in eval() mode or before any optimizer was built, and yet trained on: every rank trained on "
-                "all of it. From its next pass on its batches are dealt out to the ranks."
+                f"{_named(iterator)} was read in eval() mode or before any optimizer was built, and yet trained on: every rank trained "
+                "on all of it. From its next pass on its batches are divided among the ranks."
             )
 
     def _announce(self, pipelines: Collection[Any]) -> None:
@@ -262,7 +265,7 @@ class Pipelines(Interceptor):
 
 
 def _rest(batches: Iterator) -> Iterator:
-    """What ``batches`` has yet to give: ``iter`` of one of DALI's iterators begins another pass."""
+    """The remaining ``batches``: ``iter`` of one of DALI's iterators would begin another pass."""
     while True:
         try:
             yield next(batches)
@@ -282,7 +285,7 @@ def _named(iterator: Any) -> str:
 
 
 def _listed(given: Mapping[str, Any]) -> str:
-    """A few letters that are the same for readers that were ``given`` the same files and labels, in whatever directory."""
+    """A short digest, equal for readers that were ``given`` the same files and labels, in any directory."""
     described = []
     for name, values in sorted(given.items()):
         if isinstance(values, (list, tuple)) and values and isinstance(values[0], (str, os.PathLike)):

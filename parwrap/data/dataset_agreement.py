@@ -1,7 +1,7 @@
-"""What the ranks agree on before a loader is shared out: that they hold the same samples, in the same order.
+"""What the ranks agree on before a loader is split: that they hold the same samples in the same order.
 
-Where their lists differ, rank 0's are taken if that does no harm, with a warning; where it might, there is only the warning.
-Everything goes through the store. A pass whose lists were agreed on and are what they were costs no sync point.
+Where their lists differ, rank 0's are used with a warning if that is safe; otherwise there is only the warning. All values go through the
+store. A pass over unchanged lists, agreed on before, costs no sync point.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from parwrap.system.wording import counted
 __all__ = ["Agreement", "SameDraws"]
 
 LARGEST = 2**25
-"""Octets of a dataset's lists that are handed out; larger ones are only warned about."""
+"""The most bytes of a dataset's lists to send; for larger ones there is only a warning."""
 
 LOADER, ITEMS, SAMPLER, DRAWS = "training loader", "training data in another order", "DistributedSampler", "first draws of a sampler"
 DRAWN = "indices to look at"
-"""What the ranks meet for."""
+"""The purposes of the collectives."""
 
 PIECE = 2**22
-"""Octets in one value of the store, which takes no more than 8 MiB."""
+"""Bytes in one value of the store, which takes at most 8 MiB."""
 
 MOST_DRAWS = 10**7
-"""Batches of one pass that rank 0 lists for the others, if their samplers draw others."""
+"""The number of batches of one pass that rank 0 lists for the others, if their samplers draw others."""
 
 
 class Agreement:
-    """Compares what the ranks hold, and takes rank 0's where it can.
+    """Compares the ranks' data, and uses rank 0's where it can.
 
     Args:
         group: the ranks.
@@ -50,23 +50,23 @@ class Agreement:
         self._rank = group.world.rank
         self._known: dict[int, tuple[Any, int, dict[str, str | None]]] = {}
         for kind in (LOADER, ITEMS, SAMPLER, DRAWS, DRAWN):
-            group.coordinator.answer(kind, lambda detail, present: None)  # who has left shares out nothing
+            group.coordinator.answer(kind, lambda detail, present: None)  # a rank that has left splits nothing
 
     def changed(self, loader: DataLoader) -> list[list[Held]]:
-        """Those of the sequences behind ``loader`` that have yet to be agreed on."""
+        """The sequences behind ``loader`` that still need agreement."""
         return [each for each in held_by(loader) if each and self._is_new(each, loader)]
 
     def _is_new(self, attributes: list[Held], loader: DataLoader) -> bool:
-        """Whether these are of a new dataset or of one that has grown, or say another order than they did."""
+        """Whether these belong to a new or grown dataset, or have another order than before."""
         holder = attributes[0].holder
         known, length, orders = self._known.get(id(holder), (lambda: None, 0, {}))
         if all(known() is not each for each in (holder, loader)) or length != length_of(holder):
             return True
-        # a list of indices may be another in every pass; what a dataset holds is compared once
+        # a list of indices may change in every pass; a dataset's content is compared once
         return any(held.orders and summary(held) != orders.get(held.name) for held in attributes)
 
     def agree(self, loader: DataLoader, changed: list[list[Held]], seed: int) -> int:
-        """Have all ranks hold what rank 0 does, as far as it can be had.
+        """Make all ranks hold what rank 0 does, where possible.
 
         Returns:
             Rank 0's ``seed``.
@@ -83,7 +83,7 @@ class Agreement:
         return answers[min(answers)][1]
 
     def take_first(self, loader: DataLoader) -> None:
-        """Have all ranks look at the indices that rank 0 has drawn for ``loader``: in a training pass each draws its own."""
+        """Make all ranks read the indices that rank 0 has drawn for ``loader``: in a training pass each draws its own."""
         for attributes in self.changed(loader):
             drawn = [held for held in attributes if held.orders]
             if drawn:
@@ -93,7 +93,7 @@ class Agreement:
                 self._remember(attributes, loader)
 
     def _take(self, views: dict[int, list[dict[str, str | None]]], changed: list[list[Held]]) -> None:
-        """Take rank 0's of what ``views`` show to differ."""
+        """Use rank 0's sequences where ``views`` show a difference."""
         differing = []
         for attributes, *seen in zip(changed, *views.values(), strict=False):
             by_name = [(held, {each[held.name] for each in seen}) for held in attributes if all(held.name in each for each in seen)]
@@ -109,19 +109,19 @@ class Agreement:
             )
         if others and taken:
             _warn(
-                f"the same items are in another order on other ranks in {_named(others)}; rank 0's order is used on all of them. "
-                "os.listdir and glob give files in any order: sort them."
+                f"the ranks have the same items in different orders in {_named(others)}; rank 0's order is used on all of them. "
+                "os.listdir and glob return files in any order: sort them."
             )
         elif others:
             _warn(
-                f"the ranks hold different data of the same length in {_named(others)}: each trains on its own, and what one of them holds "
-                "back for a test may be trained on by another. Make it from a seed, np.random.default_rng(0), and sort what os.listdir "
-                "and glob give before it is split."
+                f"the ranks hold different data of the same length in {_named(others)}: each trains on its own, and one rank may train "
+                "on what another holds back for a test. Make the data from a seed, np.random.default_rng(0), and sort what os.listdir "
+                "and glob return before it is split."
             )
         self._hand_out([*orders, *(others if taken else ())], list(views))
 
     def _same_items(self, contents: list[list[Held]], changed: list[list[Held]]) -> bool:
-        """Whether what datasets hold differs in its order only, and nothing that goes with it would be left behind."""
+        """Whether the datasets differ only in order, and reordering would leave nothing behind."""
         mine: list[Items | None] = [items_of(held.value, LARGEST) for each in contents for held in each]
         if any(_left_behind(each, attributes) for each, attributes in zip(contents, changed, strict=False)):
             mine = [None] * len(mine)
@@ -129,14 +129,14 @@ class Agreement:
         if any(items is None for view in views for items in view) or sum(items.octets for items in views[0]) > LARGEST:
             return False
         alike = all(len({items.strings for items in each}) == 1 for each in zip(*views, strict=True))
-        # files that are the same may be numbered otherwise, as classes are; numbers alone must be the same
+        # equal files may have different numbers, like classes; numbers alone must be equal
         return alike and (
             any(items.has_strings for items in views[0])
             or all(len({items.numbers for items in each}) == 1 for each in zip(*views, strict=True))
         )
 
     def _hand_out(self, differing: list[Held], present: list[int]) -> None:
-        """Rank 0's sequences in the place of the others'."""
+        """Replace this rank's sequences by rank 0's."""
         if not differing:
             return
         first = self._rank == min(present)
@@ -156,25 +156,25 @@ class Agreement:
         key = id(holder)
         try:
             known = weakref.ref(holder, lambda _: self._known.pop(key, None))
-        except TypeError:  # as of a plain list, which its loader keeps alive
+        except TypeError:  # a plain list, which its loader keeps alive
             known = weakref.ref(loader, lambda _: self._known.pop(key, None))
         orders = {held.name: summary(held._replace(value=vars(holder)[held.name])) for held in attributes if held.orders}
         self._known[key] = known, length_of(holder), orders
 
     def own_sampler(self, sampler: DistributedSampler) -> bool:
-        """Whether the ranks' own ``DistributedSampler`` objects, which they made by themselves, are each of another rank."""
+        """Whether the ranks' own ``DistributedSampler`` objects each have another rank."""
         ranks = self._group.exchange(SAMPLER, sampler.rank)
         return len(set(ranks.values())) == len(ranks)
 
 
 class SameDraws:
-    """What a sampler draws, the same on all ranks: where the first draws differ, rank 0's are used.
+    """The draws of a sampler, the same on all ranks: where the first draws differ, rank 0's are used.
 
     Args:
         draws: the sampler.
         group: the ranks.
-        agreed: what was found before, to remember it from pass to pass.
-        name: of the sampler's class.
+        agreed: earlier results, kept from pass to pass.
+        name: the name of the sampler's class.
     """
 
     def __init__(self, draws: Any, group: Group, agreed: dict[str, bool], name: str) -> None:
@@ -189,8 +189,8 @@ class SameDraws:
             self._agreed["same"] = len(set(self._group.exchange(DRAWS, repr(first)).values())) == 1
             if not self._agreed["same"]:
                 _warn(
-                    f"a {self._name} draws other samples on other ranks; rank 0's are used on all of them. Have it draw from torch, "
-                    "np.random or random, which are the same on all ranks, or seed its generator."
+                    f"a {self._name} draws different samples on different ranks; rank 0's are used on all of them. Have it draw from "
+                    "torch, np.random or random, which are the same on all ranks, or seed its generator."
                 )
         if self._agreed["same"]:
             yield from first
@@ -200,8 +200,8 @@ class SameDraws:
             listed = _from_first(self._group, present, self._listed(first, drawing) if self._group.world.rank == min(present) else None)
             if listed is None:
                 raise RankMismatchError(
-                    f"a {self._name} draws other samples on other ranks, and has no end, so rank 0's cannot be handed out. "
-                    "Seed its generator."
+                    f"a {self._name} draws different samples on different ranks, and is endless, so rank 0's cannot be sent to the "
+                    "others. Seed its generator."
                 )
             yield from listed
 
@@ -214,7 +214,7 @@ class SameDraws:
 
 
 def _from_first(group: Group, present: list[int], value: Any) -> Any:
-    """The ``value`` of the first rank that is ``present`` on all that are, by way of the store; nothing of it stays there."""
+    """The ``value`` of the first rank that is ``present`` on all that are, sent through the store and removed from it."""
     key, source = group.key("training data of the first rank"), min(present)
     store = group.store
     if group.world.rank == source:
@@ -241,7 +241,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _left_behind(differing: list[Held], attributes: list[Held]) -> bool:
-    """Whether something that cannot be looked into is as long as a list that differs, and so may be in the same order."""
+    """Whether an opaque sequence is as long as a list that differs, so that its order may differ too."""
     lengths = {length_of(held.value) for held in differing}
     return any(summary(held) is None and length_of(held.value) in lengths for held in attributes) or any(
         not held.name and not isinstance(held.holder, list) for held in differing
@@ -253,7 +253,7 @@ def _refuse_other_lengths(lengths: dict[int, int]) -> None:
         raise RankMismatchError(
             "the training datasets differ in length between ranks: "
             + ", ".join(f"{counted(length, 'sample')} on rank {rank}" for rank, length in lengths.items())
-            + ". Every rank must build the whole dataset, the same one; parwrap shares it out."
+            + ". Every rank must build the same whole dataset; parwrap splits it."
         )
 
 

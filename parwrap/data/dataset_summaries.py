@@ -1,7 +1,7 @@
-"""What one rank tells the others about the data that it holds: short summaries of sequences, the same for the same data.
+"""Short summaries of the data that one rank holds, equal for equal data, for comparison with other ranks.
 
-Nothing here knows of ranks. Large things are looked at in places, so that a summary takes about as long for a terabyte as for
-a megabyte; what must be known whole, such as the indices of a ``Subset``, is read whole.
+Nothing here knows about ranks. Large sequences are sampled, so that a summary takes about as long for a terabyte as for a megabyte; what
+must be compared whole, such as the indices of a ``Subset``, is read whole.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 __all__ = ["Held", "Items", "held_by", "items_of", "length_of", "summary"]
 
 SAMPLED = 256
-"""Places at which a large sequence is looked at. Two orders of the same items differ at nearly all of them."""
+"""The number of sampled positions in a large sequence. Two orders of the same items differ at nearly all of them."""
 
 DEEPEST = 4
-"""Levels of lists within lists that are looked into."""
+"""The depth of nested lists to look into."""
 
 NUMBERS = (bool, int, float, complex, np.number, np.bool_)
 BUILT_IN = (list, tuple, range, dict, torch.Tensor, np.ndarray)
@@ -32,8 +32,8 @@ class Held(NamedTuple):
     """An attribute that holds a sequence.
 
     Attributes:
-        holder: a dataset or a sampler; where a list is the dataset, that list.
-        name: of the attribute; empty where the holder is the sequence.
+        holder: a dataset or a sampler; if a list is the dataset, that list.
+        name: the attribute's name; empty if the holder is the sequence.
         value: the sequence.
     """
 
@@ -43,7 +43,7 @@ class Held(NamedTuple):
 
     @property
     def orders(self) -> bool:
-        """Whether this says which samples are taken in which order, rather than what they are."""
+        """Whether this is an order of samples, rather than the samples themselves."""
         return isinstance(self.holder, (Sampler, Subset)) and (self.name != "dataset")
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Held(NamedTuple):
 
 
 def held_by(loader: DataLoader) -> list[list[Held]]:
-    """The sequences behind ``loader``, for each dataset and sampler in it, those inside others too.
+    """The sequences behind ``loader``, for each dataset and sampler in it, including nested ones.
 
     >>> subset = Subset(["a", "b", "c"], [2, 0])
     >>> [[held.name for held in each] for each in held_by(DataLoader(subset))]
@@ -77,7 +77,7 @@ def held_by(loader: DataLoader) -> list[list[Held]]:
 
 
 def length_of(thing: Any) -> int:
-    """How many items it says that it has; -1 if it cannot say."""
+    """Its length; -1 if it has none."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError):
@@ -85,7 +85,7 @@ def length_of(thing: Any) -> int:
 
 
 def _is_sequence(value: Any) -> bool:
-    """Whether ``value`` has a length and an order; what it holds may still be anything."""
+    """Whether ``value`` has a length and an order; its items may be anything."""
     return hasattr(value, "__len__") and not isinstance(value, (str, bytes, set, frozenset, Dataset, Sampler)) and not _is_scalar(value)
 
 
@@ -94,7 +94,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def summary(held: Held) -> str | None:
-    """A few letters that are the same for the same sequence; ``None`` for what cannot be looked into, as a table on disk.
+    """A short digest, equal for equal sequences; ``None`` for an opaque one, such as a table on disk.
 
     >>> words = Held(None, "words", ["a", "b"])
     >>> summary(words) == summary(words._replace(value=["a", "b"])), summary(words) == summary(words._replace(value=["b", "a"]))
@@ -108,7 +108,7 @@ def summary(held: Held) -> str | None:
 
 
 class _Opaque(Exception):
-    """Something is in the sequence that is not looked into."""
+    """The sequence contains an opaque object."""
 
 
 def _digest(octets: bytes) -> str:
@@ -116,7 +116,7 @@ def _digest(octets: bytes) -> str:
 
 
 def _whole(value: Any) -> bytes | None:
-    """All of a flat sequence of numbers, in octets: such are indices and weights."""
+    """All bytes of a flat sequence of numbers, such as indices and weights."""
     if isinstance(value, (list, tuple, range)) and value and isinstance(value[0], (int, np.integer)):
         try:
             return np.fromiter(value, np.int64, len(value)).tobytes()
@@ -130,7 +130,7 @@ def _whole(value: Any) -> bytes | None:
 
 
 def _described(value: Any, depth: int = 0) -> bytes:
-    """``value`` at some of its places."""
+    """``value`` at the sampled positions."""
     if isinstance(value, PLAIN):
         return repr(value.item() if isinstance(value, np.generic) else value).encode()
     if isinstance(value, torch.Tensor):
@@ -150,7 +150,7 @@ def _described(value: Any, depth: int = 0) -> bytes:
 
 
 def _places(array: Any) -> Any:
-    """About ``SAMPLED`` elements from all over a tensor or array; what is not contiguous would be copied whole to be flattened."""
+    """About ``SAMPLED`` elements from all over a tensor or array; flattening a non-contiguous one would copy it whole."""
     contiguous = array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous
     if not contiguous and array.ndim:
         array = array[:: _step(len(array), SAMPLED // 8)]
@@ -167,13 +167,13 @@ def _octets(tensor: torch.Tensor) -> bytes:
 
 
 class Items(NamedTuple):
-    """What a sequence holds, in whatever order.
+    """The items of a sequence, regardless of order.
 
     Attributes:
-        strings: the same for the same texts and paths.
-        numbers: the same for the same numbers, tensors and arrays.
-        has_strings: whether there are any.
-        octets: how much it takes to send, or more.
+        strings: equal for equal texts and paths.
+        numbers: equal for equal numbers, tensors and arrays.
+        has_strings: whether it has any texts or paths.
+        octets: an upper bound of the bytes to send.
     """
 
     strings: str
@@ -183,7 +183,7 @@ class Items(NamedTuple):
 
 
 def items_of(value: Any, most: int) -> Items | None:
-    """What ``value`` holds; ``None`` if that is anything but plain, or more than ``most`` octets.
+    """The items of ``value``; ``None`` if any of them is not plain, or they take more than ``most`` bytes.
 
     >>> items_of(["a", ("b", 1)], 100) == items_of([("b", 1), "a"], 100)
     True
@@ -208,7 +208,7 @@ def items_of(value: Any, most: int) -> Items | None:
 
 
 def _leaves(value: Any, depth: int = 0) -> Iterator[str | bytes]:
-    """All that is in ``value``: texts as they are, numbers as octets."""
+    """All that ``value`` holds: texts as they are, numbers as bytes."""
     if isinstance(value, (str, PathLike)):
         yield str(value)
     elif isinstance(value, PLAIN):
@@ -228,7 +228,7 @@ def _leaves(value: Any, depth: int = 0) -> Iterator[str | bytes]:
 
 
 def _elements(array: torch.Tensor | np.ndarray, depth: int) -> Iterator[str | bytes]:
-    """The rows of a tensor or array, whose order may differ while they are the same."""
+    """The rows of a tensor or array, to compare regardless of order."""
     if isinstance(array, np.ndarray) and array.dtype.kind in "OSU":
         yield from _leaves(array.tolist(), depth)
         return

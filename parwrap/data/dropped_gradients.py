@@ -1,4 +1,4 @@
-"""Gradients that a pass looks at rather than trains with: made anew for each batch, without a step, they are means over the ranks."""
+"""Detects gradients that a pass reads without a step, anew for each batch: they are means over the ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["DroppedGradients"]
 
 
 class DroppedGradients:
-    """Says once how each rank gets gradients of single batches.
+    """Warns once, and says how each rank gets gradients of single batches.
 
     Args:
         loop: what the training loop has done so far.
-        say: called with what to warn of.
+        say: called with the warning.
     """
 
     def __init__(self, loop: Loop, say: Callable[[str], None]) -> None:
@@ -30,18 +30,18 @@ class DroppedGradients:
             training.gradient = weakref.ref(gradient)
 
     def check(self, training: OpenPass) -> None:
-        """The pass, in which there was a backward, has ended."""
+        """The pass, which had a backward, has ended."""
         if not self._said and self._drops(training):
             self._said = True
             self._say(
                 f"a DataLoader was read at {location()} with backwards and without a step: their gradients are means over the ranks, and "
-                "each rank has read its own share. For numbers of single samples or batches, such as a Fisher matrix or gradient norms, "
-                "take torch.autograd.grad(loss, parameters), with which each rank reads all and has its own gradients, or a function under "
-                "@parwrap.rank_zero_only. This is said once."
+                "each rank has read its own share. For gradients of single samples or batches, such as for a Fisher matrix or gradient "
+                "norms, use torch.autograd.grad(loss, parameters), with which each rank reads all data and has its own gradients, or a "
+                "function under @parwrap.rank_zero_only. This is shown once."
             )
 
     def _drops(self, training: OpenPass) -> bool:
-        """Whether gradients were made anew without a step in between, to be looked at. Those that are accumulated stay."""
+        """Whether gradients were made anew without a step in between. Accumulated ones stay."""
         changed = training.gradient is not None and training.gradient() is not self._loop.a_gradient()
         shared_out = training.batches is not None
         return changed and shared_out and (self._loop.steps, self._loop.versions()) == (training.steps, training.versions)

@@ -1,6 +1,6 @@
-"""``len(loader)``, which scripts ask for before the first pass: a guess is given, and a wrong one is reported once the pass shows that.
+"""``len(loader)`` before the first pass: returns a guess, and reports a wrong guess once the pass shows it.
 
-What a pass over the loader is likely to be for is guessed by ``pass_history.py``.
+``pass_history.py`` guesses what a pass over the loader is for.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ __all__ = ["EarlyLengths"]
 
 
 class EarlyLengths:
-    """Gives the lengths of loaders, and checks those that were given too early.
+    """Gives the lengths of loaders, and checks those that were given before the first pass.
 
     Args:
         loop: what the training loop has done so far.
         shares: makes this rank's share of a loader.
-        histories: those of all loaders.
+        histories: the histories of all loaders.
     """
 
     def __init__(self, loop: Loop, shares: TrainingShares, histories: PassHistories) -> None:
         self._loop, self._shares, self._histories = loop, shares, histories
 
     def length(self, loader: DataLoader, whole: int) -> int:
-        """How many of the ``whole`` batches of ``loader`` this rank gets to see."""
+        """The number of the ``whole`` batches of ``loader`` that this rank sees."""
         history, trains = self._histories.of(loader), self._histories.will_train(loader)
         share = self._shares.length(loader, whole)
         if torch.is_grad_enabled() and not history.has_trained and (history.trains is not False or self._loop.can_train()):
@@ -39,14 +39,14 @@ class EarlyLengths:
         return share if trains else whole
 
     def check(self, loader: DataLoader, history: LoaderHistory, trains: bool) -> None:
-        """Say so if the length that was given before the first pass has turned out wrong; one that trains may be looked at before."""
+        """Report a length given before the first pass that has turned out wrong; a training loader may be looked at first."""
         may_train_yet = not (trains or self._loop.backwards or history.asked_in_eval) and shuffles(loader)
         if history.given_lengths is None or may_train_yet or trains == (history.given_lengths[0] < history.given_lengths[1]):
             return
         (given, other), history.given_lengths = history.given_lengths, None
         seen, why = ("this rank's share", "trained on") if trains else ("all of it", "only looked at")
         warn(
-            f"parwrap: len() of a DataLoader was {given} when it was asked for before its first pass, and now it is {other}: "
-            f"the loader is {why}, so that a pass sees {seen}. What was computed from {given}, such as the steps of a schedule or an "
-            f"average, is off: ask for it in the pass, or after model.{'train' if trains else 'eval'}()."
+            f"parwrap: len() of a DataLoader was {given} before its first pass, and now it is {other}: the loader is {why}, so that a "
+            f"pass sees {seen}. Values computed from {given}, such as the steps of a schedule or an average, are wrong: call len() in "
+            f"the pass, or after model.{'train' if trains else 'eval'}()."
         )

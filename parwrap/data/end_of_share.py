@@ -1,7 +1,7 @@
-"""What a training pass is for after all, where that is not clear from the start: at its first backward, or at the end of this rank's share.
+"""Decides what a training pass is for if that is unclear at its start: at its first backward, or at the end of this rank's share.
 
-A pass in which nothing was trained by then has only looked. Its rest follows, so that every rank sees all samples, with one warning.
-Which samples those are is ``unread.py``'s, and when to ask ``looking.py``'s.
+A pass without training by then only looks at data. It continues with the rest, so that every rank sees all samples, with one warning.
+``unread.py`` finds those samples, and ``looking.py`` decides when to ask.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class EndOfShare:
 
     Args:
         loop: what the training loop has done so far.
-        shares: gives the rest of what this rank has not seen.
-        histories: those of all loaders.
-        doubts: about passes that have ended.
-        positions: where training passes are.
-        numbers: looks out for sums over a share.
-        say: called with what to warn of.
+        shares: gives the batches that this rank has not seen.
+        histories: the histories of all loaders.
+        doubts: the doubts about passes that have ended.
+        positions: the positions of training passes.
+        numbers: detects sums over a share.
+        say: called with the warning.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class EndOfShare:
         self._positions, self._numbers, self._say = positions, numbers, say
 
     def trained(self, training: OpenPass, read: int, looked: bool) -> None:
-        """Something was trained in the pass, after ``read`` batches; ``looked`` is whether it was taken for one that only looks."""
+        """The pass has trained, after ``read`` batches; ``looked`` is whether it was taken for one that only looks."""
         history = training.history
         if not history.has_trained:
             history.by_batch = read == 1 and not looked
@@ -55,21 +55,21 @@ class EndOfShare:
         if looked:
             history.draws_ahead = True
             self._say(
-                "a DataLoader is drawn ahead to the end of this rank's share before its first backward, and was taken for one that is only "
-                "looked at: ranks have trained on batches of others. From its next pass on each rank gets its share."
+                "a DataLoader is drawn ahead to the end of this rank's share before its first backward, and was taken for one that only "
+                "looks at data: ranks have trained on batches of others. From its next pass on each rank gets its share."
             )
 
     def rest(self, training: OpenPass, read: int, waits: bool) -> Iterator | None:
-        """The share has ended and nothing was trained: the rest, if the pass only looks.
+        """The share has ended without training: returns the rest, if the pass only looks.
 
         Args:
             training: the pass.
-            read: how many batches were read.
+            read: the number of batches read.
             waits: whether a loss of the first one waits for a backward.
         """
         history, loop = training.history, self._loop
         if history.has_trained and not (history.trained_on_share or any(loop.optimizers())):
-            return None  # by torch.autograd.grad and updates by hand
+            return None  # by torch.autograd.grad and manual updates
         stepped = loop.versions() != training.versions
         trains = history.draws_ahead or stepped or (waits and not self._histories.only_looks(history))
         looks = self._shares.all_look(trains) if training.unread else not (trains or self._shares.shares_out_itself(training.loader))
@@ -82,8 +82,8 @@ class EndOfShare:
         if training.unread is None:
             history.reads_whole = True
             self._say(
-                f"a DataLoader was read to its end at {place} without training, and each rank saw only its share of it. "
-                "From its next pass on every rank sees all of it; with torch.no_grad() around the loop, the first would too."
+                f"a DataLoader was read to its end at {place} without training, and each rank saw only its share. From its next pass on "
+                "every rank sees all of it; with torch.no_grad() around the loop, the first pass would too."
             )
             return None
         self._begin_to_look(training)
@@ -110,14 +110,15 @@ class EndOfShare:
         if history.noted:
             return
         history.noted = True
-        length = f"len() of it was {given[0]} before that, and of the whole it is {given[1]}. " if given else ""
+        length = f"its len() was {given[0]} before that, and of the whole it is {given[1]}. " if given else ""
         if training.batches is not None and training.batches.kept():
             length += (
-                "If the batches are kept to be trained on, every rank trains on all of them, which is no faster: read the loader in each "
+                "If the batches are kept for training, every rank trains on all of them, which is no faster: read the loader in each "
                 "epoch, or read it under torch.no_grad() and train on parwrap.shard(batches). "
             )
-        length += f"There are {batches} batches instead of {whole}: divide by what was counted. " if batches != whole else ""
+        length += f"It has {batches} batches instead of {whole}: divide by the number counted. " if batches != whole else ""
         self._say(
             f"a DataLoader is read at {place} without a backward: each rank sees its own share first and then the rest, so that sums and "
-            f"counts are those of one process, in another order. {length}With torch.no_grad() around the loop the order is the same too."
+            f"counts equal those of one process, in another order. {length}With torch.no_grad() around the loop the order is the same "
+            "too."
         )

@@ -1,8 +1,8 @@
-"""Which batches of an evaluation pass are a rank's, so that no sample is read twice and none is missing.
+"""Which batches of an evaluation pass each rank reads, so that no sample is read twice or missed.
 
-Where batches are made of indices each rank reads a block of consecutive ones, so that the ranks' results in a row are in the order of
-a single process; of a stream, whose end is not known, each takes its turn. Batches are those of one process, never cut. What is done
-with the results is left to ``merging.py``.
+Where batches are made of indices, each rank reads a block of consecutive ones, so that the ranks' results in order equal those of a single
+process. Of a stream, whose end is unknown, the ranks take turns. Batches are those of one process and are never cut. ``merging.py``
+combines the results.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from parwrap.loop.random_streams import get_state, set_state
 __all__ = ["MOST", "Blocks", "Counted", "Turns", "block", "is_endless", "is_stream", "regular_sizes", "rows_of"]
 
 MOST = 10**7
-"""Batches of one pass; a sampler that draws for ever is never through."""
+"""The most batches of one pass; an endless sampler never ends."""
 
 
 def block(batches: int, rank: int, readers: int) -> range:
-    """What ``rank`` reads of so many ``batches``, or samples: as many as the other ``readers``, the first of them one more.
+    """The positions in ``batches``, or samples, that ``rank`` reads: equally many for all ``readers``, one more for the first of them.
 
     >>> [list(block(5, rank, 3)) for rank in range(3)]
     [[0, 1], [2, 3], [4]]
@@ -36,12 +36,12 @@ def block(batches: int, rank: int, readers: int) -> range:
 
 
 class Blocks:
-    """A sampler that draws all that ``within`` does, at once and on the streams that all ranks share, and yields what is ``chosen``.
+    """A sampler that draws everything from ``within`` at once, on the shared streams, and yields the ``chosen`` part.
 
     Args:
         within: the loader's own sampler.
-        shared: gives the streams to draw on.
-        chosen: called with all that was drawn; gives this rank's.
+        shared: returns the streams to draw from.
+        chosen: called with all draws; returns this rank's.
     """
 
     def __init__(self, within: Iterable, shared: Callable[[], AbstractContextManager], chosen: Callable[[list], list]) -> None:
@@ -54,7 +54,7 @@ class Blocks:
 
 
 class Counted:
-    """A ``collate_fn`` that tells how many samples are in the batch that ``collate`` makes."""
+    """A ``collate_fn`` that also reports how many samples are in the batch that ``collate`` makes."""
 
     def __init__(self, collate: Callable[[list], Any]) -> None:
         self._collate = collate
@@ -64,14 +64,14 @@ class Counted:
 
 
 class Turns:
-    """Every ``readers``-th batch of a stream, from the ``rank``-th on; all ranks draw the whole of it.
+    """Every ``readers``-th batch of a stream, from the ``rank``-th on; all ranks draw the whole stream.
 
-    A rank whose turn does not come before the end yields the first batch, for it to stand in with.
+    A rank that gets no turn before the end yields the first batch as a stand-in.
 
     Args:
         batches: the stream.
         most: the number of ranks.
-        begin: called with the first ``most`` batches, or all there are; gives ``rank`` and ``readers``.
+        begin: called with up to ``most`` first batches; returns ``rank`` and ``readers``.
         ended: called with the number of batches when the stream has ended.
     """
 
@@ -106,7 +106,7 @@ class Turns:
         self._ended(drawn)
 
     def _drawn(self, most: int) -> list:
-        """The next batches, drawn where the stream has left the random numbers: what the user draws in between differs by rank."""
+        """The next batches, drawn from the stream's own random state: what the user draws in between differs by rank."""
         running = get_state()
         set_state(self._state or running)
         drawn = list(islice(self._batches, most))
@@ -116,7 +116,7 @@ class Turns:
 
 
 def regular_sizes(loader: DataLoader) -> list[int] | None:
-    """The samples in each batch of a pass over ``loader``, where that is known before they are drawn.
+    """The samples in each batch of a pass over ``loader``, if known before they are drawn.
 
     >>> regular_sizes(DataLoader(range(5), batch_size=2)), regular_sizes(DataLoader(range(5), batch_size=2, drop_last=True))
     ([2, 2, 1], [2, 2])
@@ -126,24 +126,24 @@ def regular_sizes(loader: DataLoader) -> list[int] | None:
         return [1] * len(sampler) if hasattr(sampler, "__len__") else None  # type: ignore[arg-type]
     if not isinstance(batches, BatchSampler) or not hasattr(batches.sampler, "__len__"):
         return None
-    if type(batches) is not BatchSampler and not type(batches).__module__.startswith("torchdata."):  # which may do anything
+    if type(batches) is not BatchSampler and not type(batches).__module__.startswith("torchdata."):  # may do anything
         return None
     whole, left = divmod(len(batches.sampler), batches.batch_size)  # type: ignore[arg-type]
     return [batches.batch_size] * whole + [left] * (left > 0 and not batches.drop_last)
 
 
 def is_stream(loader: DataLoader) -> bool:
-    """Whether there are no indices to share out."""
+    """Whether there are no indices to divide."""
     return isinstance(loader.dataset, IterableDataset)
 
 
 def is_endless(drawn: Any) -> bool:
-    """Whether ``drawn``, or what a sampler is going to draw, is too much for one pass."""
+    """Whether ``drawn``, or what a sampler will draw, is too much for one pass."""
     return hasattr(drawn, "__len__") and len(drawn) > MOST
 
 
 def rows_of(item: Any) -> int:
-    """The size of the first dimension of what a loader yields; 1 where there is none.
+    """The first dimension of a loader's item; 1 if it has none.
 
     >>> rows_of({"x": [torch.zeros(3, 2)]}), rows_of("text")
     (3, 1)

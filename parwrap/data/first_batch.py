@@ -1,7 +1,7 @@
-"""What is decided again when a pass is asked for its first batch: modes may have changed since it began, and it may be read for one batch.
+"""Revises the guess about a pass at its first batch: modes may have changed since it began, or only one batch may be read.
 
-A pass that has turned out to be for something else is exchanged for the right one. One batch, of ``next(iter(loader))``, is the same on
-all ranks where it is there to be shown rather than to be trained on.
+A pass that turns out to be for something else is replaced by the right one. The single batch of ``next(iter(loader))`` is the same on all
+ranks if it is only shown rather than trained on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parwrap.data.known_positions import KnownPositions
 from parwrap.data.pass_history import LoaderHistory, PassHistories
 from parwrap.data.passes import Pass
 from parwrap.data.samplers import shuffles
-from parwrap.data.sharing_rules import is_private
+from parwrap.data.sharing_options import is_private
 from parwrap.data.training_share import TrainingShares
 from parwrap.loop.loop_state import Loop
 from parwrap.loop.random_streams import RandomStreams, get_state, set_state
@@ -24,15 +24,15 @@ __all__ = ["FirstBatch"]
 
 
 class FirstBatch:
-    """Exchanges passes that begin as what they are not.
+    """Replaces passes that began with a wrong guess.
 
     Args:
         loop: what the training loop has done so far.
         streams: the random streams.
         shares: makes this rank's share of a loader.
-        histories: those of all loaders.
-        lengths: those that were asked for before the first pass.
-        positions: where training passes are.
+        histories: the histories of all loaders.
+        lengths: the lengths given before the first pass.
+        positions: the positions of training passes.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FirstBatch:
         self._closed = False
 
     def close(self) -> None:
-        """The session is over: passes that outlive it stay what they are."""
+        """The session is over: passes that outlive it stay as they are."""
         self._closed = True
 
     def instead(
@@ -62,15 +62,15 @@ class FirstBatch:
         look: Callable[[], Pass],
         only_one: bool,
     ) -> Pass | None:
-        """The pass that is read in the place of one that has begun, if it is another.
+        """The pass that replaces one that has begun, or the same pass.
 
         Args:
             loader: the user's.
-            history: of the loader.
-            before: the same before the pass began.
+            history: the loader's history.
+            before: the history before the pass began.
             guess: whether the pass began as one that trains.
             begin: begins a pass that trains, or one that does not.
-            look: begins a pass that is not watched for training.
+            look: begins a pass without detecting training.
             only_one: whether the first batch is the only one.
         """
         if self._closed:
@@ -78,24 +78,24 @@ class FirstBatch:
         if guess and only_one and self._shows_one(loader, history):
             return self._show_one(loader, history, before, look)
         trains = self._histories.may_train(loader, history)
-        if history.has_trained or not trains:  # else it is known at the end of the pass
+        if history.has_trained or not trains:  # otherwise the end of the pass shows it
             self._lengths.check(loader, history, trains)
         if trains == guess or is_private() or self._loop.parts:
             return None
         return self._where_drawn(lambda: begin(trains))
 
     def _shows_one(self, loader: DataLoader, history: LoaderHistory) -> bool:
-        """Whether one batch of ``loader`` is the same in every pass, to be shown, rather than the next one that is trained on."""
+        """Whether one batch of ``loader`` is the same in every pass, to be shown, rather than the next batch for training."""
         before, history.asked = history.asked, (self._loop.backwards, self._histories.trained_passes)
         if self._shares.keeps() or shuffles(loader) or isinstance(loader.dataset, IterableDataset):
             return False
         if before is None or self._loop.passes_in_for > 0:
             return True
-        # a loop that trains on one batch at a time has had a backward since it has asked before, outside of all passes
+        # a loop that trains on one batch at a time has run a backward since the last such draw, outside of all passes
         return before[0] == self._loop.backwards or before[1] < self._histories.trained_passes
 
     def _show_one(self, loader: DataLoader, history: LoaderHistory, before: LoaderHistory, look: Callable[[], Pass]) -> Pass:
-        """A pass for one batch, which all ranks have alike; what is known of ``loader`` is what it was ``before``."""
+        """A pass for one batch, which all ranks have alike; the history of ``loader`` is restored to ``before``."""
         if not history.has_trained:
             self._positions.take_back(loader, self._positions.of(loader))
         shown = self._where_drawn(look)
@@ -103,7 +103,7 @@ class FirstBatch:
         return shown
 
     def _where_drawn(self, begin: Callable[[], Pass]) -> Pass:
-        """The pass that ``begin`` begins in the place of another, which has drawn from the shared streams what a single process draws."""
+        """The pass that ``begin`` begins instead of another, which has drawn from the shared streams what a single process draws."""
         with self._streams.shared():
             before = get_state()
         other = begin()

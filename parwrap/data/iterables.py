@@ -1,8 +1,7 @@
-"""This rank's part of an ``IterableDataset``: what stands for the dataset in the copy of the loader that is iterated.
+"""This rank's part of an ``IterableDataset``: replaces the dataset in the copy of the loader that is iterated.
 
-A dataset that asks in a worker how many workers there are shards by that itself, and is told of the workers of all ranks. One that asks
-for the number of ranks is left alone, and Hugging Face's are split by their own library. Of any other each rank reads all and takes its
-samples.
+A dataset that calls ``get_worker_info()`` shards itself by workers, and sees the workers of all ranks. One that asks for the number of
+ranks is left alone, and Hugging Face's are split by their own library. Of any other, each rank reads everything and takes its samples.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 from parwrap.data.samplers import DealtBatches
-from parwrap.data.sharing_rules import Sharing
+from parwrap.data.sharing_options import Sharing
 from parwrap.errors import UsageError
 from parwrap.loop.random_streams import seed_all
 from parwrap.system.wording import counted
@@ -25,28 +24,28 @@ from parwrap.torch_private.dataloader import set_worker_info, worker_info
 __all__ = ["Pick", "RankPart", "part_of", "world_size_asked"]
 
 APART = 1_000_003
-"""Apart by this, the seeds of workers of two ranks never meet."""
+"""The distance between the worker seeds of two ranks, so that they never overlap."""
 
 _read: list[_Place] = []
-"""The places of the datasets that are being read in this process, the innermost last."""
+"""The worker places of the datasets that are being read in this process, the innermost last."""
 
 
 def world_size_asked() -> None:
-    """Somebody wants to know how many ranks there are: a dataset that is being read shards itself by them."""
+    """Someone asks for the number of ranks: a dataset that is being read shards itself by it."""
     for place in _read[-1:]:
         place.knows_ranks = True
 
 
 class _Place:
-    """What ``get_worker_info()`` gives to a dataset in a worker: which it is of those of this rank, or of those of all.
+    """The result of ``get_worker_info()`` for a dataset in a worker: its place among the workers of this rank, or of all ranks.
 
-    Numbers go round the ranks, so that all ranks have some work where there is less than there are workers.
+    Numbers are assigned to the ranks in turn, so that all ranks have some work if there is less than there are workers.
 
     Args:
         dataset: the user's.
-        rank: this one.
-        size: how many ranks there are.
-        own: what torch gives; ``None`` without workers.
+        rank: this rank.
+        size: the number of ranks.
+        own: torch's own result; ``None`` without workers.
     """
 
     def __init__(self, dataset: Any, rank: int, size: int, own: Any) -> None:
@@ -66,14 +65,14 @@ class _Place:
         return self._own.num_workers * self._size if self.of_all_ranks else self._own.num_workers
 
     def spread(self) -> None:
-        """From now on be one among the workers of all ranks, with random numbers of its own."""
+        """From now on, be one of the workers of all ranks, with separate random numbers."""
         self.of_all_ranks = True
         self.seed = (self.seed + APART * self._rank) % 2**63
         seed_all(self.seed)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While this is held, it is what a dataset gets that asks."""
+        """While this is open, ``get_worker_info()`` returns it."""
         before = worker_info()
         set_worker_info(self if self._own else None)
         _read.append(self)
@@ -85,14 +84,14 @@ class _Place:
 
 
 class Pick(NamedTuple):
-    """Takes this rank's samples of all.
+    """Takes this rank's samples from all samples.
 
     Attributes:
-        rank: this one.
-        size: how many ranks there are.
-        uneven: what becomes of samples that do not go round, as in :class:`parwrap.distributed`.
-        batch: how many samples all ranks take together, each of them its part; ``None`` to take turns.
-        drop_last: whether a last batch of fewer is left out.
+        rank: this rank.
+        size: the number of ranks.
+        uneven: the treatment of samples that do not divide evenly, as in :class:`parwrap.distributed`.
+        batch: the number of samples that all ranks take together, each its part; ``None`` to take turns.
+        drop_last: whether a smaller last batch is dropped.
 
     >>> list(Pick(1, 2, "pad")("abcde")), list(Pick(1, 2, "join")("abcde")), list(Pick(1, 2, batch=3)("abcdef"))
     (['b', 'd', 'a'], ['b', 'd'], ['b', 'e'])
@@ -122,10 +121,10 @@ class RankPart(IterableDataset):
 
     Args:
         dataset: the user's.
-        pick: takes this rank's samples, if the dataset does not.
+        pick: takes this rank's samples, unless the dataset does.
 
     Attributes:
-        shards_itself: whether it was found to, once a sample was read in this process.
+        shards_itself: whether the dataset shards itself, known once a sample was read in this process.
     """
 
     def __init__(self, dataset: IterableDataset, pick: Pick) -> None:
@@ -134,7 +133,7 @@ class RankPart(IterableDataset):
         self._place: _Place | None = None
 
     def begin_worker(self, init: Callable[[int], Any] | None) -> None:
-        """A worker starts: the user's ``worker_init_fn`` may shard the dataset, by its own number and that of the workers."""
+        """A worker starts: the user's ``worker_init_fn`` may shard the dataset by worker number."""
         if init is None:
             return
         place = self._new_place()
@@ -172,8 +171,9 @@ class RankPart(IterableDataset):
         for sample in samples:
             if place.asked or place.knows_ranks:
                 raise UsageError(
-                    f"{type(self.dataset).__name__} asks how many workers or ranks there are after it has yielded its first sample, when "
-                    "each rank takes part of what it reads. Ask at the beginning of its __iter__, or give its loader to parwrap.replicate."
+                    f"{type(self.dataset).__name__} asks for the number of workers or ranks after it has yielded its first sample, when "
+                    "each rank already takes part of what it reads. Ask at the beginning of its __iter__, or give its loader to "
+                    "parwrap.replicate."
                 )
             yield sample
 
@@ -187,14 +187,14 @@ class _InitWorker(NamedTuple):
         info: Any = get_worker_info()
         part = info.dataset
         part.begin_worker(self.init)
-        object.__setattr__(info, "dataset", part.dataset)  # which a collate_fn may ask for
+        object.__setattr__(info, "dataset", part.dataset)  # a collate_fn may call it
 
 
 def part_of(loader: DataLoader, rank: int, size: int, sharing: Sharing) -> dict[str, Any]:
-    """What to change of a ``loader`` of an ``IterableDataset`` so that it has the part of one rank of ``size``.
+    """The changes to a ``loader`` of an ``IterableDataset`` that give it the part of one rank of ``size``.
 
     Raises:
-        UsageError: its batches are to be split, and cannot be.
+        UsageError: its batches have to be split, but cannot be.
     """
     dataset: Any = loader.dataset
     if _is_hugging_faces(dataset):
@@ -211,13 +211,13 @@ def part_of(loader: DataLoader, rank: int, size: int, sharing: Sharing) -> dict[
 def _check_can_be_split(batch_size: int, size: int, sharing: Sharing) -> None:
     if sharing.loss == "sum":
         raise UsageError(
-            'loss="sum" with batch="global" is not for an IterableDataset: how many samples the other ranks have in its last batch is '
-            "not known. Have the loss be a mean over the batch."
+            'loss="sum" with batch="global" does not work with an IterableDataset: a rank does not know how many samples the others '
+            "have in its last batch. Have the loss be a mean over the batch."
         )
     if batch_size < size:
         raise UsageError(
-            f'batch="global" cannot split the batches of an IterableDataset: {counted(batch_size, "sample")} for {size} ranks. '
-            'Raise batch_size, or give batch="per_rank".'
+            f'batch="global" cannot split the batches of an IterableDataset: {counted(batch_size, "sample")} for {size} ranks. Raise '
+            'batch_size, or give batch="per_rank".'
         )
 
 
@@ -230,5 +230,5 @@ def _split_by_node(dataset: Any, rank: int, size: int) -> Any:
     from datasets.distributed import split_dataset_by_node
 
     part = split_dataset_by_node(dataset, rank, size)
-    part._epoch = dataset._epoch  # one tensor in shared memory, which set_epoch changes for workers that persist too
+    part._epoch = dataset._epoch  # one tensor in shared memory, which set_epoch also changes for persistent workers
     return part

@@ -1,6 +1,6 @@
-"""The positions of all loaders: which loaders were trained on, in the order of their first passes.
+"""The positions of all loaders, in the order of their first training passes.
 
-What a position is, and how it is kept and loaded, is ``loader_position.py``'s.
+``loader_position.py`` defines a position, and how it is kept and loaded.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class KnownPositions:
         self._trained = 0
 
     def of(self, loader: DataLoader) -> Position:
-        """Where training passes over ``loader`` are, also before the first."""
+        """The position of ``loader``, also before its first training pass."""
         loader = users_own(loader)
         if loader not in self._positions:
             self._positions[loader] = Position(loader, self._streams, self._shares.plan)
         return self._positions[loader]
 
     def trained(self) -> list[Position]:
-        """Those of the loaders that were trained on, in the order of the first passes."""
+        """The positions of the loaders that were trained on, in the order of the first passes."""
         return sorted((each for each in self._positions.values() if each.number is not None), key=lambda each: each.number or 0)
 
     def begin(self, loader: DataLoader) -> Position:
-        """That of ``loader``, over which a training pass begins."""
+        """The position of ``loader``, over which a training pass begins."""
         if getattr(loader, "next_iter_state", None) is not None:
             raise UsageError(
-                f"a {type(loader).__name__} was given a state that was taken without parwrap, which does not say where several ranks are. "
-                "Take it from the loader, or from parwrap.loaders(), where parwrap runs the training."
+                f"a {type(loader).__name__} got a state that was taken without parwrap, which does not contain the position of several "
+                "ranks. Take it from the loader, or from parwrap.loaders(), where parwrap runs the training."
             )
         position = self.of(loader)
         if position.number is None:
@@ -56,7 +56,7 @@ class KnownPositions:
         return position
 
     def take_back(self, loader: DataLoader, position: Position) -> None:
-        """``loader`` has not been trained on yet, though a pass over it began as one that may."""
+        """``loader`` has not been trained on yet, although a pass over it began as one that may train."""
         if position.number is not None and position.number == self._trained - 1:
             position.number = None
             self._trained -= 1

@@ -1,7 +1,7 @@
-"""Where the training passes over one loader are: what a checkpoint keeps of it, and what a later run goes on from.
+"""The position of the training passes over one loader: saved in a checkpoint, and continued by a later run.
 
-What is counted is what all ranks together have trained on, so that any number of ranks can go on. The rest of a pass is dealt out by
-``training_share.py``; which loaders there are is known to ``known_positions.py``.
+It counts what all ranks together have trained on, so that any number of ranks can continue. ``training_share.py`` deals out the rest of a
+pass; ``known_positions.py`` knows all loaders.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from parwrap.loop.random_streams import RandomStreams
 __all__ = ["EPOCH", "LENGTH", "MARK", "RANKS", "Plan", "Position", "check_drawn", "digest"]
 
 MARK = "parwrap"
-"""The entry that a state is known by; its value is the version of what else is in it."""
+"""The entry that identifies a state; its value is the version of the other entries."""
 
-LOADED = "the position that a training loader goes on from"
+LOADED = "the position that a training loader continues from"
 
 LENGTH, RANKS, EPOCH = "dataset's length", "number of ranks", "sampler's epoch"
 
 HINTS = {
-    RANKS: " Only passes whose indices parwrap deals out can go on with another number of ranks.",
-    EPOCH: " Call the set_epoch of its DistributedSampler before the pass, as in the run that the state is of.",
+    RANKS: " Only passes whose indices parwrap deals out can continue with another number of ranks.",
+    EPOCH: " Call the set_epoch of its DistributedSampler before the pass, as in the run that saved the state.",
 }
-"""What can be done about facts that are others than they were."""
+"""Advice for facts that differ from the saved ones."""
 
 MEANINGS = {
     "samples": "one that takes each sample once, in order or shuffled",
@@ -42,7 +42,7 @@ MEANINGS = {
     "own": "one with a DistributedSampler for as many replicas as there are ranks",
     "stream": "one over an IterableDataset",
 }
-"""The kinds of loaders, by what a position in them is counted in: samples, whole batches, and each rank's own batches."""
+"""The kinds of loaders, by the unit of their positions: samples, whole batches, and each rank's own batches."""
 
 
 class Plan(NamedTuple):
@@ -50,9 +50,9 @@ class Plan(NamedTuple):
 
     Attributes:
         kind: one of ``MEANINGS``.
-        per_step: how much a step takes, of all ranks together.
-        takes: the kinds whose positions it can go on from.
-        facts: what must be the same in the run that goes on, by what an error calls it.
+        per_step: the units that all ranks together take per step.
+        takes: the kinds whose positions it can continue from.
+        facts: what must be the same in the continuing run, by its name in errors.
     """
 
     kind: str
@@ -62,21 +62,21 @@ class Plan(NamedTuple):
 
 
 class Position:
-    """Where the training passes over one loader are; what :func:`parwrap.loaders` lists.
+    """The position of the training passes over one loader; :func:`parwrap.loaders` lists them.
 
     Args:
-        loader: it is kept alive only while a pass is open.
-        streams: what its sampler may draw from.
-        plan: gives how a loader is read, and how for a position of the ``kind`` that is given.
+        loader: the loader, kept alive only while a pass is open.
+        streams: the random streams that its sampler may draw from.
+        plan: returns how a loader is read, optionally for a position of the given ``kind``.
 
     Attributes:
-        number: of the loader, in the order of the first training passes; ``None`` before.
-        epoch: of the pass that began last, from 0; -1 before.
-        seed: what the loader is shared out by, and how many loaders had got one then.
-        given: the same of a state that was loaded, until it is used.
-        draws: what counts the draws of the sampler in the pass that began last.
-        unread: what that pass does not see of the whole; ``None`` where that cannot be read, or is not to be.
-        looked_at: how many passes are open that do not train.
+        number: the loader's number in the order of first training passes; ``None`` before.
+        epoch: the number of the last pass begun, from 0; -1 before.
+        seed: the seed that splits the loader, and how many loaders had one then.
+        given: the same from a loaded state, until it is used.
+        draws: the counter of the sampler's draws in the last pass begun.
+        unread: the part of the whole that this pass does not see; ``None`` if that cannot be read or is not needed.
+        looked_at: the number of open passes that do not train.
     """
 
     def __init__(self, loader: DataLoader, streams: RandomStreams, plan: Callable[..., Plan]) -> None:
@@ -105,12 +105,12 @@ class Position:
 
     @property
     def _next(self) -> int:
-        """The epoch that the next batch is of, from 0."""
+        """The epoch of the next batch, from 0."""
         return self.epoch if self._open else self.epoch + 1
 
     @property
     def kind(self) -> str | None:
-        """What the place in the pass that began last is counted in."""
+        """The unit of the position in the last pass begun."""
         return self._plan.kind if self._plan else None
 
     @property
@@ -118,23 +118,23 @@ class Position:
         return self._plan.per_step if self._plan else 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: after the batch that the loop has drawn last, whatever its workers have read ahead.
+        """The loader's position: after the batch that the loop has drawn last, however far its workers have read ahead.
 
         Numbers and texts, a few kilobytes, the same on all ranks. No rank waits for another.
 
         Raises:
-            UsageError: two training passes over the loader are open, or were until one was left; or one that is not for training.
+            UsageError: two training passes over the loader are open, or one was left early; or an open pass does not train.
         """
         if self._loaded is not None:
             return self._loaded
         if self.looked_at and self.number is None:
             raise UsageError(
-                "a DataLoader is read as one that is only looked at: in eval() mode, without gradients or before there is an optimizer. "
-                "Its place is not kept in such a pass."
+                "a DataLoader is being read without training: in eval() mode, without gradients or before an optimizer exists. Such a "
+                "pass keeps no position."
             )
         if self._several:
             raise UsageError(
-                "two training passes over one DataLoader are open, so that it is at no one place. Give each its own DataLoader."
+                "two training passes over one DataLoader are open, so that it has no single position. Give each its own DataLoader."
             )
         loader, inside = self._alive(), self._open > 0
         plan = self._plan or self._plan_of(loader)
@@ -156,22 +156,22 @@ class Position:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next pass that begins go on from ``state``; call it on every rank.
+        """Have the next pass continue from ``state``; call it on every rank.
 
         Args:
-            state: what ``state_dict()`` has returned, on the same or another number of ranks.
+            state: the result of ``state_dict()``, from any number of ranks.
 
         Raises:
-            UsageError: it is no such state, or that of another kind of loader, or of a dataset of another length.
+            UsageError: it is not such a state, or belongs to another kind of loader or a dataset of another length.
         """
         loader = self._alive()
         if not isinstance(state, dict) or state.get(MARK) != 1:
-            raise UsageError(f"load_state_dict takes what state_dict() of parwrap.loaders() has returned, not {_described(state)}.")
+            raise UsageError(f"load_state_dict takes the result of state_dict() of parwrap.loaders(), not {_described(state)}.")
         self._check_kind(state, self._plan_of(loader))
         self._loaded = state
 
     def begin(self, loader: DataLoader, group: Group | None) -> dict[str, Any] | None:
-        """A pass begins: the state that it goes on from; ``None`` if it has all its batches before it."""
+        """A pass begins: the state to continue from; ``None`` if the pass starts at its first batch."""
         state, self._loaded = self._loaded, None
         if state is not None:
             self._agree(state, group)
@@ -192,12 +192,12 @@ class Position:
         return state if inside else None
 
     def set_back(self, loader: DataLoader) -> None:
-        """Have the streams where the pass began again."""
+        """Reset the streams to where the pass began."""
         with self._streams.shared():
             set_sources(loader, self._began)
 
     def went_on(self, loader: DataLoader, state: dict[str, Any]) -> None:
-        """The pass is where ``state`` says, and so are the streams from now on, whatever else was drawn from them then."""
+        """The pass is where ``state`` says, and so are the streams from now on, despite other draws since."""
         with self._streams.shared():
             set_sources(loader, state["now"])
 
@@ -206,7 +206,7 @@ class Position:
         self._done += self._per_step
 
     def take_back(self, epoch: int) -> None:
-        """The pass of this ``epoch`` was none that trains."""
+        """The pass of this ``epoch`` was no training pass."""
         self.end()
         if self.epoch == epoch:
             self.epoch -= 1
@@ -220,31 +220,29 @@ class Position:
     def _alive(self) -> DataLoader:
         loader = self._loader()
         if loader is None:
-            raise UsageError("the DataLoader of this position is gone. List the loaders anew: parwrap.loaders().")
+            raise UsageError("the DataLoader of this position no longer exists. List the loaders again: parwrap.loaders().")
         return loader
 
     def _check_kind(self, state: dict[str, Any], plan: Plan) -> None:
         if state["kind"] not in plan.takes:
             raise UsageError(
-                f"the state is of another kind of DataLoader, {MEANINGS[state['kind']]}; this is {MEANINGS[plan.kind]}. "
-                "parwrap.loaders() lists in the order of the first training passes: load the states in the same."
+                f"the state belongs to another kind of DataLoader, {MEANINGS[state['kind']]}; this is {MEANINGS[plan.kind]}. "
+                "parwrap.loaders() lists in the order of the first training passes: load the states in the same order."
             )
         _compare(state["facts"], plan.facts, only=LENGTH)
 
     def _agree(self, state: dict[str, Any], group: Group | None) -> None:
-        """A rank that has loaded nothing, or something else, would train on what others train on too."""
+        """A rank that has loaded nothing, or something else, would train on samples of others."""
         if group is None:
             return
         places = group.exchange(LOADED, {"epoch": state["epoch"], "done": state["done"], "seed": state["seed"]})
         if len({repr(place) for place in places.values()}) > 1:
             listed = ", ".join(f"epoch {place['epoch']} after {place['done']} on rank {rank}" for rank, place in places.items())
-            raise RankMismatchError(
-                f"the states that were loaded for a DataLoader differ between ranks: {listed}. Load the same on every rank."
-            )
+            raise RankMismatchError(f"the states loaded for a DataLoader differ between ranks: {listed}. Load the same on every rank.")
 
 
 def digest(drawn: Any) -> str:
-    """A few letters that are the same for the same indices.
+    """A short digest, equal for equal indices.
 
     >>> digest([1, 2]) == digest([1, 2]), digest([1, 2]) == digest([2, 1])
     (True, False)
@@ -253,17 +251,17 @@ def digest(drawn: Any) -> str:
 
 
 def check_drawn(rest: dict[str, Any], drawn: Any) -> None:
-    """Raise if a sampler draws something else than it did before the state of ``rest`` was taken."""
+    """Raise if a sampler does not repeat its draws from before the state of ``rest`` was taken."""
     if drawn is None or digest(drawn) != rest["last"]:
         raise UsageError(
-            f"a DataLoader's sampler does not draw again what it drew before its state was taken: number {rest['drawn']} of the pass is "
-            "another, so there is no place to go on from. Its batch_size, weights and indices must be what they were, and it must draw "
-            "from torch, np.random or random while nothing else does, or from a generator that is an attribute of it."
+            f"a DataLoader's sampler does not repeat its draws from before its state was taken: number {rest['drawn']} of the pass "
+            "differs, so the position cannot be restored. Its batch_size, weights and indices must be unchanged, and it must draw from "
+            "torch, np.random or random while nothing else does, or from a generator that is one of its attributes."
         )
 
 
 def _compare(before: dict[str, Any], now: dict[str, Any], only: str | None = None) -> None:
-    """Raise if a fact, or the ``only`` one that is asked for, is another now."""
+    """Raise if a fact, or the ``only`` one to check, has changed."""
     for name in before.keys() & now.keys() if only is None else {only} & before.keys():
         if before[name] != now[name]:
             raise UsageError(

@@ -1,13 +1,13 @@
-"""The interceptor of loaders: a training pass gives this rank its share, any other pass gives every rank all of the loader.
+"""The interceptor of loaders: a training pass gives this rank its share, any other pass gives every rank the whole loader.
 
 So printed metrics are those of a single process. This file is the regular pass: it begins, hands out batches and ends.
-``training_share.py`` chooses the samples of a share, ``pass_history.py`` guesses what a pass is for. What is rare is left to others:
+``training_share.py`` chooses the samples of a share, ``pass_history.py`` guesses what a pass is for. Rare cases are left to others:
 
 - ``first_batch.py``: the pass turns out to be for something else, or is read for one batch;
 - ``end_of_share.py``: nothing was trained by the end of the share;
-- ``open_doubts.py``: the pass may be trained on once it is over;
-- ``unexpected_training.py``: a loader that is read whole is trained on;
-- ``dropped_gradients.py``: gradients are looked at rather than trained with;
+- ``open_doubts.py``: the pass may be trained on after its end;
+- ``unexpected_training.py``: the script trains on a loader that is read whole;
+- ``dropped_gradients.py``: gradients are read rather than trained with;
 - ``early_lengths.py``: the script asks for the length before the first pass.
 """
 
@@ -35,7 +35,7 @@ from parwrap.data.pass_history import LoaderHistory, OpenPass, PassHistories
 from parwrap.data.passes import Pass
 from parwrap.data.running_numbers import RunningNumbers
 from parwrap.data.samplers import samples_in
-from parwrap.data.sharing_rules import Sharing, TrainingData, is_private
+from parwrap.data.sharing_options import Sharing, TrainingData, is_private
 from parwrap.data.training_share import TrainingShares
 from parwrap.data.unexpected_training import watch_for_training
 from parwrap.group.group import Group
@@ -49,23 +49,23 @@ from parwrap.system.structures import first_tensor
 __all__ = ["Loaders"]
 
 Instead = Callable[[bool], Pass | None]
-"""Gives the pass that is read in the place of one that has begun, if it is another; called with whether its first batch is the only one."""
+"""Returns the pass that replaces one that has begun, or the same; its argument is whether the first batch is the only one."""
 
 
 class Loaders(Interceptor):
-    """Shares out the loaders of a loop.
+    """Splits the loaders of a loop.
 
     Args:
-        group: the ranks to share with; ``None`` for a single rank.
+        group: the ranks; ``None`` for a single rank.
         loop: what the training loop has done so far.
         streams: the random streams.
-        sharing: gives how to share out now.
+        sharing: returns the present options.
         began: called at the first training pass.
 
     Attributes:
         streams: the random streams.
-        positions: where training passes are.
-        numbers: looks out for numbers that the script takes for those of all ranks.
+        positions: the positions of training passes.
+        numbers: detects numbers that the script takes for those of all ranks.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Loaders(Interceptor):
     ) -> None:
         self._loop, self.streams, self._sharing = loop, streams, sharing
         self._size = group.world.size if group else 1
-        self._say = _warn if group else _ignore  # a single rank has nothing that others could lack
+        self._say = _warn if group else _ignore  # a single rank misses nothing
         self._shares = TrainingShares(group, streams, sharing, began)
         self.positions = KnownPositions(streams, self._shares)
         self.numbers = RunningNumbers(self._size, write_line if group and group.world.rank == 0 else _ignore)
@@ -94,22 +94,22 @@ class Loaders(Interceptor):
         """A pass over ``loader`` begins."""
         if is_private():
             return original(loader)
-        if self._loop.parts:  # ``@evaluate`` has shared it out already
+        if self._loop.parts:  # ``@evaluate`` has split it already
             return self._look(loader, original)
 
-        # is it looked at or trained on?
+        # does it look or train?
         history = self._histories.of(loader)
         if not torch.is_grad_enabled():
             return self._look(loader, original, instead=lambda only_one: self._lengths.check(loader, history, trains=False))
         self._doubts.resolve(history)
         trains, before = self._histories.may_train(loader, history), replace(history)
 
-        # this is asked again at the first batch, which may give another pass instead
+        # asked again at the first batch, which may replace the pass
         begin, look = partial(self._begin, loader, original, history), partial(self._look, loader, original)
         return begin(trains, partial(self._first_batch.instead, loader, history, before, trains, begin, look))
 
     def _begin(self, loader: DataLoader, original: Callable, history: LoaderHistory, trains: bool, instead: Instead | None = None) -> Pass:
-        """A pass over this rank's share if it ``trains``, else over the whole."""
+        """A pass over this rank's share if it ``trains``, otherwise over the whole loader."""
         history.trains, history.phase = trains, self._loop.phase
         if trains:
             return self._train(loader, original, history, instead)
@@ -129,7 +129,7 @@ class Loaders(Interceptor):
         return Pass(batches, partial(self._ended, training), partial(self._drew, training), self._loop.reads_in_for, instead)
 
     def _drew(self, training: OpenPass, batch: Any) -> None:
-        """A batch of a pass that may train is handed out."""
+        """Hand out a batch of a pass that may train."""
         self._loop.drew_batch()
         if training.looks:
             return
@@ -149,7 +149,7 @@ class Loaders(Interceptor):
             loop.closed_evaluation()
         else:
             if batches is not None and not (batches.read or exhausted):
-                position.take_back(training.epoch)  # nothing was read
+                position.take_back(training.epoch)  # it read nothing
             else:
                 position.end()
             loop.closed_pass()
@@ -167,10 +167,11 @@ class Loaders(Interceptor):
     def _look(
         self, loader: DataLoader, original: Callable, watch: Callable[[], None] = lambda: None, instead: Instead | None = None
     ) -> Pass:
-        """A pass that only looks: every rank reads all, or its part in ``@evaluate``. Calls ``watch`` after each batch and at its end."""
+        """A pass that only looks: every rank reads everything, or its part in ``@evaluate``. Calls ``watch`` after each batch and at the
+        end."""
         if self._loop.drawing():
             self._shares.take_first(loader)
-        with self.streams.shared():  # a loader with workers draws ahead at once
+        with self.streams.shared():  # a loader with workers draws ahead immediately
             batches, whole = original(loader), not (self._loop.parts or self._shares.shares_out_itself(loader))
         self._loop.opened_evaluation()
         self.numbers.looks(loader.dataset)
@@ -191,13 +192,13 @@ class Loaders(Interceptor):
 
     @intercepts
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
-        """``len(loader)``: of what this rank gets to see of it."""
+        """``len(loader)``: of the part that this rank sees."""
         whole = original(loader)
         return whole if is_private() or self._loop.parts else self._lengths.length(loader, whole)
 
     @intercepts
     def loader_state(self, loader: DataLoader, original: Callable[[], dict]) -> dict:
-        """``state_dict()`` of a loader that has one: its own iterator is not the one that is read where it is shared out."""
+        """``state_dict()`` of a loader that has one: if the loader is split, its own iterator is not the one that is read."""
         return original() if is_private() or not self._histories.will_train(loader) else self.positions.of(loader).state_dict()
 
     @intercepts
@@ -214,7 +215,7 @@ class Loaders(Interceptor):
         world_size_asked()
 
     def agree(self, loader: DataLoader) -> None:
-        """Have all ranks hold the same samples behind ``loader``, of which each is about to look at a part."""
+        """Make all ranks hold the same samples behind ``loader``, because each is about to read a part of it."""
         self._lengths.check(loader, self._histories.of(loader), trains=False)
         self._shares.agree(loader)
 
@@ -223,7 +224,7 @@ class Loaders(Interceptor):
         self._doubts.resolve_all()
 
     def close(self) -> None:
-        """The session is over: passes that outlive it go on as they were begun."""
+        """The session is over: passes that outlive it continue unchanged."""
         self._first_batch.close()
         self._shares.close()
 

@@ -1,7 +1,7 @@
-"""A pass that may train or only look at the data: this rank's share, and then, where nothing was trained, the rest of the whole.
+"""A pass that may train or only look at the data: this rank's share, and then, if nothing was trained, the rest of the whole.
 
-A training pass has trained by the end of the share, so that its batches are never touched. What remains to be told apart is a loss that is
-summed up over the whole pass and waits for its backward.
+A training pass has trained by the end of the share, so that its batches are unchanged. The remaining case is a loss that is summed over the
+whole pass and waits for its backward.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class ShareThenRest:
 
     Args:
         share: this rank's batches.
-        unread: what it does not see of the whole; ``None`` if that cannot be read.
-        trained: gives a number that is another one when something was trained.
-        looks: called with the number of batches read, and with whether a loss waits for a backward, when the share ends and nothing was
-            trained: gives the rest; ``None`` if the pass trains after all.
+        unread: the part of the whole that it does not see; ``None`` if that cannot be read.
+        trained: returns a number that changes whenever something is trained.
+        looks: called when the share ends without training, with the number of batches read and whether a loss waits for a backward;
+        returns the rest, or ``None`` if the pass trains after all.
         shown: called once, when something was trained, with the number of batches read until then and whether the share had ended.
 
     Attributes:
-        read: how many batches of the share the loop has got.
+        read: the number of batches of the share that the loop has got.
         trains: whether the pass is known to train.
-        looked: whether it is known to have looked only.
+        looked: whether it is known to only look.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class ShareThenRest:
         return getattr(self._share, name)
 
     def show_training(self) -> None:
-        """The loop is about to train on what it has read last."""
+        """The loop is about to train on the batch it has read last."""
         if not self.trains:
             self._show()
 
     def first_waits(self) -> bool:
-        """Whether what was computed from the first batch still waits for a backward; of the only batch, names of the loop hold it."""
+        """Whether a result of the first batch still waits for a backward; if it is the only batch, the loop's variables show it."""
         return self._first is not None and self.read > 1 and _alive(*self._first) and gc.collect() >= 0 and _alive(*self._first)
 
     def kept(self) -> bool:
@@ -100,7 +100,7 @@ class ShareThenRest:
         return self.read > 1 and self._first_tensor is not None and self._first_tensor() is not None
 
     def undecided(self) -> bool:
-        """Whether batches were read and nothing was trained since, nor was it asked what the pass is for."""
+        """Whether batches were read without training since, and the purpose of the pass is still open."""
         return self.read > 0 and not (self.trains or self.looked) and self._trained() == self._before
 
     def _show(self) -> None:
@@ -118,7 +118,7 @@ class ShareThenRest:
         return self.looked
 
     def _note_graph(self) -> None:
-        """Remember which nodes of graphs were built from the first batch, by their numbers in the order in which they are built."""
+        """Remember the sequence numbers of the graph nodes that were built from the first batch."""
         if self.read == 0:
             self._first = (next_sequence_number(), -1)
         elif self.read == 1 and self._first is not None:
@@ -126,7 +126,7 @@ class ShareThenRest:
 
 
 def _alive(begin: int, end: int) -> bool:
-    """Whether a tensor leads back to a node of a graph that was built as one of these numbers."""
+    """Whether a tensor's graph contains a node with one of these sequence numbers."""
     tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
     waiting: list[Any] = [node for tensor in tensors if (node := tensor.grad_fn) is not None]
     seen: set[Any] = set()
@@ -137,6 +137,6 @@ def _alive(begin: int, end: int) -> bool:
         seen.add(node)
         if begin <= number < end:
             return True
-        if number > begin:  # what was built before leads to nothing newer
+        if number > begin:  # older nodes lead to nothing newer
             waiting += [each for each, _ in node.next_functions if each is not None]
     return False

@@ -1,4 +1,4 @@
-"""What a pass leaves open: it has ended without a backward, and one that comes later may train on what it has read.
+"""A pass that has ended without a backward: a later backward may still train on what it read.
 
 Each such pass leaves a doubt in the history of its loader. The next pass, or the end of the function, resolves it.
 """
@@ -20,15 +20,15 @@ class OpenDoubts:
 
     Args:
         loop: what the training loop has done so far.
-        histories: those of all loaders.
-        say: called with what to warn of.
+        histories: the histories of all loaders.
+        say: called with the warning.
     """
 
     def __init__(self, loop: Loop, histories: PassHistories, say: Callable[[str], None]) -> None:
         self._loop, self._histories, self._say = loop, histories, say
 
     def broken_off(self, training: OpenPass) -> None:
-        """The pass was left in the middle, without a backward."""
+        """The pass was left early, without a backward."""
         batches = training.batches
         if batches is None or not batches.undecided() or sys.is_finalizing():
             return
@@ -42,16 +42,16 @@ class OpenDoubts:
         )
 
     def taken_for_training(self, training: OpenPass) -> None:
-        """This rank's share was read to its end without a backward, and what was computed from it waits for one."""
+        """This rank's share was read to its end without a backward, and a result of it waits for one."""
         training.history.doubt = Doubt(
             self._loop.backwards,
             True,
-            f"a DataLoader was read to its end at {location()} without training, and each rank saw only its share of it: it was "
-            "taken for training with a backward after the pass. With torch.no_grad() around the loop every rank sees all of it.",
+            f"a DataLoader was read to its end at {location()} without training, and each rank saw only its share: parwrap took it for "
+            "training with a backward after the pass. With torch.no_grad() around the loop every rank sees all of it.",
         )
 
     def resolve(self, history: LoaderHistory) -> None:
-        """A pass begins, over the loader of ``history``: what was broken off before and has not been trained on was looked at."""
+        """A pass begins, over the loader of ``history``: an earlier one that was left and not trained on has only looked."""
         for each in self._histories.all():
             if each.doubt and (each is history or not each.doubt.waits):
                 self._resolve(each)

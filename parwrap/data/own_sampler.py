@@ -1,4 +1,4 @@
-"""Loaders with a ``DistributedSampler`` of the user's own: it is kept where it was made for as many ranks as there are."""
+"""Loaders with the user's own ``DistributedSampler``: it is kept if it was made for the present number of ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["OwnSamplers"]
 
 
 class OwnSamplers:
-    """Has each rank draw from the user's own sampler as that rank.
+    """Makes each rank draw from the user's own sampler as that rank.
 
     Args:
         agreement: asks the other ranks; ``None`` for a single rank.
-        rank: this one.
-        size: how many there are.
+        rank: this rank.
+        size: the number of ranks.
     """
 
     def __init__(self, agreement: Agreement | None, rank: int, size: int) -> None:
@@ -33,21 +33,22 @@ class OwnSamplers:
         self._noted = False
 
     def shares_out(self, loader: DataLoader) -> bool:
-        """Whether the user's own sampler shares out ``loader`` to as many ranks as there are."""
+        """Whether the user's own sampler divides ``loader`` among the present number of ranks."""
         return isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas == self._size > 1
 
     def shard(self, loader: DataLoader, done: int) -> DataLoader:
-        """A copy that draws from that sampler, if need be as this rank, without the first ``done``."""
+        """A copy that draws from that sampler, as this rank, without the first ``done``."""
         sampler: Any = loader.sampler
         if loader not in self._ranks_differ and self._agreement:
             self._ranks_differ[loader] = self._agreement.own_sampler(sampler)
             if not self._ranks_differ[loader]:
                 warn(
-                    f"parwrap: a DataLoader's own DistributedSampler was made with rank={sampler.rank} on more than one rank, so that they "
-                    "would train on the same share; each gets its own. Leave out num_replicas= and rank=, or use no DistributedSampler."
+                    f"parwrap: a DataLoader's own DistributedSampler was made with rank={sampler.rank} on more than one rank, so that "
+                    "they would train on the same share; each gets its own. Remove num_replicas= and rank=, or use no "
+                    "DistributedSampler."
                 )
         if not self._ranks_differ.get(loader):
-            sampler = copy.copy(sampler)  # each time anew: set_epoch is the user's
+            sampler = copy.copy(sampler)  # made each time, because the user calls set_epoch on the original
             sampler.rank = self._rank
         batches: Any = loader.batch_sampler
         if batches is not None and sampler is not loader.sampler:
@@ -58,12 +59,12 @@ class OwnSamplers:
         return with_indices(loader, Skipping(drawn, done) if done else drawn, **others)
 
     def note(self, sampler: DistributedSampler) -> None:
-        """Say once what becomes of ``sampler``."""
+        """Report once how ``sampler`` is used."""
         if self._noted or self._size == 1:
             return
         self._noted = True
         if self._rank == 0:
             replicas = sampler.num_replicas
-            what = "it is kept" if replicas == self._size else f"what it draws is shared out among {self._size} ranks"
+            what = "it is kept" if replicas == self._size else f"its draws are divided among {self._size} ranks"
             made_for = "1 replica" if replicas == 1 else f"{replicas} replicas"
-            write_line(f"parwrap: a DataLoader has a DistributedSampler of its own, for {made_for}: {what}.")
+            write_line(f"parwrap: a DataLoader has its own DistributedSampler, for {made_for}: {what}.")

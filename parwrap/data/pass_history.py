@@ -1,6 +1,6 @@
-"""What is known of each loader and of its passes, and what its next pass is for, as far as that can be known when it begins.
+"""The history of each loader, and the guess from it what its next pass is for.
 
-What a pass turns out to be for is found by ``first_batch.py``, ``end_of_share.py`` and ``unexpected_training.py``.
+``first_batch.py``, ``end_of_share.py`` and ``unexpected_training.py`` find out what the pass is really for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from parwrap.data.loader_position import Position
 from parwrap.data.looking import ShareThenRest
 from parwrap.data.samplers import shuffles
-from parwrap.data.sharing_rules import Sharing
+from parwrap.data.sharing_options import Sharing
 from parwrap.data.training_share import TrainingShares
 from parwrap.loop.batch_weights import Reading
 from parwrap.loop.loop_state import Loop
@@ -25,12 +25,12 @@ __all__ = ["Doubt", "LoaderHistory", "OpenPass", "PassHistories"]
 
 
 class Doubt(NamedTuple):
-    """A pass has ended that may train yet, by a backward that comes after it.
+    """A pass that has ended and may train yet, by a later backward.
 
     Attributes:
-        backwards: how many had run then.
-        waits: whether what was computed from all of it waits for one.
-        text: what to say if none comes.
+        backwards: the number of backwards before its end.
+        waits: whether a result of the whole pass waits for one.
+        text: the warning if none comes.
     """
 
     backwards: int
@@ -40,22 +40,22 @@ class Doubt(NamedTuple):
 
 @dataclass
 class LoaderHistory:
-    """What is known of one loader.
+    """The history of one loader.
 
     Attributes:
-        trains: what the last pass was for; ``None`` until there was one.
-        has_trained: whether there ever was a backward in a pass.
-        trained_on_share: whether there was one in a pass over this rank's share.
+        trains: whether the last pass trained; ``None`` before the first pass.
+        has_trained: whether any pass had a backward.
+        trained_on_share: whether a pass over this rank's share had one.
         by_batch: whether the first pass that trained did so before its second batch was drawn.
-        draws_ahead: whether a pass has trained only when all of its share was drawn.
-        reads_whole: whether a pass has only looked whose rest cannot be read; then every rank reads all from then on.
-        phase: how many optimizers there were when the last pass began.
-        looked_phase: that number if the last pass looked at all of it.
-        doubt: what the last pass has left open.
-        noted: whether it was said that a pass only looked.
-        given_lengths: the length that was given before the first pass, and that of a pass of the other kind, if they differ.
+        draws_ahead: whether a pass trained only after all of its share was drawn.
+        reads_whole: whether a pass only looked and its rest cannot be read; then every rank reads all from then on.
+        phase: the number of optimizers when the last pass began.
+        looked_phase: that number if the last pass looked at the whole loader.
+        doubt: the doubt that the last pass has left.
+        noted: whether the warning about a pass that only looked was shown.
+        given_lengths: the length given before the first pass, and that of a pass of the other kind, if they differ.
         asked_in_eval: whether it was asked for in eval mode.
-        asked: how many backwards had run, and how many passes had trained, when one batch was asked for by ``next(iter(loader))``.
+        asked: the numbers of backwards and of training passes when ``next(iter(loader))`` asked for one batch.
     """
 
     trains: bool | None = None
@@ -79,19 +79,19 @@ class OpenPass:
     Args:
         loader: the user's.
         original: reads a loader.
-        history: of the loader.
-        position: of the loader, where the pass has begun.
-        sharing: how the data is shared out.
-        weights: how much each batch counts, if each is a part of a larger one.
+        history: the loader's history.
+        position: the loader's position, where the pass has begun.
+        sharing: how the data is split.
+        weights: the weight of each batch, if each is a part of a larger one.
         loop: what the training loop has done so far.
 
     Attributes:
-        epoch: of the pass.
-        unread: what this rank does not see of the whole; ``None`` where that cannot be read.
-        backwards, steps, versions: those of the loop when the pass began.
-        weighed: the pass as the weights of its batches know it.
-        batches: this rank's share and the rest; ``None`` where the share is all, and once the pass has ended.
-        gradient: the tensor that the first backward has left.
+        epoch: the epoch of the pass.
+        unread: the part of the whole that this rank does not see; ``None`` if that cannot be read.
+        backwards, steps, versions: the loop's numbers when the pass began.
+        weighed: the pass in the batch weights.
+        batches: this rank's share and the rest; ``None`` if the share is the whole, and once the pass has ended.
+        gradient: the gradient that the first backward has left.
         looks: whether the pass has turned out to look only.
     """
 
@@ -115,7 +115,7 @@ class PassHistories:
         shares: makes this rank's share of a loader.
 
     Attributes:
-        trained_passes: how many passes are over in which there was a backward.
+        trained_passes: the number of finished passes that had a backward.
     """
 
     def __init__(self, loop: Loop, shares: TrainingShares) -> None:
@@ -125,19 +125,19 @@ class PassHistories:
         self.trained_passes = 0
 
     def of(self, loader: DataLoader) -> LoaderHistory:
-        """What is known of ``loader``, from now on if nothing was."""
+        """The history of ``loader``, created if it has none."""
         self._shuffled_seen |= _shuffled(loader)
         return self._histories.setdefault(loader, LoaderHistory())
 
     def all(self) -> list[LoaderHistory]:
-        """Those of all loaders that are alive."""
+        """The histories of all live loaders."""
         return list(self._histories.values())
 
     def may_train(self, loader: DataLoader, history: LoaderHistory) -> bool:
-        """Whether a pass that begins is one that may train, so that this rank's share comes first.
+        """Whether a pass that begins may train, so that this rank's share comes first.
 
-        Where there is something to train, a loader may: where it turns out to be looked at, the rest comes after the share. One that does
-        not shuffle is read whole, in order, in eval mode, and where one that shuffles has been trained on.
+        Once there is something to train, any loader may train; if it only looks, the rest follows the share. Exceptions are read whole: a
+        loader that does not shuffle, in order, in eval mode, and once a shuffling one has been trained on.
         """
         if self._shares.keeps():
             return not self._loop.in_eval_mode()
@@ -151,9 +151,9 @@ class PassHistories:
         return self._loop.passes > 0 or not self._another_trains(loader, shuffled=True)
 
     def will_train(self, loader: DataLoader) -> bool:
-        """The best guess for a loader that was not iterated yet: scripts ask for its length before the first pass."""
+        """The best guess for a loader that was not iterated yet, when a script asks for its length."""
         history = self.of(loader)
-        if history.has_trained:  # an average is divided by the length after the pass, also where that only looked
+        if history.has_trained:  # an average is divided by the length after the pass, also if that only looked
             return torch.is_grad_enabled() and history.trains is not False and history.looked_phase != self._loop.phase
         if history.trains is not None and history.phase == self._loop.phase:
             return history.trains
@@ -164,12 +164,12 @@ class PassHistories:
         return not self._shuffled_seen or shuffles(loader)
 
     def only_looks(self, history: LoaderHistory) -> bool:
-        """Whether a pass whose losses are kept to its end is likely to be one that looks all the same."""
+        """Whether a pass whose losses are kept to its end probably only looks."""
         others = any(other.by_batch and other.phase == self._loop.phase for other in self._histories.values())
         return self._loop.in_eval_mode() or history.by_batch or (others and not history.has_trained)
 
     def _another_trains(self, loader: DataLoader, shuffled: bool = False) -> bool:
-        """Whether another loader, of those that are ``shuffled``, has been trained on since the last optimizer was built."""
+        """Whether another loader, among those that are ``shuffled``, has been trained on since the last optimizer was built."""
         others = (other for each, other in self._histories.items() if each is not loader and (not shuffled or _shuffled(each)))
         return any(other.has_trained and other.phase == self._loop.phase for other in others)
 

@@ -1,6 +1,6 @@
-"""The iterators of one pass over a loader: what it yields, and when it is over.
+"""The iterators of one pass over a loader: its items and its end.
 
-What a pass is for, and which batches it has, is decided by ``loaders.py`` and ``training_share.py``.
+``loaders.py`` and ``training_share.py`` decide what a pass is for and which batches it has.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["Pass", "SharedDraws"]
 
 
 class SharedDraws:
-    """What a sampler yields, each drawn on the shared streams, so that all ranks draw the same.
+    """Draws each item of a sampler on the shared streams, so that all ranks draw the same.
 
     Attributes:
-        drawn: how many were drawn in this pass.
-        last: the last of them.
-        check: called with the one that is drawn as that number, or with ``None`` if there is no such.
+        drawn: the number of draws in this pass.
+        last: the last draw.
+        check: called with the draw of that number, or with ``None`` if the sampler ends before it.
     """
 
     def __init__(self, indices: Any, streams: RandomStreams) -> None:
@@ -61,13 +61,13 @@ class Pass:
     """The iterator of one pass; calls ``closed(exhausted)`` once, when it ends, fails or is dropped.
 
     Args:
-        batches: what the pass yields.
+        batches: the batches of the pass.
         closed: called with whether the pass has come to its end.
         drawn: called with each batch.
-        in_for: called with whether a ``for`` statement that alone holds the pass reads it, when that changes. A pass that something
-            else has read may stay open when the loop around it is over.
-        instead: called before the first batch, with whether that is the only one, of ``next(iter(loader))``; gives the pass that is
-            read in the place of this one, if it is another.
+        in_for: called, when it changes, with whether a ``for`` statement reads the pass and alone holds it. A pass that something else
+        reads may stay open after the loop around it.
+        instead: called before the first batch, with whether that is the only one, of ``next(iter(loader))``; returns the pass that
+        replaces this one, or the same.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Pass:
             self._in_for, other._in_for = other._in_for, None
 
     def last(self) -> bool:
-        """Whether no other batch comes after the one that was drawn last, which is trained on; looks one ahead."""
+        """Whether the batch drawn last, which is trained on, is the final one; looks one ahead."""
         if isinstance(self._batches, Pass):
             return self._batches.last()
         if isinstance(self._batches, ShareThenRest):
@@ -147,12 +147,12 @@ class Pass:
 
 
 def _in_for_statement(frame: FrameType | None) -> bool:
-    """Whether ``frame`` asks for the next item of a ``for`` statement; iterators in C and generators of libraries pass that on."""
+    """Whether ``frame`` asks for the next item of a ``for`` statement; C iterators and library generators pass that on."""
     while frame is not None and frame.f_code.co_code[frame.f_lasti] == dis.opmap["FOR_ITER"]:
         if not frame.f_code.co_flags & inspect.CO_GENERATOR:
             return True
         if not (is_installed(frame.f_code.co_filename) or is_standard(frame.f_code.co_filename)):
-            return False  # a generator of the script's may be held in a variable
+            return False  # the script may hold a generator in a variable
         frame = frame.f_back
     return False
 
@@ -173,7 +173,7 @@ def _in_next(frame: FrameType | None) -> bool:
 
 
 class _Probe:
-    """How many hold an iterator while the loop that has made it reads it: that differs between versions of Python."""
+    """The reference count of an iterator while its loop reads it, which differs between versions of Python."""
 
     held = 0
 
@@ -190,7 +190,7 @@ for _ in _Probe():
 
 
 def _drawn_ahead(batches: Iterator) -> Callable[[], Any]:
-    """Gives the next of ``batches``, which is drawn now, or raises what drawing it has raised."""
+    """Returns the next of ``batches``, which is drawn now, or raises the error of drawing it."""
     try:
         batch = next(batches)
     except StopIteration:

@@ -1,7 +1,7 @@
-"""What the user's code is told as the length of a dataset, a sampler or a loader of which this rank reads a part.
+"""The length of a dataset, a sampler or a loader in the user's code, where this rank reads a part of it.
 
-A function that divides by ``len(loader.dataset)`` gives the mean over its rank's part if that is the part's length. torch and parwrap
-see the whole. The length of a list cannot be changed, so ``loader.dataset`` is another object there.
+A function that divides by ``len(loader.dataset)`` gets the mean over its rank's part if that is the part's length. Torch and parwrap see
+the whole. The length of a list cannot be changed, so ``loader.dataset`` is another object there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from parwrap.patching.patch import Measured, Patch, installed
 __all__ = ["Lengths", "Share", "asked_for_a_bar", "asked_inside", "asker", "can_patch"]
 
 BARS = ("tqdm", "rich", "alive_progress", "progressbar")
-"""Packages that ask for the length to show how far a loop is."""
+"""Packages that ask for the length to show a loop's progress."""
 
 PASSING_ON = (
     __name__,
@@ -38,7 +38,7 @@ PASSING_ON = (
     "parwrap.patching.patch",
     "wrapt.wrappers",
 )
-"""The modules through which a patched call goes. What they ask for themselves, they ask for in another."""
+"""The modules that a patched call passes through. Their own requests come from other modules."""
 
 HEAP_TYPE = 1 << 9
 """The flag of a class whose attributes can be set."""
@@ -48,12 +48,12 @@ TELLS = ("CACHE", "PRECALL", "PUSH_NULL", "RESUME", "EXTENDED_ARG")
 
 
 class Share(NamedTuple):
-    """What is known of a rank's part of a pass; ``None`` where it is not.
+    """A rank's part of a pass; unknown values are ``None``.
 
     Attributes:
-        batches: in it.
-        samples: in these.
-        readers: how many ranks share.
+        batches: the number of batches in it.
+        samples: the number of samples in these.
+        readers: the number of ranks that share the pass.
     """
 
     batches: int | None
@@ -62,22 +62,22 @@ class Share(NamedTuple):
 
 
 class Lengths:
-    """Tells the lengths of this rank's parts to the user's code.
+    """Reports the lengths of this rank's parts to the user's code.
 
     Args:
         function: the function that reads loaders.
-        arguments: what it was called with, by name.
-        parts: whether lengths are those of parts; else they are whole, and it is only noted that they were asked for.
+        arguments: its arguments by name.
+        parts: whether lengths are those of parts; otherwise they are whole, and requests are only noted.
 
     Attributes:
-        share: gives what is known of the part of a loader.
+        share: returns the part of a loader.
     """
 
     def __init__(self, function: Callable, arguments: Mapping[str, Any], parts: bool = True) -> None:
         self.share: Callable[[DataLoader], Share] = lambda loader: Share(None, None)
         self._function, self._bound, self._parts = function, _bound(function, arguments), parts
         self._known: dict[int, tuple[Any, DataLoader, str]] = {}
-        self._told: dict[int, int | None] = {}
+        self._reported: dict[int, int | None] = {}
         self._asked: dict[tuple[int, str], tuple[DataLoader, str, int, str]] = {}
         self._patched: set[type] = set()
         self._patches = ExitStack()
@@ -94,10 +94,10 @@ class Lengths:
         self._patches.close()
 
     def note(self, loader: DataLoader) -> None:
-        """From now on tell the lengths of what ``loader`` reads from.
+        """From now on, report the lengths of the sources of ``loader``.
 
         Raises:
-            UsageError: the function asks for that of a dataset whose type cannot be changed.
+            UsageError: the function asks for the length of a dataset whose type cannot be changed.
         """
         for name in NAMES:
             thing = vars(loader).get(name)
@@ -113,7 +113,7 @@ class Lengths:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Tell the lengths of the whole: what samplers and datasets of the user's ask for while they are read."""
+        """Report the lengths of the whole, for the user's samplers and datasets while they are read."""
         before, self._whole = self._whole, True
         try:
             yield
@@ -121,7 +121,7 @@ class Lengths:
             self._whole = before
 
     def of_part(self, loader: DataLoader, name: str, source: Any) -> Any:
-        """``source``, of which the user's code may ask the length, which is to be that of this rank's part of ``loader``."""
+        """``source`` for the user's code, with the length of this rank's part of ``loader``."""
         self.note(loader)
         if self._whole or can_patch(type(source)) or not hasattr(source, "__len__"):
             return source
@@ -132,33 +132,33 @@ class Lengths:
         return whole if self._whole else self._of(loader, "batches", whole)
 
     def check(self, loader: DataLoader, readers: int) -> None:
-        """A pass over ``loader`` begins, which ``readers`` ranks share: what was told must be right."""
-        if self._told.get(id(loader), readers) not in (None, readers):
+        """A pass over ``loader`` begins, which ``readers`` ranks share: reported lengths must be right."""
+        if self._reported.get(id(loader), readers) not in (None, readers):
             raise UsageError(
-                "a function decorated with @parwrap.evaluate asks for the length of a DataLoader and reads a smaller one before it, so "
-                "that fewer ranks share than was told: ask for it when its pass begins, or decorate a function for each."
+                "a function decorated with @parwrap.evaluate asks for the length of a DataLoader and reads a smaller one first, so that "
+                "fewer ranks share the pass than the length assumed: ask for it when its pass begins, or decorate a function for each."
             )
 
     def warn(self, passes: list[list[list[int]]]) -> None:
-        """Say so if what was asked for cannot make a mean exact, given the sizes of the batches of each rank in each of the ``passes``."""
+        """Warn if a reported length cannot make a mean exact, given the sizes of the batches of each rank in each of the ``passes``."""
         samples = [sum(map(sum, sizes)) for sizes in passes]
         equal = all(sum(each) * len(sizes[0]) == len(each) * sum(sizes[0]) for sizes in passes for each in sizes)
         for _, name, whole, place in self._asked.values():
             if not self._parts:
                 _warn(
-                    f"a length was asked for ({place}). It is that of the whole, because an entry of reduce is 'sum' or a function: "
-                    "what is divided by it must be a 'sum' too. With 'mean', divide by what was counted."
+                    f"the function asked for a length ({place}). It is that of the whole, because an entry of reduce is 'sum' or a "
+                    "function: results divided by it must be a 'sum' too. With 'mean', divide by a count."
                 )
             elif name == "batches" and not equal:
                 _warn(
-                    f"the number of batches was asked for ({place}), and those of one rank are smaller: what is divided by it is weighted "
-                    "by samples, and so is not the mean over batches of a single process. Use reduce='sum' for it, as in "
-                    "reduce={'loss': 'sum', 'accuracy': 'mean'}, or divide by the number of samples."
+                    f"the function asked for the number of batches ({place}), and those of one rank are smaller: a result divided by it "
+                    "is weighted by samples, and so is not the mean over batches of a single process. Use reduce='sum' for it, as in "
+                    f"reduce={{'loss': 'sum', 'accuracy': 'mean'}}, or divide by the number of samples."
                 )
             elif name in ("dataset", "sampler") and whole not in samples:
                 _warn(
-                    f"the length of a {name} was asked for ({place}), which is {whole}, and a pass reads {samples[0]} samples: what is "
-                    "divided by it is not what a single process would have. Use reduce='sum' for it, or divide by what was counted."
+                    f"the function asked for the length of a {name} ({place}), which is {whole}, but a pass reads {samples[0]} samples: "
+                    "a result divided by it differs from that of a single process. Use reduce='sum' for it, or divide by a count."
                 )
 
     def _length(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> int:
@@ -172,32 +172,32 @@ class Lengths:
         return self._of(known[1], known[2], whole)
 
     def _refuse_length_of(self, dataset: Any) -> None:
-        """Fail if the function asks by name for the length of ``dataset``, or of the data in it, where that cannot be the part's."""
+        """Fail if the function asks by name for the length of ``dataset``, or of the data in it, if that cannot be the part's."""
         bound = self._bound | _locals(self._function)
         for thing in (dataset, *_data_in(dataset)):
             if (thing is not dataset or not can_patch(type(thing))) and _asks_for_length(self._function, bound, thing):
                 raise UsageError(
-                    f"a function decorated with @parwrap.evaluate asks for the length of a dataset that is a {type(thing).__name__}, which "
-                    "is that of all samples, while each rank reads a part: write len(loader.dataset), divide by what was counted, or use "
+                    f"a function decorated with @parwrap.evaluate asks for the length of a dataset that is a {type(thing).__name__}, "
+                    "which is that of all samples, while each rank reads a part: write len(loader.dataset), divide by a count, or use "
                     "reduce='sum'."
                 )
 
     def _of(self, loader: DataLoader, name: str, whole: int) -> int:
         """The length ``name`` of this rank's part of ``loader``, where ``whole`` is that of all."""
         batches, samples, readers = self.share(loader) if self._parts else Share(whole, whole)
-        told = batches if name in ("batches", "batch_sampler") else samples
-        if told is None:
+        length = batches if name in ("batches", "batch_sampler") else samples
+        if length is None:
             raise UsageError(
-                "a function decorated with @parwrap.evaluate asks for a length before it is known how much of the DataLoader is this "
-                "rank's: ask after the pass, divide by what was counted, or use reduce='sum'."
+                "a function decorated with @parwrap.evaluate asks for a length before this rank's part of the DataLoader is known: ask "
+                "after the pass, divide by a count, or use reduce='sum'."
             )
-        self._told[id(loader)] = readers
+        self._reported[id(loader)] = readers
         self._asked[id(loader), name] = loader, "batches" if name == "batch_sampler" else name, whole, location()
-        return told
+        return length
 
 
 def asked_inside() -> bool:
-    """Whether the running call comes from the user's code, or from another library, rather than from torch or parwrap."""
+    """Whether the running call comes from the user's code or another library, rather than from torch or parwrap."""
     return not is_ours(asker())
 
 
@@ -207,7 +207,7 @@ def asked_for_a_bar() -> bool:
 
 
 def asker() -> FrameType:
-    """The frame that has called what parwrap has patched."""
+    """The frame that has called the patched function."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "") in PASSING_ON:
         frame = frame.f_back
@@ -224,7 +224,7 @@ def can_patch(kind: type) -> bool:
 
 
 def _bound(function: Callable, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the names in ``function`` stand for, as far as they are no variables of its own."""
+    """The values of the names in ``function`` that are not its local variables."""
     function = inspect.unwrap(function)
     names = getattr(getattr(function, "__code__", None), "co_names", ())
     everything = getattr(function, "__globals__", {})
@@ -237,7 +237,7 @@ def _bound(function: Callable, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inner(value: Any) -> list[Any]:
-    """What is one level inside ``value``."""
+    """The objects one level inside ``value``."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (list, tuple)):
@@ -254,7 +254,7 @@ def _locals(function: Callable) -> dict[str, Any]:
 
 
 def _data_in(dataset: Any) -> list[Any]:
-    """What ``dataset`` gives samples of, as the tensors of a ``TensorDataset``."""
+    """The sources of samples of ``dataset``, such as the tensors of a ``TensorDataset``."""
     held = [each for value in getattr(dataset, "__dict__", {}).values() for each in (value if isinstance(value, tuple) else (value,))]
     return [each for each in held if _has_length(each, len(dataset))] if hasattr(dataset, "__len__") else []
 
@@ -267,7 +267,7 @@ def _has_length(value: Any, length: int) -> bool:
 
 
 def _asks_for_length(function: Callable, bound: Mapping[str, Any], thing: Any) -> bool:
-    """Whether ``function`` says ``len(name)`` with a name that stands for ``thing``."""
+    """Whether ``function`` contains ``len(name)`` with a name for ``thing``."""
     names = {name for name, value in bound.items() if value is thing}
     code = getattr(inspect.unwrap(function), "__code__", None)
     if not names or code is None:

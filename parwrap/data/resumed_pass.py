@@ -1,6 +1,6 @@
-"""The rest of a pass, as samplers: what comes after what was trained on before, shared out among as many ranks as there are now.
+"""The rest of a pass, as samplers: what follows the samples trained on before, divided among the present number of ranks.
 
-Only indices are skipped, no sample is read. What was trained on before is ``loader_position.py``'s to know.
+Only indices are skipped, no sample is read. ``loader_position.py`` knows what was trained on before.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ __all__ = ["RestOfBatches", "RestOfSamples", "Skipping"]
 class RestOfSamples:
     """This rank's part of what comes after the first ``done`` samples of an ``order``.
 
-    Ranks get equally many: as in ``DistributedSampler``, which deals in the same way, a last round that is not full is filled up from the
-    first samples, or left out with ``uneven="drop"``.
+    Ranks get equally many. As in ``DistributedSampler``, an incomplete last round is filled from the first samples, or dropped with
+    ``uneven="drop"``.
 
     >>> [list(RestOfSamples("abcdefg", 4, rank, 2)) for rank in (0, 1)]
     [['e', 'g'], ['f', 'a']]
@@ -36,13 +36,13 @@ class RestOfSamples:
 
 
 class RestOfBatches:
-    """What comes after the first ``done`` of ``batches``, for one pass.
+    """The ``batches`` after the first ``done``, for one pass.
 
     Args:
-        batches: what a sampler draws.
-        done: how many are left out.
-        drawn: how many are drawn at once: loaders read ahead, and had done so.
-        kept: how many of the first are kept as ``first``, which the last round is filled up from.
+        batches: the draws of a sampler.
+        done: the number of batches to skip.
+        drawn: the number to draw immediately, because loaders had read ahead.
+        kept: the number to keep as ``first``, to fill the last round.
 
     >>> rest = RestOfBatches("abcde", done=2, drawn=3, kept=1)
     >>> list(rest), rest.first

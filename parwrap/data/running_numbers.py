@@ -1,7 +1,7 @@
-"""Numbers that a loop sums up over its batches and divides by the length of the whole dataset: each rank has those of its own share.
+"""Numbers that a loop sums over its batches and divides by the length of the whole dataset: each rank's are those of its own share.
 
-The sum cannot be seen. What can be seen is that the script divides by the length of a dataset that is shared out, in the first training
-pass or after it, or by a variable that has this value, or by an item or attribute of one.
+The sum cannot be observed, but the division can: by the length of a shared dataset, in the first training pass or after it, or by a
+variable, an item or an attribute with that value.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["RunningNumbers"]
 DIVISIONS = ("/", "/=")
 COMPUTED = ("BINARY_", "INPLACE_")
 SILENT = {"CACHE", "PRECALL", "PUSH_NULL", "NOP"}
-"""Instructions that change nothing of what is computed."""
+"""Instructions that do not change the result."""
 
 REDUCTIONS = {"reduce_sum", "reduce_mean", "gather"}
 
 
 class RunningNumbers:
-    """Says once how to have such numbers of all ranks.
+    """Says once how to get such numbers of all ranks.
 
     Args:
-        size: how many ranks share a dataset.
-        say: called with the line.
+        size: the number of ranks that share a dataset.
+        say: called with the warning.
     """
 
     def __init__(self, size: int, say: Callable[[str], None]) -> None:
@@ -46,16 +46,16 @@ class RunningNumbers:
         self._patches = ExitStack()
 
     def close(self) -> None:
-        """The class of the dataset is as it was."""
+        """Restore the class of the dataset."""
         self._patches.close()
         self._dataset, self._over = None, True
 
     def trains(self, dataset: Any) -> None:
-        """A training pass over this rank's share of ``dataset`` begins: the first one is watched, and what comes before the second."""
+        """A training pass over this rank's share of ``dataset`` begins: the first one is observed, and what follows it up to the second."""
         if self._over:
             return
         if self._dataset is not dataset and not self._passes and hasattr(dataset, "__len__"):
-            self._patches.close()  # the one before was only looked at
+            self._patches.close()  # the one before only looked
             self._dataset, self._reads_share, self._divided = dataset, False, ""
             if can_patch(type(dataset)):
                 self._patches.enter_context(installed([Patch(type(dataset), "__len__", self._length)]))
@@ -64,7 +64,7 @@ class RunningNumbers:
         self._reads_share |= self._dataset is dataset
 
     def looks(self, dataset: Any) -> None:
-        """A pass over all of ``dataset`` begins: what is summed up in it is whole."""
+        """A pass over all of ``dataset`` begins: sums in it are complete."""
         if self._dataset is dataset:
             self._reads_share = False
 
@@ -75,7 +75,7 @@ class RunningNumbers:
         self._passes += 1
         divided = self._divided or _divides_by_length(sys._getframe(1), dataset, len(dataset))
         if divided:
-            self._tell(divided)
+            self._warn(divided)
 
     def _length(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> int:
         whole = wrapped(*args, **kwargs)
@@ -84,7 +84,7 @@ class RunningNumbers:
             if not is_ours(frame) and self._divides(frame):
                 self._divided = _place(frame)
                 if self._passes:
-                    self._tell(self._divided)
+                    self._warn(self._divided)
         return whole
 
     def _divides(self, frame: FrameType) -> bool:
@@ -93,16 +93,16 @@ class RunningNumbers:
             self._known[key] = _divides_at_once(*key)
         return self._known[key]
 
-    def _tell(self, place: str) -> None:
+    def _warn(self, place: str) -> None:
         self._say(
-            f"parwrap: {place} divides by the length of a dataset that {self._size} ranks share: what a rank sums up over its batches is "
-            "that of its own share. parwrap.reduce_sum(x) is the sum over all ranks."
+            f"parwrap: {place} divides by the length of a dataset that {self._size} ranks share: a rank's sum over its batches covers "
+            "only its own share. parwrap.reduce_sum(x) is the sum over all ranks."
         )
         self.close()
 
 
 def _divides_at_once(code: CodeType, call: int) -> bool:
-    """Whether what the ``call`` at this offset of ``code`` returns is divided by, there or under the name that it gets."""
+    """Whether the result of the ``call`` at this offset of ``code`` is a divisor, there or under the name that it gets."""
     if REDUCTIONS & set(code.co_names):
         return False
     following = next((each for each in dis.get_instructions(code) if each.offset > call), None)
@@ -114,7 +114,7 @@ def _divides_at_once(code: CodeType, call: int) -> bool:
 def _divides_by_length(frame: FrameType | None, dataset: Any, value: int) -> str:
     """The first place in the script's frames around ``frame`` that divides by ``value``, the length of ``dataset``.
 
-    It may be a variable, or an item or attribute of one, or ``len(dataset)`` where the class of the dataset cannot be patched.
+    The divisor may be a variable, an item or attribute of one, or ``len(dataset)`` if the dataset's class cannot be patched.
     """
     while frame is not None:
         code = frame.f_code
@@ -134,7 +134,7 @@ _LEN = object()
 
 
 def _divides_by_part(code: CodeType, known: dict[str, Any], dataset: Any, value: int) -> int:
-    """The line where ``code`` divides by an item or attribute, or by ``len(dataset)``, of that ``value``; 0 if there is none.
+    """The line where ``code`` divides by an item or attribute, or by ``len(dataset)``, of that ``value``; 0 if it does not.
 
     >>> _divides_by_part(compile("total / sizes['train']", "", "exec"), {"sizes": {"train": 5}}, None, 5)
     1
@@ -173,7 +173,7 @@ def _item(container: Any, index: Any) -> Any:
 
 
 def _divides_by(code: CodeType, name: str) -> int:
-    """The line where ``code`` divides by the variable ``name``; 0 if there is none.
+    """The line where ``code`` divides by the variable ``name``; 0 if it does not.
 
     >>> _divides_by(compile("mean = total / count", "", "exec"), "count"), _divides_by(compile("count / total", "", "exec"), "count")
     (1, 0)
@@ -182,7 +182,7 @@ def _divides_by(code: CodeType, name: str) -> int:
     line = code.co_firstlineno
     instructions = list(pairwise(dis.get_instructions(code)))
     if any(two.opname.startswith("STORE_") and two.argval == name and one.opname.startswith(COMPUTED) for one, two in instructions):
-        return 0  # a counter, which may have come to the same number
+        return 0  # a counter, which may have reached the same number
     for one, other in instructions:
         line = lines.get(one.offset) or line
         if one.opname.startswith("LOAD_") and one.argval == name and _is_division(other):

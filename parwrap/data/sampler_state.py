@@ -1,4 +1,4 @@
-"""What the order of a loader is drawn from, as numbers and texts that any file can keep: the random streams and the samplers' generators.
+"""The state behind a loader's order, as numbers and texts that any file can keep: the random streams and the samplers' generators.
 
 Everything is plain: no tensors, so that a checkpoint can be loaded onto any device and with ``weights_only=True``.
 """
@@ -20,7 +20,7 @@ __all__ = ["get_sources", "set_sources"]
 
 
 def get_sources(loader: DataLoader) -> list[Any]:
-    """The states of the streams that are running and of the generators that ``loader`` and its samplers hold.
+    """The states of the running streams and of the generators that ``loader`` and its samplers hold.
 
     >>> loader = DataLoader(range(9), shuffle=True, generator=torch.Generator().manual_seed(1))
     >>> before = get_sources(loader)
@@ -32,23 +32,23 @@ def get_sources(loader: DataLoader) -> list[Any]:
 
 
 def set_sources(loader: DataLoader, states: list[Any]) -> None:
-    """Go on where ``states`` were taken.
+    """Continue from ``states``.
 
     Raises:
-        UsageError: ``loader`` draws from something else than the loader that they are of.
+        UsageError: ``loader`` draws from other sources than the loader of the states.
     """
     sources = list(_sources(loader))
     if [state["of"] for state in states] != [_kind(each) for each in sources]:
         raise UsageError(
             f"the state is of a loader that draws from {_listed(state['of'] for state in states)}; this one draws from "
-            f"{_listed(map(_kind, sources))}. Load it into the loader that has the same sampler and generator."
+            f"{_listed(map(_kind, sources))}. Load it into the loader with the same sampler and generator."
         )
     for source, state in zip(sources, states, strict=True):
         _set_state(source, _decoded(state["state"]))
 
 
 def _sources(loader: DataLoader) -> Iterator[Any]:
-    yield from (torch.default_generator, np.random, random)  # numpy loads its own when it is first asked for
+    yield from (torch.default_generator, np.random, random)  # numpy creates its own when first used
     seen: set[int] = set()
     waiting: list[Any] = [loader.generator, loader.sampler, loader.batch_sampler]
     while waiting:

@@ -1,7 +1,7 @@
-"""A rank's share of a loader's indices, as samplers; nothing is drawn before it is asked for.
+"""A rank's share of a loader's indices, as samplers; they draw lazily.
 
-A plain sequential or shuffled loader gets torch's ``DistributedSampler``. Every other sampler is kept: its batches are dealt
-out to the ranks in turn, or each is split among them. Loaders without end are common, so indices are never listed.
+A plain sequential or shuffled loader gets torch's ``DistributedSampler``. Every other sampler is kept: its batches are dealt out to the
+ranks in turn, or each is split among them. Endless loaders are common, so indices are never listed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ READ_FOR = "_parwrap_read_for"
 class DealtBatches:
     """Every ``size``-th batch, from the ``rank``-th on; all ranks get the same number.
 
-    The last batches, when there are fewer than ranks, are padded from the first ones (``uneven="pad"``, as ``DistributedSampler`` does),
-    dropped (``"drop"``), or given to as many ranks as there are batches (``"join"``): the other ranks repeat a batch, and ``weights`` gets
-    how much each batch counts, as in :class:`SplitBatches`. The rest of a pass has the batches that it began with as ``first``.
+    If the last batches are fewer than the ranks, they are padded from the first ones (``uneven="pad"``, as ``DistributedSampler`` does),
+    dropped (``"drop"``), or given to as many ranks as possible (``"join"``). With ``"join"`` the other ranks repeat a batch, and
+    ``weights`` gets the weight of each batch, as in :class:`SplitBatches`. A continued pass has the batches of its beginning as ``first``.
 
     >>> [list(DealtBatches("abcde", rank, 2)) for rank in (0, 1)]
     [['a', 'c', 'e'], ['b', 'd', 'a']]
@@ -88,9 +88,8 @@ class DealtBatches:
 class SplitBatches:
     """This rank's part of every batch, in order.
 
-    ``weights`` gets, for each batch that is drawn, how much this rank's part counts in an average over ranks: its samples
-    times the number of ranks over all samples. A rank for which nothing is left gets the first sample at weight 0, so that
-    it takes part.
+    ``weights`` gets, for each batch drawn, the weight of this rank's part in an average over ranks: its samples times the number of ranks
+    over all samples. A rank without a part gets the first sample at weight 0, so that it takes part.
 
     >>> split = SplitBatches([[1, 2, 3], [4]], rank=1, size=2)
     >>> list(split), list(split.weights)
@@ -116,7 +115,7 @@ class SplitBatches:
 
 
 def shuffles(loader: DataLoader) -> bool:
-    """Whether the order is new in every pass, which is what training loaders do."""
+    """Whether each pass has a new order, as in training loaders."""
     return not isinstance(getattr(loader.batch_sampler, "sampler", loader.sampler), SequentialSampler)
 
 
@@ -127,7 +126,7 @@ def is_plain(loader: DataLoader) -> bool:
         once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     else:
         once = type(sampler) is SequentialSampler
-    batches: Any = loader.batch_sampler  # which some put another in the place of, to read a loader without end
+    batches: Any = loader.batch_sampler  # some replace it to read a loader endlessly
     batches_by_size = batches is None or (
         loader.batch_size is not None and isinstance(batches, BatchSampler) and batches.sampler is sampler
     )
@@ -135,12 +134,12 @@ def is_plain(loader: DataLoader) -> bool:
 
 
 def arranged(draws: Any, size: int) -> Any:
-    """What a sampler ``draws``, in the order to deal it out to ``size`` ranks, if it says that it knows one."""
+    """The ``draws`` of a sampler, in the order to deal them out to ``size`` ranks, if it defines one."""
     return draws.for_ranks(size) if hasattr(draws, "for_ranks") else draws
 
 
 def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad") -> int:
-    """How many batches one of ``size`` ranks gets of a loader that has ``whole``."""
+    """The number of batches that one of ``size`` ranks gets of a loader that has ``whole``."""
     if hasattr(loader.batch_sampler, "for_ranks"):
         whole = len(arranged(loader.batch_sampler, size))
     stream = isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, IterDataPipe)
@@ -153,28 +152,28 @@ def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad")
 
 
 def refuse_nothing(loader: DataLoader, size: int) -> None:
-    """With ``uneven="drop"``, a loader that is too short would not be trained on at all."""
+    """Raise if ``uneven="drop"`` would leave nothing of a short loader."""
     try:
         whole = len(loader.sampler if is_plain(loader) or loader.batch_sampler is None else loader.batch_sampler)  # type: ignore[arg-type]
     except TypeError:
-        return  # who does not know its length has a batch for every rank, or none
+        return  # a loader of unknown length has a batch for every rank, or none
     if whole < size:
         what = "samples" if is_plain(loader) or loader.batch_sampler is None else "batches"
         raise UsageError(
-            f'uneven="drop" leaves nothing to train on: a DataLoader has {whole} {what} for {size} ranks. '
-            'Give uneven="pad", which repeats some, or uneven="join", or start fewer ranks.'
+            f'uneven="drop" leaves no data to train on: a DataLoader has {whole} {what} for {size} ranks. Give uneven="pad", which '
+            'repeats some, or uneven="join", or start fewer ranks.'
         )
 
 
 def _in_rounds(pieces: int, size: int, uneven: str) -> int:
-    """How many of ``pieces`` each of ``size`` ranks gets when they are dealt out in turn."""
+    """The number of ``pieces`` that each of ``size`` ranks gets when they are dealt out in turn."""
     return pieces // size if uneven == "drop" else math.ceil(pieces / size)
 
 
 def last_part(batches: Any) -> float:
-    """How full the last of a sampler's ``batches`` is: less than 1 where the samples do not fill it.
+    """The filled part of the last of a sampler's ``batches``: less than 1 if the samples do not fill it.
 
-    What stands around a sampler has it as ``within``.
+    A sampler around another has it as ``within``.
 
     >>> last_part(BatchSampler(range(10), 4, drop_last=False)), last_part(SplitBatches(BatchSampler(range(8), 4, drop_last=False), 0, 2))
     (0.5, 1.0)
@@ -194,10 +193,10 @@ def with_indices(loader: DataLoader, indices: Iterable, **others: Any) -> DataLo
 
 
 def with_others(loader: DataLoader, **others: Any) -> DataLoader:
-    """A shallow copy of ``loader`` with ``others`` in the place of some of its attributes.
+    """A shallow copy of ``loader`` with some attributes replaced by ``others``.
 
-    Everything else is kept, also of subclasses. ``DataLoader`` refuses new samplers by ``__setattr__``, hence ``vars``;
-    ``copy.copy`` would leave a cache behind on the class.
+    Everything else is kept, also for subclasses. ``DataLoader`` refuses new samplers by ``__setattr__``, hence ``vars``; ``copy.copy``
+    would leave a cache on the class.
     """
     copied = loader.__class__.__new__(loader.__class__)
     vars(copied).update({**vars(loader), ITERATOR: None, **others})
@@ -205,18 +204,18 @@ def with_others(loader: DataLoader, **others: Any) -> DataLoader:
 
 
 def read_for(copied: DataLoader, loader: DataLoader) -> None:
-    """Note that ``copied`` is what is read where the user reads ``loader``."""
+    """Note that ``copied`` is read in place of the user's ``loader``."""
     vars(copied)[READ_FOR] = weakref.ref(loader)
 
 
 def users_own(loader: DataLoader) -> DataLoader:
-    """The user's loader for which ``loader`` is read, or else that itself."""
+    """The user's loader in whose place ``loader`` is read, or ``loader`` itself."""
     known = vars(loader).get(READ_FOR)
     return (known() if known else None) or loader
 
 
 def samples_in(batch: Any) -> int:
-    """How many samples a collated ``batch`` holds: the length of the first tensor or list in it.
+    """The number of samples in a collated ``batch``: the length of the first tensor or list in it.
 
     >>> samples_in({"x": (torch.zeros(3, 2), torch.zeros(3))})
     3

@@ -1,7 +1,7 @@
 """A rank's share of one training pass: a shallow copy of the loader that draws this rank's batches.
 
-Whether a pass trains at all is decided by ``loaders.py``, that ranks share out the same data by ``dataset_agreement.py``, and which
-indices are whose by ``samplers.py``.
+``loaders.py`` decides whether a pass trains at all, ``dataset_agreement.py`` checks that ranks split the same data, and ``samplers.py``
+assigns the indices.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from parwrap.data.samplers import (
     with_indices,
     with_others,
 )
-from parwrap.data.sharing_rules import OwnPart, Sharing, TrainingData, replicated
+from parwrap.data.sharing_options import OwnPart, Sharing, TrainingData, replicated
 from parwrap.data.unread import unread_of
 from parwrap.group.group import Group
 from parwrap.loop.random_streams import RandomStreams
@@ -54,19 +54,20 @@ END_OF_STREAM = "the end of a pass over an IterableDataset"
 END_OF_SHARE = "the end of a pass over a DataLoader without a backward"
 
 ANOTHER_LOADER = 1_000_003
-"""Apart by this, the seeds of two loaders never meet in a later epoch; zipped loaders must not pair a sample with itself."""
+"""The distance between the seeds of two loaders, so that they never coincide in a later epoch; zipped loaders must not pair a sample with
+itself."""
 
 
 @dataclass
 class _Shared:
-    """What is known of one loader that has been shared out.
+    """The state of one loader that has been split.
 
     Attributes:
-        position: where its training passes are.
-        seeds: the seed to share out by, for each length that the dataset has had.
-        draws: whether the ranks' samplers were found to draw the same.
+        position: the position of its training passes.
+        seeds: the seed of the split, for each length that the dataset has had.
+        draws: whether the ranks' samplers draw the same.
         lasting: the copy whose persistent workers stay from pass to pass.
-        draws_of_lasting: what its sampler draws, if it has one of its own.
+        draws_of_lasting: the draws of its custom sampler, if any.
     """
 
     position: Position
@@ -80,9 +81,9 @@ class TrainingShares:
     """Makes this rank's training share of a loader.
 
     Args:
-        group: the ranks to share with; ``None`` for a single rank.
-        streams: the random streams; what samplers draw must be drawn from the shared ones.
-        sharing: gives how to share out now.
+        group: the ranks; ``None`` for a single rank.
+        streams: the random streams; samplers must draw from the shared ones.
+        sharing: returns the present options.
         began: called at the first training pass.
     """
 
@@ -101,13 +102,13 @@ class TrainingShares:
         self._warned = self._warned_of_units = self._closed = False
 
     def close(self) -> None:
-        """Passes that outlive the session wait for no rank any more."""
+        """Passes that outlive the session no longer wait for other ranks."""
         self._closed = True
 
     def batches(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], position: Position) -> tuple[Iterator, Any]:
-        """This rank's batches of a training pass, and the weights of them if each is a part of a larger batch.
+        """This rank's batches of a training pass, and their weights if each is a part of a larger batch.
 
-        Where the loader was put at a ``position``, they are those that come after it.
+        If the loader was set to a ``position``, they are those after it.
         """
         rest = position.begin(loader, self._group)
         try:
@@ -146,7 +147,7 @@ class TrainingShares:
         if shared.lasting is not None and not rest:
             position.draws = shared.draws_of_lasting
             return self._begun(shared.lasting, loader, original, position)
-        lasting = loader.persistent_workers and position.epoch > 0  # their seed was drawn for the first pass, in the run before
+        lasting = loader.persistent_workers and position.epoch > 0  # the run before drew their seed for the first pass
         seed = None if self._whole(loader) and not rest and not lasting else self._workers_seed(loader, rest)
         if lasting:
             position.set_back(loader)
@@ -161,19 +162,19 @@ class TrainingShares:
 
     def rest(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], indices: list) -> Iterator:
         """The batches of ``indices``, which this rank has not seen in a pass that only looks."""
-        # no stream moves on by it: in hand-written code there is no such pass
+        # it must not advance any stream: in a single process such a pass does not exist
         own = torch.Generator().manual_seed(ANOTHER_LOADER * (self._rank + 1))
         return original(with_indices(loader, indices, generator=own, persistent_workers=False))
 
     def all_look(self, trains: bool) -> bool:
-        """Wait for the others at the end of a share in which this rank has not trained: whether no rank ``trains`` in this pass."""
+        """Wait for the others at the end of a share in which this rank has not trained: returns whether no rank ``trains`` in this pass."""
         if self._group is None or self._closed or threading.current_thread() is not threading.main_thread():
             return False  # a thread draws ahead
         present = self._group.coordinator.wait(END_OF_SHARE, unless_begun=True)
         return self._rank in present and not any(self._group.share(END_OF_SHARE, trains, present).values())
 
     def take_back(self, loader: DataLoader) -> None:
-        """``loader`` has not been trained on yet: the next that is gets its seed."""
+        """``loader`` has not been trained on yet: its seed goes to the next loader that is."""
         shared = self._loaders[loader]
         if shared.position.seed and shared.position.seed[1] == self._sharded and len(shared.seeds) == 1 and shared.lasting is None:
             self._sharded -= 1
@@ -193,26 +194,26 @@ class TrainingShares:
         return batches, drawn.weights if isinstance(drawn, (DealtBatches, SplitBatches)) else None
 
     def _workers_seed(self, loader: DataLoader, rest: dict[str, Any] | None) -> int:
-        """What this rank's workers are seeded from in a pass.
+        """The seed for this rank's workers in a pass.
 
-        Augmentation must differ by rank, also where the user's generator is the same on all, and not be that of the pass's beginning
-        where it goes on from the middle.
+        Augmentation must differ by rank, even if the user's generator is the same on all, and a pass that continues from the middle must
+        not repeat the seeds of its beginning.
         """
         with self._streams.shared():
-            # what the loader's own iterator draws in a single process, so that the shared streams stay where they would be
+            # drawn as the loader's own iterator does in a single process, so that the shared streams stay where they would be
             drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
         rank = 0 if self._whole(loader) else self._rank
         return (drawn + rank + (ANOTHER_LOADER * rest["done"] if rest else 0)) % 2**63
 
     def plan(self, loader: DataLoader, kind: str | None = None) -> Plan:
-        """How a training pass over ``loader`` is read, and from what ``kind`` of position, if that is not the loader's own."""
+        """How a training pass over ``loader`` is read, optionally from another ``kind`` of position than the loader's own."""
         sharing, size = self._sharing(), loader.batch_size
         of = {"batch_size": size, "sharing": f"batch={sharing.batch}, uneven={sharing.uneven}"} if self._size > 1 else {"batch_size": size}
         if isinstance(loader.dataset, IterableDataset):
             return Plan("stream", 1, ("stream",), {RANKS: self._size, "number of workers": loader.num_workers, **of})
         facts = {LENGTH: length_of(loader.dataset), "order": "shuffled" if shuffles(loader) else "as it is"}
         if hasattr(loader.batch_sampler, "for_ranks"):
-            facts[RANKS] = self._size  # it draws in another order for others
+            facts[RANKS] = self._size  # it draws in another order for other ranks
         if self.shares_out_itself(loader) and loader not in replicated:
             sampler: Any = loader.sampler
             return Plan("own", 1, ("own",), facts | of | {RANKS: self._size, "sampler's seed": sampler.seed, EPOCH: sampler.epoch})
@@ -238,7 +239,7 @@ class TrainingShares:
         def drawn() -> Iterator:
             nothing: Any = object()
             while True:
-                # who shards itself may draw more often on one rank than on another
+                # a loader that shards itself may draw more often on one rank than on another
                 with nullcontext() if getattr(part.dataset, "shards_itself", False) else self._streams.shared():
                     batch = next(batches, nothing)
                 if batch is nothing:
@@ -248,33 +249,33 @@ class TrainingShares:
                     weights.append((samples_in(batch) if count is None else count) / samples)
                 yield batch
             if self._group and threading.current_thread() is threading.main_thread():
-                self._group.synchronize(END_OF_STREAM)  # parts may differ in length: who is through answers the others
+                self._group.synchronize(END_OF_STREAM)  # parts may differ in length: a rank that finishes answers the others
 
         return drawn(), weights
 
     def _part(self, loader: DataLoader, counted: bool) -> DataLoader:
-        """A copy of a stream's loader that reads this rank's part; if it is ``counted``, with the number of samples in each batch."""
+        """A copy of a stream's loader that reads this rank's part; if ``counted``, with the number of samples in each batch."""
         others = part_of(loader, self._rank, self._size, self._sharing())
         return with_others(loader, **others, **({"collate_fn": Counted(loader.collate_fn)} if counted else {}))
 
     def agree(self, loader: DataLoader) -> None:
-        """Have all ranks hold the same samples behind ``loader``, which is not shared out here."""
+        """Make all ranks hold the same samples behind ``loader``, which is not split here."""
         if self._agreement and (changed := self._agreement.changed(loader)):
             self._agreement.agree(loader, changed, 0)
 
     def take_first(self, loader: DataLoader) -> None:
-        """Have all ranks look at the same samples of ``loader``, where a training pass around has let each draw its own."""
+        """Make all ranks read the same samples of ``loader``, if a training pass around has let each draw its own."""
         if self._agreement and not self._closed and threading.current_thread() is threading.main_thread():
             self._agreement.take_first(loader)
 
     def length(self, loader: DataLoader, whole: int) -> int:
-        """How many of a training pass's ``whole`` batches this rank gets."""
+        """The number of a training pass's ``whole`` batches that this rank gets."""
         if self._whole(loader) or self.shares_out_itself(loader) or self._splits(loader):
             return whole
         return share_length(loader, whole, self._size, self._sharing().uneven)
 
     def shares_out_itself(self, loader: DataLoader) -> bool:
-        """Whether the user's own sampler shares out ``loader`` to as many ranks as there are."""
+        """Whether the user's own sampler divides ``loader`` among the present number of ranks."""
         return self._own.shares_out(loader)
 
     def _splits(self, loader: DataLoader) -> bool:
@@ -282,11 +283,11 @@ class TrainingShares:
         return self._sharing().batch == "global" and batches and not isinstance(loader.dataset, IterDataPipe)
 
     def keeps(self) -> bool:
-        """Whether there is nothing to share out: a single rank has the loader's own batches."""
+        """Whether nothing has to be split: a single rank has the loader's own batches."""
         return self._group is None and self._sharing().batch != "global"
 
     def reads_all(self, loader: DataLoader) -> bool:
-        """Whether this rank's share is all that the loader has, or all that is its own."""
+        """Whether this rank's share is the whole loader, or all that belongs to this rank."""
         return self._size == 1 or self._whole(loader)
 
     def _whole(self, loader: DataLoader) -> bool:
@@ -294,7 +295,7 @@ class TrainingShares:
         return self.keeps() or loader in replicated or isinstance(loader.dataset, OwnPart)
 
     def _shard(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None) -> DataLoader:
-        """A copy for one pass: another pass over the same loader may be open, and options and dataset may have changed since."""
+        """A copy for one pass: another pass over the same loader may be open, and options and dataset may have changed."""
         if not self._whole(loader):
             self._share_seed(loader, shared)
             if isinstance(loader.sampler, DistributedSampler):
@@ -314,13 +315,13 @@ class TrainingShares:
         if loader.batch_sampler is None:
             return with_indices(loader, self._dealt(loader, order))
         if self._joins(loader):
-            # the batches of all ranks together, as one process with a batch that large would take them
+            # the batches of all ranks together, as one process with a batch of that size would take them
             together = BatchSampler(order, size * self._size, loader.drop_last)
             return with_indices(loader, SplitBatches(together, self._rank, self._size))
         return with_indices(loader, self._dealt(loader, BatchSampler(order, size, loader.drop_last)))
 
     def _joins(self, loader: DataLoader) -> bool:
-        """Whether the ranks take samples together, which count by how many a rank has."""
+        """Whether the ranks take samples together, weighted by the number of samples of a rank."""
         whole = self._whole(loader) or self._splits(loader) or loader.batch_sampler is None
         return self._sharing().uneven == "join" and not whole and is_plain(loader)
 
@@ -329,7 +330,7 @@ class TrainingShares:
         return is_plain(loader) and not (self._whole(loader) or self._splits(loader) or self._sharing().uneven == "join")
 
     def _dealt(self, loader: DataLoader, batches: Any) -> Any:
-        """This rank's of ``batches`` that are the same on all ranks."""
+        """This rank's part of ``batches`` that are the same on all ranks."""
         if self._whole(loader):
             return batches
         if self._splits(loader):
@@ -337,7 +338,7 @@ class TrainingShares:
         return DealtBatches(batches, self._rank, self._size, self._sharing().uneven)
 
     def _samples(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None, rank: int, size: int) -> Any:
-        """Samples in the order that ``DistributedSampler`` has them in; of that the ``rest``."""
+        """Samples in the order of ``DistributedSampler``, after the position ``rest``."""
         seed, uneven = shared.seeds.get(len(loader.dataset), 0), self._sharing().uneven  # type: ignore[arg-type]
         if not rest:
             return distributed_sampler(loader, rank, size, seed, uneven)
@@ -346,7 +347,7 @@ class TrainingShares:
         return RestOfSamples(list(order), rest["done"], rank, size, uneven)
 
     def _share_seed(self, loader: DataLoader, shared: _Shared) -> None:
-        """Agree on what is shared out, and by which seed; a position that was loaded has one."""
+        """Agree on the data to split and on the seed; a loaded position has one."""
         position, samples = shared.position, length_of(loader.dataset)
         changed = self._agreement.changed(loader) if self._agreement else []
         given, position.given = position.given, None
@@ -370,12 +371,12 @@ class TrainingShares:
         return seed % 2**62
 
     def _drawn(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None, sampler: Any = None) -> Any:
-        """What ``sampler``, or else what the loader draws from, draws, the same on all ranks; of that the ``rest``."""
+        """The draws of ``sampler``, or of the loader's own, the same on all ranks, after the position ``rest``."""
         source = sampler or (loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
         draws = SharedDraws(arranged(source, 1 if self._splits(loader) else self._size), self._streams)
         shared.position.draws = draws
         if rest:
-            draws.check = rest["drawn"], partial(check_drawn, rest)  # which shows too that all ranks draw the same
+            draws.check = rest["drawn"], partial(check_drawn, rest)  # this also shows that all ranks draw the same
             return RestOfBatches(draws, rest["done"], rest["drawn"], self._size)
         if self._group is None or self._whole(loader):
             return draws
@@ -385,19 +386,19 @@ class TrainingShares:
         if not self._warned:
             self._warned = True
             warn(
-                f'parwrap: batch="global" cannot split what a DataLoader with batch_size=None yields ({location()}): each rank takes whole '
-                f"items in turn, so a step is over {self._size} of them. Have the loader make the batches, by batch_size or "
-                'sampler=BatchSampler(...), or give batch="per_rank". This is said once.'
+                f'parwrap: batch="global" cannot split the items of a DataLoader with batch_size=None ({location()}): each rank takes '
+                f"whole items in turn, so a step covers {self._size} of them. Have the loader make the batches, by batch_size or "
+                'sampler=BatchSampler(...), or give batch="per_rank". This is shown once.'
             )
 
     def _warn_of_units(self, sampler: Any) -> None:
-        """What a sampler of the script's yields may be a whole, which no rank can have a part of."""
+        """An item of the script's own sampler may be a unit that must not be split."""
         if self._size > 1 and type(sampler) is not BatchSampler and not hasattr(sampler, "for_ranks") and not self._warned_of_units:
             self._warned_of_units = True
             warn(
                 f'parwrap: batch="global" cuts each batch of a {type(sampler).__name__} into {self._size} parts, one for each rank '
-                f"({location()}). That is exact for a loss that is a mean over samples. Where a batch is a unit, as an episode of few-shot "
-                'learning is, give batch="per_rank", which deals out whole batches. This is said once.'
+                f"({location()}). That is exact for a loss that is a mean over samples. If a batch is a unit, such as an episode of "
+                'few-shot learning, give batch="per_rank", which deals out whole batches. This is shown once.'
             )
 
     def _announce(self, loader: DataLoader, samples: int | None) -> None:

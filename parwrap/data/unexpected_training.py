@@ -1,4 +1,4 @@
-"""A loader that every rank reads whole, as one to look at, and that is trained on all the same: it is shared out from its next pass on."""
+"""A loader that every rank reads whole and that is trained on nevertheless: it is split from its next pass on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["watch_for_training"]
 
 
 def watch_for_training(loop: Loop, history: LoaderHistory, say: Callable[[str], None]) -> Callable[[], None]:
-    """What is to be called at each batch and at the end of a pass that begins as one that only looks, over the loader of ``history``.
+    """The function to call at each batch and at the end of a pass that begins as one that only looks, over the loader of ``history``.
 
     Args:
         loop: what the training loop has done so far.
-        history: of the loader.
-        say: called with what to warn of.
+        history: the loader's history.
+        say: called with the warning.
     """
     before, versions = loop.backwards, loop.versions()
     if not loop.can_train():
@@ -27,7 +27,7 @@ def watch_for_training(loop: Loop, history: LoaderHistory, say: Callable[[str], 
     def watch() -> None:
         if loop.backwards == before or loop.passes or history.has_trained:
             return
-        # a backward alone is for gradients of inputs, or of a Fisher matrix
+        # a backward alone may be for gradients of inputs, or a Fisher matrix
         if loop.versions() != versions or not (any(loop.optimizers()) or loop.in_eval_mode()):
             history.trains = history.has_trained = True
             say(

@@ -1,7 +1,7 @@
-"""What of the whole a rank has not seen when it is through with its share: the batches of indices that make a look at the data whole.
+"""The indices that a rank has not seen at the end of its share: the batches that complete a pass that only looks.
 
-Together with what the rank has read they are the samples that a single process reads, each once: what was repeated to fill up a share is
-left out, and a last batch that is not full comes at the end. Only indices are handled here.
+Together with what the rank has read they are the samples of a single process, each once: repeated samples that fill a share are skipped,
+and a last incomplete batch comes at the end. Only indices are handled here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Recorded", "Unread", "unread_of"]
 
 
 class Recorded:
-    """What a sampler draws in a pass, kept as ``drawn`` until it is set to ``None``; ``ended`` says whether that is all.
+    """The draws of a sampler in a pass, kept as ``drawn`` until that is set to ``None``; ``ended`` tells whether they are complete.
 
     >>> recorded = Recorded("ab")
     >>> list(recorded), recorded.drawn, recorded.ended
@@ -45,7 +45,7 @@ class Recorded:
 
 
 class Unread:
-    """What is unread in one pass. The base class is for a plain loader, whose samples are dealt out one by one.
+    """The unread part of one pass. The base class is for a plain loader, whose samples are dealt out one by one.
 
     Args:
         shard: the copy of the loader that draws this rank's share.
@@ -55,13 +55,13 @@ class Unread:
         self._shard = shard
 
     def uneven_after(self, read: int) -> bool:
-        """Whether the last of ``read`` batches of the share is not what a single process would read: it repeats samples, or is not full."""
+        """Whether the last of ``read`` batches differs from that of a single process: it repeats samples, or is not full."""
         sampler: Any = self._shard.sampler
         together = sampler.num_replicas * (self._shard.batch_size or 1)
         return read > 1 and len(sampler.dataset) % together != 0 and read == len(self._drawn_from())
 
     def rest(self, read: int) -> list:
-        """The batches (or samples, of a loader that does not batch) that come after the first ``read`` of the share."""
+        """The batches (or samples, without batching) that follow the first ``read`` of the share."""
         size, drop_last = self._shard.batch_size, self._shard.drop_last
         sampler: Any = self._shard.sampler
         order = _whole_order(sampler)
@@ -75,14 +75,14 @@ class Unread:
         return _chunks(rest, size) if size else rest
 
     def forget(self) -> None:
-        """The pass trains: nothing has to be kept any more."""
+        """The pass trains: nothing needs to be kept any more."""
 
     def _drawn_from(self) -> Any:
         return self._shard.sampler if self._shard.batch_sampler is None else self._shard.batch_sampler
 
 
 class _UnreadDealt(Unread):
-    """Of batches that are dealt out in turn."""
+    """The unread part of batches that are dealt out in turn."""
 
     def uneven_after(self, read: int) -> bool:
         dealt = self._drawn_from()
@@ -93,7 +93,7 @@ class _UnreadDealt(Unread):
         dealt = self._drawn_from()
         drawn, rank, size = dealt.batches.drawn, dealt.rank, dealt.size
         seen = {rank + size * turn for turn in range(read)}
-        if read == 1 and rank >= len(drawn):  # fewer batches than ranks: it was given one of another rank's
+        if read == 1 and rank >= len(drawn):  # fewer batches than ranks: it got one of another rank's
             seen = {(rank - len(drawn)) % len(drawn) if dealt.uneven == "pad" else 0}
         own = [place for place in range(rank, len(drawn), size) if place not in seen]
         others = [place for place in range(len(drawn)) if place not in seen and place not in own]
@@ -104,7 +104,7 @@ class _UnreadDealt(Unread):
 
 
 class _UnreadParts(_UnreadDealt):
-    """Of batches that are split among the ranks."""
+    """The unread part of batches that are split among the ranks."""
 
     def uneven_after(self, read: int) -> bool:
         split, size = self._drawn_from(), self._own_size()
@@ -118,19 +118,19 @@ class _UnreadParts(_UnreadDealt):
             whole = list(batch)
             if number < read:
                 mine = block(len(whole), split.rank, split.size)
-                mine = mine or range(1)  # a rank for which nothing is left has the first sample
+                mine = mine or range(1)  # a rank without a part has the first sample
                 del whole[mine.start : mine.stop]
             rest += _chunks(whole, self._own_size() or len(whole))
         return rest
 
     def _own_size(self) -> Any:
-        """How many samples a batch of a single process has, where those of all ranks were put together."""
+        """The number of samples in a batch of a single process, if the ranks' samples are combined."""
         within, size = self._drawn_from().within, self._shard.batch_size
         return size if type(within) is BatchSampler and within.batch_size != size else None
 
 
 def unread_of(shard: DataLoader) -> Unread | None:
-    """What is unread of a pass that ``shard`` is read in; call it before it is read."""
+    """The unread part of a pass over ``shard``; call it before the pass."""
     drawn: Any = shard.sampler if shard.batch_sampler is None else shard.batch_sampler
     if isinstance(drawn, (DealtBatches, SplitBatches)):
         if not isinstance(drawn.batches, Recorded):
@@ -140,7 +140,7 @@ def unread_of(shard: DataLoader) -> Unread | None:
 
 
 def _whole_order(sampler: DistributedSampler) -> list:
-    """What ``sampler`` draws for all ranks in this pass, each sample once."""
+    """The draws of ``sampler`` for all ranks in this pass, each sample once."""
     whole = copy.copy(sampler)
     whole.num_replicas, whole.rank, whole.drop_last = 1, 0, False
     whole.num_samples = whole.total_size = len(sampler.dataset)  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""``python -m parwrap.doctor``: what runs here, what a launch would do, and what is wrong, each problem with its remedy."""
+"""``python -m parwrap.doctor``: shows what works here, what a launch would do, and each problem with its remedy."""

@@ -1,4 +1,4 @@
-"""``python -m parwrap.doctor [--json]``: its options. What it then does is ``command.py``'s, which imports torch, or cannot."""
+"""``python -m parwrap.doctor [--json]``: parses the options and runs ``command.py``, which imports torch if it can."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 def main() -> int:
     """Run the command and return its exit code."""
     options = _options()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch's stack traces of what is reported here in a line
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # suppresses torch's stack traces of failures that are reported here in one line
     try:
         from parwrap.doctor.command import examine
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What the command does: examines, prints on rank 0, and ends with an exit code, in time whatever hangs."""
+"""The command: examines, prints on rank 0, and ends with an exit code, in time even if something hangs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def examine(timeout: float, backend: str | None, as_json: bool) -> int:
     """Examine this process, or all ranks if it is one of several.
 
     Args:
-        timeout: seconds that it may take.
-        backend: for the self test; ``None`` for what would be chosen.
+        timeout: the time limit in seconds.
+        backend: the backend of the self test; ``None`` for the default.
         as_json: print JSON.
 
     Returns:
@@ -45,7 +45,7 @@ def examine(timeout: float, backend: str | None, as_json: bool) -> int:
     if world.size > 1:
         exam = LaunchedExam(facts, timeout, world)
     else:
-        gc.unfreeze()  # what a fork server has loaded: none of these objects is to come back
+        gc.unfreeze()  # what a fork server has loaded: forked ranks change none of these objects
         exam = ForkedExam(facts, timeout, backend)
 
     def give_up() -> NoReturn:
@@ -56,13 +56,13 @@ def examine(timeout: float, backend: str | None, as_json: bool) -> int:
     status = _tell(exam, as_json)
     if exam.failure:
         exam.wait_until_told()
-    if exam.failure or active_children():  # one that hangs in a GPU's driver, which no signal ends, would be waited for
+    if exam.failure or active_children():  # joining a rank that hangs in a GPU's driver, which no signal ends, would hang
         _leave(status)
     return status
 
 
 def _tell(exam: Exam, as_json: bool) -> int:
-    """Print what is known, on rank 0 all of it; returns the exit code."""
+    """Print the results so far, on rank 0 those of all ranks; returns the exit code."""
     launch = exam.facts.launch
     if launch.rank > 0:
         if exam.failure:
@@ -79,7 +79,7 @@ def _tell(exam: Exam, as_json: bool) -> int:
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process at once: what has failed may hang when it is taken apart."""
+    """End this process immediately: shutting down what has failed may hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,7 +1,7 @@
-"""The examination: gathers what the ranks know, has them measure together, and ends in time whatever hangs.
+"""The examination: gathers the ranks' facts, lets them measure together, and ends in time even if something hangs.
 
-Ranks that a launcher has started tell rank 0 their facts before they start a process group, so that these are known when that fails. In a
-process started by hand ranks are forked for the self test.
+Launched ranks send rank 0 their facts before they start a process group, so that the facts are known if that fails. In a process started by
+hand ranks are forked for the self test.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from parwrap.world.world import World
 __all__ = ["Exam", "ForkedExam", "LaunchedExam", "in_time"]
 
 PATIENT = 0.8
-"""The part of the timeout for which ranks wait for each other; torch then says what they waited for."""
+"""The part of the timeout for which ranks wait for each other; torch then names what they waited for."""
 
 LONGEST_STAGE = 200
 
 
 class Exam:
-    """An examination that can be told of at any time, from any thread.
+    """An examination that can be read at any time, from any thread.
 
     Args:
-        facts: this rank's own.
-        timeout: seconds that it may take.
+        facts: this rank's facts.
+        timeout: the time limit in seconds.
     """
 
     by = ""
@@ -58,11 +58,11 @@ class Exam:
 
     @property
     def patience(self) -> timedelta:
-        """For how long a rank waits for another."""
+        """How long a rank waits for another."""
         return timedelta(seconds=max(1, math.floor(PATIENT * self.timeout) - 1))  # a store of torch's waits up to a second longer
 
     def run(self) -> None:
-        """Go through with it; a failure is kept."""
+        """Run it; a failure is kept."""
         try:
             self._run()
         except Exception as error:
@@ -73,7 +73,7 @@ class Exam:
         self.failure = f"no end after {self.timeout:g} s"
 
     def outcome(self) -> Examination:
-        """What is known by now."""
+        """The results so far."""
         known = dict(self.known)
         stages = self.stages() if self.failure else {}
         missing = [] if not self.failure or len(known) == 1 else [rank for rank in range(self.facts.launch.size) if rank not in known]
@@ -83,18 +83,18 @@ class Exam:
         return Examination([known[rank] for rank in sorted(known)], test)
 
     def stages(self) -> dict[int, str]:
-        """Where each rank is, as far as it has told."""
+        """The stage of each rank, as last reported."""
         return {}
 
     def wait_until_told(self) -> None:
-        """Return when what has failed is reported, by rank 0."""
+        """Return when rank 0 has reported the failure."""
 
     def _run(self) -> None:
         raise NotImplementedError
 
 
 class ForkedExam(Exam):
-    """The self test of ranks that are forked for it: one for each GPU if there are several, else two on the CPU."""
+    """The self test of forked ranks: one for each GPU if there are several, otherwise two on the CPU."""
 
     by = "forked"
 
@@ -104,7 +104,7 @@ class ForkedExam(Exam):
         self.backend = backend or ("nccl" if gpus > 1 else "gloo")
         self.ranks = max(gpus, 2) if self.backend == "nccl" else 2
         self.device = "cuda" if self.backend == "nccl" else "cpu"
-        # shared with what is forked, and in no file system, which may be full or may not be written to
+        # shared with forks, and in no file system, which may be full or read-only
         self._stages = [mmap.mmap(-1, LONGEST_STAGE) for _ in range(self.ranks)]
 
     def stages(self) -> dict[int, str]:
@@ -128,7 +128,7 @@ class ForkedExam(Exam):
 
 
 class LaunchedExam(Exam):
-    """The examination of ranks that a launcher has started; rank 0 knows all in the end, the others what they need."""
+    """The examination of launched ranks; in the end rank 0 has everything, the others what they need."""
 
     by = "launched"
 
@@ -166,7 +166,7 @@ class LaunchedExam(Exam):
                 self._store.set(f"stage/{self._world.rank}", f"{self.stage}: {self.failure}")
 
     def wait_until_told(self) -> None:
-        """Let rank 0 report before this rank ends, which would have a launcher end rank 0."""
+        """Let rank 0 report before this rank ends, which would make a launcher end rank 0."""
         if self._looking is None:
             return
         with suppress(RuntimeError, ValueError):
@@ -206,7 +206,7 @@ class LaunchedExam(Exam):
         self._part()
 
     def _part(self) -> None:
-        """Leave the store, rank 0 last: it may be its own."""
+        """Leave the store, rank 0 last, because it may host the store."""
         if self._world.rank > 0:
             self._store.set(f"parted/{self._world.rank}", "")
         else:
@@ -215,7 +215,7 @@ class LaunchedExam(Exam):
     def _collect(self) -> None:
         latest = self.ends - (1 - PATIENT) * self.timeout
         for rank in range(self._world.size):
-            # those that are here are known even if one never comes
+            # ranks that have come are known even if another never does
             with suppress(RuntimeError):
                 self._store.wait([f"facts/{rank}"], timedelta(seconds=max(0.1, latest - time.monotonic())))
                 self.known[rank] = pickle.loads(self._store.get(f"facts/{rank}"))
@@ -227,7 +227,7 @@ class LaunchedExam(Exam):
 
 @contextmanager
 def in_time(exam: Exam, give_up: Callable[[], None]) -> Iterator[None]:
-    """While this is held, ``give_up`` is called once ``exam`` is overdue, in another thread: the main one may hang for ever."""
+    """While this is open, ``give_up`` is called once ``exam`` is overdue, in another thread: the main one may hang forever."""
 
     def watch(stopped: threading.Event) -> None:
         if not stopped.wait(exam.ends - time.monotonic()):
@@ -244,6 +244,6 @@ def _device(group: groups.Group) -> torch.device:
 
 def _in_a_line(error: Exception) -> str:
     text = next((line for line in str(error).splitlines() if line.strip()), "")
-    text = re.sub(r"^\[(enforce fail at )?\S+:\d+\] ", "", text)  # gloo's source; what follows are its good wishes
+    text = re.sub(r"^\[(enforce fail at )?\S+:\d+\] ", "", text)  # gloo's source; generic advice follows
     text = text.partition(" This is typically caused by")[0].strip(" .")
     return text if isinstance(error, ParwrapError) else f"{type(error).__name__}: {text}"

@@ -1,6 +1,6 @@
-"""What the doctor knows: facts of each rank, the outcome of the self test. Their names are the keys of ``--json``.
+"""The doctor's data: facts of each rank, and the result of the self test. The field names are the keys of ``--json``.
 
-Nothing is looked up here (``gather.py``, ``exam.py``) and nothing judged (``findings.py``).
+``gather.py`` and ``exam.py`` collect it, ``findings.py`` judges it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Launch:
     Attributes:
         launcher: the launch family; ``None`` for a process started by hand.
         rank, size, local_rank, local_size, node_rank: its place, as in :class:`parwrap.world.world.World`.
-        init_method: where the ranks meet; ``None`` if nobody tells.
+        init_method: the rendezvous; ``None`` if unknown.
         variables: the launch variables that are set.
-        error: why the ranks cannot be told apart, if they cannot.
+        error: why the ranks cannot be identified, if so.
     """
 
     launcher: str | None = None
@@ -35,11 +35,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Versions:
-    """Versions; ``None`` for what torch was built without, or is installed under no name.
+    """Versions; ``None`` for libraries that torch was built without, or that have no version.
 
     Attributes:
-        cuda: what torch was built for, as ``"12.8"``, or ``"rocm 6.4"``.
-        extras: of the optional packages that parwrap works with; ``None`` for one that is not here.
+        cuda: what torch was built for, such as ``"12.8"`` or ``"rocm 6.4"``.
+        extras: versions of optional packages; ``None`` for one that is not installed.
     """
 
     python: str
@@ -53,7 +53,7 @@ class Versions:
 
     @property
     def built_for(self) -> str:
-        """The same as ``cuda``, for people to read.
+        """``cuda`` in readable form.
 
         >>> Versions("3.11.7", "0.1.0", "2.13.0", "rocm 6.4", None, "2.4.6", "2.5.2").built_for
         'ROCm 6.4'
@@ -67,9 +67,9 @@ class Cores:
 
     Attributes:
         present: in the machine.
-        usable: by this process.
-        quota: how many cores' worth of time its cgroup may take; ``None`` without a limit.
-        threads: that torch computes with.
+        usable: usable by this process.
+        quota: the number of cores whose time its cgroup may use; ``None`` without a limit.
+        threads: the number of torch's compute threads.
     """
 
     present: int
@@ -80,12 +80,12 @@ class Cores:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in bytes; ``None`` where it is not known, or there is no limit or no ``/dev/shm``.
+    """Memory in bytes; ``None`` if unknown, unlimited or without ``/dev/shm``.
 
     Attributes:
-        limit: of the cgroup.
+        limit: the limit of the cgroup.
         shared: the size of ``/dev/shm``.
-        shared_free: what is free of it.
+        shared_free: its free part.
     """
 
     total: int | None = None
@@ -100,9 +100,9 @@ class Limits:
     """Limits of this process; ``None`` for none.
 
     Attributes:
-        open_files: how many.
-        open_files_most: what ``ulimit -n`` may raise that to.
-        locked_memory: bytes that may be kept from being swapped, as InfiniBand needs.
+        open_files: the number of open files allowed.
+        open_files_most: the most that ``ulimit -n`` may allow.
+        locked_memory: bytes that may be locked in memory, as InfiniBand needs.
     """
 
     open_files: int | None = None
@@ -123,13 +123,13 @@ class Gpus:
     """The GPUs.
 
     Attributes:
-        seen: by torch.
-        present: whether the machine has an NVIDIA GPU, whoever may use it.
-        driver: version of the NVIDIA driver that is loaded.
+        seen: the GPUs that torch sees.
+        present: whether the machine has an NVIDIA GPU, usable here or not.
+        driver: version of the loaded NVIDIA driver.
         visible: ``CUDA_VISIBLE_DEVICES``.
-        error: what torch says if it cannot use them.
+        error: torch's error if it cannot use them.
         apart: pairs that cannot read each other's memory.
-        topology: what ``nvidia-smi topo -m`` prints, for two or more.
+        topology: the output of ``nvidia-smi topo -m``, for two or more.
     """
 
     seen: list[Gpu] = field(default_factory=list)
@@ -146,13 +146,13 @@ class Network:
     """Where gloo would listen.
 
     Attributes:
-        addresses: that the host's name leads to.
+        addresses: the addresses that the host's name resolves to.
         interfaces: names of the network interfaces, with their addresses.
-        infiniband: devices for it.
+        infiniband: InfiniBand devices.
         gloo: the value of ``GLOO_SOCKET_IFNAME``.
         nccl: the value of ``NCCL_SOCKET_IFNAME``.
-        address: where gloo listens; ``None`` if the host's name leads to no address of this machine.
-        interface: that has this address.
+        address: where gloo listens; ``None`` if the host's name resolves to no address of this machine.
+        interface: the interface with this address.
     """
 
     addresses: list[str] = field(default_factory=list)
@@ -166,12 +166,12 @@ class Network:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that one rank knows of itself.
+    """The facts of one rank.
 
     Attributes:
         host: the name of its machine.
-        backend: that would be chosen.
-        device: the same, ``"cpu"`` or ``"cuda"``.
+        backend: the backend that would be chosen.
+        device: the device that would be chosen, ``"cpu"`` or ``"cuda"``.
         device_error: why this rank has no device, if it has none.
     """
 
@@ -193,10 +193,10 @@ class Row:
     """All-reduces of one size.
 
     Attributes:
-        bytes: on each rank.
-        seconds: of one, on average, on the slowest rank.
+        bytes: the size on each rank.
+        seconds: the average time of one, on the slowest rank.
         algorithm_bandwidth: ``bytes / seconds``.
-        bus_bandwidth: that, times ``2 (n - 1) / n`` for n ranks: comparable with what the links can do, whatever n is.
+        bus_bandwidth: that, times ``2 (n - 1) / n`` for n ranks: comparable with the speed of the links for any n.
         right: whether every rank had the right sums.
     """
 
@@ -209,7 +209,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Clock:
-    """How far the clock of a rank is ahead of rank 0's, in seconds, and how far that may be from the truth."""
+    """How far a rank's clock is ahead of rank 0's, in seconds, and the error of that."""
 
     rank: int
     ahead: float
@@ -218,17 +218,17 @@ class Clock:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What ranks did together.
+    """The result of the ranks' self test.
 
     Attributes:
         by: ``"launched"`` ranks, or ``"forked"``: two or more that the doctor has started for it.
-        ranks: how many.
-        backend, device: that they used.
-        rows: the sizes that were reached.
-        clocks: of launched ranks.
-        skipped: why it was not run.
-        failure: why it did not come to its end.
-        stages: after a failure, where each rank is, as far as it has told.
+        ranks: the number of ranks.
+        backend, device: the backend and device in use.
+        rows: the sizes measured.
+        clocks: the clocks of launched ranks.
+        skipped: why it was skipped.
+        failure: why it failed.
+        stages: after a failure, the last reported stage of each rank.
         missing: after a failure, ranks that did not come.
     """
 
@@ -246,7 +246,7 @@ class SelfTest:
 
 @dataclass(frozen=True)
 class Examination:
-    """All of it: the facts of the ranks that told them, and the self test."""
+    """The whole result: the ranks' facts as received, and the self test."""
 
     ranks: list[Facts]
     self_test: SelfTest

@@ -1,4 +1,4 @@
-"""From facts to problems, each with its remedy, without any effect."""
+"""From facts to problems, each with its remedy; without side effects."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from parwrap.doctor.units import human_size, ranks
 __all__ = ["Finding", "find"]
 
 LEAST_SHARED = 2**30
-"""Bytes of ``/dev/shm`` below which batches of DataLoader workers may not fit. Docker gives 64 MB."""
+"""Bytes of ``/dev/shm`` below which batches of DataLoader workers may not fit. Docker's default is 64 MB."""
 
 LEAST_FILES = 1024
-"""Open files that a process may have by default nearly everywhere."""
+"""The usual default limit of open files."""
 
 CLOCKS_APART = 1.0
-"""Seconds between clocks from which times of files and of logs mislead."""
+"""Seconds of difference between clocks from which times in files and logs mislead."""
 
 VIRTUAL = ("lo", "docker", "veth", "virbr", "br-", "cni", "flannel", "tun", "ifb", "dummy")
-"""How names of interfaces begin that lead to no other machine."""
+"""Prefixes of interfaces that lead to no other machine."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Finding:
     Attributes:
         problem: what is wrong.
         remedy: what to do about it.
-        serious: whether it is an error; else it is only worth knowing.
-        ranks: who has it.
+        serious: whether it is an error rather than a hint.
+        ranks: the ranks that have it.
     """
 
     problem: str
@@ -43,9 +43,9 @@ class Finding:
 
 
 def find(examination: Examination) -> list[Finding]:
-    """All that is wrong, the same on several ranks said once; what is serious comes first."""
+    """All problems; a problem of several ranks comes once, and serious ones come first."""
     on = Counter(facts.host for facts in examination.ranks)
-    # not every launcher tells how many ranks there are on a machine
+    # not every launcher sets the number of ranks on a machine
     all_facts = [
         replace(facts, launch=replace(facts.launch, local_size=facts.launch.local_size or on[facts.host])) for facts in examination.ranks
     ]
@@ -73,9 +73,9 @@ def find(examination: Examination) -> list[Finding]:
 
 
 def launch(facts: Facts) -> Iterator[Finding]:
-    """The launch variables make no sense."""
+    """The launch variables are inconsistent."""
     if facts.launch.error:
-        # the errors of parwrap say what to do, after what is wrong
+        # parwrap's errors state the problem, then the remedy
         problem, *advice = re.split(r"\. |: (?=start |set |unset )", facts.launch.error.rstrip("."), maxsplit=1)
         yield Finding(problem, advice[0] if advice else "start with `python -m parwrap.run`, or unset these variables to run on one rank")
 
@@ -112,7 +112,7 @@ def threads(facts: Facts) -> Iterator[Finding]:
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
-    """DataLoader workers could not hand over their batches."""
+    """/dev/shm is too small for the batches of DataLoader workers."""
     free = facts.memory.shared_free
     if free is not None and free < LEAST_SHARED:
         yield Finding(
@@ -123,7 +123,7 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def open_files(facts: Facts) -> Iterator[Finding]:
-    """Too few files may be open."""
+    """The limit of open files is too low."""
     limits = facts.limits
     if limits.open_files is not None and limits.open_files < LEAST_FILES:
         most = limits.open_files_most
@@ -177,7 +177,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def interfaces(facts: Facts) -> Iterator[Finding]:
-    """A variable names an interface that is not there."""
+    """A variable names an interface that does not exist."""
     network = facts.network
     here = ", ".join(network.interfaces)
     missing = [name for name in (network.gloo or "").split(",") if name and name not in network.interfaces]
@@ -191,11 +191,11 @@ def interfaces(facts: Facts) -> Iterator[Finding]:
 
 
 def name_of_host(facts: Facts, several: bool) -> Iterator[Finding]:
-    """Gloo would not listen where the others look for it.
+    """Gloo would listen where the others do not find it.
 
     Args:
-        facts: of a rank.
-        several: whether there are ranks on other machines.
+        facts: the facts of a rank.
+        several: whether other machines have ranks.
     """
     network = facts.network
     if network.gloo is None and network.address is None:
@@ -214,7 +214,7 @@ def name_of_host(facts: Facts, several: bool) -> Iterator[Finding]:
 
 
 def differences(all_facts: Sequence[Facts]) -> Iterator[Finding]:
-    """What must be the same on all ranks and is not."""
+    """Facts that must be the same on all ranks and are not."""
     yield from _different(all_facts, "backends", lambda facts: facts.backend, "pass `--backend gloo`, or see why some ranks have no GPU")
     for what, of in {
         "versions of torch": lambda facts: facts.versions.torch,
@@ -234,11 +234,11 @@ def _different(all_facts: Sequence[Facts], what: str, of: Callable[[Facts], str 
 
 
 def self_test(test: SelfTest, several: bool) -> Iterator[Finding]:
-    """What went wrong between ranks.
+    """Failures between ranks.
 
     Args:
-        test: the outcome.
-        several: whether they are on several machines.
+        test: the result of the self test.
+        several: whether the ranks are on several machines.
     """
     wrong = [human_size(row.bytes) for row in test.rows if not row.right]
     if wrong:
@@ -266,7 +266,7 @@ def self_test(test: SelfTest, several: bool) -> Iterator[Finding]:
 
 
 def _after_failure(test: SelfTest, several: bool) -> str:
-    if test.failure and "Unable to find address for" in test.failure:  # gloo's words
+    if test.failure and "Unable to find address for" in test.failure:  # gloo's message
         return "give that network interface an address; lo has one after `ip link set lo up`, which a sandbox without a network may lack"
     if test.missing or not (test.rows or any("all-reduce" in stage for stage in test.stages.values())):
         return (

@@ -1,6 +1,6 @@
-"""Facts of this process and its machine: looked up, and judged by nobody here. CUDA is started in a process of its own only.
+"""Collects facts of this process and its machine, without judging them. CUDA is started only in a child process.
 
-What the machine does not have, or the system does not tell, is ``None`` or empty.
+Unknown or missing facts are ``None`` or empty.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from parwrap.world.world import World, detect, launch_variables
 __all__ = ["gather", "place"]
 
 EXTRAS = ("cloudpickle", "datasets", "torchdata", "nvidia-dali-cuda120", "PyYAML", "ray")
-"""What parwrap works with where it is there."""
+"""Optional packages that parwrap works with."""
 
 
 def place(environ: Mapping[str, str]) -> tuple[World, str | None]:
-    """This process's place, and why it cannot be told if it cannot."""
+    """This process's place, or why it cannot be determined."""
     try:
         return detect(environ), None
     except LaunchError as error:
@@ -47,19 +47,19 @@ def gather(environ: Mapping[str, str], backend: str | None = None) -> Facts:
 
     Args:
         environ: the environment variables.
-        backend: that is asked for, if any.
+        backend: the requested backend, if any.
     """
     world, error = place(environ)
     told = [*launch_variables(), "MASTER_ADDR", "MASTER_PORT"]
     gpus = find_gpus(environ)
     device, device_error = "cuda" if gpus.seen else "cpu", None
-    if gpus.seen and backend != "gloo" and world.launcher == "torchrun":  # others may give each rank GPUs of its own
+    if gpus.seen and backend != "gloo" and world.launcher == "torchrun":  # other launchers may give each rank separate GPUs
         try:
             visible_gpu(world.local_rank, [str(number) for number in range(len(gpus.seen))])
         except LaunchError as missing:
             device_error = str(missing)
     if world.launcher == "torchrun" and multiprocessing.parent_process():
-        world = replace(world, launcher="parwrap.run")  # the variables are the same, but torchrun starts a program
+        world = replace(world, launcher="parwrap.run")  # the variables are the same, but torchrun names the launcher
     return Facts(
         host=socket.gethostname(),
         launch=Launch(**asdict(world), variables={name: environ[name] for name in told if name in environ}, error=error),
@@ -122,7 +122,7 @@ def _memory() -> Memory:
 
 
 def _cgroups(controller: str, name: str) -> list[str]:
-    """The files ``name`` of this process's cgroup and of those around it, each of which limits it; in a container, of the container."""
+    """The files ``name`` of this process's cgroup and its parents, each of which limits it; in a container, of the container."""
     texts = []
     for controllers, path in re.findall(r"^\d+:(.*?):/(.*)", _read(Path("/proc/self/cgroup")), re.MULTILINE):
         if controllers == "" or controller in controllers.split(","):

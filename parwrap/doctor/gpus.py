@@ -1,4 +1,4 @@
-"""The GPUs, as torch finds them in a process of its own: CUDA must not start in one that is to fork or to hide GPUs, and may hang."""
+"""The GPUs, as torch finds them in a child process: CUDA must not start in a process that forks or hides GPUs, and may hang."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from parwrap.doctor.facts import Gpu, Gpus
 __all__ = ["find_gpus"]
 
 PATIENCE = 30
-"""Seconds for a driver to answer in."""
+"""Seconds for a driver to answer."""
 
 
 def find_gpus(environ: Mapping[str, str]) -> Gpus:
-    """The GPUs that this process would see, with ``environ`` for its environment variables."""
+    """The GPUs that this process would see with the environment variables ``environ``."""
     answer: dict[str, Any] = {}
     if torch.version.cuda or getattr(torch.version, "hip", None):
         answer = _asked()
@@ -38,7 +38,7 @@ def find_gpus(environ: Mapping[str, str]) -> Gpus:
 
 
 def _asked() -> dict[str, Any]:
-    """What torch says in a process of its own."""
+    """Torch's answer from a child process."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_tell, args=(theirs,), daemon=True)
@@ -69,7 +69,7 @@ def _tell(answer: Connection) -> None:
 
 
 def _is_present() -> bool:
-    """Whether there is an NVIDIA display controller on the bus."""
+    """Whether an NVIDIA display controller is on the bus."""
     for device in Path("/sys/bus/pci/devices").glob("*"):
         with suppress(OSError):
             if (device / "vendor").read_text().strip() == "0x10de" and (device / "class").read_text().startswith("0x03"):

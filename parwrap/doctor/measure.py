@@ -1,7 +1,7 @@
-"""What ranks measure together in the self test: whether all-reduces are right and how fast, and how far apart clocks are.
+"""Measurements of the self test: correctness and speed of all-reduces, and the difference of the ranks' clocks.
 
-Times become bandwidths as in nccl-tests (doc/PERFORMANCE.md there): algorithm bandwidth is size / time, and bus bandwidth that times
-2 (n - 1) / n, as each of n links carries 2 (n - 1) / n of the data at the least. Which ranks these are, and their ends, are ``exam.py``'s.
+Times become bandwidths as in nccl-tests (doc/PERFORMANCE.md there): algorithm bandwidth is size / time, and bus bandwidth that times 2 (n -
+1) / n, because each of n links carries at least 2 (n - 1) / n of the data. ``exam.py`` chooses the ranks and ends them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ SIZES = tuple(1024 * 16**power for power in range(5))
 """Bytes, from 1 KB to 64 MB."""
 
 ROUNDS = 5
-"""How often a rank asks rank 0 for the time."""
+"""The number of times that a rank asks rank 0 for the time."""
 
 
 def all_reduces(rank: int, size: int, device: torch.device, tell: Callable[[str], None]) -> Iterator[Row]:
     """Reduce tensors of each of ``SIZES`` over the default process group.
 
     Args:
-        rank: this one.
+        rank: this rank.
         size: the number of ranks.
-        device: that the backend works on.
-        tell: called with what comes next.
+        device: the device of the backend.
+        tell: called with the next step.
     """
     for number in SIZES:
         tell(f"all-reduce of {human_size(number)}")
@@ -74,14 +74,14 @@ def _finish(tensor: torch.Tensor) -> None:
 def clocks(store: Any, rank: int, size: int, clock: Callable[[], float] = time.time) -> list[Clock]:
     """The clocks of all ranks against rank 0's; on rank 0 only, empty on the others.
 
-    As NTP does it: a rank notes when it asks and when the answer is there, and takes the answer for the time in the middle. The shortest of
-    a few rounds counts, and errs by half of its length at the most.
+    As in NTP, a rank notes when it asks and when the answer arrives, and assigns the answer to the midpoint. The shortest of a few rounds
+    counts; its error is at most half of its length.
 
     Args:
         store: a key-value store that all ranks share, used for nothing else.
-        rank: this one.
+        rank: this rank.
         size: the number of ranks.
-        clock: this rank's, in seconds.
+        clock: this rank's clock, in seconds.
     """
     if rank == 0:
         for other in range(1, size):

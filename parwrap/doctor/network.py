@@ -1,5 +1,5 @@
-"""Where gloo would listen: at the interface that ``GLOO_SOCKET_IFNAME`` names, else at the first address that the host's own name leads to
-and that this machine can bind, else at the loopback, where no other machine reaches it (torch's ``ProcessGroupGloo.cpp``).
+"""Where gloo would listen: on the interface in ``GLOO_SOCKET_IFNAME``, otherwise on the first bindable address of the host's own name,
+otherwise on the loopback, which other machines cannot reach (torch's ``ProcessGroupGloo.cpp``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["find_network"]
 
 
 def find_network(environ: Mapping[str, str]) -> Network:
-    """The network, with ``environ`` for the environment variables."""
+    """The network, with the environment variables ``environ``."""
     known = interfaces()
     addresses = _addresses(socket.gethostname())
     gloo = environ.get("GLOO_SOCKET_IFNAME")
@@ -39,7 +39,7 @@ def find_network(environ: Mapping[str, str]) -> Network:
 
 
 def _addresses(host: str) -> list[str]:
-    with suppress(OSError, UnicodeError):  # the latter of a name that no name server could have
+    with suppress(OSError, UnicodeError):  # the latter for a name that no name server could have
         told = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in told))
     return []

@@ -1,4 +1,4 @@
-"""An examination for people to read: what all ranks share is said once, what differs is said with whose it is."""
+"""An examination in readable form: facts that all ranks share appear once, the others with their ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def table(rows: Iterable[Row]) -> list[str]:
 
 
 def _of_ranks(name: str, texts: Sequence[tuple[Facts, str]]) -> list[tuple[str, str]]:
-    """A line for each different text, with whose it is if there is more than one."""
+    """A line for each different text, with its ranks if there are several texts."""
     whose: dict[str, list[Facts]] = {}
     for facts, text in texts:
         whose.setdefault(text, []).append(facts)

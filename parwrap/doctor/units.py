@@ -1,4 +1,4 @@
-"""Sizes and sets of ranks, for people to read."""
+"""Sizes and sets of ranks in readable form."""
 
 from __future__ import annotations
 

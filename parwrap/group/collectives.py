@@ -1,6 +1,6 @@
 """The collectives that users call: on tensors, numbers and nested dicts, lists and tuples of them.
 
-All of them work, and mean the obvious thing, on one rank without a launcher. Which gradients are averaged when is left to strategies.
+All of them work on one rank without a launcher too. Strategies decide which gradients are averaged when.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parwrap.errors import RankMismatchError, UsageError
-from parwrap.group.group import Group, is_alone, is_beside, open_group, world_size
+from parwrap.group.group import Group, is_alone, is_outside_loop, open_group, world_size
 from parwrap.system.structures import Structure, described, difference, digest, mapped, mixed_dtypes, number_dtype
 from parwrap.world.world import detect
 
@@ -42,13 +42,13 @@ __all__ = [
 CPU = torch.device("cpu")
 
 ALIKE = (
-    "Which belongs to which is not guessed: pass the same keys, lengths, shapes and dtypes on every rank, with zeros where a rank has "
-    "nothing; or use parwrap.gather, which takes any."
+    "Ranks do not guess which values belong together: pass the same keys, lengths, shapes and dtypes on every rank, with zeros where a "
+    "rank has nothing; or use parwrap.gather, which takes any."
 )
 
 
 class AloneError(UsageError):
-    """A collective where only this rank is."""
+    """A collective on a single rank."""
 
 
 def barrier() -> None:
@@ -61,8 +61,8 @@ def reduce_sum(x: Any) -> Any:
     """The sum of ``x`` over all ranks, on every rank.
 
     Args:
-        x: a tensor or array (any shape), a number, or a nested dict, list, tuple or dataclass of these. Keys, lengths, shapes and dtypes
-            are the same on every rank. Only numbers and tensors without a dimension may be of different kinds: an ``int`` and a
+        x: a tensor or array (any shape), a number, or a nested dict, list, tuple or dataclass of these. Keys, lengths, shapes and
+            dtypes must be the same on every rank. Only numbers and tensors without a dimension may differ in type: an ``int`` and a
             ``float`` make a ``float``.
 
     Returns:
@@ -70,8 +70,8 @@ def reduce_sum(x: Any) -> Any:
         as int64) and plain numbers.
 
     Raises:
-        RankMismatchError: the ranks' structures differ; on every rank, with what differs.
-        UsageError: there is something else in ``x``.
+        RankMismatchError: the ranks' structures differ; on every rank, with the difference.
+        UsageError: ``x`` contains another object.
 
     >>> reduce_sum({"correct": 31, "loss": torch.tensor([1.5])})
     {'correct': 31, 'loss': tensor([1.5000])}
@@ -80,9 +80,9 @@ def reduce_sum(x: Any) -> Any:
 
 
 def reduce_mean(x: Any) -> Any:
-    """The mean of ``x`` over all ranks, on every rank; every rank counts the same.
+    """The mean of ``x`` over all ranks, on every rank, with equal weights.
 
-    Takes and returns what :func:`reduce_sum` does; the mean of integers is a float.
+    Takes and returns the same as :func:`reduce_sum`; the mean of integers is a float.
 
     >>> reduce_mean([2, 0.5])
     [2.0, 0.5]
@@ -97,7 +97,7 @@ def gather(x: Any) -> list[Any]:
         x: anything that pickles; tensors may differ in shape between ranks and arrive detached, on this rank's device.
 
     Raises:
-        UsageError: what a rank passes does not pickle; on every rank.
+        UsageError: a rank's ``x`` does not pickle; on every rank.
 
     >>> gather("here")
     ['here']
@@ -109,15 +109,15 @@ def gather(x: Any) -> list[Any]:
 
 
 def broadcast(x: Any, src: int = 0) -> Any:
-    """Rank ``src``'s ``x``, on every rank; what the others pass is not looked at.
+    """Rank ``src``'s ``x``, on every rank; the values of the others are ignored.
 
     Args:
         x: anything that pickles; tensors arrive detached, on this rank's device.
-        src: the rank whose ``x`` is taken, the same on every rank.
+        src: the rank whose ``x`` is sent, the same on every rank.
 
     Raises:
-        RankMismatchError: ``src`` is another on another rank; on every rank.
-        UsageError: there is no such rank, or its ``x`` does not pickle; on every rank.
+        RankMismatchError: the ranks pass different ``src``; on every rank.
+        UsageError: no rank has that number, or its ``x`` does not pickle; on every rank.
 
     >>> broadcast({"lr": 0.1})
     {'lr': 0.1}
@@ -127,7 +127,7 @@ def broadcast(x: Any, src: int = 0) -> Any:
         _compared("broadcast", {"src": f"{src}"}, group, "Pass the same src on every rank.")
     size = world_size()
     if not 0 <= src < size:
-        raise UsageError(f"broadcast(src={src}) asks for a rank that is not there: ranks are 0 to {size - 1}.")
+        raise UsageError(f"broadcast(src={src}) asks for a rank that does not exist: ranks are 0 to {size - 1}.")
     if group is None:
         return mapped(x, _detached)
     box = [_pickled(_moved(x, CPU)) if group.world.rank == src else None]
@@ -154,7 +154,7 @@ def all_ranks(flag: Any) -> bool:
 
 
 def group_for(name: str) -> Group | None:
-    """The group on which the collective ``name`` runs, once all ranks are there; ``None`` where this rank is the only one."""
+    """The group for the collective ``name``, once all ranks are there; ``None`` if this rank is the only one."""
     group = callers(name)
     if group is not None:
         group.synchronize(f"parwrap.{name}")
@@ -165,16 +165,16 @@ def callers(name: str) -> Group | None:
     """As :func:`group_for`, without waiting for the other ranks."""
     group = open_group()
     if group is None:
-        if not is_beside() and detect(os.environ).size > 1:
+        if not is_outside_loop() and detect(os.environ).size > 1:
             raise UsageError(
-                f"parwrap.{name}() needs the other ranks, and no process group is open here: "
-                "call it inside a function decorated with @parwrap.distributed, or inside `with parwrap.distributed():`."
+                f"parwrap.{name}() needs the other ranks, but no process group is open here: call it inside a function decorated with "
+                "@parwrap.distributed, or inside `with parwrap.distributed():`."
             )
         return None
     if is_alone():
         raise AloneError(
-            f"parwrap.{name}() would wait for ever: only this rank runs what @parwrap.rank_zero_only guards. "
-            "Call it outside of that function."
+            f"parwrap.{name}() would wait forever: only this rank runs what @parwrap.rank_zero_only guards. Call it outside of that "
+            "function."
         )
     return group
 
@@ -187,7 +187,7 @@ class _MovedToCPU:
 
 
 def sent(x: Any) -> Any:
-    """``x`` as it is sent to other ranks: tensors detached and on the CPU, with a mark on those that were not."""
+    """``x`` in the form that is sent to other ranks: tensors detached and on the CPU, with a mark on those that were not."""
 
     def away(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -198,7 +198,7 @@ def sent(x: Any) -> Any:
 
 
 def arrived(x: Any, device: torch.device) -> Any:
-    """What was :func:`sent`, with the marked tensors on ``device``."""
+    """The received ``x``, with the marked tensors on ``device``."""
     return mapped(x, lambda leaf: leaf.tensor.to(device) if isinstance(leaf, _MovedToCPU) else leaf)
 
 
@@ -208,7 +208,7 @@ def _moved(x: Any, device: torch.device) -> Any:
 
 
 def gathered_objects(name: str, x: Any, group: Group) -> list[Any]:
-    """Every rank's ``x`` in the order of ranks, where all ranks have met for the collective ``name``.
+    """Every rank's ``x`` in the order of ranks, once all ranks have come for the collective ``name``.
 
     Raises:
         UsageError: that of a rank does not pickle.
@@ -219,7 +219,7 @@ def gathered_objects(name: str, x: Any, group: Group) -> list[Any]:
 
 
 def _pickled(x: Any) -> bytes | str:
-    """``x`` pickled, or why it cannot be: a rank that raises alone has the others wait for it in a collective."""
+    """``x`` pickled, or why it cannot be: if one rank raised alone, the others would wait for it in a collective."""
     try:
         return pickle.dumps(x)
     except Exception as error:
@@ -229,7 +229,7 @@ def _pickled(x: Any) -> bytes | str:
 def _unpickled(name: str, pickled: list[Any], ranks: Iterable[int]) -> list[Any]:
     for rank, each in zip(ranks, pickled, strict=True):
         if isinstance(each, str):
-            raise UsageError(f"parwrap.{name} sends to the other ranks what can be pickled, and what rank {rank} has cannot: {each}")
+            raise UsageError(f"parwrap.{name} sends pickled objects to the other ranks, and rank {rank}'s cannot be pickled: {each}")
     return [pickle.loads(each) for each in pickled]
 
 
@@ -263,13 +263,12 @@ def _reduce(name: str, x: Any, finish: Callable[[Any, int], Any]) -> Any:
 
 
 def _compared(name: str, structure: Structure, group: Group, remedy: str = ALIKE) -> list[torch.dtype | None]:
-    """Compare the ``structure`` of what is given to the collective ``name`` with that of the other ranks.
+    """Compare the ``structure`` of the argument of the collective ``name`` with those of the other ranks.
 
     Args:
-        remedy: what to do where they differ.
+        remedy: advice in the error if they differ.
 
-    Returns:
-        Where numbers of other kinds are to be mixed, the dtype to send each leaf in; else an empty list.
+    If numbers of different types are mixed, the dtype to send each leaf in; otherwise an empty list.
 
     Raises:
         RankMismatchError: the structures differ.
@@ -280,7 +279,7 @@ def _compared(name: str, structure: Structure, group: Group, remedy: str = ALIKE
 
 
 def differing_structures(name: str, structure: Structure, group: Group) -> dict[int, Structure]:
-    """The ``structure`` of each rank that has come for the collective ``name``; empty if all ranks have, with the same."""
+    """The ``structure`` of each rank in the collective ``name``; empty if all have come, with the same."""
     mine = digest(structure)
     if group.coordinator is not None:
         ranks = group.synchronize(f"parwrap.{name}", mine)
@@ -291,13 +290,13 @@ def differing_structures(name: str, structure: Structure, group: Group) -> dict[
 
 
 def refuse_difference(name: str, structures: Mapping[int, Structure], remedy: str) -> None:
-    """Raise a ``RankMismatchError`` that says how the ``structures`` given to the collective ``name`` differ, if they do."""
-    if told := difference(structures):
-        raise RankMismatchError(f"parwrap.{name}() got something else on other ranks: {told}. {remedy}")
+    """Raise a ``RankMismatchError`` with the differences between the ``structures`` in the collective ``name``, if any."""
+    if differences := difference(structures):
+        raise RankMismatchError(f"parwrap.{name}() got different structures on different ranks: {differences}. {remedy}")
 
 
 def _as_tensor(name: str, leaf: Any) -> torch.Tensor:
-    """A new tensor to sum ``leaf`` in: wide enough that a sum over many ranks does not lose what the leaf has."""
+    """A new tensor to sum ``leaf`` in, wide enough that a sum over many ranks loses no precision of the leaf."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
         leaf = torch.from_numpy(leaf.astype(np.int64) if leaf.dtype.kind in "biu" else np.ascontiguousarray(leaf).reshape(leaf.shape))
     if isinstance(leaf, torch.Tensor):
@@ -325,5 +324,5 @@ def all_reduced(leaves: list[torch.Tensor], group: Group) -> list[torch.Tensor]:
 
 
 def home(group: Group) -> torch.device:
-    """Where the collectives of ``group`` take tensors."""
+    """The device that the collectives of ``group`` need for tensors."""
     return group.device if group.backend == "nccl" else CPU

@@ -1,7 +1,7 @@
 """The device and the backend of this rank: one visible GPU each and nccl, or the CPU and gloo.
 
-A process that sees a single GPU can run ``.cuda()``, ``"cuda:0"`` and ``if torch.cuda.device_count() > 1`` unchanged, so
-the choice is made through ``CUDA_VISIBLE_DEVICES``, before CUDA starts. Where it has started, it is made by torch's current device.
+A process that sees a single GPU can run ``.cuda()``, ``"cuda:0"`` and ``if torch.cuda.device_count() > 1`` unchanged, so the choice is made
+through ``CUDA_VISIBLE_DEVICES``, before CUDA starts. If CUDA has started, torch's current device is set instead.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def visible_gpu(local_rank: int, visible: list[str]) -> str:
     """
     if local_rank >= len(visible):
         raise LaunchError(
-            f"local rank {local_rank} has no GPU of its own: {len(visible)} visible ({', '.join(visible)}). "
-            f"Start at most {len(visible)} ranks a node, or pass backend='gloo' to train on the CPU or to share GPUs."
+            f"local rank {local_rank} has no GPU to itself: {len(visible)} visible ({', '.join(visible)}). Start at most {len(visible)} "
+            "ranks a node, or pass backend='gloo' to train on the CPU or to share GPUs."
         )
     return visible[local_rank]
 
 
 def choose_device(world: World, backend: str | None) -> torch.device:
-    """The device that this rank trains on; leaves it one visible GPU where there are any.
+    """The device that this rank trains on; leaves it one visible GPU if any.
 
-    Ranks share GPUs where there are fewer, if the backend asked for is ``"gloo"``: nccl cannot do that.
+    If there are fewer GPUs than ranks, ranks share them with the backend ``"gloo"``: nccl cannot do that.
     """
-    gpus = torch.cuda.device_count()  # not is_available(), which starts the driver: it would not look at the variable again
+    gpus = torch.cuda.device_count()  # not is_available(), which starts the driver: it would not read the variable again
     if gpus == 0:
         return torch.device("cpu")
     variable = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -57,20 +57,20 @@ def choose_device(world: World, backend: str | None) -> torch.device:
     if len(visible) > 1:
         torch.cuda.set_device(mine)
         warn(
-            "parwrap: CUDA had started before the ranks were told apart, so 'cuda:0' written in the script means the same GPU "
-            "on every rank. Start CUDA inside the decorated function (torch.cuda.is_available() starts it too), or run with "
-            "`python -m parwrap.run`."
+            "parwrap: CUDA had started before each rank chose its GPU, so 'cuda:0' in the script means the same GPU on every rank. "
+            "Start CUDA inside the decorated function (torch.cuda.is_available() starts it too), or run with `python -m parwrap.run`."
         )
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _seen_by_the_driver() -> int:
-    """How many GPUs this process can use: the driver reads ``CUDA_VISIBLE_DEVICES`` once, when it is first asked, and torch asks NVML."""
+    """The number of GPUs that this process can use: the driver reads ``CUDA_VISIBLE_DEVICES`` once, when first used, and torch asks
+    NVML."""
     return driver_device_count()
 
 
 def choose_backend(backend: str | None, device: torch.device) -> str:
-    """``backend`` if it is given, else nccl for a GPU and gloo for the CPU.
+    """``backend`` if given, otherwise nccl for a GPU and gloo for the CPU.
 
     >>> choose_backend(None, torch.device("cpu"))
     'gloo'
@@ -79,7 +79,7 @@ def choose_backend(backend: str | None, device: torch.device) -> str:
 
 
 def torch_backend(backend: str) -> str:
-    """What ``backend`` is for torch: nccl carries nothing that is on the CPU, such as a model that was left there, so gloo does.
+    """Torch's name for ``backend``: nccl handles no CPU tensors, such as a model that was left there, so gloo does.
 
     >>> torch_backend("nccl")
     'cpu:gloo,cuda:nccl'
@@ -88,7 +88,7 @@ def torch_backend(backend: str) -> str:
 
 
 def uses_nccl(process_group: dist.ProcessGroup | None = None) -> bool:
-    """Whether nccl carries what is on GPUs in ``process_group``, by default in that of all ranks."""
+    """Whether nccl handles GPU tensors in ``process_group``, by default in that of all ranks."""
     return "cuda:nccl" in dist.get_backend_config(process_group)
 
 

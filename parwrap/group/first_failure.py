@@ -1,4 +1,4 @@
-"""The first failure in a process group, told by ranks that fail because of it: most launchers show what each raises, in any order."""
+"""The first failure in a process group, named by ranks that fail because of it: most launchers show the ranks' errors in any order."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.distributed import Store
 from parwrap.system.remote_exception import in_one_line
 from parwrap.world.world import World
 
-__all__ = ["first_failure_told"]
+__all__ = ["naming_first_failure"]
 
 
 @contextmanager
-def first_failure_told(world: World, store: Store) -> Iterator[None]:
-    """What leaves the block after another rank has failed gets a note that says which and how, on Python 3.11 and later.
+def naming_first_failure(world: World, store: Store) -> Iterator[None]:
+    """An exception that leaves the block after another rank has failed gets a note about that failure, on Python 3.11 and later.
 
     Args:
         world: this rank's place.
-        store: that of the process group.
+        store: the store of the process group.
     """
     try:
         yield
@@ -28,7 +28,7 @@ def first_failure_told(world: World, store: Store) -> Iterator[None]:
             raise
         cause = in_one_line(error)
         first = f"{world.rank} {cause}"
-        with suppress(RuntimeError):  # the store is gone, with the rank that kept it
+        with suppress(RuntimeError):  # the store has ended with the rank that kept it
             first = store.compare_set("first failure", "", first).decode()
         rank, _, firsts_cause = first.partition(" ")
         if firsts_cause != cause and isinstance(error, Exception) and hasattr(error, "add_note"):

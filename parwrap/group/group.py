@@ -1,6 +1,7 @@
-"""The process group of a :class:`World`: starting and stopping it, who this rank is, and telling the others by way of its store.
+"""The process group of a :class:`World`: starts and stops it, identifies this rank, and passes values to the others through its store.
 
-Only this file starts a process group. Who meets whom is in ``sync_points.py``; what users call to reduce and gather in ``collectives.py``.
+Only this file starts a process group. ``sync_points.py`` synchronizes the ranks; ``collectives.py`` has what users call to reduce and
+gather.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from parwrap.coordination import status_board
 from parwrap.coordination.sync_points import Coordinator
 from parwrap.group.device import choose_backend, choose_device, torch_backend, uses_nccl
-from parwrap.group.first_failure import first_failure_told
+from parwrap.group.first_failure import naming_first_failure
 from parwrap.group.rendezvous import on_loopback, placed
 from parwrap.system.background import in_background
 from parwrap.torch_private.distributed import collective_count, set_default_group
@@ -33,7 +34,7 @@ __all__ = [
     "alone",
     "current",
     "is_alone",
-    "is_beside",
+    "is_outside_loop",
     "is_rank_zero",
     "local_rank",
     "open_group",
@@ -45,16 +46,16 @@ __all__ = [
 ]
 
 PATIENCE = timedelta(minutes=30)
-"""How long ranks wait for each other unless a timeout is given; what torch takes for gloo."""
+"""How long ranks wait for each other unless a timeout is given; torch's default for gloo."""
 
 TELLING = 30.0
 """Seconds after which a rank that waits for others to begin says so."""
 
 POLLING = 0.005
-"""Seconds between two looks into the store, which can only wait for all of several keys."""
+"""Seconds between two reads of the store, which can only wait for all of several keys."""
 
 NO_THREAD = 0
-"""Stands for the thread where each rank runs something by itself, and files stay rank 0's."""
+"""Replaces the thread when each rank runs something separately, and files stay rank 0's."""
 
 
 @dataclass
@@ -64,11 +65,11 @@ class Group:
     Attributes:
         world: this process's place in it.
         backend: ``"gloo"``, ``"nccl"``, ...
-        device: where this rank trains, and where its numbers are put to be reduced.
-        store: a key-value store that all ranks share, for what must not cost a collective.
+        device: the device that this rank trains on, and reduces numbers on.
+        store: a key-value store that all ranks share, for values that must not cost a collective.
         timeout: how long to wait for another rank.
-        coordinator: this rank's sync points with the others; ``None``, as ``store``, for a group that the user's own code has started.
-        alone_in: as :func:`is_alone`, the threads in which ranks run something each by itself now; none as a rule.
+        coordinator: this rank's sync points with the others; ``None``, like ``store``, for a group that the user's own code has started.
+        alone_in: for :func:`is_alone`, the threads in which ranks now run something separately; usually none.
     """
 
     world: World
@@ -82,7 +83,7 @@ class Group:
     _ends: ExitStack = field(default_factory=ExitStack)
 
     def once(self, key: Hashable, make: Callable[[], AbstractContextManager]) -> Any:
-        """What ``make()`` gives when it is entered, made when it is first asked for and left when the process group stops."""
+        """The value of the context ``make()``, entered on first use and left when the process group stops."""
         if key not in self._made:
             self._made[key] = self._ends.enter_context(make())
         return self._made[key]
@@ -96,29 +97,29 @@ class Group:
         return f"{topic}/{self.coordinator.number}"
 
     def exchange(self, topic: str, value: Any) -> dict[int, Any]:
-        """Meet for ``topic``, and have the ``value`` of every rank that came for it, by rank.
+        """Synchronize for ``topic``, and return the ``value`` of every rank that came for it, by rank.
 
         Args:
-            topic: what the value is, for the error text.
+            topic: the name of the value in errors.
             value: anything small that pickles.
 
         Raises:
-            RankMismatchError: a rank did not come in time, or came for something that cannot be put off.
+            RankMismatchError: a rank did not come in time, or came for something that cannot wait.
         """
         return self.share(topic, value, self.synchronize(topic))
 
     def share(self, topic: str, value: Any, among: Iterable[int]) -> dict[int, Any]:
-        """The ``value`` of each rank ``among`` those that are at the same point, by rank; this rank's own may be left out."""
+        """The ``value`` of each rank ``among`` those at the same point, by rank; this rank's own may be omitted."""
         key = self.key(topic)
         self.store.set(f"{key}/{self.world.rank}", pickle.dumps(value))
         return {rank: pickle.loads(self.fetch(f"{key}/{rank}", rank, topic)) for rank in among}
 
     def fetch(self, key: str, owner: int, purpose: str) -> bytes:
-        """What rank ``owner``, which is at the same point, stores under ``key``."""
+        """The value that rank ``owner``, at the same point, stores under ``key``."""
         try:
             self.store.wait([key], self.timeout)
         except RuntimeError as error:
-            # each kind of store has an exception of its own
+            # each kind of store has a different exception
             if "timeout" not in str(error).lower():
                 raise
             raise self.coordinator.in_vain(purpose, owner) from None
@@ -126,11 +127,11 @@ class Group:
 
     @property
     def clock(self) -> int:
-        """How often this rank has met the others: at the same point of the script the same on all ranks."""
+        """The number of sync points that this rank has passed: the same on all ranks at the same point of the script."""
         return self.coordinator.number + collective_count(dist.group.WORLD)
 
     def wait_until(self, ready: Callable[[], bool], owner: int, purpose: str) -> None:
-        """Return when ``ready()``, which looks into the store for what rank ``owner`` puts there."""
+        """Return when ``ready()``, which checks the store for a value of rank ``owner``."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         try:
             while not ready():
@@ -144,14 +145,14 @@ class Group:
 
 
 _current: Group | None = None
-_beside: World | None = None
+_outside_loop: World | None = None
 _opened = 0
 _alone: list[int] = []
 
 
 @contextmanager
 def opened(world: World, backend: str | None = None, timeout: timedelta | None = None) -> Iterator[Group | None]:
-    """Start the process group of ``world`` for the length of the block; ``None`` and nothing started for a single rank."""
+    """Start the process group of ``world`` for the length of the block; ``None``, without a group, for a single rank."""
     global _current, _opened
     if world.size == 1:
         yield None
@@ -159,21 +160,21 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
     device = choose_device(world, backend)
     backend = choose_backend(backend, device)
     waiting = timeout or PATIENCE
-    # without a timeout of its own the process group keeps torch's, which is 30 minutes for all backends but NCCL alone
+    # without a timeout the process group keeps torch's, which is 30 minutes for all backends but NCCL alone
     rendezvous = dist.rendezvous(world.rendezvous, world.rank, world.size, timeout=waiting)
-    with _told_of_a_long_wait(world):
+    with _reporting_long_wait(world):
         store, _, _ = next(rendezvous)
-        # a launcher's store outlives a process group, and the next one must not read what the last has left
+        # a launcher's store outlives a process group, and the next one must not read the last one's keys
         _opened += 1
         torchs, store = dist.PrefixStore(f"torch/{_opened}", store), dist.PrefixStore(f"parwrap/{_opened}", store)
         world = placed(world, store)
     with closing(rendezvous), on_loopback(world), _excepthook_kept():
         try:
-            with _told_of_a_long_wait(world):
+            with _reporting_long_wait(world):
                 dist.init_process_group(torch_backend(backend), store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
             with status_board.opened(world, store) as entries:
                 _current = Group(world, backend, device, store, waiting, Coordinator(entries, waiting))
-                with _current._ends, first_failure_told(world, store):
+                with _current._ends, naming_first_failure(world, store):
                     yield _current
         finally:
             _current = None
@@ -183,7 +184,7 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
 
 @contextmanager
 def _excepthook_kept() -> Iterator[None]:
-    """Torch puts a hook of its own around ``sys.excepthook`` with each process group; after an error it stays, for it names the rank."""
+    """Torch wraps ``sys.excepthook`` with each process group; after an error the hook stays, because it names the rank."""
     before = sys.excepthook
     yield
     if getattr(sys.excepthook, "__module__", None) == dist.distributed_c10d.__name__:  # else the user's own
@@ -191,10 +192,10 @@ def _excepthook_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _told_of_a_long_wait(world: World) -> Iterator[None]:
-    """While this is held, ranks wait for each other to begin; the first says so if it takes long, for it may be the only one."""
+def _reporting_long_wait(world: World) -> Iterator[None]:
+    """While this is open, ranks wait for each other to begin; the first says so if it takes long, because it may be the only one."""
 
-    def tell(stopped: threading.Event) -> None:
+    def report(stopped: threading.Event) -> None:
         if not stopped.wait(TELLING):
             print(
                 f"parwrap: rank 0 waits for the others of {world.size} to begin. The world size comes from {world.launcher}; if this "
@@ -202,7 +203,7 @@ def _told_of_a_long_wait(world: World) -> Iterator[None]:
                 file=sys.stderr,
             )
 
-    with nullcontext() if world.rank else in_background(tell, "parwrap beginning"):
+    with nullcontext() if world.rank else in_background(report, "parwrap beginning"):
         yield
 
 
@@ -213,34 +214,34 @@ def current() -> Group | None:
 
 @contextmanager
 def within(group: Group | None, process_group: Any, world: World) -> Iterator[None]:
-    """While this is held, ``group`` is the one that is open; without one this process does by itself what it does.
+    """While this is open, ``group`` is the open group; with ``None`` this process acts alone.
 
     Args:
-        group: some of the ranks of the one that was open.
-        process_group: torch's, of those ranks, in which collectives run that are not told another.
-        world: what a process beside that ``group`` is, and how many there are in it.
+        group: some of the ranks of the open group.
+        process_group: torch's group of those ranks, the default of collectives.
+        world: the world of a process outside of ``group``, with the number of ranks in it.
     """
-    global _current, _beside
-    before, default = (_current, _beside), dist.group.WORLD
-    _current, _beside = group, world if group is None else None
+    global _current, _outside_loop
+    before, default = (_current, _outside_loop), dist.group.WORLD
+    _current, _outside_loop = group, world if group is None else None
     if group is not None:
         set_default_group(process_group)
     try:
         yield
     finally:
-        _current, _beside = before
+        _current, _outside_loop = before
         if group is not None:
             set_default_group(default)
 
 
-def is_beside() -> bool:
-    """Whether this process is beside the ranks that run the loop, as a parameter server is: what they do together it does by itself."""
-    return _beside is not None
+def is_outside_loop() -> bool:
+    """Whether this process is outside of the ranks that run the loop, like a parameter server: it does alone what they do together."""
+    return _outside_loop is not None
 
 
 @contextmanager
 def alone(each: bool = False) -> Iterator[None]:
-    """While only this rank runs the block: nothing in it may wait for the others. With ``each``, every rank does, by itself."""
+    """Only this rank runs the block: nothing in it may wait for the others. With ``each``, every rank runs it, separately."""
     _alone.append(NO_THREAD if each else threading.get_ident())
     try:
         yield
@@ -250,7 +251,7 @@ def alone(each: bool = False) -> Iterator[None]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Within ``alone(each=True)``: for the length of the block, what all ranks do together after all."""
+    """Within ``alone(each=True)``: in the block, ranks act together again."""
     lifted = _alone.count(NO_THREAD)
     _alone[:] = [thread for thread in _alone if thread != NO_THREAD]
     try:
@@ -260,13 +261,13 @@ def together() -> Iterator[None]:
 
 
 def is_alone(here: bool = False) -> bool:
-    """Whether this rank waits for no other now; with ``here``, whether it is the only one to run what this very thread runs."""
+    """Whether this rank now waits for no other; with ``here``, whether only it runs the code of the present thread."""
     return bool(_alone) and (not here or threading.get_ident() in _alone)
 
 
 def _world() -> World:
     group = open_group()
-    return group.world if group else _beside or detect(os.environ)
+    return group.world if group else _outside_loop or detect(os.environ)
 
 
 def rank() -> int:
@@ -284,7 +285,7 @@ def world_size() -> int:
     >>> world_size()
     1
     """
-    return dist.get_world_size() if open_group() else _world().size  # torch's function tells who shards by it
+    return dist.get_world_size() if open_group() else _world().size  # torch's function reports who shards by it
 
 
 def local_rank() -> int:
@@ -297,7 +298,7 @@ def local_rank() -> int:
 
 
 def is_rank_zero() -> bool:
-    """Whether this is the rank that speaks and saves.
+    """Whether this is the rank that prints and saves.
 
     >>> is_rank_zero()
     True
@@ -307,7 +308,7 @@ def is_rank_zero() -> bool:
 
 def open_group() -> Group | None:
     """The process group that parwrap or the user's own code has started, if any."""
-    if _current is not None or _beside is not None:
+    if _current is not None or _outside_loop is not None:
         return _current
     if not dist.is_initialized():
         return None

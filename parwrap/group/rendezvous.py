@@ -1,7 +1,7 @@
-"""Where ranks meet and listen: on one node nowhere but on its loopback, without a port that two jobs could both want.
+"""Where ranks meet and listen: on one node only on its loopback, without a port that two jobs could both want.
 
-Registers the scheme of ``world.py``'s ``ONE_NODE`` with torch, by which ranks of one node find each other through a file that is named
-after their job. Which ranks share a node, where the launcher does not tell, they find out in ``placed``.
+Registers the URL scheme of ``world.py``'s ``ONE_NODE`` with torch: ranks of one node find each other through a file that is named after
+their job. ``placed`` finds out which ranks share a node if the launcher does not say.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _openings = itertools.count()
 
 @contextmanager
 def on_loopback(world: World) -> Iterator[None]:
-    """While this is held, ranks that are all on one node listen on its loopback alone, unless the user has said where."""
+    """While this is open, ranks that are all on one node listen only on its loopback, unless the user has set an interface."""
     names = [name for name in LOOPBACK if name not in os.environ] if world.on_one_node else []
     os.environ.update({name: LOOPBACK[name] for name in names})
     try:
@@ -43,11 +43,11 @@ def on_loopback(world: World) -> Iterator[None]:
 
 
 def placed(world: World, store: Any) -> World:
-    """``world`` with what a launcher may not have told: which node this is, and how many ranks are on it.
+    """``world`` with facts that a launcher may not provide: which node this is, and how many ranks it has.
 
     Args:
         world: this rank's place.
-        store: that all ranks share.
+        store: the store that all ranks share.
     """
     if world.local_size and world.node_rank is not None:
         return world
@@ -58,15 +58,16 @@ def placed(world: World, store: Any) -> World:
 
 
 def _node() -> str:
-    """What processes have in common that see each other and the same loopback: not all containers of a machine do."""
+    """An identity shared by processes that see each other and the same loopback: not all containers of a machine do."""
     with suppress(OSError):
         spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid")]
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {spaces}"
     return socket.gethostname()
 
 
-def _meet_on_one_node(url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """torch's rendezvous for ``parwrap://job/KEY`` and ``parwrap://launcher/NAMES``; the key, or what the names say, is of one job."""
+def _rendezvous_on_one_node(url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """Torch's rendezvous for ``parwrap://job/KEY`` and ``parwrap://launcher/NAMES``; the key, or the values of the names, identifies one
+    job."""
     parsed = urlparse(url)
     query = parse_qs(parsed.query)
     rank, size = int(query["rank"][0]), int(query["world_size"][0])
@@ -85,27 +86,27 @@ def _meet_on_one_node(url: str, timeout: timedelta | None = None, **options: Any
 
 
 def _private_directory() -> Path:
-    """Where no other user can put a file in the place of ours."""
+    """A directory where no other user can replace our file."""
     directory = Path(tempfile.gettempdir(), f"parwrap-{os.getuid()}")
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise LaunchError(
-            f"the ranks of this node meet in {directory}, which is not a directory of this user alone: remove it, or set TMPDIR to another "
-            "place, the same for all ranks."
+            f"the ranks of this node meet in {directory}, which is not a directory of this user alone: remove it, or set TMPDIR to "
+            "another place, the same for all ranks."
         )
     return directory
 
 
 def _launcher_process(names: list[str]) -> str:
-    """The nearest process above that is no rank of this job, as all its ranks on this node see it; where its launcher names no job.
+    """The nearest parent process that is no rank of this job, the same for all its ranks on this node; used if the launcher names no job.
 
     Args:
-        names: the variables that tell a rank's number and that of all, which processes below the launcher have, such as a shell's.
+        names: the variables of a rank's number and of the world size, which processes below the launcher have, such as a shell.
     """
     mine = {f"{name}={os.environ[name]}".encode() for name in names if name in os.environ}
     process, born = os.getppid(), ""
-    with suppress(OSError):  # another user's, as a daemon's, or no Linux
+    with suppress(OSError):  # another user's, such as a daemon's, or not Linux
         while True:
             *_, fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")
             parent, born = int(fields.split()[1]), fields.split()[19]
@@ -115,4 +116,4 @@ def _launcher_process(names: list[str]) -> str:
     return f"{process}-{born}"
 
 
-dist.register_rendezvous_handler(ONE_NODE, _meet_on_one_node)
+dist.register_rendezvous_handler(ONE_NODE, _rendezvous_on_one_node)

@@ -1,5 +1,5 @@
 """Ranks that a call launches: ``parwrap.launch``, notebooks and the workers of Hogwild.
 
-The processes are started here, and what they change in the caller's objects comes back. What they run is the caller's. Start with
+This room starts the processes and copies their changes back to the caller's objects. The caller provides the function. Start with
 ``launching.py``.
 """

@@ -1,6 +1,6 @@
-"""What launched ranks write, shown by the process that has launched them: in a notebook, in a test, wherever its output goes.
+"""Shows the output of launched ranks in the launching process: in a notebook, in a test, wherever its output goes.
 
-Where that is its own stdout and stderr the ranks have these too, and write to them by themselves.
+If that goes to its own stdout and stderr, the ranks inherit these and write directly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK = 1 << 16
 
 
 class ChildOutput:
-    """What one rank writes, until :meth:`close`.
+    """The output of one rank, until :meth:`close`.
 
     Attributes:
         outputs: descriptors for the rank to write to, by the numbers of its stdout and stderr; to be closed when it has them.
@@ -44,12 +44,12 @@ class ChildOutput:
         return list(self._streams)
 
     def started(self) -> None:
-        """The rank has what it writes to."""
+        """The rank has its descriptors."""
         while self.outputs:
             os.close(self.outputs.popitem()[1])
 
     def show(self) -> None:
-        """Write on what has come."""
+        """Forward the output that has arrived."""
         while ready := wait(self.sources, 0):
             for source in ready:
                 stream, decoder = self._streams[source]  # type: ignore[index]
@@ -70,7 +70,7 @@ class ChildOutput:
 
 
 def speak_through(outputs: Mapping[int, int]) -> None:
-    """In a rank: have all that it writes go to ``outputs``, and line by line, since it may be killed at any time."""
+    """In a rank: send all output to ``outputs``, line by line, because the rank may be killed at any time."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if number in outputs:
             os.dup2(outputs[number], number)
@@ -84,7 +84,7 @@ def speak_through(outputs: Mapping[int, int]) -> None:
 
 
 def refuse_stdin(remedy: str) -> None:
-    """In a rank, which has no stdin: have everything that reads from it raise an error that says so, instead of finding nothing there.
+    """In a rank, which has no stdin: make reading from stdin raise an error instead of finding it empty.
 
     Args:
         remedy: what to do instead of reading, as in ``"pass the answer as an argument"``.
@@ -100,7 +100,7 @@ def refuse_stdin(remedy: str) -> None:
 
 
 class _NoStdin:
-    """The stdin of a rank: reading from it is an error, and everything else is as before."""
+    """The stdin of a rank: reading from it is an error, and everything else is unchanged."""
 
     def __init__(self, stdin: TextIO | None, remedy: str) -> None:
         self._stdin, self._remedy = stdin, remedy
@@ -122,28 +122,28 @@ def _refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def show_in_notebook(rank: int) -> None:
-    """In a rank that was forked in a notebook's kernel: have plots and what else is no text shown if it is rank 0, else dropped."""
+    """In a rank forked in a notebook's kernel: show plots and other rich output on rank 0, drop it elsewhere."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     session = getattr(getattr(shell, "display_pub", None), "session", None)
     if session is None:
         return
     if rank == 0:
-        session.check_pid = False  # forks are dealt with by what it sends through
+        session.check_pid = False  # ipykernel's sending function handles forks
     else:
         session.send = lambda *args, **options: None
 
 
 def _have_loggers_write(stream: TextIO, before: tuple[TextIO, ...]) -> None:
-    """Have handlers that write to one of ``before``, which shows nothing of a rank, write to ``stream``."""
+    """Redirect handlers that write to one of ``before``, which is not shown for a rank, to ``stream``."""
     for known in list(logging._handlerList):  # type: ignore[attr-defined]
         handler = known()
         if isinstance(handler, logging.StreamHandler) and any(handler.stream is each for each in before):
-            with suppress(AttributeError):  # of those that look for it each time
-                handler.stream = stream  # setStream would write out what the caller has not
+            with suppress(AttributeError):  # of those that look it up each time
+                handler.stream = stream  # setStream would flush the caller's buffer
 
 
 def _is_own(stream: Any, number: int) -> bool:
-    """Whether ``stream`` is that of the process, or there is none."""
+    """Whether ``stream`` is that of the process, or ``None``."""
     if stream is None:
         return True
     with suppress(AttributeError, OSError, ValueError):

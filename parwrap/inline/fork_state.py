@@ -1,4 +1,4 @@
-"""What forked ranks inherit and cannot all use: files that the caller is writing, its loaders' workers, and what its threads work for."""
+"""Inherited state that forked ranks cannot all use: files that the caller is writing, its loaders' workers, and objects of its threads."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["ForkState"]
 QUEUES = (queue.Queue, queue.SimpleQueue)
 CHUNK = 1 << 20
 CLOSED = ("IPython", "ipykernel", "zmq", "pytest", "_pytest", "pluggy")
-"""Have threads of their own, and lead to everything: what belongs to these is not looked into."""
+"""Objects with their own threads that lead to everything: they are not searched."""
 WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
 class ForkState:
-    """What there is of it in the caller, whose files have been flushed by this: what is in a buffer would be written by every rank.
+    """The state in the caller. Creating it flushes the caller's files, because every rank would write what is in a buffer.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w") as file:
@@ -53,7 +53,7 @@ class ForkState:
         self.flush()
 
     def warn(self, function: Callable) -> None:
-        """Say what ``function`` uses that takes threads or workers of the caller, of which a forked rank has none."""
+        """Warn of objects that ``function`` uses and that need threads or workers of the caller, which a forked rank lacks."""
         resting = {threading.main_thread(), threading.current_thread()}
         threads = [thread for thread in threading.enumerate() if thread not in resting]
         fed = {id(found) for thread in threads for _, found in found_by(thread.run, _is_queue, _is_opened)}
@@ -63,18 +63,18 @@ class ForkState:
         for kind in sorted({needing[id(thing)] for _, thing in found}):
             names = sorted({name for name, thing in found if needing[id(thing)] == kind})
             warn(
-                f"parwrap: the function reaches {', '.join(names[:3])}, which {kind} of this process work for, and ranks that are forked "
-                f"from it have none of these {kind}: what waits for them there waits for ever. Make it inside the function."
+                f"parwrap: the function reaches {', '.join(names[:3])}, which need {kind} of this process, and forked ranks have none of "
+                f"these {kind}: waiting for them there never ends. Make it inside the function."
             )
 
     def flush(self) -> None:
-        """Write out what is in their buffers."""
+        """Flush their buffers."""
         for writer in self._writers:
             if not writer.closed:
                 writer.flush()
 
     def settle(self, rank: int) -> None:
-        """In a rank: the files are rank 0's, others write nowhere; and no worker is, whom a rank's end would end."""
+        """In a rank: rank 0 keeps the files, others write nowhere; and drop the workers, which a rank's end would end."""
         for each in self._passes:
             mark_shut_down(each)
         for loader in self._loaders:
@@ -90,7 +90,7 @@ class ForkState:
 
 
 def _is_written(file: io.FileIO) -> bool:
-    """Whether it is a file with a name that is open to be written."""
+    """Whether it is a file with a name that is open for writing."""
     with suppress(OSError, ValueError):
         return file.writable() and isinstance(file.name, str) and stat.S_ISREG(os.fstat(file.fileno()).st_mode)
     return False
@@ -103,7 +103,7 @@ def _number(writer: Any) -> int | None:
 
 
 def _place(number: int) -> tuple[int, int] | None:
-    """Which file that is a descriptor of."""
+    """Identifies the file of a descriptor."""
     with suppress(OSError):
         found = os.fstat(number)
         return found.st_dev, found.st_ino
@@ -115,5 +115,5 @@ def _is_queue(thing: Any) -> bool:
 
 
 def _is_opened(thing: Any) -> bool:
-    """Whether to look into it for what threads and workers are at work for; a loader's are settled."""
+    """Whether to search it for objects of threads and workers; a loader's are handled already."""
     return not issubclass(type(thing), DataLoader) and str(type(thing).__module__).split(".")[0] not in CLOSED

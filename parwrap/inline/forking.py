@@ -1,4 +1,4 @@
-"""Ranks that are forked from this process: when that can be done, and how. Watching and ending them is ``launching.py``'s."""
+"""Ranks that are forked from this process: when that is possible, and how. ``launching.py`` watches and ends them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = ["Forks", "choose_start_method", "import_for_optimizers", "refuse_unfo
 
 
 class Forks:
-    """Starts ranks that have all that this process has.
+    """Starts ranks that inherit everything in this process.
 
     Args:
-        function: what they call.
-        environ: environment variables of theirs.
+        function: the function to call.
+        environ: their environment variables.
     """
 
     def __init__(self, function: Callable[[], Any], environ: Mapping[str, str]) -> None:
@@ -44,7 +44,7 @@ class Forks:
         self._inherited.warn(function)
 
     def start(self, job: Callable[..., Job], heard: ChildOutput, word: int) -> Any:
-        """The process of the rank whose ``job`` that is, once it is told how this one is started."""
+        """The process of the rank that runs ``job``, completed with how it starts."""
         how = {"load": self._load, "environ": self._environ, "threads": 1, "streams": None, "outputs": dict(heard.outputs)}
         process = multiprocessing.get_context("fork").Process(target=run, args=(job(word=word, **how),))
         process.start()
@@ -58,29 +58,29 @@ class Forks:
         try:
             return self._function()
         finally:
-            self._inherited.flush()  # a forked process ends without that
+            self._inherited.flush()  # a forked process does not flush them at its end
 
 
 def import_for_optimizers() -> None:
-    """Import what the first optimizer of each rank would, in a second: ranks that are then forked have it."""
+    """Import what each rank's first optimizer would, in a second: ranks forked afterwards have it."""
     importlib.import_module(DYNAMO)
 
 
 def choose_start_method() -> str:
-    """``"fork"`` where a fork can do all that this process could, else ``"spawn"``."""
+    """``"fork"`` if a fork can do all that this process can, otherwise ``"spawn"``."""
     return "fork" if sys.platform == "linux" and not _cuda_has_started() else "spawn"
 
 
 def refuse_unforkable(who: str, gpus: bool = False) -> None:
-    """Raise :class:`UsageError` where ``who`` cannot fork ranks, which are to use ``gpus``."""
+    """Raise :class:`UsageError` if ``who`` cannot fork ranks that use ``gpus``."""
     if not hasattr(os, "fork"):
         problem = "this system cannot do that: start ranks with `python -m parwrap.run`"
     elif groups.open_group() is not None or detect(os.environ).size > 1:
         problem = f"this is rank {groups.rank()} of {groups.world_size()} already: call it in a process that was not launched as a rank"
     elif multiprocessing.current_process().daemon:
         problem = "this is a daemonic process of multiprocessing, which may start none: call it in the main process"
-    elif not any(each is sys.modules for each in gc.get_objects()):  # Python 3.12 counts objects of its own as frozen from the start
-        problem = "gc.freeze() hides objects that are to come back: call gc.unfreeze() before"
+    elif not any(each is sys.modules for each in gc.get_objects()):  # Python 3.12 counts some objects as frozen from the start
+        problem = "gc.freeze() hides objects that have to come back: call gc.unfreeze() before"
     elif _cuda_has_started() if gpus else torch.cuda.is_initialized():
         problem = "CUDA has started here, which does not survive that: call it before anything is on a GPU"
         problem += " and torch.cuda.is_available() was asked, or give start_method='spawn'" * gpus
@@ -90,7 +90,7 @@ def refuse_unforkable(who: str, gpus: bool = False) -> None:
 
 
 def _cuda_has_started() -> bool:
-    """Whether forked ranks could not use the GPUs: not only if torch has begun, but also after ``torch.cuda.is_available()``."""
+    """Whether forked ranks could not use the GPUs: not only once torch has started CUDA, but also after ``torch.cuda.is_available()``."""
     if torch.cuda.is_initialized() or not torch.cuda.device_count():
         return torch.cuda.is_initialized()
     with starting():
@@ -102,9 +102,9 @@ def _cuda_has_started() -> bool:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """While processes are started: the signals that end a rank come when it is ready for them, and Ctrl-C when all are started.
+    """While processes are started: signals that end a rank arrive when it is ready, and Ctrl-C when all are started.
 
-    Python's warning is of threads that the ranks do not have; those of torch are dealt with.
+    Python warns of threads that the ranks do not have; torch's are handled.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:

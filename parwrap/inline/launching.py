@@ -1,7 +1,7 @@
-"""A function on ranks that this process launches: started, watched, and ended for sure.
+"""Runs a function on ranks that this process launches, watches, and reliably ends.
 
-Ranks are forked by ``forking.py``, or are interpreters of their own, by ``spawning.py``. What a rank does is ``rank_process.py``'s; what
-it sends back is packed by ``object_sync.py``, and what it writes is shown by ``child_output.py``.
+Ranks are forked by ``forking.py``, or new interpreters, by ``spawning.py``. ``rank_process.py`` runs in a rank; ``object_sync.py`` packs
+what it sends back, and ``child_output.py`` shows its output.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from parwrap.world.world import World
 __all__ = ["run_on_ranks"]
 
 GRACE = 5.0
-"""Seconds that ranks have to end by themselves, once one has failed, Ctrl-C was pressed, or all are through."""
+"""Seconds for ranks to end, once one has failed, Ctrl-C was pressed, or all have finished."""
 
 MOMENT = 0.05
-"""Seconds in which a rank that has died is noticed after what others have raised because of that."""
+"""Seconds until a dead rank is noticed, after others have raised because of it."""
 
 
 def run_on_ranks(
@@ -49,27 +49,27 @@ def run_on_ranks(
 ) -> Any:
     """Call ``function`` on ``size`` ranks that this process launches, in a process group, and wait for all of them.
 
-    The tensors, models, optimizers and schedulers of this process have become what they are on rank 0 when this returns, and when it
-    raises, as far as a rank lives to tell; of ranks that are spawned, those that the function reaches. So have other objects that the
-    function reaches. Ctrl-C is passed on to the ranks.
+    When this returns or raises, the tensors, models, optimizers and schedulers of this process have the state of rank 0, as far as a rank
+    survives to send it; with spawned ranks, those that the function reaches. So do other objects that the function reaches. Ctrl-C is
+    passed on to the ranks.
 
     Args:
-        function: what to call; it need not pickle.
+        function: the function to call; it need not pickle.
         size: the number of ranks.
-        timeout: for how long a rank waits for another; by default torch's.
-        backend: of the process group; ``None`` to choose by the device.
+        timeout: how long a rank waits for another; by default torch's timeout.
+        backend: the backend of the process group; ``None`` to choose by the device.
         environ: environment variables of the ranks.
-        start_method: ``"fork"``, or ``"spawn"`` for interpreters of their own, which are sent ``function`` by cloudpickle.
-        who: launches them, for error texts.
+        start_method: ``"fork"``, or ``"spawn"`` for new interpreters, which get ``function`` by cloudpickle.
+        who: the name of the caller in errors.
 
     Returns:
-        What it has returned on rank 0.
+        The function's result on rank 0.
 
     Raises:
-        UsageError: that cannot be sent, or ``function`` cannot.
-        RankMismatchError: a rank has ended without a word.
+        UsageError: that result, or ``function``, cannot be sent.
+        RankMismatchError: a rank has ended without a report.
 
-    What the first rank that fails has raised, this raises too, with its traceback as the cause.
+    The exception of the first rank that fails is raised here too, with its traceback as the cause.
 
     >>> import torch
     >>> from parwrap.group import group as groups
@@ -98,10 +98,10 @@ class _Rank:
     """The process of one rank.
 
     Attributes:
-        failed_at: when it has raised something, or 0 if it has ended without a word; ``None`` if neither.
-        through: whether it has said how it ended.
+        failed_at: the time of its exception, or 0 if it has ended without a report; ``None`` if neither.
+        through: whether it has reported its end.
         gone: whether its process has ended.
-        how: it has ended, if without a word.
+        how: how it has ended, if without a report.
     """
 
     def __init__(self, starter: Forks | Spawns, job: Callable[..., Job]) -> None:
@@ -122,17 +122,17 @@ class _Rank:
         self._pid = cast(int, self.process.pid)
         try:
             self.sentinel = os.pidfd_open(self._pid)
-        except (AttributeError, OSError):  # an older system; multiprocessing's lives on in what the rank itself has started
+        except (AttributeError, OSError):  # an older system; multiprocessing's pipe stays open in processes that the rank has started
             self.sentinel = os.dup(self.process.sentinel)
 
     @property
     def sources(self) -> list[Any]:
-        """What to wait for."""
+        """The descriptors to wait for."""
         words = [] if self.through or self.failed_at is not None else [self._words]
         return [self.sentinel, *words, *self._heard.sources]
 
     def receive(self) -> None:
-        """Take in its words, and show what it has written."""
+        """Read its messages, and show its output."""
         if self.gone:
             return
         self._heard.show()
@@ -144,7 +144,7 @@ class _Rank:
                 self.through = True
 
     def end(self) -> None:
-        """Its process has ended, or is killed, with all that it has started, if it did not say how it ended."""
+        """Its process has ended, or is killed with its children, if it did not report its end."""
         if not self.gone:
             if not self.through:
                 with suppress(ProcessLookupError, PermissionError):
@@ -160,24 +160,24 @@ class _Rank:
                 self.failed_at = 0.0
             try:
                 self.process.close()
-            except ValueError:  # it has been waited for by something else, and is taken to live on
+            except ValueError:  # something else has waited for it; it is assumed to be alive
                 cast(Any, self.process)._popen.close()
             self._heard.close()
             os.close(self._words)
             os.close(self.sentinel)
 
     def signal(self, number: int) -> None:
-        """Have it end by itself; Ctrl-C is for what it has started, too, which that of a terminal does not reach."""
+        """Ask it to end; Ctrl-C also goes to its children, which a terminal's Ctrl-C does not reach."""
         if not self.gone:
             self._told_to_end = True
             for send in (os.killpg, os.kill) if number == signal.SIGINT else (os.kill,):
-                with suppress(ProcessLookupError):  # it may not lead a group yet
+                with suppress(ProcessLookupError):  # it may not lead a process group yet
                     send(self._pid, number)
                     break
 
 
 def _told_by(code: int | None) -> str:
-    """How a process has ended."""
+    """How its process has ended."""
     if code is None:
         return "ended, with an exit code that something else in this process has taken, such as a handler of SIGCHLD that waits for all,"
     return how_ended(code)
@@ -185,7 +185,7 @@ def _told_by(code: int | None) -> str:
 
 @contextmanager
 def _started(starter: Forks | Spawns, jobs: Sequence[Callable[..., Job]]) -> Iterator[list[_Rank]]:
-    """The ranks, none of which lives on after the block."""
+    """The ranks, none of which outlives the block."""
     ranks: list[_Rank] = []
     ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     try:
@@ -205,7 +205,7 @@ def _started(starter: Forks | Spawns, jobs: Sequence[Callable[..., Job]]) -> Ite
 
 
 def _watch(ranks: Sequence[_Rank]) -> bool:
-    """Wait until all have ended, or the grace of those that are late is over; returns whether Ctrl-C was pressed."""
+    """Wait until all have ended, or the grace period of late ones is over; returns whether Ctrl-C was pressed."""
     deadline, interrupted = None, False
     while waiting := [rank for rank in ranks if not rank.gone]:
         try:
@@ -231,7 +231,7 @@ def _watch(ranks: Sequence[_Rank]) -> bool:
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float | None) -> None:
-    """Take in what comes first from ``ranks``, if anything does before ``deadline``."""
+    """Read the first messages from ``ranks`` before ``deadline``, if any."""
     sources = [source for rank in ranks for source in rank.sources]
     ready = wait(sources, None if deadline is None else max(0.0, deadline - time.monotonic()))
     ended = [rank for rank in ranks if rank.sentinel in ready]
@@ -242,7 +242,7 @@ def _wait(ranks: Sequence[_Rank], deadline: float | None) -> None:
 
 
 def _outcome(ranks: Sequence[_Rank], interrupted: bool, callers: SyncedObjects, files: Sequence[tuple[BinaryIO, BinaryIO]]) -> Any:
-    """Return or raise what rank 0 has returned, or the first rank that has failed has raised, with the caller's objects changed."""
+    """Apply the changes of the caller's objects, and return rank 0's result or raise the first failure."""
     told = [number for number, rank in enumerate(ranks) if rank.through]
     ends = {number: _read(files[number][1], callers) for number in told}
     changes = next((end.changes for end in ends.values() if end.changes is not None), None)

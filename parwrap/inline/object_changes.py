@@ -1,7 +1,7 @@
-"""Python objects of the caller that a function reaches: what it has changed in them on a rank, and the same change in the caller.
+"""Changes of the caller's Python objects that a function reaches: detects them on a rank and repeats them in the caller.
 
-Each object stays what it is: lists, dicts, attributes, arrays, closures and globals change in place. Tensors, models and optimizers are
-handled by ``object_sync.py``; attributes that a user gives to models and optimizers are handled here.
+Each object keeps its identity: lists, dicts, attributes, arrays, closures and globals change in place. ``object_sync.py`` handles tensors,
+models and optimizers; attributes that a user gives to models and optimizers are handled here.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from parwrap.torch_private.modules import LAZY_HOOKS, MODULES
 __all__ = ["Change", "Snapshot", "entry_name", "make_change", "objects_reached", "part_entries", "without_entries"]
 
 MOST = 100_000
-"""How many objects are watched, the nearest first: a second or so."""
+"""The most objects to watch, the nearest first: about a second."""
 LARGEST = 1 << 30
-"""Bytes of an array whose content is compared."""
+"""The most bytes of an array to compare."""
 
 PLAIN = {int, float, complex, bool, str, bytes, type(None)}
 ATOMS = (*PLAIN, type(...), range, slice, np.generic, np.dtype, enum.Enum, pathlib.PurePath, re.Pattern)
@@ -52,7 +52,7 @@ DATES = (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
 TORCHS = (torch.dtype, torch.device, torch.Size, torch.layout)
 CODE = (CodeType, CellType, BuiltinFunctionType)
 CLOSED = (*ATOMS, *DATES, *TORCHS, *CODE, torch.Tensor, LRScheduler, threading.Thread, logging.Filterer, io.IOBase)
-"""What does not change, belongs to one process, or comes back in another way."""
+"""Objects that do not change, belong to one process, or come back in another way."""
 CLOSED_MODULES = (
     *("parwrap", "IPython", "ipykernel", "zmq", "pytest", "_pytest", "pluggy"),
     *("multiprocessing", "concurrent", "asyncio", "weakref"),
@@ -72,32 +72,32 @@ STREAMS: dict[type, tuple[Callable, Callable, Callable]] = {
         lambda thing, state: setattr(thing, "state", state),
     ),
 }
-"""How the state of a random stream is compared, read and set."""
+"""How to compare, read and set the state of a random stream."""
 GLOBAL_STREAMS = {id(random._inst), id(np.random.mtrand._rand), id(np.random.mtrand._rand._bit_generator), id(torch.default_generator)}
-"""Which the ranks have states of their own for."""
+"""Random streams of which each rank has its own state."""
 
 INTERNAL = "<internal>"
 
 OPTIMIZERS_OWN = frozenset({"defaults", "state", "param_groups", "step"})
-"""``step`` is an attribute where a scheduler counts the steps."""
+"""A scheduler counts the steps in an attribute of ``step``."""
 
 MODULES_OWN = frozenset({*vars(nn.Module()), *LAZY_HOOKS})
 
 Change = tuple[int, str, Any]
-"""The number of an object, the part of it that has changed, and how."""
+"""The number of an object, its changed part, and the change."""
 
 
 def objects_reached(function: Callable) -> Iterator[tuple[str, Any]]:
-    """The objects that ``function`` reaches and could change, with the names by which it does, the nearest first.
+    """The objects that ``function`` reaches and could change, with the names by which it reaches them, the nearest first.
 
-    What is in a private attribute of a library's object, such as a cache, has no name.
+    The content of a private attribute of a library's object, such as a cache, has no name.
 
     >>> history = []
     >>> [name for name, each in objects_reached(lambda: history.append(1)) if each is history]
     ['history']
     """
     seen, left = {id(function)}, deque([("", function)])
-    kept = []  # or another object could come to lie where one was
+    kept = []  # or another object could get the id of a freed one
     while left:
         name, thing = left.popleft()
         yield name, thing
@@ -130,7 +130,7 @@ def _is_closed(thing: Any) -> bool:
 
 
 def _within(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What ``thing``, known by ``name``, leads to, each by its name."""
+    """The objects in ``thing``, known by ``name``, with their names."""
     kind = type(thing)
     if issubclass(kind, (ModuleType, type, nn.Module, DataLoader, Optimizer)):
         yield from ((f"{name}.{key}", value) for key, value in _attributes(thing).items())
@@ -142,7 +142,7 @@ def _within(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{index}]", each) for index, each in enumerate(thing.ravel().tolist() if thing.dtype == object else ()))
     elif issubclass(kind, BaseDataLoaderIter):
         return
-    elif issubclass(kind, functools._lru_cache_wrapper):  # what it remembers is computed again where it is missing
+    elif issubclass(kind, functools._lru_cache_wrapper):  # a cache is computed again where it is missing
         yield f"{name}.__wrapped__", thing.__wrapped__
     else:
         if not (issubclass(kind, (list, tuple, set, deque)) and PLAIN.issuperset(map(type, thing))):
@@ -153,7 +153,7 @@ def _within(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
-    """Those that a user may give it, by name."""
+    """The attributes that a user may give it, by name."""
     kind = type(thing)
     if issubclass(kind, (type, ModuleType)):
         entries = dict(vars(thing)).items()
@@ -202,7 +202,7 @@ STORE_GLOBAL, DELETE_GLOBAL = dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBA
 
 
 def _contents(thing: Any) -> dict[str, Any]:
-    """A copy of what ``thing`` holds now, by part."""
+    """A copy of the present content of ``thing``, by part."""
     kind = type(thing)
     if kind is dict:
         return {"items": thing.copy()}
@@ -249,7 +249,7 @@ def _has_attributes(thing: Any) -> bool:
 
 
 def _closure(function: FunctionType) -> dict[str, Any]:
-    """What its variables of functions around it stand for; of cells that two functions share each tells."""
+    """The values of its closure variables; if two functions share a cell, both list it."""
     values = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # it has no value yet
@@ -266,7 +266,7 @@ def _content_of_array(thing: np.ndarray) -> dict[str, Any]:
 
 
 def _position(thing: Any) -> Any:
-    """How far an iterator is, or how full a queue, which cannot be set; ``None`` for anything else."""
+    """The position of an iterator, or the size of a queue, which cannot be set; ``None`` for other objects."""
     if isinstance(thing, GeneratorType):
         return thing.gi_frame.f_lasti if thing.gi_frame else "at its end"
     if isinstance(thing, queue.SimpleQueue):
@@ -280,7 +280,7 @@ def _position(thing: Any) -> Any:
 
 
 class Snapshot:
-    """What objects hold at one time.
+    """The content of objects at one time.
 
     Args:
         things: the objects, by number.
@@ -291,7 +291,7 @@ class Snapshot:
         self._before = {key: contents for key, thing in things.items() if (contents := _contents(thing))}
 
     def changes(self) -> tuple[list[Change], list[tuple[int, str]]]:
-        """What is different now, and of which objects it cannot be told how."""
+        """The present differences, and the objects whose differences cannot be expressed."""
         changed: list[Change] = []
         for key, before in self._before.items():
             now = _contents(self._things[key])
@@ -306,7 +306,7 @@ MAPPINGS = ("attributes", "items", "globals", "closure")
 
 
 def _changed(part: str, thing: Any, before: Any, now: Any) -> Any:
-    """How ``part`` of ``thing`` came from ``before`` to ``now``; ``None`` if that is the same."""
+    """The change of ``part`` of ``thing`` from ``before`` to ``now``; ``None`` if there is none."""
     if part in MAPPINGS:
         before, now = before or {}, now or {}
         gone = [name for name in before if name not in now]
@@ -330,7 +330,7 @@ def _changed(part: str, thing: Any, before: Any, now: Any) -> Any:
 
 
 def make_change(thing: Any, part: str, change: Any) -> None:
-    """Change ``part`` of ``thing`` as it was on the rank, where :meth:`Snapshot.changes` has found it."""
+    """Repeat a change that :meth:`Snapshot.changes` has found on the rank, in ``part`` of ``thing``."""
     kind = type(thing)
     if part in MAPPINGS:
         set_entry, remove = _ways_to_set(thing, part)
@@ -378,13 +378,13 @@ def _ways_to_set(thing: Any, part: str) -> tuple[Callable[[Any, Any], None], Cal
         return lambda name, value: setattr(cells[name], "cell_contents", value), lambda name: delattr(cells[name], "cell_contents")
     if isinstance(thing, type):
         return functools.partial(type.__setattr__, thing), functools.partial(type.__delattr__, thing)
-    if _slots_of(type(thing)):  # a class that was sent may have attributes in their place
+    if _slots_of(type(thing)):  # a class that was sent may have attributes instead
         return functools.partial(object.__setattr__, thing), functools.partial(object.__delattr__, thing)
     return vars(thing).__setitem__, vars(thing).__delitem__
 
 
 def entry_name(thing: Any, name: str, part: str, entry: Any) -> str | None:
-    """What an entry of ``part`` of ``thing``, known by ``name``, is called; ``None`` for what a library keeps for itself."""
+    """The name of an entry of ``part`` of ``thing``, known by ``name``; ``None`` for private entries of a library."""
     is_library = not is_users_module(type(thing).__module__)
     if name.startswith(INTERNAL) or (part == "attributes" and is_library and str(entry).startswith("_")):
         return None
@@ -396,7 +396,7 @@ def entry_name(thing: Any, name: str, part: str, entry: Any) -> str | None:
 
 
 def part_entries(part: str, change: Any) -> dict[Any, Any]:
-    """What to send of a change, by entry; what has no entries is one."""
+    """The parts of a change to send, by entry; a change without entries is one part."""
     return change[1] if part in MAPPINGS else {None: change}
 
 

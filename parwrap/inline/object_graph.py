@@ -1,4 +1,4 @@
-"""What a function reaches, and by which names: its arguments, what it closes over, the globals that it uses, and what is in these."""
+"""The objects that a function reaches, with their names: arguments, closure variables, the globals that it uses, and their content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parwrap.patching.imported_names import is_installed
 __all__ = ["attributes_of", "found_by", "is_users", "is_users_module", "within"]
 
 MOST, ENTRIES = 50_000, 1_000
-"""How many objects are looked at, and in each of them: a tenth of a second or two. What is near comes first."""
+"""The most objects to examine, and the most entries of each: a tenth of a second or two. Near ones come first."""
 
 LIBRARIES = tuple({os.path.join(path, "") for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))})
 OURS = os.path.join(os.path.dirname(__file__), "")
@@ -30,7 +30,7 @@ OURS = os.path.join(os.path.dirname(__file__), "")
 def found_by(
     function: Callable, wanted: Callable[[Any], bool], opened: Callable[[Any], bool] = lambda thing: True
 ) -> Iterator[tuple[str, Any]]:
-    """What ``function`` reaches of what is ``wanted``, with the name by which it does, the nearest first.
+    """The ``wanted`` objects that ``function`` reaches, with the names by which it reaches them, the nearest first.
 
     Args:
         function: anything that can be called.
@@ -42,7 +42,7 @@ def found_by(
     [("lists['first']", [1, 2])]
     """
     seen, left = {id(function)}, deque([("", function)])
-    kept = []  # or another object could come to lie where one was
+    kept = []  # or another object could get the id of a freed one
     while left and len(seen) < MOST:
         name, thing = left.popleft()
         if wanted(thing):
@@ -56,12 +56,12 @@ def found_by(
 
 
 def within(thing: Any, name: str = "", most: int = ENTRIES) -> Iterator[tuple[str, Any]]:
-    """What ``thing``, known by ``name``, leads to, each by its name; of classes the user's methods, of modules and tensors nothing.
+    """The objects in ``thing``, known by ``name``, with their names; of classes the user's methods, of modules and tensors none.
 
     Args:
         thing: any object.
-        name: what it is called.
-        most: how many entries of it to look at.
+        name: its name.
+        most: the most entries to examine.
     """
     kind = type(thing)
     if issubclass(kind, (ModuleType, CodeType, torch.Tensor)):
@@ -80,7 +80,7 @@ def within(thing: Any, name: str = "", most: int = ENTRIES) -> Iterator[tuple[st
         yield from zip(_parameters(thing.func, len(thing.args)), thing.args, strict=True)
         yield from thing.keywords.items()
     elif issubclass(kind, dict):
-        entries = list(islice(dict.items(thing), most))  # at once, since a thread may change it
+        entries = list(islice(dict.items(thing), most))  # copied in one go, since a thread may change it
         yield from ((f"{name}[{key!r}]" if isinstance(key, (str, int)) else name, value) for key, value in entries)
     elif issubclass(kind, (list, tuple)):
         items = (list if issubclass(kind, list) else tuple).__iter__(thing)
@@ -94,7 +94,7 @@ def within(thing: Any, name: str = "", most: int = ENTRIES) -> Iterator[tuple[st
 
 
 def attributes_of(thing: Any) -> dict[str, Any]:
-    """Its ``__dict__``, itself; empty for what has none."""
+    """Its ``__dict__`` itself; empty if it has none."""
     try:
         attributes = object.__getattribute__(thing, "__dict__")
     except (AttributeError, TypeError):
@@ -103,7 +103,7 @@ def attributes_of(thing: Any) -> dict[str, Any]:
 
 
 def _names_in(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function closes over, its defaults, and, of functions of a user's, the globals that it uses."""
+    """The closure variables and defaults of a function, and, for a user's function, the globals that it uses."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -128,12 +128,12 @@ def _used(code: CodeType) -> Iterator[str]:
 
 
 def is_users(function: FunctionType) -> bool:
-    """Whether ``function`` is neither a library's nor parwrap's."""
+    """Whether ``function`` belongs neither to a library nor to parwrap."""
     return _is_users_file(function.__code__.co_filename)
 
 
 def is_users_module(name: str) -> bool:
-    """Whether the module of that name, if it has been imported, is neither a library's nor parwrap's."""
+    """Whether the module of that name is imported, and belongs neither to a library nor to parwrap."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     return name == "__main__" or (file is not None and _is_users_file(file))
@@ -145,7 +145,7 @@ def _is_users_file(file: str) -> bool:
 
 
 def _parameters(function: Any, count: int) -> list[str]:
-    """The names that the first ``count`` positional arguments of ``function`` have there."""
+    """The names of the first ``count`` positional arguments of ``function``."""
     try:
         names = [name for name, each in inspect.signature(function).parameters.items() if each.kind <= each.POSITIONAL_OR_KEYWORD]
     except (TypeError, ValueError):

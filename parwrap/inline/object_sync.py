@@ -1,8 +1,8 @@
-"""What comes back from a rank that a process has launched: what it returns, and what it has made of the caller's objects.
+"""What comes back from a launched rank: the function's result, and the new state of the caller's objects.
 
-The rank has the caller's objects: all of them if it was forked, those that it was sent if not (``spawning.py``). Both sides know them by
-a number, and what is sent back refers to them: a model that was passed in is the same object when it is returned. What is raised is
-``remote_exception.py``'s, and how all is sent ``launching.py``'s.
+The rank has the caller's objects: all of them if it was forked, otherwise those that were sent (``spawning.py``). Both sides number them,
+and what is sent back refers to the numbers: a model that was passed in is the same object when it is returned. ``remote_exception.py``
+handles exceptions, ``launching.py`` the transfer.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ PARTS = (PARAMETERS, BUFFERS, MODULES, "training")
 MOST_NAMED = 5
 OWN = "which was not sent to the ranks, as it is in a module that they import"
 CALLERS = "parwrap"
-"""Marks the number of an object of the caller's in what is packed."""
+"""Marks the number of a caller's object in packed data."""
 
 
 class SyncedObjects:
     """The tensors, models, optimizers and schedulers of the caller, the other objects that a function reaches, and their numbers.
 
     Args:
-        things: tensors and so on, the same and in the same order on both sides; by default all that this process has, for ranks that are
-            forked then.
+        things: tensors, models and so on, the same and in the same order on both sides; by default all in this process, for ranks that
+        are forked then.
         reached: the other objects, with their names, also in the same order.
-        pickler: what packs in the rank.
-        own: in a rank that was spawned, further objects that the function reaches there, which the caller has not sent.
+        pickler: the pickler in the rank.
+        own: in a spawned rank, further objects that the function reaches there, which the caller has not sent.
 
     >>> model, file = nn.Linear(1, 1), io.BytesIO()
     >>> callers = SyncedObjects()
@@ -90,9 +90,9 @@ class SyncedObjects:
         self._objects = Snapshot({})
 
     def watch(self) -> None:
-        """Remember what they are now, for :meth:`changes`: before the fork, or when they have come."""
+        """Remember their present state, for :meth:`changes`: before the fork, or after their arrival."""
         self._tensors = {key: _state_of(thing) for key, thing in self._of(torch.Tensor)}
-        # or other memory could come to lie where theirs was; no tensors, which the next of these objects would find
+        # or other memory could get the address of theirs; no tensors, which the next of these objects would find
         self._held = [self._known[key].untyped_storage() for key, state in self._tensors.items() if state]
         owned = [each for _, module in self._of(nn.Module) for name in PARTS[:2] for each in vars(module).get(name, {}).values()]
         self._asks = {key: asks for key in self._tensors if (asks := _asks(self._known[key])) is not None}
@@ -107,7 +107,7 @@ class SyncedObjects:
 
         class Pickler(self._pickler):  # type: ignore[name-defined]
             def __init_subclass__(cls) -> None:
-                """Of torch, for the storages of tensors."""
+                """Torch's id of a storage."""
                 of_storage = cls.persistent_id
 
                 def persistent_id(self: Any, each: Any) -> Any:
@@ -122,12 +122,12 @@ class SyncedObjects:
         torch.save(thing, file, pickle_module=pickle_module(Pickler=Pickler), pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
     def unpack(self, file: BinaryIO) -> Any:
-        """What :meth:`pack` was given on the other side."""
+        """The argument of :meth:`pack` on the other side."""
         known = self._reached | self._known
 
         class Unpickler(pickle.Unpickler):
             def __setattr__(self, name: str, value: Any) -> None:
-                """By torch, for the storages of tensors."""
+                """Torch's, for the storages of tensors."""
                 if name == "persistent_load":
                     value = partial(_loaded, known, value)
                 super().__setattr__(name, value)
@@ -152,10 +152,10 @@ class SyncedObjects:
             return ""
 
     def changes(self, returned: Any = None) -> dict[str, list]:
-        """What has become of the caller's objects in this process, to be sent to :meth:`take`: all of it for those in ``returned``."""
+        """The new state of the caller's objects in this process, for :meth:`take`: everything for those in ``returned``."""
         asked = self._keys_in(returned)
         changed = {key for key, tensor in self._of(torch.Tensor) if key in asked or _state_of(tensor) != self._tensors[key]}
-        # running statistics are changed without a trace, and so is what is changed through ``p.data``
+        # running statistics change without a version, and so do changes through ``p.data``
         changed |= {key for key, before in self._contents.items() if key not in changed and _checksum(self._known[key]) != before}
         changed -= {key for key in changed if _is_in_parts(self._known[key])}
         stepped = {key for key, each in self._of(Optimizer) if key in asked or changed & self._keys_of(parameters_of(each))}
@@ -179,7 +179,7 @@ class SyncedObjects:
         }
 
     def _objects_changed(self) -> tuple[list[Change], list[str]]:
-        """How the other objects have changed, and the names of what has changed and cannot be sent."""
+        """The changes of the other objects, and the names of changes that cannot be sent."""
         changes, unknown = self._objects.changes()
         lost = [self._named(key, part, None, "") for key, part in unknown]
         own = [each for each in changes if self._is_own(*each[:2])]
@@ -194,13 +194,13 @@ class SyncedObjects:
             if failing and part == "attributes" and not is_users_module(type(self._reached[key]).__module__):
                 if not self._names[key].startswith(INTERNAL):
                     lost.append(self._names[key])
-                continue  # a part of them would not fit the rest
+                continue  # sending only a part of them would not fit the rest
             if (rest := without_entries(part, change, failing)) is not None:
                 sent.append((key, part, rest))
         return sent, [name for name in dict.fromkeys(lost) if name]
 
     def _is_own(self, key: int, part: str) -> bool:
-        """Whether a part of an object is what this rank has by an import, and not the caller's."""
+        """Whether a part of an object exists on this rank by import, and is not the caller's."""
         if key in self._own or not self._is_spawned:
             return key in self._own
         thing = self._reached[key]
@@ -212,13 +212,13 @@ class SyncedObjects:
         return imported and part == "attributes"
 
     def _named(self, key: int, part: str, entry: Any, why: str) -> str:
-        """What has changed, with the reason why it cannot be sent; empty for what a library keeps for itself."""
+        """What has changed, with the reason why it cannot be sent; empty for private state of a library."""
         name, thing = self._own[key] if key in self._own else (self._names[key], self._reached[key])
         called = entry_name(thing, name, part, entry)
         return f"{called} ({why})" if called and why else called or ""
 
     def _keys_in(self, returned: Any) -> set[int]:
-        """Of the caller's objects that ``returned`` leads to, and of what is in its models."""
+        """The numbers of the caller's objects in ``returned``, including those inside its models."""
         keys, found = self._keys, set()
         others = getattr(self._pickler, "reducer_override", lambda pickler, thing: NotImplemented)
 
@@ -236,16 +236,16 @@ class SyncedObjects:
         return {key for key in found if not (issubclass(type(self._known[key]), torch.Tensor) and _is_unwatched(self._known[key]))}
 
     def _changed_in(self, key: int) -> dict[str, Any]:
-        """What has changed in a module, without the attributes that a user gives it."""
+        """The changes of a module, without the attributes that a user gives it."""
         attributes = vars(self._known[key])
         if any(map(_is_in_parts, attributes.get(PARAMETERS, {}).values())) or _parts_of(self._known[key]) == self._modules[key]:
             return {}
         return {name: attributes[name] for name in PARTS if name in attributes}
 
     def _where(self, changed: set[int]) -> tuple[list[int], list[int]]:
-        """Where the values of ``changed`` are: a tensor in each of the caller's storages that they are in, and those that are elsewhere.
+        """Where the values of ``changed`` are: a tensor for each of the caller's storages with changes, and the values that are elsewhere.
 
-        A view of what was moved stays behind with the values of before, so what was moved counts.
+        A view of a moved tensor keeps the earlier values, so the moved tensor counts.
         """
         storages: dict[int, int] = {}
         moved = []
@@ -259,7 +259,7 @@ class SyncedObjects:
         return list(storages.values()), moved
 
     def _ties(self, moved: list[int]) -> list[tuple]:
-        """Which of those that have ``moved`` are where another one is, as after ``b.data = a.data``, and how they lie there."""
+        """Which of the ``moved`` tensors share memory with another, as after ``b.data = a.data``, and their layout there."""
         if not moved:
             return []
         unmoved = [key for key in self._tensors.keys() - set(moved) if self._tensors[key]]
@@ -279,7 +279,7 @@ class SyncedObjects:
 
     @torch.no_grad()
     def take(self, changes: dict[str, list]) -> None:
-        """Make the same of them in the caller: in place, so that every object stays what it is."""
+        """Apply the changes in the caller: in place, so that every object keeps its identity."""
         for key, values in changes["storages"]:
             _storage(self._known[key]).copy_(values)
         for key, values in changes["tensors"]:
@@ -311,14 +311,14 @@ class SyncedObjects:
         self._warn_of_lost(changes["lost"])
 
     def _warn_of_lost(self, named: list[str]) -> None:
-        """Say once what stays as it was, although the function has changed it."""
+        """Warn once of objects that stay unchanged here, although the function has changed them."""
         if not named:
             return
         file, _, line = location().rpartition(":")
         more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
         warnings.warn_explicit(
-            f"parwrap: the function changed {', '.join(named[:MOST_NAMED])}{more} on its ranks, and that cannot be sent "
-            "to this process, where it stays as it was. Make it inside the function, or return what you need of it.",
+            f"parwrap: the function changed {', '.join(named[:MOST_NAMED])}{more} on its ranks, but that cannot be sent to this process, "
+            "where it stays as it was. Make it inside the function, or return what you need of it.",
             UserWarning,
             file,
             int(line),
@@ -332,7 +332,7 @@ class SyncedObjects:
 
 
 def pickle_module(**classes: type) -> ModuleType:
-    """What :func:`torch.save` and :func:`torch.load` take, with ``classes`` in the place of pickle's own."""
+    """A pickle module for :func:`torch.save` and :func:`torch.load`, with ``classes`` instead of pickle's own."""
     module = ModuleType("pickle")
     vars(module).update(vars(pickle))
     vars(module).update(classes)
@@ -340,7 +340,7 @@ def pickle_module(**classes: type) -> ModuleType:
 
 
 def _in_place(old: Any, new: Any) -> Any:
-    """``new``; as ``old``, with its contents, where both are dicts or lists, since others may hold that."""
+    """``new``; if both are dicts or lists, ``old`` with the content of ``new``, since others may refer to it."""
     if isinstance(old, dict) and isinstance(new, dict):
         contents = {name: _in_place(old.get(name), value) for name, value in new.items()}
         old.clear()
@@ -353,7 +353,7 @@ def _in_place(old: Any, new: Any) -> Any:
 
 
 def is_tracked(thing: Any) -> bool:
-    """Whether what a rank makes of it becomes the caller's."""
+    """Whether a rank's changes to it are copied to the caller."""
     return issubclass(type(thing), KINDS)
 
 
@@ -363,38 +363,38 @@ def _is_local(thing: Any) -> bool:
 
 
 def _is_unwatched(tensor: torch.Tensor) -> bool:
-    """Whether it is none that tells of changes: it is sent as a copy."""
+    """Whether it hides its changes: it is sent as a copy."""
     return not is_lazy(tensor) and (tensor.is_inference() or tensor.layout != torch.strided)
 
 
 def _is_in_parts(tensor: torch.Tensor | None) -> bool:
-    """Whether every rank has a part of it, so that none alone knows what has become of it: it was sharded when the function failed."""
+    """Whether every rank has a part of it, so that no rank has all of it: it was sharded when the function failed."""
     return hasattr(type(tensor), "full_tensor")
 
 
 def _state_of(tensor: torch.Tensor) -> tuple | None:
-    """What tells that a tensor was changed in place, or put elsewhere; ``None`` for one that is not looked after."""
+    """A value that shows whether a tensor was changed in place, or moved; ``None`` for an untracked one."""
     if is_lazy(tensor) or _is_unwatched(tensor) or tensor.device.type not in ("cpu", "cuda"):
         return None
     try:
         tensor.untyped_storage().data_ptr()
         return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-    except RuntimeError:  # it has no memory, as a tensor that wraps others
+    except RuntimeError:  # it has no memory, like a tensor that wraps others
         return None
 
 
 def _loaded(known: dict[int, Any], of_storage: Callable[[Any], Any], saved: Any) -> Any:
-    """What a persistent id stands for: an object of the caller, or a storage of torch's."""
+    """The object of a persistent id: an object of the caller, or a storage of torch's."""
     return known[saved[1]] if saved[0] == CALLERS else of_storage(saved)
 
 
 def _asks(tensor: torch.Tensor) -> bool | None:
-    """Whether it asks for a gradient, if that can be chosen."""
+    """Whether it requires a gradient, if that can be chosen."""
     return tensor.requires_grad if tensor.is_leaf and (is_lazy(tensor) or not tensor.is_inference()) else None
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Of its elements; 0 for a subclass that has none of its own."""
+    """The address of its elements; 0 for a subclass without memory."""
     try:
         return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     except (RuntimeError, TypeError):
@@ -402,23 +402,23 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that has those of ``tensor``, and is sent without the rest of its storage."""
+    """A tensor with the elements of ``tensor``, which is sent without the rest of its storage."""
     values = tensor.detach()
     return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
 
 
 def _storage(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the storage that ``tensor`` is in."""
+    """The whole storage of ``tensor``."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
 
 
 def _repeats(tensor: torch.Tensor) -> bool:
-    """Whether it has elements in the same place, so that nothing can be copied there."""
+    """Whether several elements share memory, so that nothing can be copied there."""
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _parts_of(module: nn.Module) -> tuple:
-    """What is in it, by name; a module that is only half made may have nothing yet."""
+    """Its parameters and buffers, by name; a half-made module may have none yet."""
     parts = [vars(module).get(name) for name in PARTS]
     return tuple([(name, id(part)) for name, part in each.items()] if isinstance(each, dict) else each for each in parts)

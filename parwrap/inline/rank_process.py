@@ -1,7 +1,7 @@
-"""One rank that a process has launched: what runs in the rank's own process. Starting and watching it is ``launching.py``'s.
+"""One launched rank: the code in the rank's own process. ``launching.py`` starts and watches it.
 
-A rank that was forked has all that the caller has, so nothing need be sent to it. It computes with one thread, since OpenMP does not
-survive a fork in a process that has computed with several.
+A forked rank has everything of the caller, so nothing need be sent to it. It computes with one thread, since OpenMP does not survive a fork
+in a process that has computed with several.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from parwrap.world.world import World
 __all__ = ["ENDING", "WORD", "End", "Job", "failed", "run"]
 
 WORD = struct.Struct("d")
-"""How the time of a failure, or the 0 at the end, is sent."""
+"""The format of a failure's time, or of the 0 at the end."""
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
-"""What ends a rank: Ctrl-C, and that another has failed. They are blocked when it begins."""
+"""Signals that end a rank: Ctrl-C, and another rank's failure. They are blocked when it begins."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank is to run.
+    """The task of a rank.
 
     Attributes:
-        load: gives the function to call, without arguments, and what the caller has too, for a rank that trains on that device.
+        load: returns the function to call, without arguments, and the caller's objects, for a rank that trains on that device.
         world: the rank's place.
-        backend: of the process group; ``None`` to choose by the device.
-        timeout: for how long it waits for another rank; ``None`` for torch's.
+        backend: the backend of the process group; ``None`` to choose by the device.
+        timeout: how long it waits for another rank; ``None`` for torch's timeout.
         environ: variables to set first.
-        threads: how many to compute with; ``None`` for what the environment says.
-        streams: the states of the random streams to go on from; ``None`` for those that are there.
+        threads: the number of compute threads; ``None`` for the environment's.
+        streams: the states of the random streams to continue from; ``None`` for the inherited ones.
         outputs: descriptors that stand for stdout and stderr, by the numbers of these.
         failure: the descriptor of the file for a packed :class:`Raised`; when it is there, its time is sent through ``word``.
         end: that of the file for a packed :class:`End`, which a 0 is sent for.
@@ -76,9 +76,9 @@ class End:
     """How a rank ended.
 
     Attributes:
-        value: what it has returned, on rank 0.
-        changes: of the caller's objects: on rank 0, and on all ranks that were not to the end.
-        leaves: whether it was by ``sys.exit()``.
+        value: the result, on rank 0.
+        changes: changes of the caller's objects: on rank 0, and on all ranks that ended early.
+        leaves: whether it ended by ``sys.exit()``.
     """
 
     value: Any = None
@@ -99,9 +99,9 @@ def run(job: Job) -> None:
     """Run ``job`` in this process, which was started for it."""
     global _job
     with suppress(PermissionError):
-        os.setpgid(0, 0)  # what it starts is ended with it, and Ctrl-C reaches it by way of the caller
+        os.setpgid(0, 0)  # its children are ended with it, and the caller forwards Ctrl-C to it
     die_with_parent(job.parent)
-    signal.set_wakeup_fd(-1)  # an event loop of the caller's is not to hear of this rank's signals
+    signal.set_wakeup_fd(-1)  # an event loop of the caller's must not receive this rank's signals
     signal.signal(signal.SIGTERM, _stop)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -120,7 +120,7 @@ def run(job: Job) -> None:
     except Exception as error:
         failed(
             UsageError(
-                f"what was returned on rank {job.world.rank}, or put into a model of the caller, cannot be sent to the caller: {error}. "
+                f"the result on rank {job.world.rank}, or a value put into a model of the caller, cannot be sent to the caller: {error}. "
                 "Return tensors, models, numbers and containers of them, and define their classes outside of the function."
             )
         )
@@ -153,9 +153,9 @@ def _run(job: Job) -> End:
 
 
 def failed(error: BaseException) -> None:
-    """Tell the caller of the launched ranks, if this is one, what was raised here, before what is around it is left.
+    """In a launched rank, report the exception to the caller before the surrounding contexts are left.
 
-    Leaving the process group may take other ranks along, whose errors are then not the first.
+    Leaving the process group may make other ranks fail, whose errors are then not the first.
     """
     global _told
     job = _job
@@ -168,7 +168,7 @@ def failed(error: BaseException) -> None:
 
 
 def _take_no_notice() -> None:
-    """This rank is through, and is to tell of it whatever others do."""
+    """This rank has finished, and reports it whatever others do."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
 
@@ -184,7 +184,7 @@ def _tell(job: Job, word: float) -> None:
 
 
 def _users(traceback: TracebackType | None) -> TracebackType | None:
-    """``traceback`` from the first line of the user's on, if there is one."""
+    """``traceback`` from the user's first line on, if it has one."""
     inner = traceback
     while inner is not None and is_ours(inner.tb_frame):
         inner = inner.tb_next

@@ -1,6 +1,6 @@
-"""Ranks that are interpreters of their own: what one is to run is packed here, by cloudpickle, and unpacked there.
+"""Ranks that are new interpreters: cloudpickle packs a rank's task here, and it is unpacked there.
 
-A rank so started has nothing of the caller but what its function reaches. Watching and ending it is ``launching.py``'s.
+Such a rank has only what its function reaches. ``launching.py`` watches and ends it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from parwrap.system.shared_memory import private_file
 
 __all__ = ["Spawns", "become"]
 
-EXTRA = "pip install cloudpickle, which is what parwrap[notebook] adds"
+EXTRA = "pip install cloudpickle, or install parwrap[notebook]"
 
 
 class Spawns:
-    """Starts ranks that have of this process what their function reaches.
+    """Starts ranks that get from this process what their function reaches.
 
     Args:
-        function: what they call.
-        environ: environment variables of theirs.
-        size: how many there are.
+        function: the function to call.
+        environ: their environment variables.
+        size: the number of ranks.
         file: to pack the function into.
-        who: launches them, for error texts.
+        who: the name of the caller in errors.
 
     Raises:
         UsageError: cloudpickle is not installed, or something that the function reaches cannot be sent.
@@ -60,16 +60,16 @@ class Spawns:
         self._streams = get_state()
 
     def start(self, job: Callable[..., Job], heard: ChildOutput, word: int) -> _Interpreter:
-        """The process of the rank whose ``job`` that is, once it is told how this one is started."""
+        """The process of the rank that runs ``job``, completed with how it starts."""
         how = {"load": partial(_load, self._function), "environ": {}, "threads": None, "streams": self._streams}
         spawned = job(word=word, outputs={number: number for number in heard.outputs}, **how)
         return _Interpreter(spawned, [self._function, spawned.failure, spawned.end, word], heard.outputs, self._environ)
 
 
 class _Interpreter:
-    """A new interpreter that runs ``job``, with as much of :class:`multiprocessing.Process` as is used.
+    """A new interpreter that runs ``job``, with the parts of :class:`multiprocessing.Process` that are used.
 
-    That of the package multiprocessing would run the caller's script once more.
+    multiprocessing's own class would run the caller's script again.
     """
 
     def __init__(self, job: Job, inherited: list[int], outputs: Mapping[int, int], environ: Mapping[str, str]) -> None:
@@ -112,7 +112,7 @@ def become(descriptor: int) -> None:
 
 
 class _Sent(list):
-    """Those of the objects that a function reaches which have been packed with it; what a class leaves out has not."""
+    """The objects that a function reaches and that were packed with it; parts that a class omits were not."""
 
     def pick(self, packed: Mapping[int, Any]) -> list[tuple[str, Any]]:
         self[:] = [(name, thing) for name, thing in self if id(thing) in packed]
@@ -120,7 +120,7 @@ class _Sent(list):
 
 
 def _pack(function: Callable[[], Any], file: BinaryIO, who: str) -> tuple[list[Any], list[tuple[str, Any]]]:
-    """Write ``function`` into ``file``, for :func:`_load`; returns what the caller and the ranks then both have."""
+    """Write ``function`` into ``file``, for :func:`_load`; returns the objects that the caller and the ranks then both have."""
     things: list[Any] = []
     reached = _Sent(objects_reached(function))
     cloudpickle = _cloudpickle(who)
@@ -136,11 +136,11 @@ def _pack(function: Callable[[], Any], file: BinaryIO, who: str) -> tuple[list[A
                 self.globals_ref.setdefault(id(thing.__globals__), _NamesOf(home))
             reduced = super().reducer_override(thing)
             if home not in (None, "__main__") and isinstance(reduced, tuple):
-                reduced[2][1]["__globals__"] = {}  # the names of a module that is imported there are there, and have state of their own
+                reduced[2][1]["__globals__"] = {}  # the names of an importable module exist there, with separate state
             return reduced
 
     try:
-        # things and reached come after it, and are full by then
+        # things and reached come after it, and are complete by then
         torch.save((function, things, reached), file, pickle_module(Pickler=Pickler), pickle_protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         name, uses = _unpicklable(function, Pickler), "something that the function uses"
@@ -153,7 +153,7 @@ def _pack(function: Callable[[], Any], file: BinaryIO, who: str) -> tuple[list[A
 
 
 def _unpicklable(function: Callable[[], Any], pickler: type[pickle.Pickler]) -> str:
-    """The name by which ``function`` has the innermost thing that cannot be packed, or nothing."""
+    """The name by which ``function`` reaches the innermost object that cannot be packed, or an empty string."""
 
     class Trial(pickler):  # type: ignore[misc,valid-type]
         def reducer_override(self, thing: Any) -> Any:
@@ -177,17 +177,17 @@ def _unpicklable(function: Callable[[], Any], pickler: type[pickle.Pickler]) -> 
 
 
 def _is_sent_in_parts(kind: type) -> bool:
-    """Whether it says nothing of its own on how it is sent."""
+    """Whether it does not define how it is pickled."""
     plain = torch.nn.Module if issubclass(kind, torch.nn.Module) else object
     ways = [(getattr(kind, way, None), getattr(plain, way, None)) for way in ("__reduce_ex__", "__reduce__", "__getstate__")]
     return issubclass(kind, (FunctionType, MethodType, partial)) or all(own is usual for own, usual in ways)
 
 
 def _load(descriptor: int, device: torch.device) -> tuple[Callable[[], Any], SyncedObjects]:
-    """The function, and what of its objects the caller has too; what the caller has on a GPU comes to ``device``.
+    """The function, and the caller's objects among its own; objects on the caller's GPU come to ``device``.
 
-    The names that the function uses in the caller's ``__main__`` are then this process's, so that what is found there by its name, as by
-    the workers of a loader, is found here too.
+    The names that the function uses in the caller's ``__main__`` become this process's, so that lookups by name, as by the workers of a
+    loader, find them.
     """
     sys.modules["__main__"] = ModuleType("__main__")
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as file:
@@ -205,7 +205,7 @@ def _load(descriptor: int, device: torch.device) -> tuple[Callable[[], Any], Syn
 
 
 class _NamesOf(dict):
-    """Stands for the global names of a module: those that it has in the rank."""
+    """Replaces the global names of a module by those that it has in the rank."""
 
     def __init__(self, module: str) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def _names_of(module: str) -> dict[str, Any]:
 
 
 def _home(function: FunctionType) -> str | None:
-    """The module whose global names a function has, if the rank has that module too."""
+    """The module whose global names a function uses, if the rank has that module too."""
     name = function.__globals__.get("__name__")
     module = sys.modules.get(name or "")
     known = name == "__main__" or getattr(module, "__spec__", None) is not None
@@ -232,6 +232,6 @@ def _cloudpickle(who: str) -> ModuleType:
         return importlib.import_module("cloudpickle")
     except ImportError:
         raise UsageError(
-            f"{who} starts ranks in new interpreters here, and cloudpickle, which sends functions to them, is not installed: "
-            f"{EXTRA}. Or call it before anything starts CUDA: ranks are then forked, and need it not."
+            f"{who} starts ranks in new interpreters here, but cloudpickle, which sends functions to them, is not installed: {EXTRA}. Or "
+            "call it before anything starts CUDA: then ranks are forked, and do not need it."
         ) from None

@@ -17,7 +17,7 @@ from parwrap.patching.patch import Patch
 __all__ = ["autocast_patches", "scaler_patches"]
 
 _BETWEEN = (os.path.dirname(torch.amp.__file__) + os.sep, contextlib.__file__)
-"""Where frames between the one that enters and ``__enter__`` come from."""
+"""The file of the frames between the one that enters and ``__enter__``."""
 
 
 def autocast_patches(interceptor: Interceptor) -> list[Patch]:
@@ -40,7 +40,7 @@ def scaler_patches(interceptor: Interceptor) -> list[Patch]:
 
 
 def _by_the_user() -> bool:
-    """torch enters autocasts by itself, as to compute a checkpoint again; frame 2 calls ``__enter__``."""
+    """Torch enters autocasts itself, for example to recompute a checkpoint; frame 2 calls ``__enter__``."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back

@@ -23,14 +23,13 @@ class Backward(NamedTuple):
     """The arguments of one ``torch.autograd.backward``.
 
     Attributes:
-        tensors: what is differentiated.
+        tensors: the tensors to differentiate.
         grad_tensors: the gradient of each; ``None`` stands for 1.
-        options: ``retain_graph``, ``create_graph`` and ``inputs``, as far as they were given.
+        options: ``retain_graph``, ``create_graph`` and ``inputs``, as given.
         original: torch's own function.
-        averaged: whether to average over the ranks now what it leaves in gradients; else more is added later.
-        weight: how much this rank counts in that average, where ``tensors`` were multiplied by it already; ``None`` leaves both to
-            the strategy.
-        existing_grads: parameters whose ``.grad`` of before is averaged with it for the first time, whether or not it reaches them.
+        averaged: whether to average its gradients over the ranks now; otherwise more is added later.
+        weight: this rank's weight in that average, if ``tensors`` were multiplied by it already; ``None`` leaves both to the strategy.
+        existing_grads: parameters whose earlier ``.grad`` is averaged now for the first time, whether or not the backward reaches them.
     """
 
     tensors: tuple[torch.Tensor | GradientEdge, ...]
@@ -42,7 +41,7 @@ class Backward(NamedTuple):
     existing_grads: tuple[torch.Tensor, ...] = ()
 
     def run(self) -> None:
-        """Do what torch does, or forward the call to the next interceptor."""
+        """Run torch's function, or forward the call to the next interceptor."""
         options = self.options
         if (not self.averaged or self.weight is not None or self.existing_grads) and is_patched(self.original):
             options = {**options, "averaged": self.averaged, "weight": self.weight, "existing_grads": self.existing_grads}
@@ -50,16 +49,16 @@ class Backward(NamedTuple):
 
     @property
     def roots(self) -> tuple[torch.Tensor | GradientEdge, ...]:
-        """The tensors behind which the leaves that get a gradient are found."""
+        """The tensors whose graphs lead to the leaves that get a gradient."""
         return self.options.get("inputs") or self.tensors
 
     def with_root(self, scalar: torch.Tensor, *leaves: torch.Tensor) -> Backward:
-        """The same backward with one more tensor to start from, whose gradient goes to ``leaves``."""
+        """The same backward with one more root, whose gradient goes to ``leaves``."""
         options = {**self.options, "inputs": (*self.options["inputs"], *leaves)} if "inputs" in self.options else self.options
         return self._replace(tensors=(*self.tensors, scalar), grad_tensors=(*self.grad_tensors, None), options=options)
 
     def scaled(self, factor: float) -> Backward:
-        """The same backward with what it leaves in gradients multiplied by ``factor``."""
+        """The same backward with its gradients multiplied by ``factor``."""
         with torch.enable_grad():
             pairs = [_scaled(tensor, grad, factor) for tensor, grad in zip(self.tensors, self.grad_tensors, strict=True)]
         return self._replace(tensors=tuple(tensor for tensor, _ in pairs), grad_tensors=tuple(grad for _, grad in pairs))
@@ -68,13 +67,13 @@ class Backward(NamedTuple):
 def _scaled(
     tensor: torch.Tensor | GradientEdge, grad: torch.Tensor | None, factor: float
 ) -> tuple[torch.Tensor | GradientEdge, torch.Tensor | None]:
-    """What is differentiated and its gradient, multiplied by ``factor``; an edge has no value that could be."""
+    """A root and its gradient, multiplied by ``factor``; an edge has no value to multiply."""
     if isinstance(tensor, torch.Tensor):
         return tensor * factor, grad
     if grad is None:
         kind = input_metadata(tensor.node)[tensor.output_nr]
         if math.prod(kind.shape) != 1:
-            return tensor, None  # which torch refuses
+            return tensor, None  # torch refuses it
         grad = torch.ones(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
     return tensor, grad * factor
 
@@ -98,9 +97,9 @@ def _bound(
     weight: float | None = None,
     existing_grads: tuple[torch.Tensor, ...] = (),
 ) -> Backward:
-    """The call with torch's own signature taken apart; its deprecated ``grad_variables`` is an older ``grad_tensors``.
+    """The arguments of a call with torch's own signature; its deprecated ``grad_variables`` is an older ``grad_tensors``.
 
-    The last three are given by an interceptor that forwards the call.
+    An interceptor that forwards the call passes the last three.
     """
     tensors = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
     grad_tensors = grad_variables if grad_tensors is None else grad_tensors

@@ -17,9 +17,9 @@ __all__ = ["patches"]
 
 def patches(interceptor: Interceptor) -> list[Patch]:
     def call(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> Any:
-        if torch.compiler.is_compiling():  # which would trace into the interceptor
+        if torch.compiler.is_compiling():  # torch.compile would trace into the interceptor
             return wrapped(*args, **kwargs)
         return interceptor.call(instance, args, kwargs, wrapped)
 
-    # which __call__ calls: torch.fx puts its own __call__ there for a while, and what it puts back would not be this patch
+    # __call__ calls it: torch.fx replaces __call__ for a while, and would not restore this patch there
     return [Patch(nn.Module, CALL, call)]

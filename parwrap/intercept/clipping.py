@@ -23,13 +23,13 @@ PLACES = (
 
 
 class Clip(NamedTuple):
-    """One call that clips gradients.
+    """A call that clips gradients.
 
     Attributes:
-        name: of the function.
-        parameters: whose gradients are clipped.
-        args: what was given after ``parameters``.
-        kwargs: what was given by name.
+        name: the name of the function.
+        parameters: the parameters whose gradients are clipped.
+        args: the arguments after ``parameters``.
+        kwargs: the keyword arguments.
         original: torch's own function, or the next interceptor's.
     """
 
@@ -44,7 +44,7 @@ class Clip(NamedTuple):
         return self.original(self.parameters, *self.args, **self.kwargs)
 
     def replayed(self, parameters: list[torch.Tensor]) -> None:
-        """The same for gradients that are others than those it was called for: a norm that was given is computed anew."""
+        """The same for other gradients than those of the call: a given norm is computed again."""
         if self.name == "clip_grads_with_norm_":
             by_name = {key: value for key, value in self.kwargs.items() if key != "total_norm"}
             utils.clip_grad_norm_(parameters, *self.args[:1], **by_name)
@@ -52,7 +52,7 @@ class Clip(NamedTuple):
             self.original(parameters, *self.args, **self.kwargs)
 
     def norm(self) -> torch.Tensor | None:
-        """What the call returns, with nothing changed."""
+        """The result of the call without clipping."""
         if self.name != "clip_grad_norm_":
             return None
         return self._norm(*self.args, **self.kwargs)
@@ -73,5 +73,5 @@ def patches(interceptor: Interceptor) -> list[Patch]:
 
 
 def _bound(name: str, original: Callable, parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Clip:
-    # a generator of them must outlast more than one look
+    # a generator of them must survive several iterations
     return Clip(name, [parameters] if isinstance(parameters, torch.Tensor) else list(parameters), args, kwargs, original)

@@ -1,4 +1,4 @@
-"""``subprocess`` and ``os.system``: give the command to ``Interceptor.run_command`` before it runs."""
+"""``subprocess`` and ``os.system``: pass the command to ``Interceptor.run_command`` before it runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``cross_entropy`` and ``nll_loss``: give each loss that is a mean to ``Interceptor.criterion``, with the number it was divided by.
+"""``cross_entropy`` and ``nll_loss``: pass each mean loss to ``Interceptor.criterion``, with its divisor.
 
-The modules end there too. With weights of classes or targets that are ignored that number is not how many targets there are.
+The loss modules call these functions too. With class weights or ignored targets the divisor is not the number of targets.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Criterion(NamedTuple):
     Attributes:
         loss: the mean.
         target: the class of each.
-        weight: of the classes.
-        ignore_index: the class of targets that do not count.
+        weight: the weights of the classes.
+        ignore_index: the class of ignored targets.
     """
 
     loss: torch.Tensor
@@ -35,7 +35,7 @@ class Criterion(NamedTuple):
 
     @torch.no_grad()
     def divisor(self) -> torch.Tensor:
-        """What the sum was divided by."""
+        """The divisor of the sum."""
         counted = self.target != self.ignore_index
         if self.weight is None:
             return counted.sum()

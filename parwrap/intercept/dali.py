@@ -1,7 +1,7 @@
-"""NVIDIA DALI, once it is imported: forward what its readers, pipelines and iterators do to an interceptor.
+"""NVIDIA DALI, once it is imported: forward the calls of its readers, pipelines and iterators to an interceptor.
 
-DALI says nowhere in public what all readers go through, of ``fn.readers`` and ``ops.readers`` alike, nor lets a pipeline be changed
-before it is built. So this file alone knows some of its private names; those of 2.4.
+DALI documents no common base of ``fn.readers`` and ``ops.readers``, and no way to change a pipeline before it is built. So this file alone
+uses some of its private names, of version 2.4.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from parwrap.patching.patch import Patch, when_imported
 __all__ = ["build_patches", "iterate_patches", "iterator_patches", "length_patches", "pipelines_of", "readers_of", "shard_patches"]
 
 OPERATORS, PIPELINES, ITERATORS = "nvidia.dali.ops", "nvidia.dali.pipeline", "nvidia.dali.plugin.base_iterator"
-"""The modules with what is patched. DALI imports the last with a plugin only, as that for torch."""
+"""The modules to patch. DALI imports the last with a plugin only, such as that for torch."""
 
 
 def shard_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
-    """Calls ``shard_reader`` for readers that can be sharded, whatever they were ``given``."""
+    """Calls ``shard_reader`` for readers that can be sharded, with the arguments ``given``."""
 
     def patches(ops: ModuleType) -> list[Patch]:
         def init(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
@@ -92,9 +92,9 @@ def iterator_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
 
 @contextmanager
 def _alike(pipelines: Sequence[Any]) -> Iterator[None]:
-    """While this is held, the readers' parts are all as long as the longest; they are padded, so an iterator may count on it.
+    """While this is open, the readers' parts are all as long as the longest; they are padded, so an iterator may rely on it.
 
-    Where they are not, DALI's iterators give empty batches, and forget to skip what they drop.
+    Otherwise DALI's iterators give empty batches, and forget to skip what they drop.
     """
 
     def described(describe: Callable) -> Callable:
@@ -125,7 +125,7 @@ def length_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
 
 
 def _iterator_method(name: str, instead: Callable[[Any, Callable], Any]) -> list[AbstractContextManager]:
-    """Have ``instead(iterator, original)`` called for that method of an iterator."""
+    """Make that method of an iterator call ``instead(iterator, original)``."""
 
     def patches(module: ModuleType) -> list[Patch]:
         original = getattr(module._DaliBaseIterator, name)
@@ -144,7 +144,7 @@ def pipelines_of(iterator: Any) -> list[Any]:
 
 
 def readers_of(pipelines: Iterable[Any]) -> dict[str, list[dict[str, Any]]]:
-    """What DALI says of each reader in ``pipelines``, by its name: of each pipeline that has it."""
+    """What DALI says of each reader in ``pipelines``, by its name, for each pipeline that has it."""
     found: dict[str, list[dict[str, Any]]] = {}
     for pipeline in pipelines:
         for name, meta in pipeline.reader_meta().items():

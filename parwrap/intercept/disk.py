@@ -1,7 +1,7 @@
-"""``open`` and the calls of ``os`` that open, change or look at paths: forward them to the interceptor.
+"""``open`` and the calls of ``os`` that open, change or inspect paths: forward them to the interceptor.
 
-pathlib, shutil, json, numpy, pandas, matplotlib and the like all end in these. Some modules hold ``open`` under a name of
-their own. What native code opens by itself passes by.
+pathlib, shutil, json, numpy, pandas, matplotlib and similar libraries all call these. Some modules hold ``open`` under another name. Files
+that native code opens are not seen here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-"""The flags of ``os.open`` of which one is set for a file that may be changed."""
+"""The flags of ``os.open`` that allow changing a file."""
 
 OPENS = ((builtins, "open"), (io, "open"), (tarfile, "bltn_open"), (bz2, "_builtin_open"))
 LOOKS = ("stat", "lstat", "access", "readlink", "chdir", "statvfs", "getxattr", "listxattr")
@@ -47,14 +47,14 @@ class Change(NamedTuple):
     """A call that makes, removes or moves paths.
 
     Attributes:
-        name: of the function: ``"mkdir"``, ``"truncate"``, ``"rmdir"``, ``"remove"``, ``"unlink"``, ``"rmtree"``, ``"rename"``,
+        name: the name of the function: ``"mkdir"``, ``"truncate"``, ``"rmdir"``, ``"remove"``, ``"unlink"``, ``"rmtree"``, ``"rename"``,
             ``"replace"``, ``"link"`` or ``"symlink"``.
-        run: does what the function does.
-        gone: a path that is not there afterwards and the descriptor that it is relative to, or ``None``.
-        made: the same of a path that is there, or another, afterwards.
-        source: the same of a path that ``made`` is afterwards what it was.
-        target: what a symbolic link leads to.
-        options: what else was given.
+        run: runs the function.
+        gone: a path that does not exist afterwards and the descriptor that it is relative to, or ``None``.
+        made: the same for a path that exists, or is another, afterwards.
+        source: the same for a path whose content ``made`` has afterwards.
+        target: the target of a symbolic link.
+        options: the other arguments.
     """
 
     name: str

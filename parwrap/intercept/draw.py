@@ -1,7 +1,7 @@
 """Random draws by torch, numpy and python: forward each to ``Interceptor.draw``.
 
-Caught are the functions of the global generators, by whichever name a script calls them. What a library draws without these names
-(scikit-learn holds numpy's global generator itself) stays as it is.
+It catches the functions of the global generators, under any name that a script uses. Draws of a library without these names (scikit-learn
+holds numpy's global generator itself) are unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STATES = ("seed", "get_state", "set_state", "getstate", "setstate", "get_bit_ge
 def patches(interceptor: Interceptor) -> list[Patch]:
     def patch(owner: Any, name: str, library: str) -> Patch:
         def draw(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-            if torch.compiler.is_compiling():  # which would trace into the interceptor
+            if torch.compiler.is_compiling():  # torch.compile would trace into the interceptor
                 return wrapped(*args, **kwargs)
             return interceptor.draw(library, name, wrapped, args, kwargs)
 

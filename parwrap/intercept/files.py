@@ -1,6 +1,6 @@
 """``torch.save`` and ``torch.load``: forward them to ``save`` and ``load`` of the interceptor.
 
-``Interceptor.saved`` exchanges the object that is saved.
+``Interceptor.saved`` replaces the object that is saved.
 """
 
 from __future__ import annotations

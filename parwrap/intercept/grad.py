@@ -1,4 +1,4 @@
-"""``torch.autograd.grad(outputs, inputs)``: give the leaf tensors among its inputs to ``Interceptor.grad`` before it runs."""
+"""``torch.autograd.grad(outputs, inputs)``: pass the leaf tensors among its inputs to ``Interceptor.grad`` before it runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["patches"]
 
 def patches(interceptor: Interceptor) -> list[Patch]:
     def grad(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        if torch.compiler.is_compiling():  # which would trace into the interceptor
+        if torch.compiler.is_compiling():  # torch.compile would trace into the interceptor
             return wrapped(*args, **kwargs)
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
-        # exactly these types: tracing and functional transforms pass tensors of their own through here
+        # exactly these types: tracing and functional transforms pass other tensor types through here
         if leaves := [each for each in _several(inputs) if type(each) in (torch.nn.Parameter, torch.Tensor) and each.is_leaf]:
             interceptor.grad(leaves)
         return wrapped(*args, **kwargs)
@@ -27,7 +27,7 @@ def patches(interceptor: Interceptor) -> list[Patch]:
 
 
 def _several(inputs: Any) -> Any:
-    """The single tensors among what torch takes: one, a sequence or a dict of them."""
+    """The single tensors in an argument of torch: one, a sequence or a dict of them."""
     if isinstance(inputs, dict):
         return inputs.values()
     return inputs if isinstance(inputs, (tuple, list)) else (inputs,)

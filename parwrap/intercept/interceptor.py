@@ -1,6 +1,6 @@
 """The base of all interceptors: it declares every call that can be intercepted, and checks each subclass when it is created.
 
-Which patches a call needs is in ``table.py``. What an interceptor does is left to its own room.
+``table.py`` maps each call to its patches. Each interceptor is in its own room.
 """
 
 # mypy: disable-error-code="empty-body"
@@ -37,7 +37,7 @@ MARK = "__intercepts__"
 
 
 def intercepts(method: Method) -> Method:
-    """Mark a method that overrides one of :class:`Interceptor`; a name that it does not declare is an error.
+    """Mark a method that overrides one of :class:`Interceptor`; an undeclared name is an error.
 
     >>> class Counter(Interceptor):
     ...     @intercepts
@@ -53,7 +53,7 @@ def intercepts(method: Method) -> Method:
 class Interceptor:
     """Takes part in the calls whose methods its class overrides; ``intercepting`` installs it.
 
-    Each method says when it is called and what it returns. An ``original`` or ``run`` does what would happen without the interceptor:
+    Each method documents when it is called and what it returns. An ``original`` or ``run`` is what would run without the interceptor:
     torch's own call, or the interceptor below.
 
     Attributes:
@@ -68,8 +68,8 @@ class Interceptor:
         """Check the methods.
 
         Raises:
-            TypeError: one is marked with :func:`intercepts` and not declared here, or declared here and overridden in a way that never
-                works: without the mark, with other parameters, or without the one that it is called with.
+            TypeError: a method is marked with :func:`intercepts` but not declared here; or it overrides a declared one without the
+                mark, with other parameters, or without the method that calls it.
         """
         super().__init_subclass__(**options)
         cls.intercepted = frozenset(name for name, declared in DECLARED.items() if getattr(cls, name) is not declared)
@@ -91,7 +91,7 @@ class Interceptor:
         """``len(loader)`` was called. Returns the length."""
 
     def source(self, loader: DataLoader, name: str, source: Any) -> Any:
-        """The script reads the attribute ``name`` of ``loader``, such as its dataset. Returns what it gets."""
+        """The script reads the attribute ``name`` of ``loader``, such as its dataset. Returns the attribute's value."""
 
     def loader_state(self, loader: DataLoader, original: Callable[[], dict]) -> dict:
         """``state_dict()`` of a stateful loader was called. Returns the state."""
@@ -100,7 +100,7 @@ class Interceptor:
         """``load_state_dict(state)`` of a stateful loader was called."""
 
     def shard_reader(self, operator: Any, given: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """A reader of DALI is built with the arguments ``given``. Returns those that it gets instead, or ``None`` for no change."""
+        """A reader of DALI is built with the arguments ``given``. Returns new arguments, or ``None`` for no change."""
 
     def build_pipeline(self, pipeline: Any, operators: Collection[Any], seed: int | None) -> tuple[int | None, int]:
         """A DALI pipeline is about to be built. Returns its seed and the size of its batches."""
@@ -135,7 +135,7 @@ class Interceptor:
         """``tensor.retain_grad()`` was called on a tensor that is not a leaf."""
 
     def draw(self, library: str, name: str, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """A random function of torch, numpy or python was called. Returns what is drawn."""
+        """A random function of torch, numpy or python was called. Returns the draw."""
 
     def call_sharded(self, func: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
         """An operation with a ``DTensor`` among its arguments was called. Returns its result."""
@@ -146,13 +146,13 @@ class Interceptor:
     # precision
 
     def enter_autocast(self, instance: torch.autocast) -> None:
-        """The script is about to enter an autocast of its own."""
+        """The script is about to enter its own autocast."""
 
     def scale_by_hand(self, scaler: torch.amp.GradScaler) -> None:
         """The script is about to scale a loss with a ``GradScaler``."""
 
     def use_scaler(self, call: ScalerCall) -> Any:
-        """The script calls ``unscale_``, ``step`` or ``update`` of a ``GradScaler``. Returns what that returns."""
+        """The script calls ``unscale_``, ``step`` or ``update`` of a ``GradScaler``. Returns the result of that."""
 
     # modules
 
@@ -160,10 +160,10 @@ class Interceptor:
         """``module.train(training)`` or ``module.eval()`` has taken effect."""
 
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
-        """``module.to(...)`` gives parameters another device or dtype. Returns the module, once ``apply`` has done it."""
+        """``module.to(...)`` gives parameters another device or dtype. Returns the module after calling ``apply``."""
 
     def module_state(self, module: nn.Module, state: Any) -> Any:
-        """``module.state_dict()`` has given ``state``. Returns what the script gets."""
+        """``module.state_dict()`` has returned ``state``. Returns the script's result."""
 
     def load_module_state(self, module: nn.Module, assign: bool) -> None:
         """``module.load_state_dict()`` is about to load."""
@@ -174,25 +174,25 @@ class Interceptor:
     # optimizers
 
     def take_parameters(self, parameters: Any) -> Any:
-        """An optimizer is about to get ``parameters``. Returns those that it gets."""
+        """An optimizer is about to get ``parameters``. Returns the parameters to give it."""
 
     def own_parameters(self, optimizer: Optimizer) -> None:
         """``optimizer`` has got a group of parameters: it is being built, or a group was added."""
 
     def clip(self, call: Clip) -> Any:
-        """One of torch's functions that clip gradients was called. Returns what that returns."""
+        """One of torch's functions that clip gradients was called. Returns its result."""
 
     def step(self, optimizer: Optimizer) -> None:
         """``optimizer.step()`` was called, and is about to run."""
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """``optimizer.step()`` has run, and has not raised."""
+        """``optimizer.step()`` has run without raising."""
 
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``optimizer.step(closure)`` was called. Returns the closure that it gets."""
+        """``optimizer.step(closure)`` was called. Returns the closure to use."""
 
     def skips(self, optimizer: Optimizer) -> bool:
-        """``optimizer.step()`` is about to run. Returns whether it does nothing."""
+        """``optimizer.step()`` is about to run. Returns whether to skip it."""
 
     def refuse_closure(self) -> None:
         """A step with a closure is about to run, before :meth:`skips`: raise an error if it cannot be skipped."""
@@ -210,7 +210,7 @@ class Interceptor:
         """``optimizer.load_state_dict(state)`` was called, which ``load`` does."""
 
     def metric(self, metric: Any) -> Any:
-        """``ReduceLROnPlateau.step(metric)`` was called. Returns the number that the schedule sees."""
+        """``ReduceLROnPlateau.step(metric)`` was called. Returns the metric that the schedule sees."""
 
     def update_metric(self, metric: Any) -> None:
         """A metric of torchmetrics is about to be updated."""
@@ -224,13 +224,13 @@ class Interceptor:
     # files
 
     def save(self, file: Any, write: Callable[[Any], Any]) -> Any:
-        """``torch.save(..., file)`` or the like was called: call ``write`` with the path or file to write. Returns what that returns."""
+        """``torch.save(..., file)`` or similar was called: call ``write`` with the path or file to write. Returns the result of that."""
 
     def saved(self, thing: Any) -> Any:
-        """``torch.save(thing, ...)`` was called. Returns what is saved."""
+        """``torch.save(thing, ...)`` was called. Returns the object to save."""
 
     def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
-        """``torch.load(..., map_location=location)`` was called. Returns what ``read`` loads, given a location."""
+        """``torch.load(..., map_location=location)`` was called. Returns the result of ``read``, given a location."""
 
     def open(self, original: Callable, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """``open(file, mode)`` was called. Returns the open file."""
@@ -242,19 +242,19 @@ class Interceptor:
         """``os.close`` was called."""
 
     def change(self, change: Change) -> Any:
-        """A function that makes, removes or moves paths was called. Returns what that returns."""
+        """A function that makes, removes or moves paths was called. Returns its result."""
 
     def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
-        """The function ``name`` of ``os``, which changes attributes of ``path``, was called. Returns what that returns."""
+        """The function ``name`` of ``os``, which changes attributes of ``path``, was called. Returns its result."""
 
     def look(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
-        """The function ``name`` of ``os``, which looks at ``path``, was called. Returns what that returns."""
+        """The function ``name`` of ``os``, which inspects ``path``, was called. Returns its result."""
 
     def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
-        """``os.listdir`` or ``os.scandir`` was called. Returns what that returns."""
+        """``os.listdir`` or ``os.scandir`` was called. Returns its result."""
 
     def temporary_name(self, name: str) -> str:
-        """``tempfile`` has drawn ``name``. Returns the name that it uses."""
+        """``tempfile`` has drawn ``name``. Returns the name to use."""
 
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
         """Native code is about to read a file. Returns what ``read`` returns, given a path. :meth:`save` is called for checkpoints too."""
@@ -266,21 +266,21 @@ class Interceptor:
         """Native code is about to open a file that it reads and writes. Returns what ``update`` returns, given a path."""
 
     def open_native(self, path: Any, mode: str, open_at: Callable[[Any, Callable[[], None] | None], Any]) -> Any:
-        """Native code is about to open a file. Returns what ``open_at`` returns, given a path and what to call when it is closed."""
+        """Native code is about to open a file. Returns the result of ``open_at``, given a path and a function to call when it is closed."""
 
     # output and processes
 
     def speak(self, say: Callable[..., None], *, file: Any, force: bool) -> None:
-        """``print(..., file=file, force=force)`` was called, which ``say`` does."""
+        """``print(..., file=file, force=force)`` was called; ``say`` prints."""
 
     def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
-        """A logger is about to handle ``record``, which ``handle`` does."""
+        """A logger is about to handle ``record``; ``handle`` does it."""
 
     def points_to(self, caller: FrameType, stacklevel: int) -> int:
         """``warnings.warn`` was called. Returns the ``stacklevel``, counted from ``caller``."""
 
     def show_warning(self, show: Callable[[], None]) -> None:
-        """A warning is about to be shown, which ``show`` does."""
+        """A warning is about to be shown; ``show`` does it."""
 
     def run_command(self, command: Any) -> None:
         """``subprocess`` or ``os.system`` is about to run ``command``."""
@@ -289,7 +289,7 @@ class Interceptor:
         """``torch.distributed.get_world_size()`` was called."""
 
     def hides_group(self, frame: FrameType) -> bool:
-        """A function of ``torch.distributed`` asks for the process group. Returns whether ``frame``, its caller, must see none."""
+        """A function of ``torch.distributed`` asks for the process group. Returns whether to hide it from ``frame``, its caller."""
 
     def foreign(self, what: str, instance: Any) -> None:
         """The script is about to distribute itself: by ``init_process_group``, or by a ``DistributedDataParallel``, the ``instance``."""
@@ -299,7 +299,7 @@ DECLARED = {name: each for name, each in vars(Interceptor).items() if isinstance
 """Every call that can be intercepted."""
 
 CALLED_WITH = {"refuse_closure": "skips", "write_native": "read_native", "update_native": "read_native", "open_native": "read_native"}
-"""Methods without patches of their own, and the one whose patches call them."""
+"""Methods without patches, and the method whose patches call them."""
 
 
 def _check(cls: type[Interceptor], name: str) -> None:
@@ -313,7 +313,7 @@ def _check(cls: type[Interceptor], name: str) -> None:
 
 
 def _takes(method: Callable, declared: Callable) -> bool:
-    """Whether ``method`` takes what ``declared`` does, with all arguments and with those that it needs."""
+    """Whether ``method`` accepts the arguments of ``declared``, both all of them and only the required ones."""
     signature, parameters = inspect.signature(method), inspect.signature(declared).parameters.values()
     for given in (parameters, [each for each in parameters if each.default is each.empty]):
         by_position = [each.name for each in given if each.kind is each.POSITIONAL_OR_KEYWORD]

@@ -1,7 +1,7 @@
-"""``for batch in loader``, ``len(loader)`` and the state of loaders that have one: forward the calls to the interceptor.
+"""``for batch in loader``, ``len(loader)`` and the state of stateful loaders: forward the calls to the interceptor.
 
-They go to ``iterate``, ``length``, ``loader_state`` and ``load_loader_state``. torchdata's loader derives from torch's, but iterates in
-its own way.
+They go to ``iterate``, ``length``, ``loader_state`` and ``load_loader_state``. torchdata's loader derives from torch's, but overrides the
+iteration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parwrap.patching.patch import Patch, when_imported
 __all__ = ["iterate_patches", "length_patches", "load_state_patches", "state_patches"]
 
 STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
-"""The module of the loaders that have a state."""
+"""The module of the stateful loaders."""
 
 
 def iterate_patches(interceptor: Interceptor) -> list[Patch | AbstractContextManager]:

@@ -1,4 +1,4 @@
-"""``module.to(...)``, ``.cuda()``, ``.half()``: forward those that give parameters another device or dtype to ``Interceptor.move``."""
+"""``module.to(...)``, ``.cuda()``, ``.half()``: forward calls that change the device or dtype of parameters to ``Interceptor.move``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def patches(interceptor: Interceptor) -> list[Patch]:
 
 
 def _changes(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], *rest: Any, **options: Any) -> bool:
-    """Whether ``function`` makes other kinds of tensors of those that the parameters are; it is tried on empty ones."""
+    """Whether ``function`` changes the kind of the parameters' tensors; it is tried on empty ones."""
     kinds = {(p.dtype, p.device) for p in module.parameters()}
     made = [(kind, function(torch.empty(0, dtype=kind[0], device=kind[1]))) for kind in kinds]
     return any((tensor.dtype, tensor.device) != kind for kind, tensor in made)

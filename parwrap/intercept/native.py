@@ -1,6 +1,6 @@
-"""Calls of libraries that read and write files by path in native code, past ``open``: forward them to the interceptor.
+"""Calls of libraries that read and write files by path in native code, bypassing ``open``: forward them to the interceptor.
 
-``CALLS`` is the table of them. A library is patched once it is imported. What is not in the table passes by.
+``CALLS`` is the table of them. A library is patched once it is imported. Calls outside the table are not seen.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class NativeCall(NamedTuple):
     """A call that takes the path of a file.
 
     Attributes:
-        module: where it is, by the name under which the module is imported.
-        name: of the function, or of the class; of its ``__init__`` too if that can be replaced, so that subclasses take part.
-        way: ``"read"``: reads the file; ``"save"``: writes a checkpoint, whole; ``"write"``: writes another file, whole; ``"open"``: makes
-            an object that writes until it is closed; ``"update"``: makes an object that reads and writes until nobody knows when.
+        module: its module, by the name under which the module is imported.
+        name: the name of the function or class; for a class, ``__init__`` is patched if possible, so that subclasses take part.
+        way: ``"read"``: reads the file; ``"save"``: writes a whole checkpoint; ``"write"``: writes another whole file; ``"open"``: makes
+            an object that writes until it is closed; ``"update"``: makes an object that reads and writes for an unknown time.
         path: the name of the argument.
         position: its position, not counting ``self``.
         mode: for ``"open"``, the mode, if there is no argument ``mode`` after the path.
@@ -78,11 +78,11 @@ CALLS = (
 )
 
 _closing: weakref.WeakKeyDictionary[Any, weakref.finalize] = weakref.WeakKeyDictionary()
-"""Called when an object that writes to a file has been closed, or is dropped."""
+"""Called when an object that writes to a file has been closed or garbage-collected."""
 
 
 def patches(interceptor: Interceptor) -> list[AbstractContextManager]:
-    """Calls ``save``, ``read_native``, ``write_native``, ``open_native`` and ``update_native``, with the path and what to call with one."""
+    """Calls ``save``, ``read_native``, ``write_native``, ``open_native`` and ``update_native`` with the path and a function of a path."""
 
     def of_module(calls: list[NativeCall]) -> Callable[[ModuleType], list[Patch]]:
         return lambda module: [patch for call in calls if _is_there(module, call) for patch in _patches_of(module, call, interceptor)]
@@ -132,7 +132,7 @@ def _opening(call: NativeCall, open_native: Callable) -> Callable:
 
 
 def _making(call: NativeCall, open_native: Callable) -> Callable:
-    """The same for a class of an extension, whose methods cannot be replaced: a subclass has another to close."""
+    """The same for an extension class, whose methods cannot be replaced: a subclass has another method for closing."""
 
     def make(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
         def close(made: Any, *given: Any, **options: Any) -> Any:
@@ -145,7 +145,7 @@ def _making(call: NativeCall, open_native: Callable) -> Callable:
 
 
 def _opened(call: NativeCall, open_native: Callable, wrapped: Callable, args: tuple, kwargs: dict, opened: Callable[[Any], Any]) -> Any:
-    """What ``wrapped`` returns when it opens the file where the interceptor says; ``opened`` of it is the object that is closed."""
+    """The result of ``wrapped``, opening the file that the interceptor chooses; ``opened`` returns the object to close."""
     path = _path(call, args, kwargs)
     if path is None:
         return wrapped(*args, **kwargs)
@@ -169,7 +169,7 @@ def _close(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _path(call: NativeCall, args: tuple, kwargs: dict) -> Any:
-    """The path, if it is one of a file on this machine."""
+    """The path, if it is a file's on this machine."""
     path = kwargs.get(call.path, args[call.position] if len(args) > call.position else None)
     if not isinstance(path, (str, bytes, os.PathLike)) or kwargs.get("filesystem") is not None:
         return None

@@ -2,7 +2,7 @@
 
 ``torch.compile`` compiles ``Interceptor.traced_norm`` in its place.
 
-Every BatchNorm module ends there, lazy ones and subclasses too, and so do functional calls; InstanceNorm does not.
+Every BatchNorm module calls it, including lazy ones and subclasses, and so do functional calls; InstanceNorm does not.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Norm(NamedTuple):
     eps: float = 1e-5
 
     def run(self) -> torch.Tensor:
-        """Do what torch does."""
+        """Run torch's function."""
         return self.original(*self[1:])
 
     def run_by_itself(self) -> torch.Tensor:
-        """Do what torch does, without any other interceptor."""
+        """Run torch's function, without any other interceptor."""
         return inspect.unwrap(self.original)(*self[1:])
 
 

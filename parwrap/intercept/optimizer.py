@@ -2,9 +2,8 @@
 
 They go to ``take_parameters``, ``own_parameters``, ``step``, ``stepped`` and ``closure``.
 
-``Optimizer.__init__`` rewrites ``step`` of every class that it first meets, so a patch on ``step`` could not be taken off
-again exactly. torch's own hook for all optimizers sees every ``step``, of classes made later too, and can exchange the
-arguments: nothing of ``step`` is ever patched.
+``Optimizer.__init__`` rewrites ``step`` of every class that it first sees, so a patch on ``step`` could not be removed exactly. Torch's
+global optimizer hook sees every ``step``, also of later classes, and can replace the arguments, so ``step`` is never patched.
 """
 
 from __future__ import annotations

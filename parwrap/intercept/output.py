@@ -21,7 +21,7 @@ __all__ = ["log_patches", "speak_patches", "stacklevel_patches", "warning_patche
 
 
 def speak_patches(interceptor: Interceptor) -> list[Patch]:
-    """``print(..., force=True)`` is for what every rank may say."""
+    """``print(..., force=True)`` prints on every rank."""
 
     def speak(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         force = kwargs.pop("force", False)
@@ -42,7 +42,7 @@ def stacklevel_patches(interceptor: Interceptor) -> list[Patch]:
     def moved(
         wrapped: Callable, caller: FrameType, message: Any, category: Any = None, stacklevel: int = 1, source: Any = None, **others: Any
     ) -> None:
-        wrapped(message, category, interceptor.points_to(caller, max(stacklevel, 1)) + 2, source, **others)  # over the two frames here
+        wrapped(message, category, interceptor.points_to(caller, max(stacklevel, 1)) + 2, source, **others)  # skip the two frames here
 
     def warn(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         moved(wrapped, sys._getframe(1), *args, **kwargs)

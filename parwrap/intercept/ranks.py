@@ -1,7 +1,7 @@
-"""What ``torch.distributed`` says about the process group.
+"""Queries to ``torch.distributed`` about the process group.
 
-``Interceptor.world_size_asked`` is called at each ``get_world_size()``, also that of ``parwrap.world_size()``. Where
-``Interceptor.hides_group`` is true for the caller's frame, the functions answer as they do without a process group.
+``Interceptor.world_size_asked`` is called at each ``get_world_size()``, including that of ``parwrap.world_size()``. If
+``Interceptor.hides_group`` is true for the caller's frame, the functions answer as without a process group.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class ScalerCall(NamedTuple):
     Attributes:
         scaler: the scaler.
         name: ``"unscale_"``, ``"step"`` or ``"update"``.
-        optimizer: whose gradients are meant; ``None`` for ``update``.
-        run: does what torch does.
+        optimizer: the optimizer of the gradients; ``None`` for ``update``.
+        run: runs torch's method.
     """
 
     scaler: torch.amp.GradScaler

@@ -1,4 +1,4 @@
-"""``ReduceLROnPlateau.step(metric)``: let ``Interceptor.metric`` decide which number the schedule sees."""
+"""``ReduceLROnPlateau.step(metric)``: let ``Interceptor.metric`` choose the number that the schedule sees."""
 
 from __future__ import annotations
 

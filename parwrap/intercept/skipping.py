@@ -1,8 +1,8 @@
-"""``optimizer.step()``: ask ``Interceptor.skips`` whether it does nothing.
+"""``optimizer.step()``: ask ``Interceptor.skips`` whether to skip it.
 
-A hook cannot leave a step out, but it can exchange the ``self`` that the step gets: a step that is skipped runs on an image of the
-optimizer that has no parameters. So the optimizer is never changed, and nothing has to be put back, also if the step raises. What the
-image cannot hide is noticed afterwards, by the versions of the parameters.
+A hook cannot skip a step, but it can replace the step's ``self``: a skipped step runs on an image of the optimizer that has no parameters.
+So the optimizer is never changed, and nothing has to be restored, even if the step raises. Changes that the image cannot prevent are
+detected afterwards, by the versions of the parameters.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ __all__ = ["handed_on", "has_inner", "is_image", "patches", "stepping", "steps_r
 MARK = "_parwrap_image"
 
 STEP = Optimizer.profile_hook_step(print).__code__
-"""Of the function that torch puts around the ``step`` of every class, which calls the hooks."""
+"""Code of the function that torch puts around the ``step`` of every class; it calls the hooks."""
 
 
 def patches(interceptor: Interceptor) -> list[AbstractContextManager]:
-    """A step that is skipped leaves parameters, state and gradients as they are.
+    """A skipped step leaves parameters, state and gradients unchanged.
 
     A closure is still called, once, and its loss returned, unless ``refuse_closure`` raises; learning rate schedulers count the step. The
-    interceptor that was installed last is asked first, and the others only if it lets the step through.
+    last installed interceptor is asked first, and the others only if it lets the step through.
     """
 
     before: dict[int, list[tuple[torch.Tensor, int]]] = {}
 
     def exchange(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        # what a subclass hands on to super().step() is an image already, and so it is after another interceptor has skipped
+        # the self of super().step() in a subclass is an image already, and so it is after another interceptor has skipped
         if is_image(args[0]) or handed_on(optimizer):
             return None
-        before.clear()  # a step that has raised is not seen to end
+        before.clear()  # the end of a step that raises is not seen
         if any(callable(each) for each in (*args[1:], *kwargs.values())):
             interceptor.refuse_closure()
         if not interceptor.skips(optimizer):
@@ -60,23 +60,23 @@ def patches(interceptor: Interceptor) -> list[AbstractContextManager]:
             if version_of(p) != version:
                 raise UsageError(
                     f"{type(optimizer).__name__}.step() at {location()} has changed a parameter of shape {tuple(p.shape)} in a step that "
-                    "parwrap has to leave out, so it does not go by self.param_groups, or a hook on it changes weights. Let step() go over "
-                    "the parameters in self.param_groups, or train this part without parwrap.amp and parwrap.accumulate."
+                    "parwrap has to skip, so it does not use self.param_groups, or a hook on it changes weights. Let step() iterate "
+                    "over the parameters in self.param_groups, or train this part without parwrap.amp and parwrap.accumulate."
                 )
 
     return [_hooked_first(exchange), _hooked_first(check, after=True)]
 
 
 def is_image(optimizer: Any) -> bool:
-    """Whether ``optimizer`` is what a step that is left out runs on."""
+    """Whether ``optimizer`` is the image that a skipped step runs on."""
     return hasattr(optimizer, MARK)
 
 
 def handed_on(optimizer: Optimizer) -> bool:
-    """For a hook: whether this is ``super().step()`` of a step that it was called for already; torch may have put hooks around both."""
+    """For a hook: whether this is ``super().step()`` of a step that has called it already; torch may have put hooks around both."""
     if sum(hasattr(vars(cls).get("step"), "hooked") for cls in type(optimizer).__mro__) < 2:
         return False
-    frame = sys._getframe(2).f_back  # 2 is the function that asks now
+    frame = sys._getframe(2).f_back  # frame 2 is the asking function
     while frame is not None:
         if frame.f_code is STEP and frame.f_locals["self"] is optimizer:
             return True
@@ -85,12 +85,12 @@ def handed_on(optimizer: Optimizer) -> bool:
 
 
 def has_inner(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` is around another that it steps, as Lookahead is."""
+    """Whether ``optimizer`` wraps another that it steps, as Lookahead does."""
     return len(_with_inner(optimizer, [])) > 1
 
 
 def _with_inner(optimizer: Optimizer, known: list[Optimizer]) -> list[Optimizer]:
-    """``known``, ``optimizer`` and those that it has in its attributes, as Lookahead has the one that it is around."""
+    """``known``, ``optimizer`` and the optimizers in its attributes, such as the one that Lookahead wraps."""
     known.append(optimizer)
     for attribute in vars(optimizer).values():
         for value in _values(attribute):
@@ -106,12 +106,12 @@ def _values(attribute: Any) -> Collection[Any]:
 
 
 def _image(optimizer: Optimizer, owned: Collection[int], images: dict[int, Any]) -> Any:
-    """An optimizer with the same options and no parameters; what its ``step`` counts or remembers is lost.
+    """An optimizer with the same options and no parameters; state that its ``step`` changes is lost.
 
     Args:
-        optimizer: what it is an image of.
-        owned: the ids of all parameters, which it has in no attribute either.
-        images: those that there are already, by the id of the optimizer; another is added.
+        optimizer: the original.
+        owned: the ids of all parameters, which are removed from its attributes too.
+        images: existing images by the id of the optimizer; the new one is added.
     """
     image = images[id(optimizer)] = object.__new__(type(optimizer))
     empty: dict[int, list] = {id(group["params"]): [] for group in optimizer.param_groups}
@@ -123,7 +123,7 @@ def _image(optimizer: Optimizer, owned: Collection[int], images: dict[int, Any])
     def without(value: Any) -> Any:
         if isinstance(value, Optimizer) and hasattr(value, "param_groups"):
             return images[id(value)] if id(value) in images else _image(value, owned, images)
-        if id(value) in empty:  # LBFGS keeps the list of its first group, and wants something in it: a parameter without a gradient
+        if id(value) in empty:  # LBFGS keeps the list of its first group, which must not be empty: it gets a parameter without a gradient
             return [torch.zeros(1)]
         if value is optimizer.param_groups:
             return groups
@@ -140,7 +140,7 @@ def _image(optimizer: Optimizer, owned: Collection[int], images: dict[int, Any])
 
 
 def steps_running() -> int:
-    """How many steps of optimizers, each a part of the one before, run where this is called.
+    """The number of nested optimizer steps that run where this is called.
 
     >>> steps_running()
     0

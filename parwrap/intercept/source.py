@@ -1,6 +1,6 @@
-"""``loader.dataset`` and ``loader.sampler``: ``Interceptor.source`` gives what the script gets when it reads them.
+"""``loader.dataset`` and ``loader.sampler``: ``Interceptor.source`` returns what the script reads from them.
 
-These are attributes of each loader, so while an interceptor is installed, the class has properties in their place.
+These are attributes of each loader, so while an interceptor is installed, properties of the class replace them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The table of calls that can be intercepted, each with the function that makes its patches; and installing those of interceptors.
+"""The table of calls that can be intercepted, each with the function that makes its patches; installs those of interceptors.
 
-What a call gives to an interceptor is left to the file of the call.
+The file of each call defines what it passes to an interceptor.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ PATCH_MAKERS: dict[str, Callable[[Interceptor], Sequence[Patch | AbstractContext
 
 
 def patches(interceptor: Interceptor) -> list[Patch | AbstractContextManager]:
-    """What to install for ``interceptor``: the patches of each call that its class overrides.
+    """The patches of each call that the class of ``interceptor`` overrides.
 
     >>> patches(Interceptor())
     []
@@ -123,5 +123,5 @@ def patches(interceptor: Interceptor) -> list[Patch | AbstractContextManager]:
 
 
 def intercepting(interceptors: Iterable[Interceptor], module: str | None = None) -> AbstractContextManager:
-    """While this is held, ``interceptors`` take part in calls: around those installed before, for a function of ``module``."""
+    """While this is open, ``interceptors`` take part in calls: around those installed before, for a function of ``module``."""
     return installed([patch for interceptor in interceptors for patch in patches(interceptor)], module)

@@ -1,6 +1,6 @@
-"""torchmetrics, once it is imported: which batches a metric is updated with, and whether its states are summed over ranks.
+"""torchmetrics, once it is imported: the batches that update a metric, and whether its states are summed over ranks.
 
-A metric keeps its ``update`` as an attribute of its own, also in a clone, so this file knows the private method that makes it; that of 1.9.
+A metric keeps its ``update`` as an instance attribute, also in a clone, so this file uses the private method that creates it; that of 1.9.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """From a command line to running ranks on any machine.
 
-``command/`` makes a plan of it, ``elastic/`` carries the plan out, ``jobs/`` hands it to a cluster. It may import all below. Start with
-``command/plan.py``.
+``command/`` turns the command line into a plan, ``elastic/`` carries the plan out on a node, ``jobs/`` submits it to a cluster. This room
+may import all rooms below it. Start with ``command/plan.py``.
 """

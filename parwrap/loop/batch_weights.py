@@ -1,8 +1,8 @@
-"""How much this rank's part of a batch counts in an average over ranks: a weight stays with its batch until the backward.
+"""The weight of this rank's part of a batch in an average over ranks; it stays with the batch until its backward.
 
-Most loops draw a batch and run its backwards before they draw another. A prefetcher is a batch or more ahead: then the order tells which
-batch a backward is of, or the sizes in the graph do. They are only read where batches that could be meant have different weights.
-They also tell which batch it is where a loop trains again on batches that it has kept, as with ``itertools.cycle``.
+Most loops draw a batch and run its backwards before they draw another. A prefetcher is some batches ahead: then the order of draws, or the
+sizes in the graph, identify the batch of a backward. Sizes are read only where the candidates have different weights. They also identify
+the batch where a loop trains again on kept batches, as with ``itertools.cycle``.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from parwrap.coordination.call_site import location, warn
 __all__ = ["BatchWeights", "Reading", "Weighed"]
 
 MOST_AHEAD = 64
-"""Batches that are remembered of a pass."""
+"""The number of batches to remember of a pass."""
 
 MOST_KEPT = 4096
-"""Batches that are looked for among those that a script has kept."""
+"""The number of kept batches to search."""
 
 
 class Weighed(NamedTuple):
     """A batch.
 
     Attributes:
-        weight: how much this rank's part counts in an average over ranks.
-        loss_factor: what its loss is multiplied by beside that weight.
-        samples: in this rank's part.
-        split: whether it is a part of a batch that one process would have whole.
+        weight: the weight of this rank's part in an average over ranks.
+        loss_factor: the factor of its loss besides that weight.
+        samples: the number of samples in this rank's part.
+        split: whether it is a part of a batch that one process would have as a whole.
     """
 
     weight: float = 1.0
@@ -42,7 +42,7 @@ class Weighed(NamedTuple):
 
 
 OUTSIDE = Weighed()
-"""What no loader has yielded."""
+"""The batch when no loader has yielded one."""
 
 
 @dataclass(eq=False)
@@ -50,15 +50,15 @@ class Reading:
     """A pass over a loader.
 
     Attributes:
-        batches: those drawn last.
-        drawn: how many were.
+        batches: the last batches drawn.
+        drawn: the number of batches drawn.
         new: how many of them were drawn between the last two backwards.
-        seen: how many had been drawn at the last backward.
-        ahead: how many batches the loop draws beyond the one it trains on; ``None`` before the first backward.
-        trained: how many batches have had their backwards, with the one at work.
-        backwards, usual: backwards of the batch at work, and of the one before.
-        open: whether there may be more batches.
-        by_thread: whether a thread draws, which may be ahead by another number of batches on each rank.
+        seen: the number of batches drawn at the last backward.
+        ahead: how far the loop draws ahead, in batches; ``None`` before the first backward.
+        trained: the number of batches with a backward, including the current one.
+        backwards, usual: backwards of the current batch, and of the one before.
+        open: whether more batches may come.
+        by_thread: whether a thread draws, which may be ahead differently on each rank.
     """
 
     batches: deque[Weighed] = field(default_factory=lambda: deque(maxlen=MOST_AHEAD))
@@ -76,7 +76,7 @@ class Reading:
         """A backward is about to run."""
         self.new, self.seen = self.drawn - self.seen, self.drawn
         if self.new:
-            # a loop that leaves batches out, or takes several at once, is not ahead
+            # a loop that skips batches, or takes several at once, is not ahead
             self.ahead = self.new - 1 if self.ahead is None else self.ahead if self.new == 1 else 0
         if self.new or (not self.open and self.backwards >= self.usual):
             self.usual, self.backwards = self.backwards, 0
@@ -85,22 +85,22 @@ class Reading:
 
     @property
     def waits(self) -> bool:
-        """Whether a batch that was drawn ahead is still to be trained on."""
+        """Whether a batch that was drawn ahead still awaits training."""
         return bool(self.ahead) and (self.trained < self.drawn or self.backwards < self.usual)
 
     def candidates(self) -> list[Weighed]:
-        """The batches that the running backward may be of; the expected one comes first if the loop is ahead, and else last."""
+        """The candidates for the batch of the running backward; the expected one comes first if the loop is ahead, otherwise last."""
         count = self.drawn - self.trained + 1 if self.ahead else max(self.new, 1)
         return list(self.batches)[-max(count, 1) :]
 
 
 class BatchWeights:
-    """The weights of the batches that are trained on.
+    """The weights of the batches in training.
 
     Attributes:
-        current: what counts now: the batch of the last backward, or the one that was drawn since.
-        last: what was drawn last.
-        drawn: whether anything was; else each batch counts fully.
+        current: the batch that counts now: of the last backward, or drawn since.
+        last: the batch drawn last.
+        drawn: whether any batch was drawn; otherwise the weight is 1.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class BatchWeights:
 
     @property
     def number(self) -> int:
-        """Which batch of its pass the loop is at, if ranks split it: the same on all of them. Else 0."""
+        """The position of the current batch in its pass, if ranks split it: the same on all of them. Otherwise 0."""
         reading = self._readings[-1] if self._readings else None
         return reading.drawn if reading and self.current.split and not reading.by_thread else 0
 
@@ -131,16 +131,16 @@ class BatchWeights:
         self.drawn = True
 
     def close(self, reading: Reading) -> None:
-        """A pass is over; one around it goes on with its batch."""
+        """A pass has ended; an outer pass continues with its own batch."""
         reading.open = False
         self._readings = [each for each in self._readings if each.open or each.waits]
         self.current = self._readings[-1].batches[-1] if self._readings else OUTSIDE
 
     def find(self, sizes: Callable[[], Collection[int]]) -> Weighed:
-        """The batch that a backward is of, which is about to run.
+        """The batch of the backward that is about to run.
 
         Args:
-            sizes: gives the first dimensions of what is in its graph.
+            sizes: returns the first dimensions of the tensors in its graph.
         """
         if self._readings:
             for reading in self._readings:
@@ -152,21 +152,21 @@ class BatchWeights:
         return self.current
 
     def upcoming(self, sizes: Callable[[], Collection[int]]) -> Weighed:
-        """What :meth:`find` would give for the next backward."""
+        """The result of :meth:`find` for the next backward."""
         readings = [replace(each) for each in self._readings]
         for reading in readings:
             reading.run_backward()
         return self._chosen(readings, sizes) if readings else self._kept(sizes)
 
     def check_kept(self) -> None:
-        """Gradients that no backward made are used: outside of all passes it is not known which batch they are of."""
+        """Gradients are used that no backward made: outside of all passes their batch is unknown."""
         if not self._readings and self._differ:
             self._warn()
 
     def _kept(self, sizes: Callable[[], Collection[int]]) -> Weighed:
-        """The batch of a backward outside of all passes: one of a pass that is over, which the script has kept, or none."""
+        """The batch of a backward outside of all passes: a kept one of a finished pass, or none."""
         if not (self._differ or self._split) or not (kept := self._alive()):
-            return OUTSIDE  # as a rule
+            return OUTSIDE  # usually true
         known = sizes()
         found = sorted((each for each in kept if each.samples in known), key=lambda each: each.samples)
         if len({each[:2] for each in found}) > 1:
@@ -185,7 +185,7 @@ class BatchWeights:
         expected = batches[0 if last.ahead else -1]
         batches += [each for reading in readings[:-1] if reading.new for each in reading.candidates()]
         if len({each[:2] for each in batches}) == 1:
-            return expected  # as a rule
+            return expected  # usually true
         known = sizes()
         found = {each.samples: each for each in (*batches, expected) if each.samples in known}
         if len({each[:2] for each in found.values()}) == 1:
@@ -198,7 +198,7 @@ class BatchWeights:
         if not self._warned:
             self._warned = True
             warn(
-                f"parwrap: the loss at {location()} may be over several batches, or one of several that were kept, and this rank's "
-                "parts of them count differently, as where the last batch is smaller. It counts by one of them. Give the DataLoader "
-                "drop_last=True, or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once."
+                f"parwrap: the loss at {location()} may cover several batches, or one of several that were kept, and this rank's parts "
+                "of them have different weights, as where the last batch is smaller. One of these weights is used. Give the DataLoader "
+                "drop_last=True, or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is shown once."
             )

@@ -26,18 +26,18 @@ class Loop(Interceptor):
     """The facts of one running loop.
 
     Attributes:
-        backwards: how many backwards have run.
-        steps: how many steps optimizers have taken.
+        backwards: the number of backwards.
+        steps: the number of optimizer steps.
         trained: whether one has run since the last optimizer was built.
-        batches: how many batches passes over loaders have yielded.
-        passes: how many training passes over loaders are open.
-        passes_in_for: how many of those a ``for`` statement reads; others may stay open when the loop around them is over.
-        by_hand: whether the last backward was in no ``for`` statement over a loader.
-        evaluations: how many passes are open that only look at data, which all ranks do alike.
-        parts: whether what is looked at is shared out already, each rank having a part of its own.
+        batches: the number of batches that passes over loaders have yielded.
+        passes: the number of open training passes over loaders.
+        passes_in_for: how many of those a ``for`` statement reads; others may stay open after their loop.
+        by_hand: whether the last backward was outside any ``for`` statement over a loader.
+        evaluations: the number of open passes that only look at data, alike on all ranks.
+        parts: whether that data is split already, so that each rank has its own part.
         looped: whether there has been a training pass at all.
-        weights: how much this rank's parts of batches count in an average over ranks.
-        generation: how many times an optimizer has got new parameters, or a module was moved or cast.
+        weights: the weights of this rank's parts of batches in an average over ranks.
+        generation: how often an optimizer has got new parameters, or a module was moved or cast.
         looking: called with no arguments when a pass begins that only looks at data.
         drew: called with no arguments when a pass has yielded a batch.
         changed: called with no arguments when training begins, or a pass or another optimizer does.
@@ -69,19 +69,20 @@ class Loop(Interceptor):
         self._known = 0
 
     def find_optimizers(self) -> None:
-        """Take note of the optimizers that were built before anybody watched, in the order in which they were."""
+        """Record the optimizers that were built before the interceptors were installed, in the order in which they were built."""
         if not any(getattr(kind.step, "hooked", False) for kind in _kinds(torch.optim.Optimizer)):
-            return  # building the first of a kind leaves this mark; the list of all that is alive takes megabytes
+            return  # building the first optimizer of a class leaves this mark; the list of all live objects takes megabytes
         if not any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects()):
             return  # going through the list takes a fraction of the time of the collection
-        gc.collect()  # which leaves all that is alive in one list, the oldest first
+        gc.collect()  # leaves all live objects in one list, the oldest first
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.optim.Optimizer) and hasattr(thing, "param_groups"):
                 self.own_parameters(thing)
 
     @intercepts
     def own_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` owns new parameters: it is being built, or it got another group; what only this rank builds has no number."""
+        """``optimizer`` owns new parameters: it is being built, or it got another group; an optimizer that only this rank builds has no
+        number."""
         if is_alone():
             return
         if not any(known() is optimizer for known in self._optimizers):
@@ -93,26 +94,26 @@ class Loop(Interceptor):
         self.changed()
 
     def optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """The optimizers that are alive, in the order in which they were built."""
+        """The live optimizers in the order in which they were built."""
         return (optimizer for _, optimizer in self.numbered_optimizers())
 
     def numbered_optimizers(self) -> Iterator[tuple[int, torch.optim.Optimizer]]:
-        """The optimizers that are alive, with the number that each was built as, the same on all ranks."""
+        """The live optimizers with their numbers, in order of construction, the same on all ranks."""
         return ((number, optimizer) for number, known in enumerate(self._optimizers) if (optimizer := known()) is not None)
 
     def owned(self) -> dict[tuple[int, int], torch.Tensor]:
-        """The parameters of all optimizers, numbered alike on every rank: by optimizer built, and by place in it.
+        """The parameters of all optimizers, numbered alike on every rank: by the optimizer's number, and by position in it.
 
-        Optimizers that are dead on one rank may live on another, until its garbage is collected.
+        An optimizer that is dead on one rank may be alive on another, until its garbage is collected.
         """
         return {(number, place): p for number, optimizer in self.numbered_optimizers() for place, p in enumerate(parameters_of(optimizer))}
 
     def once_owned(self) -> dict[tuple[int, int], torch.Tensor]:
-        """As :meth:`owned`, with the parameters that outlive their optimizer: a function may have returned that had it."""
+        """As :meth:`owned`, including parameters that outlive their optimizer, whose function may have returned."""
         return {number: p for number, known in self._parameters.items() if (p := known()) is not None} | self.owned()
 
     def sharing(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        """The numbers of all optimizers that have or had one of the parameters of ``optimizer``, its own among them."""
+        """The numbers of all optimizers that share a parameter with ``optimizer``, or did, including itself."""
         mine = {id(p) for p in parameters_of(optimizer)}
         return {number for (number, _), p in self.once_owned().items() if id(p) in mine}
 
@@ -130,7 +131,7 @@ class Loop(Interceptor):
             self._numbers[module] = self._known
 
     def look_for_parameters(self) -> None:
-        """Notice parameters that were put into the groups of an optimizer by hand."""
+        """Notice parameters that were put into an optimizer's groups by hand."""
         sizes: dict[int, int] = {}
         for number, known in enumerate(self._optimizers):
             if (optimizer := known()) is not None:
@@ -138,7 +139,7 @@ class Loop(Interceptor):
                 for group in optimizer.param_groups:
                     size += len(group["params"])
                 sizes[number] = size
-        if sizes == self._sizes:  # as a rule, at every step
+        if sizes == self._sizes:  # usually true, at every step
             return
         grown = any(size > self._sizes.get(number, 0) for number, size in sizes.items())
         self._sizes = sizes
@@ -150,7 +151,7 @@ class Loop(Interceptor):
         self._parameters |= {number: weakref.ref(p) for number, p in self.owned().items()}
 
     def moved(self) -> None:
-        """Parameters are of another dtype or on another device than before."""
+        """Parameters have changed dtype or device."""
         self.generation += 1
 
     def ran_backward(self) -> None:
@@ -163,7 +164,7 @@ class Loop(Interceptor):
             self.ran_by_hand()
 
     def count_step(self) -> None:
-        """An optimizer has taken a step. The session counts it, since a single rank needs no hook for it."""
+        """An optimizer has stepped. The session counts it, since a single rank needs no hook for it."""
         self.steps += 1
 
     def opened_pass(self) -> None:
@@ -176,24 +177,24 @@ class Loop(Interceptor):
         self.changed()
 
     def reads_in_for(self, begins: bool) -> None:
-        """A ``for`` statement begins to read a training pass, or has ceased to."""
+        """A ``for`` statement begins to read a training pass, or stops."""
         self.passes_in_for += 1 if begins else -1
         self.changed()
 
     def drew_batch(self, whole: bool = False) -> None:
-        """A pass has yielded a batch, which is ``whole`` if all ranks have the same."""
+        """A pass has yielded a batch; ``whole`` if all ranks have the same batch."""
         self.batches += 1
         self._whole = whole
         self.drew()
 
     @property
     def weight(self) -> float:
-        """How much this rank's part of the current batch counts in an average over ranks."""
+        """The weight of this rank's part of the current batch in an average over ranks."""
         return self.weights.current.weight
 
     @property
     def loss_factor(self) -> float:
-        """What its loss is multiplied by beside that weight."""
+        """The factor of its loss besides that weight."""
         return self.weights.current.loss_factor
 
     def opened_evaluation(self) -> None:
@@ -207,7 +208,7 @@ class Loop(Interceptor):
 
     @property
     def phase(self) -> int:
-        """How many optimizers have been built: what loaders were for may be over when there is another."""
+        """The number of optimizers built: a new one may end the use of earlier loaders."""
         return len(self._optimizers)
 
     def a_gradient(self) -> torch.Tensor | None:
@@ -215,19 +216,19 @@ class Loop(Interceptor):
         return next((p.grad for optimizer in self.optimizers() for p in parameters_of(optimizer) if p.grad is not None), None)
 
     def versions(self) -> int:
-        """A number that is another one once a parameter of an optimizer was changed, as by a step without a backward."""
+        """A number that changes with each change to an optimizer's parameter, as by a step without a backward."""
         return sum(version_of(p) for optimizer in self.optimizers() for p in parameters_of(optimizer))
 
     def can_train(self) -> bool:
-        """Whether there is anything to train yet."""
+        """Whether training can begin yet."""
         return bool(self.backwards) or any(self.optimizers())
 
     def evaluating(self) -> bool:
-        """Whether a pass that begins now reads data to look at it: in eval mode, or while there is nothing yet to train."""
+        """Whether a pass that begins now only looks at data: in eval mode, or before there is anything to train."""
         return self.in_eval_mode() or not self.can_train()
 
     def in_eval_mode(self) -> bool:
-        """Whether gradients are off, or the root that was last set to train or eval is in eval."""
+        """Whether gradients are off, or the root that was last set to train or eval is in eval mode."""
         if not torch.is_grad_enabled():
             return True
         held: dict[bool, list[nn.Module]] = {True: [], False: []}
@@ -247,7 +248,7 @@ class Loop(Interceptor):
         return not owned or any(parameters <= held for parameters in owned)
 
     def evaluated_with(self, module: nn.Module) -> list[nn.Module]:
-        """The root, or the modules that are one together, of which ``module`` was set to eval last; none if others still train."""
+        """The root, or the modules that form one together, of which ``module`` was set to eval last; none if others still train."""
         if self.is_root(module):
             return [module]
         in_eval = [(each, {id(p) for p in each.parameters()}) for each, training in self._training.items() if not training]
@@ -258,7 +259,7 @@ class Loop(Interceptor):
         return []
 
     def strangers(self) -> dict[int, nn.Module]:
-        """The modules that are evaluated and that no optimizer knows, such as averages of a model, by number."""
+        """Evaluated modules that no optimizer knows, such as weight averages of a model, by number."""
         owned = {id(p) for p in self.once_owned().values()}
         in_eval = ((number, module) for module, number in self._numbers.items() if not module.training)
         return {number: module for number, module in in_eval if not any(id(p) in owned for p in module.parameters())}
@@ -268,34 +269,34 @@ class Loop(Interceptor):
         return [{id(p) for p in parameters_of(optimizer)} for optimizer in self.optimizers()]
 
     def reads_whole(self) -> bool:
-        """Whether what the script looks at now are batches that all ranks read whole, in a pass that is open."""
+        """Whether the script is in a pass over batches that all ranks read whole."""
         return self._whole and self.evaluations > 0
 
     def drawing(self) -> bool:
-        """Whether all random numbers are drawn for data and dropout now, rather than for what ranks build and arrange alike.
+        """Whether all random numbers are drawn for data and dropout now, rather than for building that all ranks do alike.
 
-        In a loop without a ``for`` statement over a loader it depends on the draw: see ``step_draws.py``.
+        In a loop without a ``for`` statement over a loader, each draw is decided in ``step_draws.py``.
         """
         return self.trained and not self.evaluations and self.passes_in_for > 0
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Those in all its groups; an optimizer that is only half made has none."""
+    """The parameters in all its groups; an optimizer under construction has none."""
     return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What is in each of its groups beside the parameters."""
+    """Everything in its groups except the parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in getattr(optimizer, "param_groups", ())]
 
 
 def _size(optimizer: torch.optim.Optimizer) -> int:
-    """How many parameters there are in all its groups."""
+    """The number of parameters in all its groups."""
     return sum([len(group["params"]) for group in optimizer.param_groups])
 
 
 def _kinds(kind: Any) -> Iterator[Any]:
-    """``kind`` and all that derive from it."""
+    """``kind`` and all its subclasses."""
     yield kind
     for derived in kind.__subclasses__():
         yield from _kinds(derived)

@@ -1,8 +1,7 @@
 """Two sets of random streams: one that all ranks share and one of this rank's own.
 
-Models, splits and permutations are made on the shared streams, so that they are the same on every rank; augmentation and
-dropout draw from the rank's, so that they are not. A set holds torch (CPU and GPU), numpy and python. Which set runs when
-is decided by the caller.
+Models, splits and permutations use the shared streams, so that they are the same on every rank. Augmentation and dropout use the rank's
+own, so that they differ. A set holds torch (CPU and GPU), numpy and python. The caller decides which set runs when.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ def seed_all(seed: int) -> None:
 
 
 def get_state() -> dict[str, Any]:
-    """The states of all streams that are running, to hand to :func:`set_state`."""
+    """The states of all running streams, for :func:`set_state`."""
     return {"numpy": np.random.get_state(), "python": random.getstate(), **_torch_state()}
 
 
 def set_state(state: dict[str, Any]) -> None:
-    """Go on where ``state`` was taken; a GPU that started later keeps its stream."""
+    """Continue from ``state``; a GPU that started later keeps its stream."""
     _set_torch_state(state)
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
@@ -46,8 +45,8 @@ def set_state(state: dict[str, Any]) -> None:
 class RandomStreams:
     """Switches this process between the shared streams, which run at first, and the rank's own.
 
-    The rank's streams are seeded with ``seed + rank``, where ``seed`` is torch's at the time of the first switch; a script
-    that seeds anew while the shared ones run gets new ones of its own too.
+    The rank's streams are seeded with ``seed + rank``, where ``seed`` is torch's at the first switch. When a script seeds again while the
+    shared streams run, the rank's own are seeded again too.
 
     >>> seed_all(0); streams = RandomStreams(rank=1)
     >>> with streams.own(): noise = torch.rand(1)
@@ -78,7 +77,7 @@ class RandomStreams:
         self._waiting, self._own = running, own
 
     def seed(self) -> int:
-        """What the script last seeded the shared streams with."""
+        """The seed that the script last gave the shared streams."""
         with self.shared():
             return self._script_seed()
 
@@ -98,12 +97,12 @@ class RandomStreams:
 
     @property
     def may_draw_own(self) -> bool:
-        """Whether a single draw may come from the rank's own: the shared streams run, and not by a block of :meth:`shared`."""
+        """Whether a single draw may come from the rank's own streams: the shared ones run, and not in a block of :meth:`shared`."""
         return not (self._own or self._kept_shared)
 
     @contextmanager
     def own_torch(self) -> Iterator[Callable[[], bool]]:
-        """torch's of the rank's own streams for the length of the block, which is cheaper than all of them.
+        """Run torch's part of the rank's own streams in the block, which is cheaper than all of them.
 
         Yields:
             A function that says, after the block, whether it has drawn.
@@ -126,7 +125,7 @@ class RandomStreams:
         return self._generators[library]
 
     def renew(self, number: int) -> None:
-        """Seed the shared streams anew, by the script's seed and ``number``: ranks that have drawn different numbers are in step again."""
+        """Reseed the shared streams from the script's seed and ``number``, so that ranks with different draws agree again."""
         script_seed = self._script_seed()
         seed = _mixed(script_seed, number)
         torch.default_generator.manual_seed(seed)
@@ -137,12 +136,12 @@ class RandomStreams:
         self._renewed = seed, script_seed
 
     def _script_seed(self) -> int:
-        """The seed of the streams that run, without what :meth:`renew` has set."""
+        """The seed of the running streams, without the effect of :meth:`renew`."""
         seed = torch.initial_seed()
         return self._renewed[1] if self._renewed and seed == self._renewed[0] else seed
 
     def _seeded(self) -> dict[str, Any]:
-        """The waiting state of the rank's own streams, seeded if the script has seeded since."""
+        """The stored state of the rank's own streams, reseeded if the script has seeded since."""
         seed = self._script_seed()
         if self._waiting is None or seed != self._seeded_from:
             self.use(own=True)
@@ -176,5 +175,5 @@ def _set_torch_state(state: dict[str, Any]) -> None:
 
 
 def _mixed(seed: int, number: int) -> int:
-    """A seed that ``seed`` and ``number`` determine, and that has nothing in common with that of other numbers."""
+    """A seed derived from ``seed`` and ``number`` that has nothing in common with those of other numbers."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "big") >> 1

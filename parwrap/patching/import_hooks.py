@@ -1,6 +1,6 @@
-"""Modules that are not there yet: who waits for one is told as soon as something imports it.
+"""Callbacks for modules that are not imported yet, as soon as something imports them.
 
-So what is optional is never imported for its own sake. What is then done with the module is the caller's.
+So an optional package is never imported for parwrap's sake. The caller decides what to do with the module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["imports_watched"]
 
 @contextmanager
 def imports_watched(name: str, imported: Callable[[ModuleType], None]) -> Iterator[None]:
-    """While this is held, have ``imported`` called with the module ``name`` when that has just been loaded.
+    """While this is open, call ``imported`` with the module ``name`` when it has just been loaded.
 
     >>> _ = sys.modules.pop("colorsys", None)
     >>> with imports_watched("colorsys", lambda module: print(module.__name__)):
@@ -33,7 +33,7 @@ def imports_watched(name: str, imported: Callable[[ModuleType], None]) -> Iterat
 
 
 class _Finder:
-    """Finds the one module by those that come after it on ``sys.meta_path``, and has its loader tell."""
+    """Finds the one module through the later entries of ``sys.meta_path``, and makes its loader report."""
 
     def __init__(self, name: str, imported: Callable[[ModuleType], None]) -> None:
         self._name, self._imported = name, imported
@@ -53,7 +53,7 @@ class _Finder:
         def exec_module(module: ModuleType) -> None:
             if before is None:
                 del loader.exec_module
-            else:  # of another that waits for the same module
+            else:  # of another watcher of the same module
                 loader.exec_module = before
             load(module)
             self._imported(module)

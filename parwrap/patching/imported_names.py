@@ -1,7 +1,7 @@
-"""Names that a module has imported by value, as ``from torch import save`` leaves behind: what is patched is exchanged there too.
+"""Names that a module has imported by value, as by ``from torch import save``: patches replace them there too.
 
-Looked through are the modules of the user, and all of the package that the running function is from; the standard library and what is
-installed work as they are. Names in other places (defaults of arguments, attributes of classes) stay what they are.
+It searches the user's modules and the whole package of the running function; the standard library and installed packages are unchanged.
+Names in other places (defaults of arguments, attributes of classes) stay.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _NEVER = ("torch", "parwrap")
 
 
 def is_installed(file: str) -> bool:
-    """Whether the source ``file`` is of an installed package."""
+    """Whether the source ``file`` belongs to an installed package."""
     return any(folder in file for folder in _INSTALLED)
 
 
 def is_standard(file: str) -> bool:
-    """Whether the source ``file`` is of the standard library."""
+    """Whether the source ``file`` belongs to the standard library."""
     return file.startswith(_STANDARD) and not is_installed(file)
 
 
 class Namespaces:
-    """The names of the modules to look through, as they are loaded now.
+    """The names of the modules to search, as currently loaded.
 
     Args:
-        module: the name of the one that the running function is from.
+        module: the name of the running function's module.
 
     >>> import math
     >>> sys.modules["script"] = script = ModuleType("script")
@@ -51,11 +51,11 @@ class Namespaces:
         self._looked_through = _namespaces(_users(self._names, self._package))
 
     def exchange(self, instead: Mapping[int, Any]) -> None:
-        """Replace objects, which are given by their ids."""
+        """Replace objects, given by their ids."""
         _exchange(self._looked_through, instead)
 
     def exchange_in_new(self, instead: Mapping[int, Any]) -> None:
-        """The same, also in all modules that were loaded since, whosever they are: they have imported what was there."""
+        """The same, also in all modules loaded since, whoever owns them: they have imported the replaced objects."""
         names = tuple(sys.modules)
         new = () if names == self._names else {*names}.difference(self._names)
         _exchange([*self._looked_through, *_namespaces(new), vars(sys.modules["__main__"])], instead)  # a script is run in another
@@ -63,7 +63,7 @@ class Namespaces:
 
 @functools.lru_cache(maxsize=8)
 def _users(names: tuple[str, ...], package: str) -> tuple[str, ...]:
-    """Those of the loaded modules ``names`` that are to be looked through: asked again only when others are loaded."""
+    """The loaded modules ``names`` that have to be searched; computed again only when others are loaded."""
     return tuple(name for name in names if _is_users(name, package))
 
 

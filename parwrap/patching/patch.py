@@ -1,7 +1,7 @@
-"""Change what an attribute does for the length of a ``with`` block, and put the identical object back.
+"""Changes what an attribute does for the length of a ``with`` block, and restores the identical object.
 
-A patch is data: an owner, a name and a wrapper. Installing and undoing are wrapt's; this is the only file that imports
-it. What the wrappers do is left to ``intercept/``.
+A patch is data: an owner, a name and a wrapper. wrapt installs and removes it; only this file imports wrapt. ``intercept/`` has the
+wrappers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Patch(NamedTuple):
     """Wraps ``owner.name`` by ``wrapper(wrapped, instance, args, kwargs)``.
 
     Attributes:
-        traced: the function that ``torch.compile`` compiles in its place, if not the one that is wrapped; a function of a module.
+        traced: the function that ``torch.compile`` compiles instead of the wrapped one, if any; a function of a module.
     """
 
     owner: Any
@@ -37,7 +37,7 @@ class Patch(NamedTuple):
 
 
 class _Wrapped(wrapt.FunctionWrapper):
-    """A wrapped function that copies and pickles as functions do, by reference: a model may hold ``print`` as its logger."""
+    """A wrapped function that copies and pickles by reference, as functions do: a model may hold ``print`` as its logger."""
 
     def __init__(self, wrapped: Any, patch: Patch) -> None:
         super().__init__(wrapped, patch.wrapper)
@@ -57,12 +57,12 @@ class _Wrapped(wrapt.FunctionWrapper):
 
 @functools.cache
 def _wrapping(traced: Callable | None) -> type[_Wrapped]:
-    """The class of wrapped functions in whose place ``traced`` is compiled; torch guards compiled code by the class."""
+    """The class of wrapped functions that are compiled as ``traced``; torch guards compiled code by the class."""
     return _Wrapped if traced is None else type("_Traced", (_Wrapped,), inlined(traced))
 
 
 class Measured(wrapt.ObjectProxy):
-    """``thing`` in all but its length, for what is of a type that cannot be patched, such as a list.
+    """``thing`` with another length, for types that cannot be patched, such as a list.
 
     >>> [len(Measured(["a", "b"], lambda: 1)), Measured(["a", "b"], lambda: 1)[1]]
     [1, 'b']
@@ -87,14 +87,14 @@ def is_patched(function: Any) -> bool:
 
 @contextmanager
 def installed(patches: Iterable[Patch | AbstractContextManager], module: str | None = None) -> Iterator[None]:
-    """Install ``patches`` in their order and take them off again in reverse, also when the block raises.
+    """Install ``patches`` in order and remove them in reverse, also when the block raises.
 
-    Functions of modules are patched under the names too by which others have imported them. A context manager among the patches is
-    entered in its place: that is how a call is intercepted for which torch has a hook.
+    Functions of modules are also patched under the names by which others have imported them. A context manager among the patches is entered
+    in its place: it intercepts a call for which torch has a hook.
 
     Args:
-        patches: what to install.
-        module: the name of the module that the block runs a function of.
+        patches: the patches to install.
+        module: the name of the running function's module.
 
     >>> import math
     >>> before = math.sqrt
@@ -122,17 +122,17 @@ def installed(patches: Iterable[Patch | AbstractContextManager], module: str | N
 
 
 def _unwrap(patch: Patch, wrapped: Any) -> None:
-    with suppress(wrapt.WrapperNotFoundError):  # the script has put something of its own there, as logging.captureWarnings does
+    with suppress(wrapt.WrapperNotFoundError):  # the script has replaced it, as logging.captureWarnings does
         wrapt.unwrap_object(patch.owner, patch.name, wrapped)
 
 
 @contextmanager
 def when_imported(name: str, patches: Callable[[ModuleType], Iterable[Patch]]) -> Iterator[None]:
-    """Install the ``patches`` on a module once it is there: at once, or as soon as something in the block imports it.
+    """Install the ``patches`` of a module once it exists: immediately, or as soon as something in the block imports it.
 
     Args:
-        name: of the module.
-        patches: makes them, of the module. Where several wait for one module, they are installed in the order of their blocks.
+        name: the name of the module.
+        patches: returns the patches of the module. If several blocks wait for one module, they are installed in the order of their blocks.
 
     >>> _ = sys.modules.pop("colorsys", None)
     >>> def patched(module):

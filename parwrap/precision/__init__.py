@@ -1,10 +1,10 @@
-"""Mixed precision: autocast, the dynamic loss scale, half models. Each file with an interceptor is about one of them.
+"""Mixed precision: autocast, the dynamic loss scale, half precision models. Each file with an interceptor covers one of them.
 
 It may import the loop and all below. Start with ``scaling.py``.
 
 ::
 
-    choice.py        which precision is asked for: by dtype, or by one of Apex's levels
+    choice.py        the requested precision: a dtype, or one of Apex's levels
     autocasting.py   autocast around the user's code
     scaling.py       dynamic loss scaling for fp16: intercepts backward, clipping and steps
     loss_scale.py    the loss scale: when it grows and shrinks, and how many steps were skipped
@@ -13,5 +13,5 @@ It may import the loop and all below. Start with ``scaling.py``.
     finite.py        whether gradients are finite
     halving.py       models in float16 without autocast: Apex's O2 and O3
     missing.py       operations that do not exist in half precision
-    aside.py         what is said when a script does a part of this itself
+    user_managed.py  the message when a script does a part of this itself
 """

@@ -1,7 +1,7 @@
-"""Autocast around the user's code, off while a backward or an optimizer's step runs, and while a loader draws.
+"""Autocast around the user's code, disabled during a backward or an optimizer's step, and while a loader draws.
 
-torch's cache of cast weights is off: it is emptied only when the outermost autocast ends, and a whole training loop is inside this
-one, so weights would be those of the first step for ever.
+Torch's cache of cast weights is off: it is emptied only when the outermost autocast ends, and a whole training loop is inside this one, so
+weights would stay those of the first step.
 """
 
 from __future__ import annotations
@@ -21,58 +21,58 @@ from parwrap.data.passes import Pass
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.intercept.skipping import STEP
-from parwrap.precision.aside import stand_aside, warn_once
+from parwrap.precision.user_managed import stand_aside, warn_once
 from parwrap.torch_private.amp import autocast_enabled
 
 __all__ = ["Autocasting"]
 
 
 class Autocasting(Interceptor):
-    """The interceptor that keeps autocast out of what is not a forward.
+    """The interceptor that disables autocast outside of forwards.
 
-    It switches on again only what it has switched off itself: there may be another inside it, or around it.
+    It re-enables only what it has disabled: another autocast may be inside it or around it.
 
     Args:
         device: the type of device.
-        dtype: to cast to; ``None`` for no autocast.
+        dtype: the dtype to cast to; ``None`` for no autocast.
     """
 
     def __init__(self, device: str, dtype: torch.dtype | None) -> None:
         self._device, self._dtype = device, dtype
         self._depth, self._before = 0, False
-        self._aside = dtype is None
+        self._user_managed = dtype is None
         self._noted = False
         self._watching = ExitStack()
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Autocast itself; without a dtype, what it is in an autocast of another scope is switched off."""
+        """Autocast itself; without a dtype, it disables the autocast of an outer scope."""
         autocast = torch.autocast(self._device, self._dtype or torch.bfloat16, enabled=self._dtype is not None, cache_enabled=False)
         with autocast, self._watching:
             yield
 
     @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """By hand, autocast would be around the forward only: samples are made without, in worker processes too."""
+        """Hand-written autocast covers only the forward: samples are made without it, also in worker processes."""
         with self.off_for_data():
             return _Drawn(original(loader), self)
 
     iterate_pipelines = iterate
 
     def off_for_data(self) -> AbstractContextManager:
-        """While data is drawn; a script's own autocast is as its authors had it."""
-        return nullcontext() if self._aside else self._off()
+        """While data is drawn; a script's own autocast is left alone."""
+        return nullcontext() if self._user_managed else self._off()
 
     @intercepts
     def backward(self, call: Backward) -> None:
         if self._depth:
-            self._on_again()  # a step has raised, so it was not seen to end
+            self._on_again()  # the end of a step that raised was not seen
         with self._off():
             call.run()
 
     @intercepts
     def step(self, optimizer: Optimizer) -> None:
-        """A step begins; inside it, there may be the step of a base class or of another optimizer."""
+        """A step begins; it may contain the step of a base class or of another optimizer."""
         if not self._depth:
             self._before = torch.is_autocast_enabled(self._device)
             torch.set_autocast_enabled(self._device, False)
@@ -89,12 +89,12 @@ class Autocasting(Interceptor):
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """In a closure is a forward."""
+        """A closure contains a forward."""
 
         def with_autocast() -> Any:
             depth = self._depth
             self._on_again()
-            loss = closure()  # if it raises, the step is over
+            loss = closure()  # if it raises, the step has ended
             self._depth = depth
             torch.set_autocast_enabled(self._device, False)
             if self._before:
@@ -105,20 +105,20 @@ class Autocasting(Interceptor):
 
     @intercepts
     def enter_autocast(self, instance: torch.autocast) -> None:
-        """The script enters an autocast of its own: this one is off from then on, as the script's authors had it."""
-        if autocast_enabled(instance) and instance.device == self._device and not self._aside:
-            self._aside, self._before = True, False
+        """The script enters its own autocast: this one is off from then on."""
+        if autocast_enabled(instance) and instance.device == self._device and not self._user_managed:
+            self._user_managed, self._before = True, False
             torch.set_autocast_enabled(self._device, False)
             stand_aside("torch.autocast", "it casts nothing itself here")
-        elif not (autocast_enabled(instance) or self._aside or self._noted) and instance.device == self._device:
+        elif not (autocast_enabled(instance) or self._user_managed or self._noted) and instance.device == self._device:
             self._noted = True
             warn_once(
-                f"torch.autocast(enabled=False) at {location()} keeps that part in float32. If the script has a switch for mixed "
-                "precision of its own there, switch it on instead of parwrap.amp, or take it out."
+                f"torch.autocast(enabled=False) at {location()} keeps that part in float32. If it belongs to the script's own switch for "
+                "mixed precision, turn that on instead of parwrap.amp, or remove it."
             )
 
     def _watch(self) -> None:
-        """A step that raises is not seen to end, so if a module is called there must be a step around it."""
+        """The end of a step that raises is not seen, so when a module is called, check that a step is really running."""
 
         def before_forward(module: torch.nn.Module, args: tuple) -> None:
             if not _in_step():
@@ -134,12 +134,12 @@ class Autocasting(Interceptor):
 
     @contextmanager
     def _off(self) -> Iterator[None]:
-        before, aside = torch.is_autocast_enabled(self._device), self._aside
+        before, user_managed = torch.is_autocast_enabled(self._device), self._user_managed
         torch.set_autocast_enabled(self._device, False)
         try:
             yield
         finally:
-            if before and aside == self._aside:
+            if before and user_managed == self._user_managed:
                 torch.set_autocast_enabled(self._device, True)
 
 

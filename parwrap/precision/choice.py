@@ -1,4 +1,4 @@
-"""What precision is asked for, by dtype or by one of Apex's levels, and what that means on a device."""
+"""The requested precision, by dtype or by one of Apex's levels, and its meaning on a device."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ DTYPES = {
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16,
 }
-"""What ``dtype`` may be."""
+"""The values of ``dtype``."""
 
 LEVELS = {
-    "O0": "float32, nothing is changed",
+    "O0": "float32, without changes",
     "O1": "autocast to float16 with a dynamic loss scale",
     "O2": "a float16 model with float32 BatchNorm, float32 master weights and a dynamic loss scale",
     "O3": "a pure float16 model",
 }
-"""What ``level`` may be."""
+"""The values of ``level``."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What to do.
+    """The precision settings.
 
     Attributes:
-        device: the type of device to do it on.
-        dtype: to compute in; ``None`` for what the script does by itself.
+        device: the type of device.
+        dtype: the dtype to compute in; ``None`` leaves it to the script.
         autocasts: whether autocast chooses the operations.
         scales: whether losses are scaled, and steps with non-finite gradients skipped.
         model: how a model is cast: not at all, in its calls (the weights stay as they are), or for good.
@@ -51,7 +51,7 @@ class Precision:
 
 
 def check(dtype: Any, level: str | None) -> None:
-    """Raise :class:`UsageError` for what does not exist."""
+    """Raise :class:`UsageError` for unknown values."""
     if level is not None and level not in LEVELS:
         raise UsageError(f"level={level!r} is not one of Apex's levels. {'; '.join(f'{name!r}: {each}' for name, each in LEVELS.items())}.")
     if dtype not in DTYPES:
@@ -59,11 +59,11 @@ def check(dtype: Any, level: str | None) -> None:
             f"dtype={dtype!r} is not a dtype for mixed precision: give 'bf16', 'fp16' or 'auto', which is bf16 where the device has it."
         )
     if level is not None and dtype != "auto":
-        raise UsageError(f"level={level!r} says the dtype by itself, and dtype={dtype!r} is given too: leave one of them out.")
+        raise UsageError(f"level={level!r} sets the dtype, but dtype={dtype!r} is given too: remove one of them.")
 
 
 def choose(dtype: Any, level: str | None, device: str) -> Precision:
-    """What ``dtype`` or ``level`` means on a type of device.
+    """The meaning of ``dtype`` or ``level`` on a type of device.
 
     >>> choose("auto", None, "cpu")
     Precision(device='cpu', dtype=torch.bfloat16, autocasts=True, scales=False, model='')

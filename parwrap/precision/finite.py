@@ -1,6 +1,6 @@
-"""Whether the gradients that an optimizer would step with are finite: looked at after a backward, and again where they are others since.
+"""Whether the gradients for an optimizer's step are finite: checked after a backward, and again after changes.
 
-The user clips, other interceptors set gradients without a backward. Who asks, and what is done about it, is in ``scaling.py``.
+The user clips, and other interceptors set gradients without a backward. ``scaling.py`` asks and acts on the answer.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["Found"]
 
 
 class Found:
-    """What was found in the gradients of parameters, which a GPU is asked for only when it must be known.
+    """The result of a check of parameters' gradients; a GPU is synchronized only when the result is needed.
 
     Args:
-        parameters: whose gradients are looked at.
-        later: not now, since they are not what a step is taken with.
+        parameters: the parameters whose gradients are checked.
+        later: check later, because a step does not use these gradients.
 
     Attributes:
-        counted: whether the step that it is about was counted.
+        counted: whether the step of this check was counted.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> weight.grad = torch.ones(2)
@@ -45,14 +45,14 @@ class Found:
 
     @property
     def any(self) -> bool:
-        """Whether one is infinite or not a number."""
+        """Whether a gradient is infinite or NaN."""
         if self._any is None:
             self._any = any(flag.item() for flag in self._flags.values())
         return self._any
 
     @torch.no_grad()
     def look_again(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Look at gradients that were set or changed since they were looked at; what was found before a step stands until then."""
+        """Check gradients that were set or changed since the last check; earlier findings stand until the step."""
         grads = [p.grad for p in parameters]
         if self._is_seen(grads):
             return
@@ -62,7 +62,7 @@ class Found:
         self._see(grads)
 
     def accept(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The gradients were changed in a way that leaves nothing to be found."""
+        """The gradients were changed in a way that hides earlier findings."""
         self._see([p.grad for p in parameters])
 
     def _is_seen(self, grads: list[torch.Tensor | None]) -> bool:
@@ -86,7 +86,8 @@ class Found:
                 alike.setdefault((grad.device, grad.dtype, grad.requires_grad), []).append(sparse_values(grad) if grad.is_sparse else grad)
         for (device, dtype, has_graph), same in alike.items():
             flag = self._flag(device)
-            # GradScaler's kernel knows no complex numbers, and even where it multiplies by 1 it changes a gradient, which may have a graph
+            # GradScaler's kernel does not support complex numbers, and even a factor of 1 changes a gradient in place, which may have a
+            # graph
             if has_graph or dtype.is_complex:
                 for grad in same:
                     flag.copy_(torch.maximum(flag, (~grad.isfinite().all()).float()))

@@ -26,7 +26,7 @@ __all__ = ["HalfForGood", "HalfInCalls"]
 HALF = torch.float16
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-"""What is around a model: it calls the model itself."""
+"""The code around a model, which calls the model itself."""
 
 
 class _Halving(Interceptor):
@@ -41,7 +41,7 @@ class _Halving(Interceptor):
 
     @intercepts
     def call(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
-        """Run the call of ``module``, in float16 if it is a model that is trained."""
+        """Run the call of ``module``, in float16 if it is a model in training."""
         if self._inside or isinstance(module, WRAPPERS) or not self._is_model(module):
             return run(*args, **kwargs)
         self._inside = True
@@ -49,12 +49,12 @@ class _Halving(Interceptor):
             outputs = self._run(module, _cast(args, HALF), _cast(kwargs, HALF), run)
         finally:
             self._inside = False
-        # a part of a model that a checkpoint computes again, in a backward, is not called from outside
+        # a part of a model that a checkpoint recomputes, in a backward, is not called from outside
         return outputs if current_graph_task_id() != NO_GRAPH_TASK else _cast(outputs, torch.float32)
 
     def _is_model(self, module: nn.Module) -> bool:
         if type(module).__module__.startswith("parwrap."):
-            return False  # what holds parameters for a reducer, beside a signal that is not to be cast
+            return False  # holds parameters for a reducer, beside a signal that must not be cast
         owned = {id(p) for p in self._loop.owned().values()}
         return any(id(p) in owned for p in module.parameters())
 
@@ -63,9 +63,9 @@ class _Halving(Interceptor):
 
 
 class HalfInCalls(_Halving):
-    """O2: while a model is called its weights are float16 copies, but for BatchNorm's; the parameters themselves stay float32.
+    """O2: while a model is called its weights are float16 copies, except BatchNorm's; the parameters themselves stay float32.
 
-    So what optimizers, clipping and checkpoints see are the master weights.
+    So optimizers, clipping and checkpoints see the master weights.
     """
 
     def _run(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
@@ -77,7 +77,7 @@ class HalfInCalls(_Halving):
             if tensor.is_floating_point() and id(tensor) not in kept:
                 copies[name] = halves.setdefault(id(tensor), tensor.to(HALF))
         given = dict(copies)
-        outputs = functional_call(module, copies, args, kwargs)  # which leaves in ``copies`` what the forward has assigned
+        outputs = functional_call(module, copies, args, kwargs)  # leaves in ``copies`` what the forward has assigned
         for name, p in module.named_parameters(remove_duplicate=False):
             if name in given and given[name] is not p and version_of(given[name]):
                 _take_over(p, given[name])
@@ -85,13 +85,13 @@ class HalfInCalls(_Halving):
             if name in given and copies[name] is not given[name]:
                 path, _, attribute = name.rpartition(".")
                 registered_buffers(module.get_submodule(path))[attribute] = copies[name].to(buffer.dtype)
-            elif name in given and version_of(given[name]):  # changed by the call, as a moving average is
+            elif name in given and version_of(given[name]):  # changed by the call, like a moving average
                 buffer.detach().copy_(given[name].detach())
         return outputs
 
 
 class HalfForGood(_Halving):
-    """O3: a model becomes float16 when it is first called, its parameters, its buffers and the state of its optimizer."""
+    """O3: a model becomes float16 at its first call: its parameters, its buffers and its optimizer's state."""
 
     def _is_model(self, module: nn.Module) -> bool:
         floating = [p.dtype for p in module.parameters() if p.is_floating_point()]
@@ -102,7 +102,7 @@ class HalfForGood(_Halving):
             module.to(HALF)
             for optimizer in self._loop.optimizers():
                 if optimizer.state:
-                    optimizer.load_state_dict(optimizer.state_dict())  # which casts it to what the parameters are
+                    optimizer.load_state_dict(optimizer.state_dict())  # casts it to the dtype of the parameters
         return run(*args, **kwargs)
 
 

@@ -1,7 +1,7 @@
-"""When an iteration of the user's loop is over, told by the steps of its optimizers.
+"""When an iteration of the user's loop ends, derived from the steps of its optimizers.
 
-``GradScaler.update`` is called once an iteration by hand. Nobody calls anything here, so it is over when every optimizer has stepped.
-Optimizers that do not step in every iteration (a critic has more steps than a generator) are found out when another one steps a second
+A hand-written loop calls ``GradScaler.update`` once an iteration. Nobody calls anything here, so an iteration ends when every optimizer has
+stepped. Optimizers that do not step in every iteration (a critic steps more often than a generator) show when another one steps a second
 time: from then on those that had stepped before make an iteration.
 """
 
@@ -19,7 +19,7 @@ class Iterations:
     """Calls ``over(found)`` once an iteration.
 
     Args:
-        over: is told whether one of the iteration's steps was skipped.
+        over: called with whether one of the iteration's steps was skipped.
     """
 
     def __init__(self, over: Callable[[bool], None]) -> None:
@@ -29,19 +29,19 @@ class Iterations:
         self._stepped: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 
     def expect(self, optimizer: Optimizer) -> None:
-        """``optimizer`` is there; if that is new, it may step in each iteration."""
+        """``optimizer`` exists; a new one may step in each iteration."""
         if optimizer not in self._known:
             self._known.add(optimizer)
             self._taking_part.add(optimizer)
 
     def forget(self) -> None:
-        """Another training begins, with optimizers of its own."""
+        """Another training begins, with other optimizers."""
         self._known.clear()
         self._taking_part.clear()
         self._stepped.clear()
 
     def stepped(self, optimizer: Optimizer, found: bool) -> None:
-        """``optimizer`` steps, or would but for a non-finite gradient that was ``found``."""
+        """``optimizer`` steps, or would without the non-finite gradient that was ``found``."""
         if optimizer in self._stepped:
             self._taking_part = weakref.WeakSet(self._stepped)
             self._end()

@@ -1,7 +1,7 @@
-"""The state of mixed precision: the loss scale and how many steps were skipped for it.
+"""The state of mixed precision: the loss scale and the number of steps skipped for it.
 
-The policy (when the scale grows and shrinks) is torch's own ``GradScaler``, which is told of each iteration whether it has found a
-non-finite gradient. It lives on the CPU whatever the device is, so that reading the scale waits for nothing.
+Torch's own ``GradScaler`` decides when the scale grows and shrinks; it learns for each iteration whether a gradient was non-finite. It is
+on the CPU for every device, so that reading the scale never waits.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from parwrap.errors import ParwrapError
 __all__ = ["FLOOR", "AmpState", "Policy"]
 
 FLOOR = 2.0**-24
-"""The smallest positive number of float16: a loss of 1 that is scaled by less is 0."""
+"""The smallest positive number of float16: a loss of 1 with a smaller scale is 0."""
 
 
 class Policy(torch.amp.GradScaler):
-    """parwrap's own use of GradScaler, to be told from the user's."""
+    """Parwrap's own GradScaler; a subclass, to distinguish it from the user's."""
 
 
 class AmpState:
     """The loss scale, for logging and for checkpoints.
 
     Args:
-        scales: whether there is a scale at all; without, it is 1, and loading does nothing.
-        policy: for :class:`torch.amp.GradScaler`: ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``.
+        scales: whether losses are scaled; if not, the scale is 1, and loading has no effect.
+        policy: options of :class:`torch.amp.GradScaler`: ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``.
 
     Attributes:
         scales: as given.
-        skipped_steps: how many optimizer steps were skipped because a gradient was not finite.
+        skipped_steps: the number of optimizer steps skipped because of a non-finite gradient.
         restored: whether it was loaded from a checkpoint.
 
     >>> state = AmpState(init_scale=8.0)
@@ -47,7 +47,7 @@ class AmpState:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, as for another training."""
+        """Start over, for another training."""
         self._scaler = Policy("cpu", enabled=self.scales, **self._policy)
         torch.amp.GradScaler.scale(self._scaler, _number(1.0))  # which makes the scale
         self.skipped_steps, self.restored = 0, False
@@ -55,14 +55,14 @@ class AmpState:
 
     @property
     def scale(self) -> float:
-        """What losses are multiplied by."""
+        """The factor of losses."""
         return self._scaler.get_scale()
 
     def end_iteration(self, found: bool) -> None:
-        """Let the policy act on an iteration in which a non-finite gradient was ``found``, or none.
+        """Update the scale after an iteration in which a non-finite gradient was ``found``, or none.
 
         Raises:
-            ParwrapError: the scale is so small that no step will be taken any more.
+            ParwrapError: the scale is so small that no further step will be taken.
         """
         result = _number(0.0)
         result.grad = _number(math.inf if found else 0.0)
@@ -77,11 +77,11 @@ class AmpState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` takes, in a checkpoint."""
+        """The argument of :meth:`load_state_dict`, for a checkpoint."""
         return {**self._scaler.state_dict(), "skipped_steps": self.skipped_steps} if self.scales else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``, which may also be that of a :class:`torch.amp.GradScaler`; does nothing where nothing is scaled."""
+        """Continue from ``state``, which may also be that of a :class:`torch.amp.GradScaler`; no effect without scaling."""
         if self.scales and state:
             self._scaler.load_state_dict(state)
             self.skipped_steps, self.restored = state.get("skipped_steps", 0), True

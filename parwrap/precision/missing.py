@@ -1,4 +1,4 @@
-"""Errors of operations that do not exist in half precision, on a device or in NumPy: named, with what to do instead."""
+"""Errors of operations that do not exist in half precision, on a device or in NumPy: adds the name and advice."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ SAYING = [
     {dtype: text.replace("DTYPE", name) for dtype, name in NAMES.items()}
     for text in (r"\"(\w+)\" not implemented for 'DTYPE'", r"([\w.]+): Low precision dtypes not supported. Got DTYPE")
 ]
-"""What torch says in such a case, by dtype."""
+"""Torch's messages in such a case, by dtype."""
 
 
 NUMPY = "Got unsupported ScalarType BFloat16"
-"""What ``tensor.numpy()`` says."""
+"""The message of ``tensor.numpy()``."""
 
 
 @contextmanager
 def named(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Raise :class:`UsageError` for an operation that ``device``, or NumPy, does not have in ``dtype``."""
+    """Raise :class:`UsageError` for an operation that ``device``, or NumPy, lacks in ``dtype``."""
     try:
         yield
     except TypeError as error:
         if dtype is not torch.bfloat16 or NUMPY not in str(error):
             raise
         raise UsageError(
-            "NumPy has no bfloat16, which outputs are computed in under parwrap.amp: write .float().numpy() instead of .numpy()."
+            "NumPy has no bfloat16, the dtype of outputs under parwrap.amp: write .float().numpy() instead of .numpy()."
         ) from error
     except (RuntimeError, NotImplementedError) as error:
         operation = dtype is not None and next((match[1] for each in SAYING if (match := re.search(each[dtype], str(error)))), "")
         if not operation:
             raise
-        instead = "use parwrap.amp(dtype='bf16'), or" if dtype is torch.float16 else "leave parwrap.amp away, or"
+        instead = "use parwrap.amp(dtype='bf16'), or" if dtype is torch.float16 else "remove parwrap.amp, or"
         raise UsageError(
-            f"{operation} is not there for {str(dtype).removeprefix('torch.')} on {device}: {instead} give it float32 tensors in "
-            "`with parwrap.amp(level='O0'):`."
+            f"{operation} does not exist for {str(dtype).removeprefix('torch.')} on {device}: {instead} give it float32 tensors in `with "
+            "parwrap.amp(level='O0'):`."
         ) from error

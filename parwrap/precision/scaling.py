@@ -1,9 +1,8 @@
-"""Dynamic loss scaling for fp16, with no edit to ``backward``, ``step`` or clipping.
+"""Dynamic loss scaling for fp16, without edits to ``backward``, ``step`` or clipping.
 
-The interceptor multiplies losses by the scale, looks at the gradients after each backward, and skips the steps of optimizers whose
-gradients are not finite. Since ranks average, a gradient that is not finite on one rank is so on all, and all of them skip.
-How gradients come to be true-scale is in ``unscaling.py``, how they are looked at in ``finite.py``, the scale in ``state.py``, and when
-it changes in ``iterations.py``.
+The interceptor multiplies losses by the scale, checks the gradients after each backward, and skips the steps of optimizers with non-finite
+gradients. Since ranks average, a non-finite gradient on one rank becomes non-finite on all, and all of them skip. ``unscaling.py`` restores
+true-scale gradients, ``finite.py`` checks them, ``loss_scale.py`` holds the scale, and ``iterations.py`` decides when it changes.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from parwrap.intercept.backward import Backward
 from parwrap.intercept.clipping import Clip
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop, parameters_of
-from parwrap.precision.aside import stand_aside, warn_once
 from parwrap.precision.finite import Found
 from parwrap.precision.iterations import Iterations
 from parwrap.precision.loss_scale import AmpState, Policy
 from parwrap.precision.unscaling import Unscaling
+from parwrap.precision.user_managed import stand_aside, warn_once
 
 __all__ = ["Scaling"]
 
 KEY = "parwrap.amp"
-"""Of the scale in the state of an optimizer, where torch reads nothing but ``state`` and ``param_groups``."""
+"""The key of the scale in the state of an optimizer, where torch reads only ``state`` and ``param_groups``."""
 
 
 class Scaling(Interceptor):
-    """Scales losses, and skips steps that would apply gradients that are not finite.
+    """Scales losses, and skips steps with non-finite gradients.
 
     Args:
         state: holds the scale.
@@ -43,16 +42,16 @@ class Scaling(Interceptor):
         self._unscaling, self._iterations = Unscaling(), Iterations(state.end_iteration)
         self._found: weakref.WeakKeyDictionary[Optimizer, Found] = weakref.WeakKeyDictionary()
         self._asked: weakref.ref[Optimizer] | None = None
-        self._begun = self._anew = self._running = self._aside = False
+        self._begun = self._anew = self._running = self._user_managed = False
         self._find_optimizers()
 
     def begin(self) -> None:
-        """A call of the user's function begins; what was found out in another still holds."""
+        """A call of the user's function begins; earlier findings still hold."""
         self._begun = self._anew = self._state.restored = False
 
     @intercepts
     def own_parameters(self, optimizer: Optimizer) -> None:
-        """An optimizer that is built before the first backward begins a training of its own, with a scale of its own."""
+        """An optimizer that is built before the first backward begins a separate training, with a new scale."""
         if not (self._begun or self._anew or self._state.restored):
             self._anew = True
             self._state.reset()
@@ -62,9 +61,9 @@ class Scaling(Interceptor):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call`` on the scaled loss, leave true-scale gradients, and look whether they are finite."""
-        if self._aside or self._running:
-            if self._running:  # inside another, as re-entrant checkpointing does: the gradient that it begins with is scaled
+        """Run ``call`` on the scaled loss, leave true-scale gradients, and check whether they are finite."""
+        if self._user_managed or self._running:
+            if self._running:  # inside another backward, as re-entrant checkpointing does: its incoming gradient is scaled
                 self._unscaling.nested(call, self._owned())
             call.run()
             return
@@ -80,7 +79,7 @@ class Scaling(Interceptor):
 
     @intercepts
     def skips(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` would step with a gradient that is not finite."""
+        """Whether ``optimizer`` would step with a non-finite gradient."""
         self._asked = weakref.ref(optimizer)
         self._iterations.expect(optimizer)
         if not any(known is optimizer for known in self._loop.optimizers()):  # it was built between two calls
@@ -91,11 +90,11 @@ class Scaling(Interceptor):
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure whose gradients are gone if they are not finite, which optimizers pass over."""
+        """A closure that removes its gradients if they are not finite; optimizers skip parameters without a gradient."""
         asked, self._asked = self._asked, None
         optimizer = asked() if asked else None
         if optimizer is None:
-            return closure  # of a step that is skipped, or that a subclass hands on
+            return closure  # of a skipped step, or one that a subclass forwards
 
         def with_finite_gradients() -> Any:
             loss = closure()
@@ -109,7 +108,7 @@ class Scaling(Interceptor):
 
     @intercepts
     def clip(self, clip: Clip) -> Any:
-        """Look before a clip, which may make gradients finite that were not; what it changes needs no other look."""
+        """Check before a clip, which may turn non-finite gradients into finite ones; the clip itself needs no second check."""
         clipped = {id(p) for p in clip.parameters}
         about = [(each, found) for each, found in self._found.items() if not clipped.isdisjoint(id(p) for p in parameters_of(each))]
         for optimizer, found in about:
@@ -125,9 +124,9 @@ class Scaling(Interceptor):
 
     @intercepts
     def scale_by_hand(self, scaler: torch.amp.GradScaler) -> None:
-        """The script has a scaler of its own, which it is left to."""
-        if not isinstance(scaler, Policy) and scaler.is_enabled() and not self._aside:
-            self._aside = True
+        """The script has its own scaler, which takes over."""
+        if not isinstance(scaler, Policy) and scaler.is_enabled() and not self._user_managed:
+            self._user_managed = True
             self._found.clear()
             stand_aside("GradScaler", "it scales no loss and skips no step itself here")
 
@@ -135,16 +134,16 @@ class Scaling(Interceptor):
     def optimizer_state(self, optimizer: Optimizer, save: Callable[[], Any]) -> Any:
         """The state of ``optimizer``, with the scale in it."""
         state = save()
-        return state if self._aside else {**state, KEY: self._state.state_dict()}
+        return state if self._user_managed else {**state, KEY: self._state.state_dict()}
 
     @intercepts
     def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[Any], None], state: Any) -> None:
-        """Go on from the scale in ``state``, and load the rest of it."""
+        """Continue from the scale in ``state``, and load the rest of it."""
         self._state.load_state_dict(state.get(KEY, {}))
         load({name: value for name, value in state.items() if name != KEY})
 
     def _counted(self, optimizer: Optimizer, found: Found) -> bool:
-        """Whether a gradient was not finite; the step is counted once."""
+        """Whether a gradient was not finite; counts the step once."""
         found.look_again(parameters_of(optimizer))
         if not found.counted:
             found.counted = True
@@ -158,9 +157,9 @@ class Scaling(Interceptor):
             self._iterations.expect(optimizer)
 
     def _look(self, averaged: bool) -> None:
-        """Look at what the backward has left.
+        """Check the gradients of the backward.
 
-        Where ranks have not averaged it, it is not what a step is taken with, and other ranks know nothing of it: that is looked at later.
+        If ranks have not averaged them, no step uses them, and other ranks know nothing of them: they are checked later.
         """
         overflowed = self._overflowed()
         if overflowed:
@@ -171,7 +170,7 @@ class Scaling(Interceptor):
         for leaf in overflowed:
             leaf.grad.detach().zero_()  # type: ignore[union-attr]
             warn_once(
-                "the gradient of a tensor that no optimizer owns has overflowed in float16. It was set to 0, since there is no step "
+                "the gradient of a tensor that no optimizer owns has overflowed in float16. It was set to 0, because no step uses it "
                 "that parwrap.amp could skip."
             )
         if not self._found or (overflowed and not any(Found(parameters_of(optimizer)).any for optimizer in self._loop.optimizers())):
@@ -182,7 +181,7 @@ class Scaling(Interceptor):
         return {id(p) for optimizer in self._loop.optimizers() for p in parameters_of(optimizer)}
 
     def _overflowed(self) -> list[torch.Tensor]:
-        """The leaf tensors of no known optimizer that the backward has left gradients in which are not finite."""
+        """The leaf tensors of no known optimizer whose gradients from the backward are not finite."""
         owned = self._owned()
         unowned = [leaf for key, leaf in self._unscaling.leaves.items() if key not in owned and leaf.grad is not None]
         return [leaf for leaf in unowned if Found([leaf]).any] if Found(unowned).any else []

@@ -1,8 +1,7 @@
-"""True-scale gradients from a scaled loss: what one backward leaves in ``.grad`` is divided by the scale on its way there.
+"""Restores true-scale gradients from a scaled loss: divides the gradients of one backward by the scale before they reach ``.grad``.
 
-A hook on each leaf tensor does it, before the gradient is added to what ``.grad`` holds already and before ranks average. So gradients
-of earlier backwards, sparse ones, those of inputs and of a backward with ``create_graph=True`` come out right, and ranks need not
-have the same scale.
+A hook on each leaf tensor does it, before the gradient is added to an existing ``.grad`` and before ranks average. So gradients of earlier
+backwards, sparse ones, those of inputs and of a backward with ``create_graph=True`` come out right, and ranks may have different scales.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Unscaling:
 
     @contextmanager
     def of(self, call: Backward, scale: float) -> Iterator[None]:
-        """While the block runs ``call``, whose loss was multiplied by ``scale``."""
+        """In the block, ``call`` runs with a loss that was multiplied by ``scale``."""
         self.leaves.clear()
         inverse = 1 / scale
         self._unscale = lambda grad: None if grad is None else grad * inverse
@@ -57,10 +56,10 @@ class Unscaling:
                 tensor.grad = _sum(grad, self._unscale(_taken(tensor)))
 
     def nested(self, call: Backward, owned: Collection[int]) -> None:
-        """``call`` runs inside the backward, as for a re-entrant checkpoint: divide what it leaves in parameters.
+        """``call`` runs inside the backward, as for a re-entrant checkpoint: divide the gradients that it leaves in parameters.
 
-        Other leaf tensors that it reaches are what stands for the inputs of the checkpoint. Their gradients go on into the backward
-        around, so they stay scaled.
+        Other leaf tensors that it reaches stand for the inputs of the checkpoint. Their gradients continue into the outer backward, so they
+        stay scaled.
         """
         self._watch(leaf for leaf in reached(call.roots) if isinstance(leaf, torch.nn.Parameter) or id(leaf) in owned)
 
@@ -72,7 +71,7 @@ class Unscaling:
             handle = leaf.register_hook(self._unscale)
             self._hooks.callback(handle.remove)
             hooks = tensor_hooks(leaf)
-            if hooks is not None and len(hooks) > 1:  # the user's hooks see gradients too, so this one must come before them
+            if hooks is not None and len(hooks) > 1:  # the user's hooks see gradients too, so this one must run before them
                 others = {number: hook for number, hook in hooks.items() if number != handle.id}
                 for number, hook in others.items():
                     del hooks[number]
@@ -80,9 +79,9 @@ class Unscaling:
 
 
 def _taken(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of ``tensor``, which has none any more."""
+    """Remove and return the gradient of ``tensor``."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch thinks that only leaf tensors are looked at
+        warnings.simplefilter("ignore")  # torch warns unless the tensor is a leaf
         grad, tensor.grad = tensor.grad, None
     return grad
 
@@ -97,7 +96,6 @@ def _refuse_half(leaves: Iterable[torch.Tensor]) -> None:
     for leaf in leaves:
         if leaf.dtype is torch.float16 and isinstance(leaf, torch.nn.Parameter):
             raise UsageError(
-                f"a parameter of shape {tuple(leaf.shape)} is float16 already, and its gradients would vanish when they are put back to "
-                "their true scale. Leave the model in float32: parwrap.amp casts where it pays. For a pure float16 model there is "
-                "parwrap.amp(level='O3')."
+                f"a parameter of shape {tuple(leaf.shape)} is float16 already, and its gradients would vanish at their true scale. Leave "
+                "the model in float32: parwrap.amp casts where it is faster. For a pure float16 model use parwrap.amp(level='O3')."
             )

@@ -1,4 +1,4 @@
-"""How a checkpoint is written whole or not at all, and where ``torch.load`` puts it."""
+"""Writes a checkpoint as a whole or not at all, and chooses the device of ``torch.load``."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import torch
 
 from parwrap.rank_zero.file_versions import PART
 
-__all__ = ["on_own_gpu", "write_beside"]
+__all__ = ["on_own_gpu", "write_atomically"]
 
 
-def write_beside(path: str, write: Callable[[Any], Any]) -> Any:
-    """Have ``write`` write a file of the same name, whose stem torch puts into the archive, and rename that to ``path``."""
+def write_atomically(path: str, write: Callable[[Any], Any]) -> Any:
+    """Call ``write`` with a temporary path of the same name, whose stem torch puts into the archive, and rename the file to ``path``."""
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isfile(path):
         return write(path)  # a device or a pipe cannot be renamed over
     folder, name = os.path.split(path)
-    beside = None
+    temporary = None
     with suppress(OSError):
-        beside = tempfile.mkdtemp(prefix=PART, dir=folder)
-    if beside is None:
-        return write(path)  # a folder in which nothing can be made may have a file that can be written, and else torch says what is wrong
+        temporary = tempfile.mkdtemp(prefix=PART, dir=folder)
+    if temporary is None:
+        return write(path)  # a writable file may lie in a read-only folder; otherwise torch reports the error
     try:
-        result = write(os.path.join(beside, name))
-        os.replace(os.path.join(beside, name), path)
+        result = write(os.path.join(temporary, name))
+        os.replace(os.path.join(temporary, name), path)
         return result
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def on_own_gpu(location: Any) -> Any:
-    """``map_location`` for a rank that sees one GPU, whichever ``location`` names or the file was saved from."""
+    """The ``map_location`` that loads onto this rank's one GPU, whichever GPU ``location`` names or the file was saved from."""
     if not torch.cuda.is_available():
         return location
     if location is None:

@@ -1,6 +1,6 @@
-"""What other processes do to files, which parwrap cannot keep to rank 0: said once for each line of the script that starts them.
+"""Warns of file changes by child processes, which parwrap cannot restrict to rank 0: once for each line of the script that starts one.
 
-Commands are not said that are known only to read, those that a library runs, and what workers of a ``DataLoader`` write.
+It ignores commands that are known only to read, those that a library runs, and what workers of a ``DataLoader`` write.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ READERS = frozenset(
         "xpu-smi",
     }
 )
-"""Commands that change no file, unless their output is sent to one."""
+"""Commands that change no file, unless their output is redirected to one."""
 
 READING_SUBCOMMANDS = {
     "git": {"rev-parse", "rev-list", "log", "status", "diff", "describe", "show", "ls-files", "ls-remote", "symbolic-ref", "blame"},
@@ -93,14 +93,14 @@ READING_SUBCOMMANDS = {
     "conda": {"list", "info"},
 }
 LISTING = ("git branch", "git remote", "git tag", "git config")
-"""What only lists as long as all that follows are options."""
+"""Subcommands that only list, as long as only options follow."""
 
 LONGEST = 60
-"""Characters of a command that are shown."""
+"""The number of characters of a command to show."""
 
 
 class Processes:
-    """Says on rank 0 what processes may do to files.
+    """On rank 0, warns of processes that may change files.
 
     Args:
         size: the number of ranks.
@@ -109,7 +109,7 @@ class Processes:
     def __init__(self, size: int) -> None:
         self._size = size
         self._said: set[str] = set()
-        self._children_said = mmap.mmap(-1, 1)  # shared with all that are forked
+        self._children_said = mmap.mmap(-1, 1)  # shared with all forked processes
 
     def command(self, command: Any) -> None:
         """The script runs a ``command``, as ``subprocess`` takes it."""
@@ -131,8 +131,8 @@ class Processes:
         self._children_said[0] = 1
         line = _line(sys._getframe(1), through_libraries=True)
         write_line(
-            f"parwrap: {line} writes {path} in a process that the script has started, as one does on each of {self._size} ranks. "
-            "Start such processes in a function under @parwrap.rank_zero_only.",
+            f"parwrap: {line} writes {path} in a child process, and so does each of {self._size} ranks. Start such processes in a "
+            "function under @parwrap.rank_zero_only.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Directories as a clone sees them: what is on the disk without what rank 0 has made ahead, with what the clone has made itself."""
+"""Directories as a replica sees them: the disk without what rank 0 has made ahead of it, plus the replica's own changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Entries", "seen", "seen_entries"]
 
 
 class SeenEntry:
-    """What ``os.DirEntry`` is, for a path that may be somewhere else than it says."""
+    """An ``os.DirEntry`` for a path whose content may lie elsewhere."""
 
     def __init__(self, name: Any, path: Any, place: str) -> None:
         self.name, self.path, self._place = name, path, place
@@ -44,11 +44,11 @@ class SeenEntry:
 
 
 class Entries:
-    """What ``os.scandir`` returns.
+    """The result of ``os.scandir``.
 
     Args:
-        entries: what is like ``os.DirEntry``.
-        close: is called when no more of them are wanted.
+        entries: objects like ``os.DirEntry``.
+        close: called when the iteration ends.
     """
 
     def __init__(self, entries: Iterator[Any], close: Callable[[], None] = lambda: None) -> None:
@@ -72,59 +72,59 @@ class Entries:
 
 
 def seen_entries(path: Any, seen: dict[str, str]) -> Iterator[SeenEntry]:
-    """The entries of the directory ``path``, of which a clone has ``seen`` the names and where to read each."""
+    """The entries of the directory ``path``; ``seen`` maps the replica's names to where to read them."""
     text = os.fspath(path)
     coded = os.fsencode if isinstance(text, bytes) else str
     return (SeenEntry(coded(name), os.path.join(text, coded(name)), place) for name, place in seen.items())
 
 
-def seen(view: FileOverlay, folder: str, waits: bool = True) -> dict[str, str]:
+def seen(overlay: FileOverlay, folder: str, waits: bool = True) -> dict[str, str]:
     """The names in ``folder`` and where to read each.
 
     Args:
-        view: the clone's.
+        overlay: the replica's.
         folder: the key of a directory.
-        waits: for rank 0, where this rank has changed something.
+        waits: wait for rank 0 where this rank has changed something.
 
     Raises:
-        FileNotFoundError: the directory is not there, for this rank.
+        FileNotFoundError: the directory does not exist for this rank.
     """
-    place = view.readable(folder, waits)
-    own = view.inside(folder)
+    place = overlay.readable(folder, waits)
+    own = overlay.inside(folder)
     try:
-        found = _on_disk(view, folder, place, own)
+        found = _on_disk(overlay, folder, place, own)
     except FileNotFoundError:
-        if not (own and view.replaced(folder, place)):
+        if not (own and overlay.replaced(folder, place)):
             raise
-        found = {}  # rank 0, which is ahead, has removed it in the meantime
+        found = {}  # rank 0 is ahead and has removed it in the meantime
     for name in sorted(own):
         key = os.path.join(folder, name)
-        if view.exists(key):
+        if overlay.exists(key):
             try:
-                found[name] = view.readable(key, waits)
+                found[name] = overlay.readable(key, waits)
             except FileNotFoundError:
                 continue  # rank 0 has never made it
     return found
 
 
-def _on_disk(view: FileOverlay, folder: str, place: str, own: set[str]) -> dict[str, str]:
-    """The names that rank 0 has in ``folder`` and this rank is to see, ``own`` ones left out; ``place`` is the folder on the disk."""
+def _on_disk(overlay: FileOverlay, folder: str, place: str, own: set[str]) -> dict[str, str]:
+    """The names that rank 0 has in ``folder`` and this rank may see, without its ``own``; ``place`` is the folder on the disk."""
     found = {}
     with os.scandir(place) as real:
-        # a folder changes with what is made in it
-        recent = os.stat(place).st_ctime >= view.since
+        # a folder's time changes with its entries
+        recent = os.stat(place).st_ctime >= overlay.since
         for entry in real:
             name = entry.name
             if name in own or name.startswith(PART):
                 continue
-            if recent and _hidden(view, os.path.join(folder, name), entry):
+            if recent and _hidden(overlay, os.path.join(folder, name), entry):
                 continue
             found[name] = entry.path
     return found
 
 
-def _hidden(view: FileOverlay, key: str, entry: os.DirEntry) -> bool:
+def _hidden(overlay: FileOverlay, key: str, entry: os.DirEntry) -> bool:
     try:
-        return view.hidden(key, entry.stat(follow_symlinks=False).st_ctime)
+        return overlay.hidden(key, entry.stat(follow_symlinks=False).st_ctime)
     except FileNotFoundError:
         return True  # rank 0 has removed it in the meantime

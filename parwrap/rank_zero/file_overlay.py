@@ -1,6 +1,7 @@
-"""What a clone sees of files: rank 0's at the same point of the script, or else what the clone itself has written, its scratch.
+"""The files that a replica sees: rank 0's at the same point of the script, or the replica's own changes in scratch files.
 
-The disk is never changed here; scratch files lie in a temporary directory. Which calls ask for what is left to ``replica_files.py``.
+The disk is never changed here; scratch files lie in a temporary directory. ``replica_files.py`` maps the intercepted calls to these
+methods.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from parwrap.system.scratch import scratch_directory
 __all__ = ["Entry", "FileOverlay", "missing"]
 
 PATIENCE = 10
-"""Seconds that a child process, which has no store, waits for a folder to be made by rank 0."""
+"""Seconds that a child process, which has no store, waits for rank 0 to make a folder."""
 
 
 @dataclass
@@ -32,14 +33,14 @@ class Entry:
     """A path that this rank has changed.
 
     Attributes:
-        version: how many versions of it there are, by this rank's count.
+        version: the number of its versions, by this rank's count.
         clock: when this rank closed the latest.
-        own: how many it has closed since the ranks had last met before that.
+        own: the number of versions closed between the sync point before that and it.
         kind: ``"file"``, ``"folder"``, ``"link"`` or ``"gone"``.
-        scratch: where this rank's own copy is; a checkpoint has none.
-        writers: how many open files write to it.
-        whole: it stands for all that was below it too, as a folder that was moved or removed.
-        expected: it is a checkpoint, which rank 0 saves too once it comes to this point of the script.
+        scratch: the path of this rank's own copy; a checkpoint has none.
+        writers: the number of open files that write to it.
+        whole: the entry covers everything below it too, as for a moved or removed folder.
+        expected: it is a checkpoint that rank 0 saves too, once it reaches this point of the script.
     """
 
     version: int
@@ -53,20 +54,20 @@ class Entry:
 
     @property
     def changeable(self) -> bool:
-        """Whether the scratch is this rank's own, and not what it has moved."""
+        """Whether the scratch file belongs to this rank, rather than being something that it has moved."""
         return self.scratch is not None and not os.path.islink(self.scratch)
 
 
 class FileOverlay:
-    """The view of one clone; every method takes paths by their keys.
+    """The files of one replica; every method takes paths by their keys.
 
     Args:
-        awaited: what rank 0 announces.
-        places: learns that the scratch directory is this rank's own.
+        awaited: the announcements of rank 0.
+        rules: gets the scratch directory as this rank's own.
     """
 
-    def __init__(self, awaited: Awaited, places: PathRules) -> None:
-        self._awaited, self._places = awaited, places
+    def __init__(self, awaited: Awaited, rules: PathRules) -> None:
+        self._awaited, self._rules = awaited, rules
         self._entries: dict[str, Entry] = {}
         self._inside: defaultdict[str, set[str]] = defaultdict(set)
         self._scratch: str | None = None
@@ -75,20 +76,20 @@ class FileOverlay:
         self._saves: Counter[str] = Counter()
         self.lock = threading.RLock()
         self.names = {"", ".", ".."}
-        """The last parts of all paths that this rank has changed: whatever else is asked for need not be looked up."""
+        """The last parts of all paths that this rank has changed: other paths need no lookup."""
         self.whole: set[str] = set()
-        """The entries that stand for all below them."""
-        self.since = places.since
+        """The entries that cover everything below them."""
+        self.since = rules.since
 
     def get(self, key: str) -> Entry | None:
         return self._entries.get(key)
 
     def concerns(self, name: str) -> bool:
-        """Whether a path with the last part ``name`` may have been changed by this rank."""
+        """Whether this rank may have changed a path whose last part is ``name``."""
         return name in self.names or bool(self.whole)
 
     def changed(self, key: str, kind: str, scratch: str | None = None, target: str | None = None, whole: bool = False) -> None:
-        """Another version of the path, closed."""
+        """Record another version of the path, already closed."""
         with self.lock:
             entry = self.entry(key)
             self._count(entry)
@@ -96,10 +97,10 @@ class FileOverlay:
                 _drop(entry.scratch)
             entry.kind, entry.scratch, entry.whole, entry.expected = kind, scratch, whole, False
             (self.whole.add if whole else self.whole.discard)(key)
-            self._places.link(key, target)
+            self._rules.link(key, target)
 
     def saved(self, key: str, place: str) -> bool:
-        """A checkpoint is saved at the path, at ``place`` in the script; whether rank 0 is known to save it too."""
+        """A checkpoint is saved at the path, from ``place`` in the script; returns whether rank 0 is known to save it too."""
         self.changed(key, "file")
         with self.lock:
             self._saves[place] += 1
@@ -109,7 +110,7 @@ class FileOverlay:
         return saving is Saving.SAME
 
     def lost_elsewhere(self, key: str) -> bool:
-        """Whether this rank would not find a file that it has saved as rank 0 has, on another node; found out once for each folder."""
+        """Whether this rank, on another node, would not find a file saved there by rank 0; checked once for each folder."""
         folder, entry = os.path.dirname(key), self._entries[key]
         if self._awaited.apart and folder not in self._elsewhere:
             outcome, record, _ = self._awaited.wait(key, entry.version, self._own(entry))
@@ -119,7 +120,7 @@ class FileOverlay:
         return self._elsewhere.get(folder, False)
 
     def keep(self, key: str, scratch: str) -> None:
-        """What this rank has saved last at the path is at ``scratch`` too."""
+        """Keep ``scratch`` as this rank's copy of its last save to the path."""
         self._entries[key].scratch = scratch
 
     def entry(self, key: str) -> Entry:
@@ -142,23 +143,23 @@ class FileOverlay:
         return self._inside.get(folder, set())
 
     def followed(self, key: str) -> str:
-        """Where ``key`` leads to by way of links that this rank has made."""
-        return self._places.followed(key)
+        """Where ``key`` leads through links that this rank has made."""
+        return self._rules.followed(key)
 
     def exists(self, key: str) -> bool:
-        """Whether the path is there, for this rank; does not wait for a path that it has changed."""
+        """Whether the path exists for this rank; does not wait for a path that it has changed."""
         entry = self._entries.get(key)
         return entry.kind != "gone" if entry else self._real(key) is not None
 
     def readable(self, key: str, waits: bool = True) -> str:
-        """Where to read what the path is for this rank.
+        """Where to read the path's content for this rank.
 
         Args:
             key: the path.
-            waits: for rank 0, if this rank has changed the path.
+            waits: wait for rank 0 if this rank has changed the path.
 
         Raises:
-            FileNotFoundError: it is not there, for this rank.
+            FileNotFoundError: it does not exist for this rank.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -173,7 +174,7 @@ class FileOverlay:
         return self._awaited_file(key, entry) if waits else entry.scratch or key
 
     def replaced(self, key: str, path: str) -> bool:
-        """Whether rank 0 has begun to replace what :meth:`readable` has found at ``path``, which was opened in the meantime."""
+        """Whether rank 0 has begun to replace the result of :meth:`readable` while it was opened at ``path``."""
         entry = self._entries.get(key)
         if entry is None:
             return self._real(key) != path
@@ -182,7 +183,7 @@ class FileOverlay:
     def _awaited_file(self, key: str, entry: Entry) -> str:
         outcome, record, version = self._awaited.wait(key, entry.version, self._own(entry), needs_it=entry.expected)
         with self.lock:
-            entry.version = version  # rank 0 may decide otherwise, by its own numbers: count on from there
+            entry.version = version  # rank 0's own numbers may make it decide otherwise: continue from its count
         if outcome is not Outcome.REPLACED:
             with self.lock:
                 if entry.kind == "folder" and entry.whole:
@@ -199,7 +200,7 @@ class FileOverlay:
         if outcome is not Outcome.REPLACED:
             raise missing(key)
         raise RankMismatchError(
-            f"this rank is at version {entry.version} of {key}, and rank 0, which is ahead, has replaced or removed that one already. "
+            f"this rank is at version {entry.version} of {key}, but rank 0 is ahead and has already replaced or removed that version. "
             "Read it in `with parwrap.rank_zero_first():`, or call parwrap.barrier() before it is replaced."
         )
 
@@ -221,11 +222,11 @@ class FileOverlay:
         return self._awaited.present(key) if waits and changed >= self.since else key
 
     def hidden(self, key: str, changed: float) -> bool:
-        """Whether the path, which the disk says was ``changed`` then, is there only since rank 0 is ahead, or is another rank's."""
-        return changed >= self.since and (self._places.of_another_rank(key) or self._awaited.present(key) is None)
+        """Whether the path, last ``changed`` then, exists only because rank 0 is ahead, or belongs to another rank."""
+        return changed >= self.since and (self._rules.of_another_rank(key) or self._awaited.present(key) is None)
 
     def settle(self) -> None:
-        """Forget of removed folders that they stand for all below, once rank 0 has removed them too."""
+        """Let removed folders no longer cover everything below, once rank 0 has removed them too."""
         for key in list(self.whole):
             entry = self._entries[key]
             record = self._awaited.record(key) if entry.kind == "gone" else None
@@ -234,7 +235,7 @@ class FileOverlay:
                 self.whole.discard(key)
 
     def begin(self, key: str, keep: bool) -> str:
-        """A file is about to be written: where to, with what is there now in it if ``keep``."""
+        """Begin to write a file; returns where, with its present content if ``keep``."""
         entry = self._entries.get(key)
         present = entry.scratch if keep and entry and entry.kind == "file" and entry.changeable else None
         if keep and present is None and self.exists(key):
@@ -250,19 +251,19 @@ class FileOverlay:
             return present
 
     def read_current(self, key: str, read: Callable[[str], Any], discard: Callable[[Any], Any], waits: bool = True) -> Any:
-        """``read`` applied to the place where the path is now, and again while rank 0 replaces what is there.
+        """Apply ``read`` to the path's present location, and again while rank 0 replaces the file.
 
         Args:
-            key: of the path.
-            read: takes a place on the disk.
-            discard: takes what was read a moment too late.
+            key: the path.
+            read: takes a location on the disk.
+            discard: takes the result of a read that came too late.
             waits: whether this process can wait for rank 0; else it reads once.
         """
         while True:
             place = self.readable(key, waits=waits)
             try:
                 result = read(place)
-            except Exception:  # what is half written is refused in many ways
+            except Exception:  # a half-written file raises many kinds of errors
                 if not (waits and self.replaced(key, place)):
                     raise
             else:
@@ -271,7 +272,7 @@ class FileOverlay:
                 discard(result)
 
     def finish(self, key: str, failed: bool = False) -> None:
-        """A file that was written is closed, or has ``failed`` to open."""
+        """A written file was closed, or ``failed`` to open."""
         with self.lock:
             entry = self._entries[key]
             entry.writers -= 1
@@ -279,20 +280,20 @@ class FileOverlay:
                 self._count(entry)
 
     def make(self, folder: str, waits: bool) -> None:
-        """Have a folder that this rank has made on the disk too, once rank 0 has made it or will not."""
+        """Make this rank's folder on the disk too, once rank 0 has made it or will not."""
         entry = self._entries.get(folder)
         if entry is None or entry.kind != "folder" or os.path.isdir(folder):
             return
         if waits:
             self._awaited.wait(folder, entry.version, self._own(entry))
-        else:  # a child process, which cannot ask
+        else:  # a child process cannot ask rank 0
             deadline = time.monotonic() + PATIENCE
             while not os.path.isdir(folder) and time.monotonic() < deadline:
                 time.sleep(0.01)
         os.makedirs(folder, exist_ok=True)
 
     def _count(self, entry: Entry) -> None:
-        """Another version is closed."""
+        """Record that another version is closed."""
         now = self._awaited.clock
         entry.own = entry.own + 1 if entry.clock == now else 1
         entry.version += 1
@@ -302,7 +303,7 @@ class FileOverlay:
         return entry.own if entry.clock == self._awaited.clock else 0
 
     def moved(self, source: str, key: str) -> None:
-        """``source``, with all below it, is now at ``key``."""
+        """Record that ``source`` and everything below it is now at ``key``."""
         with self.lock:
             pairs = [(source, key), *((below, key + below[len(source) :]) for below in self.below(source) if self.exists(below))]
             folder = self._is_folder(source)
@@ -310,20 +311,20 @@ class FileOverlay:
                 entry = self._entries.get(old)
                 if entry:
                     kind, scratch, expected, entry.scratch = entry.kind, entry.scratch, entry.expected, None
-                else:  # it stays where it was until rank 0 moves it
+                else:  # it stays at its old location until rank 0 moves it
                     kind, scratch, expected = "folder" if folder else "file", self.fresh(), False
                     os.symlink(old, scratch)
-                self.changed(new, kind, scratch, self._places.target(old), whole=folder and old == source)
+                self.changed(new, kind, scratch, self._rules.target(old), whole=folder and old == source)
                 self._entries[new].expected = expected
                 self.changed(old, "gone", whole=folder and old == source)
 
     def copied(self, key: str) -> str | None:
-        """A copy of this rank's own file, if there is one."""
+        """A copy of this rank's own file, if it has one."""
         entry = self._entries.get(key)
         return self.fresh(copy_of=entry.scratch) if entry and entry.scratch else None
 
     def removed_ahead(self, key: str) -> bool:
-        """Whether the path is not there only since rank 0 is ahead."""
+        """Whether the path does not exist only because rank 0 is ahead."""
         return self._awaited.removed_ahead(key)
 
     def _is_folder(self, key: str) -> bool:
@@ -331,11 +332,11 @@ class FileOverlay:
         return entry.kind == "folder" if entry else os.path.isdir(key)
 
     def fresh(self, copy_of: str | None = None, folder: bool = False, suffix: str = "") -> str:
-        """A new place in the scratch directory; some libraries choose the format by the ``suffix``."""
+        """A new path in the scratch directory; some libraries choose the format by the ``suffix``."""
         with self.lock, passing():
             if self._scratch is None:
                 self._scratch = scratch_directory()
-                self._places.own(self._scratch)
+                self._rules.own(self._scratch)
             self._scratches += 1
             path = os.path.join(self._scratch, f"{self._scratches}{suffix}")
             if folder:
@@ -345,13 +346,13 @@ class FileOverlay:
             return path
 
     def close(self) -> None:
-        """Remove all scratch."""
+        """Remove all scratch files."""
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def missing(path: Any) -> FileNotFoundError:
-    """What the system raises for a path that is not there."""
+    """What the system raises for a missing path."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 

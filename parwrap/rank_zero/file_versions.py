@@ -1,9 +1,8 @@
-"""How often rank 0 has written each path and when: announced in the store by rank 0, awaited there by the clones.
+"""How often rank 0 has written each path and when: rank 0 announces it in the store, and the replicas wait for it there.
 
-A version of a path is whatever makes it another: a close after writing, a rename onto it, its removal, a folder made. *When* is
-counted in sync points of the ranks, :attr:`Group.clock`, which is the same on all ranks at the same point of a script: what rank 0
-did at an earlier count lies in a clone's past, and what it did at the clone's own may be in its future. Nothing here is a
-collective.
+A version of a path ends with each change: a close after writing, a rename onto it, its removal, a new folder. Its time is counted in sync
+points, :attr:`Group.clock`, which are the same on all ranks at the same point of a script. What rank 0 did at an earlier count is in a
+replica's past; what it did at the replica's own count may be in its future. Nothing here is a collective.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from parwrap.rank_zero.per_thread import passing
 __all__ = ["PART", "Announced", "Awaited", "Outcome", "Record", "Saving"]
 
 PART = ".parwrap-"
-"""What the names begin with under which rank 0 writes what is renamed when it is ready; nobody is to see them."""
+"""The prefix of temporary names that rank 0 writes to before a rename; nobody may see them."""
 
 MOST_KEPT = 64
-"""How many files that have been replaced or removed rank 0 holds open for slower ranks, between two sync points."""
+"""The number of replaced or removed files that rank 0 holds open for slower ranks between two sync points."""
 
 MOST_COPIED = 2**24
-"""The bytes of a file of an earlier run that is copied for slower ranks when it is first written to."""
+"""The largest file of an earlier run, in bytes, to copy for slower ranks when it is first written to."""
 
 DELIVERY = 0.5
-"""Seconds in which word of a finished version reaches the store; that rank 0 has gone on is seen at once."""
+"""Seconds until a finished version is announced in the store; that rank 0 has moved on is seen immediately."""
 
 SLACK = 2.0
-"""Seconds by which nodes may differ about when a file was changed."""
+"""Seconds by which nodes may differ about a file's modification time."""
 
 SAVING = 1.0
-"""Seconds that a clone waits to learn whether rank 0 saves to the same path, before it keeps a copy of what it saves."""
+"""Seconds that a replica waits to learn whether rank 0 saves to the same path, before it keeps a copy of its own save."""
 
 AHEAD = 8
-"""How many sync points the host of a rank with a GPU may be ahead of the others."""
+"""The number of sync points that the host of a rank with a GPU may be ahead of the others."""
 
 
 @dataclass
@@ -53,15 +52,15 @@ class Record:
     """What rank 0 has done to one path.
 
     Attributes:
-        begun: how many versions it has begun.
-        closed: how many of them are there.
+        begun: the number of versions that it has begun.
+        closed: how many of them it has closed.
         clock: when the latest began.
-        before: how many were there when the ranks had last met before that.
-        stood: whether the path was there then.
-        created: when rank 0 made what was not there before; ``None`` for what was.
-        kept: versions that have been replaced, and from where they can still be read, on rank 0's node.
-        node: if there are several, rank 0's.
-        file: if there are several nodes, what tells rank 0's file from another: its number on the disk, and when it was changed.
+        before: how many were closed at the last sync point before that.
+        stood: whether the path existed then.
+        created: when rank 0 created the path; ``None`` if it existed before.
+        kept: replaced versions, and where rank 0's node can still read them.
+        node: rank 0's, if there are several.
+        file: if there are several nodes, the inode and time that identify rank 0's file.
     """
 
     begun: int = 0
@@ -75,17 +74,17 @@ class Record:
     file: tuple[int, float] | None = None
 
     def is_at(self, path: str) -> bool:
-        """Whether what is at ``path`` on this node is rank 0's, and not another file, on a disk that rank 0 does not share."""
+        """Whether ``path`` on this node is rank 0's file, rather than another file on a disk that the nodes do not share."""
         if self.file is None:
             return True
-        with suppress(OSError), open(path, "rb") as there:  # a network's file system looks anew when a file is opened
+        with suppress(OSError), open(path, "rb") as there:  # a network file system revalidates a file when it is opened
             status = os.fstat(there.fileno())
             return status.st_ino == self.file[0] and status.st_mtime > self.file[1] - SLACK
         return False
 
 
 class _Kept(NamedTuple):
-    """A file that is held open though it has been replaced: since when, and which version of which path it is."""
+    """A file held open after it was replaced: since when, and which version of which path it is."""
 
     clock: int
     file: int
@@ -94,11 +93,11 @@ class _Kept(NamedTuple):
 
 
 class Announced:
-    """Rank 0's side: announces before a path is touched, and when its new version is there.
+    """Rank 0's side: announces a change before it touches a path, and again when the new version is complete.
 
     Args:
         group: the process group.
-        topic: what all its keys in the store begin with.
+        topic: the prefix of its keys in the store.
     """
 
     def __init__(self, group: Group, topic: str) -> None:
@@ -114,8 +113,8 @@ class Announced:
 
         Args:
             key: the path.
-            replaces: nothing of the present version will be left.
-            in_place: the same file is written anew.
+            replaces: the present version goes away completely.
+            in_place: the same file is overwritten.
         """
         now = self._group.clock
         with self._lock, passing():
@@ -129,13 +128,13 @@ class Announced:
             keeps = record.begun == record.closed and (replaces or not record.begun) and self._keep(key, record, now, copy=not replaces)
             record.begun += 1
             record.clock = now
-            self._tell(key)
-            self._group.store.check([self._topic])  # a round trip: the path is touched after the store knows
+            self._publish(key)
+            self._group.store.check([self._topic])  # a round trip: the store must know before the path is touched
             if keeps and replaces and in_place:
-                _renew(key)  # a clone that has opened it reads on
+                _renew(key)  # a replica that has opened it reads on
 
     def finish(self, key: str, gone: bool = False) -> None:
-        """The version is there, or the path is gone."""
+        """The version is complete, or the path is removed."""
         with self._lock:
             record = self._records[key]
             record.closed += 1
@@ -144,7 +143,7 @@ class Announced:
             if self._node is not None:
                 status = None if gone or not os.path.isfile(key) else os.stat(key)
                 record.file = status and (status.st_ino, status.st_mtime)
-            self._tell(key)
+            self._publish(key)
 
     def cancel(self, key: str) -> None:
         """The version that was begun has failed."""
@@ -154,10 +153,10 @@ class Announced:
             with passing():
                 if not os.path.lexists(key):
                     record.created = None
-            self._tell(key)
+            self._publish(key)
 
     def saves(self, place: str) -> None:
-        """Another checkpoint is being saved at ``place`` in the script; its version has begun."""
+        """Another checkpoint is being saved from ``place`` in the script; its version has begun."""
         with self._lock:
             self._saves[place] += 1
             self._group.store.set(f"{self._topic}/saves/{place}", str(self._saves[place]))
@@ -174,7 +173,7 @@ class Announced:
             os.close(self._kept.popleft().file)
 
     def _keep(self, key: str, record: Record, now: int, copy: bool) -> bool:
-        """Keep what a clone that is slower has not read yet: an open file stays when its name goes; what changes is copied."""
+        """Keep what a slower replica has not read yet: an open file outlives its name; a file changed in place is copied."""
         if os.path.islink(key) or not os.path.isfile(key) or not os.access(key, os.R_OK):
             return False
         if copy and os.path.getsize(key) > MOST_COPIED:
@@ -185,14 +184,14 @@ class Announced:
         return True
 
     def _let_go(self, now: int) -> None:
-        """Close what all ranks have had the time to read, since they have met."""
+        """Close the files that all ranks have had time to read, since the last sync point."""
         while self._kept and (self._kept[0].clock + AHEAD < now or len(self._kept) > MOST_KEPT):
             kept = self._kept.popleft()
             del self._records[kept.key].kept[kept.version]
-            self._tell(kept.key)
+            self._publish(kept.key)
             os.close(kept.file)
 
-    def _tell(self, key: str) -> None:
+    def _publish(self, key: str) -> None:
         self._group.store.set(f"{self._topic}/of/{key}", json.dumps(list(vars(self._records[key]).values())))
 
 
@@ -205,36 +204,36 @@ def _copied(path: str) -> int:
 
 
 def _renew(path: str) -> None:
-    """Put an empty file in the place of that at ``path``, which is there all the time."""
+    """Replace the file at ``path`` by an empty one, so that the path always exists."""
     with suppress(OSError):
-        file, beside = tempfile.mkstemp(prefix=PART, dir=os.path.dirname(path))
+        file, temporary = tempfile.mkstemp(prefix=PART, dir=os.path.dirname(path))
         os.close(file)
-        shutil.copymode(path, beside)
-        os.replace(beside, path)
+        shutil.copymode(path, temporary)
+        os.replace(temporary, path)
 
 
 class Outcome(enum.Enum):
-    """What has become of a version that a clone waits for."""
+    """The state of a version that a replica waits for."""
 
-    THERE = "rank 0's file is what the clone should see"
-    REPLACED = "rank 0 has gone on to a later one"
+    THERE = "the replica should read rank 0's file"
+    REPLACED = "rank 0 has moved on to a later one"
     NEVER = "rank 0 has passed this point without it"
 
 
 class Saving(enum.Enum):
-    """How rank 0 saves the checkpoint that a clone saves."""
+    """How rank 0 saves a checkpoint that a replica saves."""
 
     SAME = "to the same path"
-    OTHERWISE = "to another path, as where the name holds the time or a random number"
+    OTHERWISE = "to another path, as where the name contains the time or a random number"
     UNKNOWN = "not at all so far"
 
 
 class Awaited:
-    """A clone's side: looks up what rank 0 has announced, and waits for it.
+    """A replica's side: looks up rank 0's announcements and waits for them.
 
     Args:
         group: the process group.
-        topic: what all keys in the store begin with.
+        topic: the prefix of the keys in the store.
     """
 
     def __init__(self, group: Group, topic: str) -> None:
@@ -243,7 +242,7 @@ class Awaited:
 
     @property
     def clock(self) -> int:
-        """How often this rank has met the others."""
+        """The number of sync points that this rank has passed."""
         return self._group.clock
 
     def record(self, key: str) -> Record | None:
@@ -259,34 +258,34 @@ class Awaited:
         return record
 
     def before(self, key: str) -> int:
-        """How many versions there were when this rank last met the others."""
+        """How many versions existed at this rank's last sync point."""
         record = self.record(key)
         if record is None:
             return 0
         return record.closed if record.clock < self.clock else record.before
 
     def present(self, key: str) -> str | None:
-        """Where to read a path that this rank has not changed and rank 0 may have; ``None`` if it is there only since rank 0 is ahead.
+        """Where to read a path that only rank 0 may have changed; ``None`` if it exists only because rank 0 is ahead.
 
         Raises:
-            RankMismatchError: what is there is not what rank 0 has written on its own node.
+            RankMismatchError: the file is not the one that rank 0 has written on its own node.
         """
-        there = os.path.lexists(key)  # before the look at the record: rank 0 announces a path before it makes it
+        there = os.path.lexists(key)  # before the record is read: rank 0 announces a path before it makes it
         record = self.record(key)
         if record and os.path.lexists(key) and not record.is_at(key):
             raise RankMismatchError(
-                f"rank 0 has written {key} on its own node, and the file of that name on this node is another one. "
-                "Put it on a disk that the nodes share, or have every rank write it: `with parwrap.every_rank_writes():`."
+                f"rank 0 has written {key} on its own node, and this node has another file of that name. Put it on a disk that the nodes "
+                "share, or have every rank write it: `with parwrap.every_rank_writes():`."
             )
         if record is None or record.clock < self.clock:
             return key if there else None
-        # created is lost when rank 0 removes what it has made, and another when it makes it again
+        # created is lost when rank 0 removes its own file, and changes when it makes it again
         if not record.stood if record.clock == self.clock else record.created is not None and record.created >= self.clock:
             return None
         return record.kept.get(str(record.before)) or (key if os.path.lexists(key) else None)
 
     def removed_ahead(self, key: str) -> bool:
-        """Whether the path is not there only since rank 0 is ahead."""
+        """Whether the path does not exist only because rank 0 is ahead."""
         record = self.record(key)
         return record is not None and record.stood and record.clock >= self.clock
 
@@ -296,17 +295,16 @@ class Awaited:
         return record is not None and self._replaced(record, self._wanted(record, version, own))
 
     def wait(self, key: str, version: int, own: int, needs_it: bool = False) -> tuple[Outcome, Record, int]:
-        """Until rank 0 has closed ``version`` of the path, or will not any more.
+        """Wait until rank 0 has closed ``version`` of the path, or never will.
 
         Args:
             key: the path.
             version: by this rank's count.
-            own: how many of them this rank has closed since it last met the others.
+            own: how many of them this rank has closed since its last sync point.
             needs_it: there is nothing else to read. If rank 0 has not written the path at all, this rank has left the loop that rank 0
                 is in, and answers it until it comes.
 
-        Returns:
-            What has become of it, rank 0's record, and the number of the version by rank 0's count.
+        The version's state, rank 0's record, and the version's number by rank 0's count.
 
         Raises:
             RankMismatchError: neither has happened within the group's timeout.
@@ -319,7 +317,7 @@ class Awaited:
             nonlocal record, outcome, passed
             if passed is None and self._passed():
                 passed = time.monotonic()
-            record = self.record(key) or Record()  # after that look: rank 0 begins a version before it passes
+            record = self.record(key) or Record()  # after that read: rank 0 begins a version before it passes
             wanted = self._wanted(record, version, own)
             if self._replaced(record, wanted):
                 outcome = Outcome.REPLACED
@@ -345,7 +343,7 @@ class Awaited:
             nonlocal outcome
             over = time.monotonic() > until or self._passed()
             saves = int(self._store.get(name)) if self._store.check([name]) else 0
-            record = self.record(key) or Record()  # after those looks: rank 0 begins a version before it counts or passes
+            record = self.record(key) or Record()  # after those reads: rank 0 begins a version before it counts or passes
             if record.begun >= self._wanted(record, version, own):
                 outcome = Saving.SAME
             elif saves >= number:
@@ -356,13 +354,13 @@ class Awaited:
         return outcome
 
     def _passed(self) -> bool:
-        """Whether rank 0 has passed the point of the script where this rank is."""
+        """Whether rank 0 has passed this rank's point of the script."""
         return self._group.coordinator.passed(0) or self._store.check([f"{self._topic}/ended"])
 
     def _wanted(self, record: Record, version: int, own: int) -> int:
-        """Rank 0 may have written more often, by its own numbers: the versions before the last sync point are then known from it."""
+        """Rank 0's own numbers may make it write more often; the count of versions at the last sync point then comes from its record."""
         return max(version, record.before + own) if record.clock >= self.clock else version
 
     def _replaced(self, record: Record, version: int) -> bool:
-        """Whether rank 0 has begun a later one since this rank last met the others."""
+        """Whether rank 0 has begun a later version since this rank's last sync point."""
         return record.begun > version and record.clock >= self.clock

@@ -1,6 +1,6 @@
-"""An open file that tells when it is closed, however that comes about: by ``close()``, a ``with`` block or when it is dropped.
+"""An open file that reports its close, whether by ``close()``, a ``with`` block or garbage collection.
 
-Built of the same parts as what ``open`` returns; only the innermost of them is a subclass.
+It has the same layers as the result of ``open``; only the innermost is a subclass.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 __all__ = ["is_too_large", "is_valid", "opened", "writes"]
 
 MOST_UPDATED = 2**28
-"""The bytes of a file, such as a database, that ranks above 0 copy to change it."""
+"""The largest file, in bytes, that ranks above 0 copy in order to change it, such as a database."""
 
 
 class _Watched(io.FileIO):
     """A raw file that calls ``closed`` once, after it has been closed."""
 
-    _told: Callable[[], None] | None = None
+    _on_close: Callable[[], None] | None = None
 
     def watch(self, closed: Callable[[], None], name: Any) -> None:
-        self._told = closed
+        self._on_close = closed
         self.name = name
 
     def close(self) -> None:
-        told, self._told = self._told, None
+        on_close, self._on_close = self._on_close, None
         try:
             super().close()
         finally:
-            if told:
-                told()
+            if on_close:
+                on_close()
 
 
 def writes(mode: Any) -> bool:
@@ -52,7 +52,7 @@ def is_too_large(path: Any) -> bool:
 
 
 def is_valid(mode: str, encoding: Any, errors: Any, newline: Any) -> bool:
-    """Whether ``open`` takes these together."""
+    """Whether ``open`` accepts these arguments together."""
     kinds = set(mode)
     return (
         len(kinds) == len(mode)
@@ -64,13 +64,13 @@ def is_valid(mode: str, encoding: Any, errors: Any, newline: Any) -> bool:
 
 
 def opened(file: Any, name: Any, closed: Callable[[], None], mode: str, buffering: int, encoding: Any, errors: Any, newline: Any) -> Any:
-    """What ``open(file, mode, ...)`` returns, with another ``name``; it calls ``closed`` when it has been closed.
+    """The result of ``open(file, mode, ...)`` under another ``name``; it calls ``closed`` after it was closed.
 
     Args:
-        file: the path, or a file descriptor, that is really opened.
-        name: what the file says it is.
+        file: the path or file descriptor to open.
+        name: the file's ``name``.
         closed: called with no arguments.
-        mode: and the rest: as for ``open``.
+        mode: as for ``open``, like the remaining arguments.
     """
     text = "b" not in mode
     raw = _Watched(file, mode.replace("t", ""))

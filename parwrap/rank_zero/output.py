@@ -1,4 +1,4 @@
-"""Intercepts output: rank 0 prints; of the other ranks only errors are shown, and what is printed with ``force=True``.
+"""Intercepts output: rank 0 prints; the other ranks show only errors and what they print with ``force=True``.
 
 A launcher may show all ranks: see ``launching/elastic/rank_output.py``. Files are left to the other interceptors of this room.
 """
@@ -20,17 +20,17 @@ from parwrap.system.progress_bars import bars_cleared
 
 __all__ = ["RankZeroOutput", "Voice", "settle"]
 
-_everyone, _aside = False, os.devnull
+_everyone, _log_only = False, os.devnull
 
 
-def settle(everyone: bool, aside: str) -> None:
-    """For all that comes in this process: whether ``everyone`` speaks, and else the file ``aside`` for what the silent ranks say."""
-    global _everyone, _aside
-    _everyone, _aside = everyone, aside
+def settle(everyone: bool, log_only: str) -> None:
+    """Set for this process whether ``everyone`` prints, and otherwise the file ``log_only`` for the silent ranks' output."""
+    global _everyone, _log_only
+    _everyone, _log_only = everyone, log_only
 
 
 class Voice(Interceptor):
-    """What a single rank needs: ``print`` takes ``force=`` there too."""
+    """For a single rank: ``print`` accepts ``force=`` there too."""
 
     @intercepts
     def speak(self, say: Callable[..., None], file: TextIO | None, force: bool) -> None:
@@ -38,7 +38,7 @@ class Voice(Interceptor):
 
 
 class RankZeroOutput(Voice):
-    """Lets rank 0 speak for all.
+    """Lets rank 0 print for all ranks.
 
     Args:
         rank: this rank.
@@ -51,11 +51,11 @@ class RankZeroOutput(Voice):
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Above rank 0, what is written to stdout and stderr is put aside: by print, tqdm, warnings and logging alike."""
+        """Above rank 0, redirect stdout and stderr: of print, tqdm, warnings and logging alike."""
         if self._speaks:
             yield
             return
-        with open(_aside, "w", buffering=1) as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        with open(_log_only, "w", buffering=1) as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             yield
 
     @intercepts
@@ -71,7 +71,7 @@ class RankZeroOutput(Voice):
 
     @intercepts
     def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
-        """A log record: who speaks has it go where it went; of the others only errors are heard, with their rank."""
+        """A log record: rank 0's goes where it went; the others show only errors, with their rank."""
         if self._speaks:
             handle()
         elif record.levelno >= logging.ERROR:
@@ -80,11 +80,11 @@ class RankZeroOutput(Voice):
 
     @intercepts
     def points_to(self, caller: FrameType, stacklevel: int) -> int:
-        """The level of the line that a warning means: a patched function is called by parwrap, which is called by that line."""
+        """The stack level of the line that a warning is about: a patched function is called by parwrap, which that line calls."""
         return outside(caller, stacklevel)
 
     @intercepts
     def show_warning(self, show: Callable[[], None]) -> None:
-        # a process that was forked has copies of the bars, and of a lock that another thread may hold
+        # a forked process has copies of the bars, and of a lock that another thread may hold
         with bars_cleared() if os.getpid() == self._process else contextlib.nullcontext():
             show()

@@ -1,7 +1,7 @@
-"""Which paths are subject to the rule that only rank 0 writes, and the one name under which each is known.
+"""Which paths only rank 0 may write, and the one name under which each is known.
 
-Exempt are what belongs to one process (temporary files, devices) and what is made to be shared (caches), child processes, and
-what a rank runs alone. What is done to the others is left to the interceptors.
+Exempt are paths of one process (temporary files, devices), shared caches, child processes, and code that a rank runs alone. The
+interceptors handle the other paths.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ CACHES = {
     "PIP_CACHE_DIR": "~/.cache/pip",
     "NUMBA_CACHE_DIR": "",
 }
-"""Variables that name a cache, and where it is if they are not set."""
+"""Variables that name a cache, with its default path."""
 
 MOST_LINKS = 40
-"""How many links are followed, as in Linux; the system itself finds those that lead in circles."""
+"""The number of links to follow, as in Linux; the system itself detects cycles."""
 
 SLACK = 5
 """Seconds by which the clock of a file system may differ from this machine's."""
 
 _TEMPORARY_OF = re.compile(r"[a-z0-9_]{8}~r(\d+)")
-"""What a temporary file of a rank has in its name."""
+"""What the name of a rank's temporary file contains."""
 
 
 class PathRules:
-    """Tells exempt paths from others, in the process that makes it, until it is closed.
+    """Separates exempt paths from others, in the process that creates it, until it is closed.
 
     Args:
         rank: the global rank of this process.
@@ -56,7 +56,7 @@ class PathRules:
     def __init__(self, rank: int) -> None:
         self.open = True
         self.since = time.time() - SLACK
-        """What was changed before this, in seconds since the epoch, was there before the function ran."""
+        """A file changed before this time, in seconds since the epoch, existed before the function ran."""
         self._rank = rank
         self._process = os.getpid()
         self._own: set[str] = set()
@@ -66,25 +66,25 @@ class PathRules:
         self._caches: tuple[tuple[str | None, ...], tuple[str, ...]] = ((), ())
 
     def acts(self) -> bool:
-        """Whether what this thread does now is subject to the rule at all."""
+        """Whether the rule applies to what this thread does now."""
         return self.looks() and not is_alone(here=True) and self.in_process()
 
     def looks(self) -> bool:
-        """Whether what this thread does now is looked at."""
+        """Whether this thread's calls are intercepted now."""
         return self.open and not here.passing
 
     def in_process(self) -> bool:
-        """Whether this is the process that made it, not one that was forked since."""
+        """Whether this is the process that created it, rather than a later fork."""
         return os.getpid() == self._process
 
     def in_child(self, path: Any) -> bool:
-        """Whether a process that this one has forked is about to change ``path``, which is subject to the rule."""
+        """Whether a forked child of this process is about to change ``path``, to which the rule applies."""
         if self.in_process() or not self.looks() or here.every_rank or is_alone() or isinstance(path, int) or _called_by_tempfile():
             return False
         return not self.exempt(self.key(path))
 
     def writes(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The name of ``path``, which is about to be changed, or ``None`` if that is to happen as it is."""
+        """The name of ``path``, which is about to be changed; ``None`` if the change runs as it is."""
         if not self.acts() or isinstance(path, int):
             return None
         key = self.key(path, dir_fd)
@@ -94,7 +94,7 @@ class PathRules:
         return None if self.exempt(key) else key
 
     def key(self, path: Any, dir_fd: int | None = None) -> str:
-        """The one name of ``path``: its folder without links, and what it is called there."""
+        """The one name of ``path``: its folder with links resolved, and its last part."""
         text = os.fsdecode(path)
         if dir_fd is not None:
             text = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), text)
@@ -102,23 +102,23 @@ class PathRules:
         real = self._folders.get(folder)
         if real is None:
             with passing():
-                # for good: what is a link and what is not must not depend on how far rank 0 has come
+                # cached for good: whether a path is a link must not depend on how far rank 0 is
                 real = self._folders[folder] = os.path.realpath(folder)
         return os.path.join(real, name)
 
     def link(self, key: str, target: str | None) -> None:
-        """The path has been made a link to ``target``, or something else."""
+        """Record that the path was made a link to ``target``, or something else."""
         if target is not None:
             self._links[key] = target
         else:
             self._links.pop(key, None)
 
     def target(self, key: str) -> str | None:
-        """What the path was made a link to, if it was."""
+        """The target of the link that the path was made, if any."""
         return self._links.get(key)
 
     def followed(self, key: str) -> str:
-        """Where ``key`` leads to by way of links that were made since, itself or those above it."""
+        """Where ``key`` leads through links made since, at the path itself or above it."""
         for _ in range(MOST_LINKS if self._links else 0):
             for part in (key, *ancestors(key)):
                 if part in self._links:
@@ -142,7 +142,7 @@ class PathRules:
         self._known.clear()
 
     def temporary_name(self, name: str) -> str:
-        """The random part of a temporary file's name, with which it is known as this rank's."""
+        """The random part of a temporary file's name, which marks it as this rank's."""
         return f"{name}~r{self._rank}" if self.looks() else name
 
     def of_another_rank(self, path: Any) -> bool:
@@ -178,7 +178,7 @@ def ancestors(key: str) -> Iterator[str]:
 
 
 def _called_by_tempfile() -> bool:
-    """Whether ``tempfile`` makes this call: a look at the frames catches every way to get there, whatever was imported when."""
+    """Whether ``tempfile`` makes this call; the frames show it for every way to get there."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("parwrap.", "wrapt")):
         frame = frame.f_back

@@ -1,6 +1,6 @@
-"""What holds for one thread's effects on files: whether they pass as they are, and whether every rank is to have its own.
+"""Settings of one thread for its effects on files: whether they run unchanged, and whether every rank writes.
 
-Nothing here imports torch: the launcher's side uses it too.
+Nothing here imports torch, because the launcher uses it too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ here = _Here()
 
 @contextmanager
 def passing() -> Iterator[None]:
-    """What this thread does to files in the block is parwrap's own: it is passed on as it is."""
+    """In the block, this thread's file calls are parwrap's own and run unchanged."""
     here.passing += 1
     try:
         yield
@@ -34,7 +34,7 @@ def passing() -> Iterator[None]:
 
 @contextmanager
 def every_rank_writing() -> Iterator[None]:
-    """In the block this thread writes for its own rank."""
+    """In the block, this thread writes for its own rank."""
     here.every_rank += 1
     try:
         yield

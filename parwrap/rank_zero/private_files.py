@@ -1,6 +1,6 @@
-"""The interceptor of files in a process beside the ranks, as a parameter server is: what it writes, only it sees.
+"""The interceptor of files in a process that is no rank, such as a parameter server: only it sees what it writes.
 
-It reads what is on the disk. Unlike a clone it waits for nobody, since rank 0 does not know how far it has come.
+It reads what is on the disk. Unlike a replica it waits for nobody, since it has no place in rank 0's script.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["PrivateFiles"]
 
 
 class _Nobody(Awaited):
-    """Rank 0, as seen by who does not listen to it."""
+    """Rank 0's announcements for a process that does not read them."""
 
     def __init__(self) -> None:
         pass
@@ -43,13 +43,13 @@ class PrivateFiles(ReplicaFiles):
     """
 
     def __init__(self, rank: int) -> None:
-        self._places = PathRules(rank)
-        self._view = FileOverlay(_Nobody(), self._places)
+        self._rules = PathRules(rank)
+        self._overlay = FileOverlay(_Nobody(), self._rules)
         self._descriptors: dict[int, str] = {}
 
     @intercepts
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
-        """``torch.save``: to a path it writes as any other, since nobody else writes what is loaded here."""
+        """``torch.save``: it writes to a path as any other call, since nobody else writes what is loaded here."""
         if isinstance(file, (str, os.PathLike)):
             self.write_native(file, write)
         else:

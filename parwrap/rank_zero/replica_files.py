@@ -1,6 +1,6 @@
-"""Intercepts files on ranks above 0: they write to a view of their own, and read what rank 0 has.
+"""Intercepts files on ranks above 0: they write to an overlay of their own, and read what rank 0 has.
 
-What the view holds, and how it waits for rank 0, is left to ``file_overlay.py``.
+The overlay, and waiting for rank 0, are left to ``file_overlay.py``.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ __all__ = ["ReplicaFiles"]
 
 
 class ReplicaFiles(Interceptor):
-    """Keeps a clone's effects on files to the clone.
+    """Keeps a replica's effects on files to the replica.
 
     Args:
         group: the process group.
     """
 
     def __init__(self, group: Group) -> None:
-        self._places = PathRules(group.world.rank)
-        self._view = FileOverlay(Awaited(group, group.key("files")), self._places)
+        self._rules = PathRules(group.world.rank)
+        self._overlay = FileOverlay(Awaited(group, group.key("files")), self._rules)
         self._descriptors: dict[int, str] = {}
 
     def close(self) -> None:
-        """Let everything through from now on; what only this rank has seen is gone."""
-        self._places.open = False
-        self._view.close()
+        """Let everything through from now on; what only this rank has seen is discarded."""
+        self._rules.open = False
+        self._overlay.close()
 
     @intercepts
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
-        """``torch.save``: to a path nothing is written, since checkpoints are large, unless rank 0's will not be there for this rank."""
+        """``torch.save``: writes nothing to a path, since checkpoints are large, unless rank 0's file will not exist for this rank."""
         key = self._written(file) if isinstance(file, (str, os.PathLike)) else None
         if key is None:
             write(file)
@@ -56,24 +56,24 @@ class ReplicaFiles(Interceptor):
             write(missing_folder)
             return
         with passing():
-            key = self._view.followed(key)
-            if not self._view.saved(key, location()) or self._view.lost_elsewhere(key):
-                scratch = self._view.fresh()
+            key = self._overlay.followed(key)
+            if not self._overlay.saved(key, location()) or self._overlay.lost_elsewhere(key):
+                scratch = self._overlay.fresh()
                 with suppress(OSError):  # the disk for temporary files may be small
                     write(scratch)
-                    self._view.keep(key, scratch)
+                    self._overlay.keep(key, scratch)
 
     @intercepts
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
-        """Native code that reads a file: what rank 0 has at the same point."""
+        """Native code that reads a file: it reads what rank 0 has at the same point."""
         try:
             return self._read(path, lambda place: self._read_named(place, path, read))
-        except FileNotFoundError:  # the native code says by itself what is wrong
-            return read(self._view.fresh() if os.path.lexists(path) else path)  # what is there is of rank 0, which is ahead
+        except FileNotFoundError:  # the native code reports the error
+            return read(self._overlay.fresh() if os.path.lexists(path) else path)  # rank 0 is ahead and has made it
 
     @intercepts
     def write_native(self, path: Any, write: Callable[[Any], Any]) -> Any:
-        """Native code that writes a whole file: a scratch file."""
+        """Native code that writes a whole file: it writes a scratch file."""
 
         def write_whole(place: Any, closed: Callable[[], None] | None) -> Any:
             result = write(place)
@@ -85,14 +85,14 @@ class ReplicaFiles(Interceptor):
 
     @intercepts
     def update_native(self, path: Any, update: Callable[[Any], Any]) -> Any:
-        """Native code that reads and writes a file for nobody knows how long: a copy, which stays this rank's own."""
+        """Native code that reads and writes a file for an unknown time: it gets a copy, which stays this rank's own."""
         if is_too_large(path):
             return update(path)
         return self.open_native(path, "a", lambda place, closed: update(place))
 
     @intercepts
     def open_native(self, path: Any, mode: str, open_at: Callable[[Any, Callable[[], None] | None], Any]) -> Any:
-        """Native code that opens a file: ``open_at`` takes where, and what to call when it is closed."""
+        """Native code that opens a file: ``open_at`` takes the path and a function to call when it is closed."""
         if not writes(mode):
             return self.read_native(path, lambda place: open_at(place, None))
         key = self._written(path)
@@ -105,28 +105,28 @@ class ReplicaFiles(Interceptor):
             with passing():
                 return open_at(scratch, partial(self._finish, key))
         except BaseException:
-            self._view.finish(key, failed=True)
+            self._overlay.finish(key, failed=True)
             raise
 
     def _read_named(self, place: Any, path: Any, read: Callable[[Any], Any]) -> Any:
-        """``read`` of a file that has a name, which some libraries want: what rank 0 keeps has none."""
+        """``read`` a file under a name, which some libraries need: versions that rank 0 keeps have none."""
         if not str(place).startswith("/proc/"):
             return read(place)
-        copy = self._view.fresh(place, suffix=os.path.splitext(os.fsdecode(path))[1])
+        copy = self._overlay.fresh(place, suffix=os.path.splitext(os.fsdecode(path))[1])
         try:
             return read(copy)
         finally:
             os.unlink(copy)
 
     def _missing_folder(self, key: str) -> str | None:
-        """A path where writing fails as it does for rank 0, if the folder of ``key`` is not there."""
-        folder, name = os.path.split(self._view.followed(key))
+        """A path where writing fails as it does for rank 0, if the folder of ``key`` does not exist."""
+        folder, name = os.path.split(self._overlay.followed(key))
         with passing():
-            return None if self._view.exists(folder) else os.path.join(self._view.fresh(), name)
+            return None if self._overlay.exists(folder) else os.path.join(self._overlay.fresh(), name)
 
     @intercepts
     def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
-        """``torch.load``, which opens its file by ``open``; the weights go to this rank's own device."""
+        """``torch.load``, which opens its file with ``open``; the weights go to this rank's own device."""
         return read(on_own_gpu(location))
 
     @intercepts
@@ -142,7 +142,7 @@ class ReplicaFiles(Interceptor):
         closefd: bool = True,
         opener: Any = None,
     ) -> Any:
-        """``open``: for writing a scratch file, for reading what rank 0 has at the same point."""
+        """``open``: writes a scratch file, reads what rank 0 has at the same point."""
         rest = buffering, encoding, errors, newline
         if not writes(mode):
             if isinstance(file, int) or opener is not None:
@@ -150,7 +150,7 @@ class ReplicaFiles(Interceptor):
             if not self._may_differ(file):
                 with suppress(FileNotFoundError):
                     stream = original(file, mode, *rest)
-                    if os.fstat(stream.fileno()).st_ctime < self._view.since:
+                    if os.fstat(stream.fileno()).st_ctime < self._overlay.since:
                         return stream
                     stream.close()
             return self._read(file, lambda path: original(path, mode, *rest))
@@ -166,7 +166,7 @@ class ReplicaFiles(Interceptor):
         try:
             return opened(scratch, file, partial(self._finish, key), mode.replace("x", "w"), *rest)
         except BaseException:
-            self._view.finish(key, failed=True)
+            self._overlay.finish(key, failed=True)
             raise
 
     @intercepts
@@ -193,10 +193,10 @@ class ReplicaFiles(Interceptor):
 
     @intercepts
     def look(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
-        """``os.stat`` and the like: of what rank 0 has at the same point."""
+        """``os.stat`` and similar calls: of what rank 0 has at the same point."""
         if isinstance(path, int) or kwargs.get("dir_fd") is not None or not self._may_differ(path):
             result = original(path, *args, **kwargs)
-            if type(result) is not os.stat_result or result.st_ctime < self._view.since or isinstance(path, int) or "dir_fd" in kwargs:
+            if type(result) is not os.stat_result or result.st_ctime < self._overlay.since or isinstance(path, int) or "dir_fd" in kwargs:
                 return result
         follow = name not in ("lstat", "readlink") and kwargs.get("follow_symlinks", True)
         try:
@@ -210,13 +210,13 @@ class ReplicaFiles(Interceptor):
     def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.listdir`` and ``os.scandir``."""
         path = "." if path is None else path
-        if isinstance(path, int) or not self._places.acts() or self._places.exempt(key := self._places.key(path)):
+        if isinstance(path, int) or not self._rules.acts() or self._rules.exempt(key := self._rules.key(path)):
             return original(path)
         with passing():
-            key = self._view.followed(key)
-            if not self._view.concerns(os.path.basename(key)) and os.stat(path).st_ctime < self._view.since:
+            key = self._overlay.followed(key)
+            if not self._overlay.concerns(os.path.basename(key)) and os.stat(path).st_ctime < self._overlay.since:
                 return original(path)
-            found = seen(self._view, key)
+            found = seen(self._overlay, key)
         if name == "scandir":
             return Entries(seen_entries(path, found))
         return [os.fsencode(each) for each in found] if isinstance(os.fspath(path), bytes) else list(found)
@@ -224,55 +224,55 @@ class ReplicaFiles(Interceptor):
     @intercepts
     def temporary_name(self, name: str) -> str:
         """The random part of a temporary file's name."""
-        return self._places.temporary_name(name)
+        return self._rules.temporary_name(name)
 
     @intercepts
     def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
-        """``os.chmod``, ``os.utime`` and the like: of scratch only."""
+        """``os.chmod``, ``os.utime`` and similar calls: only on scratch files."""
         key = self._written(path, kwargs.get("dir_fd"))
         if key is None:
             return original(path, *args, **kwargs)
         with passing():
             key = self._existing(key, path)
-            entry = self._view.get(key)
+            entry = self._overlay.get(key)
             if entry and entry.changeable:
                 return original(entry.scratch, *args, **{name: value for name, value in kwargs.items() if name != "dir_fd"})
             return None
 
     @intercepts
     def change(self, change: Change) -> Any:
-        """A call that makes, removes or moves paths: in the view."""
+        """A call that makes, removes or moves paths: in the overlay."""
         gone, made = (self._written(*path) if path else None for path in (change.gone, change.made))
         if change.name in ("rename", "replace"):
             return self._move(change, gone, made)
         if gone is None and made is None:
             return change.run()
         if change.name == "rmtree" and not self._is_there(gone):  # type: ignore[arg-type]
-            return change.run()  # which finds nothing, and fails as it is asked to
+            return change.run()  # finds nothing, and raises what the caller expects
         with passing():
             return getattr(self, f"_{change.name}")(change, gone or made)
 
     def _mkdir(self, change: Change, key: str) -> None:
         key = self._free(key, change.made)
-        before = self._view.get(key)
-        # what was below a folder that was removed is gone only when rank 0 has removed it
-        self._view.changed(key, "folder", self._view.fresh(folder=True), whole=before is not None and before.whole)
+        before = self._overlay.get(key)
+        # the content of a removed folder is gone only when rank 0 has removed it
+        self._overlay.changed(key, "folder", self._overlay.fresh(folder=True), whole=before is not None and before.whole)
 
     def _truncate(self, change: Change, key: str) -> None:
         key, scratch = self._begin(key, change.made, keep=True, must_exist=True)
         os.truncate(scratch, *change.options[0])
-        self._view.finish(key)
+        self._overlay.finish(key)
 
     def _remove(self, change: Change, key: str) -> None:
-        entry = self._view.get(key)
-        if (entry is None or entry.kind == "gone") and not self._view.exists(key) and not self._view.removed_ahead(key):
+        entry = self._overlay.get(key)
+        if (entry is None or entry.kind == "gone") and not self._overlay.exists(key) and not self._overlay.removed_ahead(key):
             raise missing(change.gone[0])  # type: ignore[index]
-        self._view.changed(key, "gone")
+        self._overlay.changed(key, "gone")
 
     _unlink = _remove
 
     def _rmdir(self, change: Change, key: str) -> None:
-        if self._view.exists(key) and seen(self._view, key, waits=False):
+        if self._overlay.exists(key) and seen(self._overlay, key, waits=False):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), change.gone[0])  # type: ignore[index]
         self._remove(change, key)
 
@@ -280,22 +280,22 @@ class ReplicaFiles(Interceptor):
         self._remove_all(key)
 
     def _remove_all(self, key: str) -> None:
-        for below in self._view.below(key):
-            if self._view.exists(below):
-                self._view.changed(below, "gone")
-        self._view.changed(key, "gone", whole=True)
+        for below in self._overlay.below(key):
+            if self._overlay.exists(below):
+                self._overlay.changed(below, "gone")
+        self._overlay.changed(key, "gone", whole=True)
 
     def _symlink(self, change: Change, key: str) -> None:
         key = self._free(key, change.made)
-        scratch = self._view.fresh()
+        scratch = self._overlay.fresh()
         os.symlink(change.target, scratch)
-        self._view.changed(key, "link", scratch, os.fsdecode(change.target))
+        self._overlay.changed(key, "link", scratch, os.fsdecode(change.target))
 
     def _link(self, change: Change, key: str) -> None:
         key = self._free(key, change.made)
         path, descriptor = change.source  # type: ignore[misc]
-        source = self._view.followed(self._existing(self._places.key(path, descriptor), path))
-        self._view.changed(key, "file", self._view.copied(source))
+        source = self._overlay.followed(self._existing(self._rules.key(path, descriptor), path))
+        self._overlay.changed(key, "file", self._overlay.copied(source))
 
     def _move(self, change: Change, gone: str | None, made: str | None) -> Any:
         """``os.rename`` and ``os.replace``, where either path may be exempt."""
@@ -303,46 +303,46 @@ class ReplicaFiles(Interceptor):
             return change.run()
         with passing():
             if gone is None:
-                scratch = self._view.fresh()
+                scratch = self._overlay.fresh()
                 shutil.move(change.gone[0], scratch)  # type: ignore[index]
-                self._view.changed(made, "file", scratch)  # type: ignore[arg-type]
+                self._overlay.changed(made, "file", scratch)  # type: ignore[arg-type]
                 return None
             gone = self._existing(gone, change.gone[0])  # type: ignore[index]
             if made is None:
-                shutil.copyfile(self._view.readable(gone), change.made[0])  # type: ignore[index]
-                self._view.changed(gone, "gone")
+                shutil.copyfile(self._overlay.readable(gone), change.made[0])  # type: ignore[index]
+                self._overlay.changed(gone, "gone")
                 return None
-            self._view.moved(gone, made)
+            self._overlay.moved(gone, made)
             return None
 
     def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The key of a path that is about to be changed, or ``None`` if that happens as it is: then its folder is really there."""
-        key = self._places.writes(path, dir_fd)
-        if key is None and self._view.names and self._places.looks() and not isinstance(path, int):
-            folder = os.path.dirname(self._places.key(path, dir_fd))
+        """The key of a path that is about to be changed, or ``None`` if the change runs as it is: then its folder is made on the disk."""
+        key = self._rules.writes(path, dir_fd)
+        if key is None and self._overlay.names and self._rules.looks() and not isinstance(path, int):
+            folder = os.path.dirname(self._rules.key(path, dir_fd))
             with passing():
-                self._view.make(folder, waits=self._places.in_process())
+                self._overlay.make(folder, waits=self._rules.in_process())
         return key
 
     def _may_differ(self, path: Any) -> bool:
-        """Whether this rank may see something else at ``path`` than what is on the disk; quick, since it is asked of every path."""
-        return self._view.concerns((path if type(path) is str else os.fsdecode(path)).rpartition("/")[2])
+        """Whether this rank may see something else at ``path`` than the disk has; quick, because every call asks."""
+        return self._overlay.concerns((path if type(path) is str else os.fsdecode(path)).rpartition("/")[2])
 
     def _read(self, path: Any, read: Callable[[Any], Any], follow: bool = True) -> Any:
-        """``read`` applied to the place where ``path`` is now."""
-        child = not self._places.in_process()
-        if not self._places.looks() or not (child or self._places.acts()):
+        """``read`` applied to the present location of ``path``."""
+        child = not self._rules.in_process()
+        if not self._rules.looks() or not (child or self._rules.acts()):
             return read(path)
         with passing():
-            key = self._places.key(path)
-            if self._places.exempt(key):
+            key = self._rules.key(path)
+            if self._rules.exempt(key):
                 return read(path)
-            view = self._view
+            overlay = self._overlay
             if not child:
-                view.settle()
+                overlay.settle()
             try:
-                named, key = key, view.followed(key) if follow else key
-                return view.read_current(key, lambda place: read(path if place == named else place), _close, waits=not child)
+                named, key = key, overlay.followed(key) if follow else key
+                return overlay.read_current(key, lambda place: read(path if place == named else place), _close, waits=not child)
             except FileNotFoundError:
                 raise missing(path) from None
 
@@ -352,41 +352,41 @@ class ReplicaFiles(Interceptor):
         return key
 
     def _is_there(self, key: str) -> bool:
-        """Whether this rank can change what is at ``key``, though rank 0 may have removed it already."""
+        """Whether this rank can change the file at ``key``, though rank 0 may have removed it already."""
         with passing():
-            return self._view.exists(key) or self._view.removed_ahead(key)
+            return self._overlay.exists(key) or self._overlay.removed_ahead(key)
 
     def _free(self, key: str, path: Any) -> str:
-        """``key``, at which something new can be made."""
-        if self._view.exists(key):
+        """``key``, where something new can be made."""
+        if self._overlay.exists(key):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path[0])
         self._check_folder(key, path[0])
         return key
 
     def _check_folder(self, key: str, path: Any) -> None:
-        if not self._view.exists(self._view.followed(os.path.dirname(key))):
+        if not self._overlay.exists(self._overlay.followed(os.path.dirname(key))):
             raise missing(path)
 
     def _begin(self, key: str, path: Any, keep: bool, new: bool = False, must_exist: bool = False) -> tuple[str, str]:
-        """The key of a file that is about to be written, and where."""
+        """The key of a file that is about to be written, and where to write it."""
         with passing():
-            key = self._view.followed(key)
-            entry = self._view.get(key)
+            key = self._overlay.followed(key)
+            entry = self._overlay.get(key)
             if entry is None or entry.kind == "gone" or new:  # else a log that is appended to would be looked up each time
-                there = self._view.exists(key)
+                there = self._overlay.exists(key)
                 if new and there:
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
                 if must_exist and not there:
                     raise missing(path)
                 self._check_folder(key, path)
-            return key, self._view.begin(key, keep)
+            return key, self._overlay.begin(key, keep)
 
     def _finish(self, key: str) -> None:
-        if self._places.open and self._places.in_process():
-            self._view.finish(key)
+        if self._rules.open and self._rules.in_process():
+            self._overlay.finish(key)
 
 
 def _close(result: Any) -> None:
-    """Close what was read of a path, if it is a file."""
+    """Close the result of a read, if it is a file."""
     if hasattr(result, "close"):
         result.close()

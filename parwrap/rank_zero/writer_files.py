@@ -1,4 +1,4 @@
-"""The interceptor of rank 0's files: every call runs as it is, and what becomes of which path is announced to the clones."""
+"""The interceptor of rank 0's files: every call runs unchanged, and each new version of a path is announced to the replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parwrap.coordination.call_site import location, warn
 from parwrap.group.group import Group
 from parwrap.intercept.disk import WRITING, Change
 from parwrap.intercept.interceptor import Interceptor, intercepts
-from parwrap.rank_zero.atomic_save import on_own_gpu, write_beside
+from parwrap.rank_zero.atomic_save import on_own_gpu, write_atomically
 from parwrap.rank_zero.child_processes import Processes
 from parwrap.rank_zero.directory_listing import Entries
 from parwrap.rank_zero.file_versions import Announced
@@ -24,26 +24,26 @@ __all__ = ["WriterFiles"]
 
 
 class WriterFiles(Interceptor):
-    """Announces every version of a file that clones may wait for.
+    """Announces every version of a file that replicas may wait for.
 
     Args:
         group: the process group.
     """
 
     def __init__(self, group: Group) -> None:
-        self._places = PathRules(group.world.rank)
+        self._rules = PathRules(group.world.rank)
         self._announced = Announced(group, group.key("files"))
         self._processes = Processes(group.world.size)
         self._descriptors: dict[int, str] = {}
 
     def close(self) -> None:
-        """Let everything through from now on, and let nobody wait any more."""
-        self._places.open = False
+        """Let everything through from now on; replicas stop waiting."""
+        self._rules.open = False
         self._announced.close()
 
     @intercepts
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
-        """``torch.save``: a file appears whole or not at all."""
+        """``torch.save``: a file appears as a whole or not at all."""
         if not isinstance(file, (str, os.PathLike)):
             write(file)
             return
@@ -51,7 +51,7 @@ class WriterFiles(Interceptor):
         with self._version(key), passing():
             if key is not None:
                 self._announced.saves(location())
-            write_beside(os.fspath(file), write)
+            write_atomically(os.fspath(file), write)
 
     @intercepts
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
@@ -62,16 +62,16 @@ class WriterFiles(Interceptor):
     def write_native(self, path: Any, write: Callable[[Any], Any]) -> Any:
         """Native code that writes a whole file."""
         with self._version(self._written(path)), passing():
-            return write_beside(os.fsdecode(path), write)
+            return write_atomically(os.fsdecode(path), write)
 
     @intercepts
     def update_native(self, path: Any, update: Callable[[Any], Any]) -> Any:
-        """Native code that changes a file for nobody knows how long: what was there is kept for slower ranks."""
+        """Native code that changes a file for an unknown time: the old content is kept for slower ranks."""
         key = self._written(path)
         if key and is_too_large(path):
             warn(
-                f"parwrap: {location()} opens {os.fsdecode(path)} on every rank, and it is too large for ranks above 0 to have a copy. To "
-                "read it is fine. If the script writes to it, open it in a function under @parwrap.rank_zero_only."
+                f"parwrap: {location()} opens {os.fsdecode(path)} on every rank, and it is too large to copy for ranks above 0. Reading "
+                "it is fine. If the script writes to it, open it in a function under @parwrap.rank_zero_only."
             )
             return update(path)
         with self._version(key, replaces=False):
@@ -79,7 +79,7 @@ class WriterFiles(Interceptor):
 
     @intercepts
     def open_native(self, path: Any, mode: str, open_at: Callable[[Any, Callable[[], None] | None], Any]) -> Any:
-        """Native code that opens a file: ``open_at`` takes where, and what to call when it is closed."""
+        """Native code that opens a file: ``open_at`` takes the path and a function to call when it is closed."""
         key = self._written(path) if writes(mode) else None
         if key is None:
             return open_at(path, None)
@@ -88,7 +88,7 @@ class WriterFiles(Interceptor):
 
     @intercepts
     def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
-        """``torch.load``, which opens its file by ``open``."""
+        """``torch.load``, which opens its file with ``open``."""
         return read(on_own_gpu(location))
 
     @intercepts
@@ -104,8 +104,8 @@ class WriterFiles(Interceptor):
         closefd: bool = True,
         opener: Any = None,
     ) -> Any:
-        """``open``: what is written is announced when it is closed."""
-        # what an opener opens need not be at this path: tempfile names the folder
+        """``open``: a written file is announced when it is closed."""
+        # an opener may open another path: tempfile passes the folder
         if not writes(mode) or opener is not None or not is_valid(mode, encoding, errors, newline):
             return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
         key = self._descriptors.pop(file, None) if isinstance(file, int) and closefd else self._written(file)
@@ -137,26 +137,26 @@ class WriterFiles(Interceptor):
 
     @intercepts
     def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
-        """``os.listdir`` and ``os.scandir``: all but the temporary files of the other ranks."""
+        """``os.listdir`` and ``os.scandir``: everything but the temporary files of other ranks."""
         path = "." if path is None else path
         found = original(path)
-        if isinstance(path, int) or not self._places.acts():
+        if isinstance(path, int) or not self._rules.acts():
             return found
         if name == "listdir":
-            return [each for each in found if not self._places.of_another_rank(os.path.join(path, each))]
-        return Entries((entry for entry in found if not self._places.of_another_rank(entry.path)), found.close)
+            return [each for each in found if not self._rules.of_another_rank(os.path.join(path, each))]
+        return Entries((entry for entry in found if not self._rules.of_another_rank(entry.path)), found.close)
 
     @intercepts
     def temporary_name(self, name: str) -> str:
         """The random part of a temporary file's name."""
-        return self._places.temporary_name(name)
+        return self._rules.temporary_name(name)
 
     @intercepts
     def change(self, change: Change) -> Any:
         """A call that makes, removes or moves paths."""
-        gone, made = (self._places.writes(*path) if path else None for path in (change.gone, change.made))
+        gone, made = (self._rules.writes(*path) if path else None for path in (change.gone, change.made))
         if change.name == "mkdir" and made and os.path.lexists(made):
-            return change.run()  # which fails
+            return change.run()  # the call fails
         moved = [key for key in self._announced.below(gone) if os.path.lexists(key)] if gone else []
         with passing(), ExitStack() as versions:
             for key in [made, *(made + key[len(gone) :] for key in moved)] if made else ():  # type: ignore[arg-type]
@@ -168,23 +168,23 @@ class WriterFiles(Interceptor):
             return result
 
     def _keep_links(self, change: Change, gone: str | None, made: str | None) -> None:
-        target = self._places.target(gone) if gone else change.target and os.fsdecode(change.target)
+        target = self._rules.target(gone) if gone else change.target and os.fsdecode(change.target)
         if made:
-            self._places.link(made, target)
+            self._rules.link(made, target)
         if gone:
-            self._places.link(gone, None)
+            self._rules.link(gone, None)
 
     def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
         """The key of the file that is written when ``path`` is opened for it."""
-        key = self._places.writes(path, dir_fd)
-        if key is None and self._places.in_child(path):
+        key = self._rules.writes(path, dir_fd)
+        if key is None and self._rules.in_child(path):
             self._processes.written(os.fsdecode(path))
-        return key and self._places.followed(key)
+        return key and self._rules.followed(key)
 
     @intercepts
     def run_command(self, command: Any) -> None:
         """``subprocess`` and ``os.system``, on every rank."""
-        if self._places.acts() and not here.every_rank:
+        if self._rules.acts() and not here.every_rank:
             self._processes.command(command)
 
     @contextmanager
@@ -199,7 +199,7 @@ class WriterFiles(Interceptor):
 
     @contextmanager
     def _version(self, key: str | None, gone: bool = False, replaces: bool = True) -> Iterator[None]:
-        """A version of ``key``, if it is subject to the rule, that is there after the block."""
+        """A version of ``key``, if the rule applies to it, that is complete after the block."""
         if key is None:
             yield
             return
@@ -208,5 +208,5 @@ class WriterFiles(Interceptor):
         self._announced.finish(key, gone)
 
     def _finish(self, key: str) -> None:
-        if self._places.open and self._places.in_process():
+        if self._rules.open and self._rules.in_process():
             self._announced.finish(key)

@@ -1,7 +1,7 @@
 """The base of the decorators that install an interceptor while the function runs.
 
-What the interceptor does is left to its own file. On one function and in one script, the scopes open in the order of ``layer``, whatever
-order the user wrote: the interceptor of the highest is called first. Here is what happens when one opens inside another of its kind.
+Each interceptor has a file of its own. On one function and in one script, the scopes open in the order of ``layer``, whatever order you
+wrote: the interceptor of the highest layer is called first. This file defines what happens when one opens inside another of its kind.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from parwrap.intercept.table import intercepting
 __all__ = ["FeatureDecorator", "batches_per_step", "described"]
 
 _open: list[FeatureDecorator] = []
-"""Of all kinds, the innermost last."""
+"""Open scopes of all kinds, the innermost last."""
 
 
 class FeatureDecorator(ScopeDecorator):
     """A decorator whose interceptor is installed around those of lower layers, with or without ``distributed``.
 
-    Inside another of its kind it does nothing more if it asks for the same, or for nothing in particular.
+    Inside another of its kind it has no effect if both have the same options, or if it has none.
 
     Attributes:
-        batches_per_step: how many batches of a loop make an optimizer step.
+        batches_per_step: the number of batches per optimizer step.
     """
 
     batches_per_step = 1
@@ -37,7 +37,7 @@ class FeatureDecorator(ScopeDecorator):
         raise NotImplementedError
 
     def asked(self) -> Any:
-        """What is asked for, in a form that compares; ``None`` if nothing in particular."""
+        """The options in a form that compares; ``None`` if there are none."""
         raise NotImplementedError
 
     def described(self) -> str:
@@ -45,10 +45,10 @@ class FeatureDecorator(ScopeDecorator):
         return type(self).__name__
 
     def check_within(self, around: FeatureDecorator) -> None:
-        """Raise :class:`UsageError` if it cannot be opened inside ``around``, which asks for something else."""
+        """Raise :class:`UsageError` if it cannot open inside ``around``, whose options differ."""
 
     def opened(self, module: str | None) -> AbstractContextManager:
-        """The scope of a function of ``module``, where it is not open yet."""
+        """The scope of a function of ``module``, if it is not open yet."""
         return intercepting([self.interceptor()], module)
 
     @contextmanager
@@ -68,10 +68,10 @@ class FeatureDecorator(ScopeDecorator):
 
 
 def described() -> list[str]:
-    """What is open, for the line at the start of training."""
+    """The open scopes, for the line at the start of training."""
     return list(dict.fromkeys(each.described() for each in _open))
 
 
 def batches_per_step() -> int:
-    """How many batches of a loop make an optimizer step in what is open."""
+    """The number of batches per optimizer step in the open scopes."""
     return math.prod(each.batches_per_step for each in _open)

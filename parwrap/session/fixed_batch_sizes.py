@@ -1,4 +1,4 @@
-"""The note on an error that a batch size written into the code may have caused, where each rank has a part of every batch."""
+"""Adds a note to an error that a fixed batch size in the code may have caused, where each rank has a part of every batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ START = "parwrap: with batch='global' this rank had"
 
 
 def note_fixed_size(error: BaseException, batch: Weighed, size: int) -> None:
-    """Say on ``error`` how many samples this rank had of ``batch``, if it is about shapes and there are ``size`` ranks.
+    """Note on ``error`` how many samples of ``batch`` this rank had, if it is about shapes and there are ``size`` ranks.
 
     >>> error = RuntimeError("shape '[32, -1]' is invalid for input of size 16")
     >>> note_fixed_size(error, Weighed(1.0, samples=16, split=True), size=2)

@@ -1,4 +1,4 @@
-"""The environment without the launch variables, for a script that is not to see that it was launched."""
+"""Hides the launch variables from a script, so that it looks as if it was not launched."""
 
 from __future__ import annotations
 

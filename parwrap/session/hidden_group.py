@@ -1,4 +1,4 @@
-"""The process group, hidden from a plain script: it sees none, as in one process, and its own distributed branch stays off."""
+"""Hides the process group from a plain script: it sees none, as in one process, and its own distributed code stays off."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HiddenGroup(Interceptor):
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While this is held, the script sees the group too: a function of it asked parwrap for ranks."""
+        """While this is open, the script sees the group too, because one of its functions asked parwrap for ranks."""
         self._shown += 1
         try:
             yield

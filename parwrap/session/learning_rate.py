@@ -1,7 +1,7 @@
-"""The interceptor that has optimizers step at a larger learning rate, because ranks together take a larger batch.
+"""The interceptor that lets optimizers step at a larger learning rate, because the ranks together take a larger batch.
 
-What the user and the schedules see in ``param_groups`` is never touched beyond the step itself. An optimizer of the user's may set its own
-rate in ``step``: what it computes from the larger rate is divided again, and any other number is kept as it is.
+Outside the step, the user and the schedules see ``param_groups`` unchanged. A custom optimizer may set its own rate in ``step``: a number
+computed from the larger rate is divided again, and any other number is kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["learning_rates_times"]
 
 @contextmanager
 def learning_rates_times(factor: Callable[[], float]) -> Iterator[None]:
-    """While this is held, optimizers step at their learning rate times ``factor()``."""
+    """While this is open, optimizers step at their learning rate times ``factor()``."""
     rates = _LearningRates(factor)
     try:
         with intercepting([rates]):
@@ -35,7 +35,7 @@ def learning_rates_times(factor: Callable[[], float]) -> Iterator[None]:
 
 
 class _Scaled(float):
-    """A rate times the factor; so is every number computed from it."""
+    """A rate times the factor, like every number computed from it."""
 
 
 def _computed(name: str) -> Callable[..., Any]:
@@ -53,13 +53,13 @@ for _name in ("mul", "rmul", "truediv", "add", "radd", "sub", "rsub"):
 
 
 class _Changed(NamedTuple):
-    """What stands in a group for the length of a step.
+    """The rate of a parameter group during a step.
 
     Attributes:
-        group: of the optimizer.
+        group: the parameter group of the optimizer.
         before: its own rate.
         during: the rate to step at.
-        version: of that, if it is a tensor.
+        version: the version of ``during``, if it is a tensor.
     """
 
     group: dict[str, Any]
@@ -96,7 +96,7 @@ class _LearningRates(Interceptor):
                 self._warn(optimizer)
 
     def put_back(self) -> bool:
-        """Undo what is left of the last step, which may have raised.
+        """Undo the rest of the last step, which may have raised.
 
         Returns:
             Whether the optimizer has set a rate that does not come from the larger one.
@@ -121,13 +121,13 @@ class _LearningRates(Interceptor):
     def _warn(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
         warn(
-            f"parwrap: {name} sets lr in its step(), to a number that is not computed from the lr in its param_groups. It stays as it is "
-            f"set, so lr='linear' or 'sqrt' may have no effect on {name}: multiply the rate there yourself by {self._times:.4g}, and give "
-            "lr='keep'. This is said once."
+            f"parwrap: {name} sets lr in its step(), to a number that is not computed from the lr in its param_groups. parwrap leaves "
+            f"that number, so lr='linear' or 'sqrt' may have no effect on {name}: multiply the rate there yourself by {self._times:.4g}, "
+            "and give lr='keep'. This is shown once."
         )
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
-    """Whether nothing but torch's own code runs in a step, which never sets the rate."""
+    """Whether only torch's own code runs in a step, which never sets the rate."""
     before, after = step_hooks(optimizer)
     return type(optimizer).step.__module__.startswith("torch.") and not before and not after

@@ -1,6 +1,6 @@
-"""What is open while a distributed function runs: the interceptors, what they share, and how ranks come and go together.
+"""What is open while a distributed function runs: the interceptors, their shared state, and how ranks enter and leave together.
 
-Which session that is, and the process group around it, is ``distributed.py``'s. What happens in a call is left to its interceptors.
+``distributed.py`` chooses the session and opens the process group around it. Each interceptor decides what happens in a call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parwrap.coordination.hang_report import watched
 from parwrap.coordination.sync_points import END
 from parwrap.data.dali import Pipelines
 from parwrap.data.loaders import Loaders
-from parwrap.data.sharing_rules import Sharing, TrainingData
+from parwrap.data.sharing_options import Sharing, TrainingData
 from parwrap.errors import UsageError, explain
 from parwrap.group import group as groups
 from parwrap.group.group import Group
@@ -48,7 +48,7 @@ __all__ = ["Parts", "Session"]
 
 
 class Parts(NamedTuple):
-    """What other features act on, of a distributed function that runs on several ranks."""
+    """State of a distributed function on several ranks that other features use."""
 
     group: Group
     loop: Loop
@@ -58,37 +58,37 @@ class Parts(NamedTuple):
 
 
 class Session(Interceptor):
-    """What is open while a distributed function runs: it makes the interceptors and holds what they share.
+    """What is open while a distributed function runs: it makes the interceptors and holds their shared state.
 
     Args:
         group: the process group; ``None`` for a single rank.
-        options: those of the innermost function that runs.
+        options: the options of the innermost running function.
         leave_group: stops the process group, if it was started for this session.
-        returns: whether anything runs after it.
-        beside: makes what a rank is that does not run the loop.
+        returns: whether the process continues after it.
+        outside_loop: makes the role of a rank that does not run the loop.
     """
 
     def __init__(
-        self, group: Group | None, options: Options, leave_group: Callable[[], None], returns: bool, beside: Callable | None = None
+        self, group: Group | None, options: Options, leave_group: Callable[[], None], returns: bool, outside_loop: Callable | None = None
     ) -> None:
         self._returns = returns
         self._group, self._options, self._leave_group = group, options, leave_group
         self._loop = Loop()
-        self._beside = beside(self._loop) if beside else None
+        self._outside_loop = outside_loop(self._loop) if outside_loop else None
         self.strategy: Strategy | None = None
         self._streams = RandomStreams(group.world.rank if group else 0)
         self._module: str | None = None
         self._step_draws: StepDraws | None = None
         self._hidden_group: HiddenGroup | None = None
         self._data: TrainingData | None = None
-        self._announced = self._aside = False
+        self._announced = self._user_managed = False
         self.parts: Parts | None = None
         self.loaders: Loaders | None = None
         self._undo = ExitStack()
 
     @contextmanager
     def patched(self, module: str | None, hidden: Iterable[str]) -> Iterator[None]:
-        """Everything installed, for a function of ``module``; the variables ``hidden``, and then the process group, are not to be seen."""
+        """Everything installed, for a function of ``module``; hides the variables ``hidden`` and then the process group."""
         with self._undo:
             self._module = module
             if self._group is not None:
@@ -102,11 +102,11 @@ class Session(Interceptor):
             yield
 
     @contextmanager
-    def met(self) -> Iterator[None]:
-        """Ranks leave together: those that are through first answer the others until they are."""
+    def leaving_together(self) -> Iterator[None]:
+        """Ranks leave together: those that finish first answer the others until all have finished."""
         group = self._group
         if group is None:
-            with self._beside or nullcontext():
+            with self._outside_loop or nullcontext():
                 yield
             return
         try:
@@ -126,37 +126,37 @@ class Session(Interceptor):
             self._leave(group)
 
     def note(self, error: BaseException) -> None:
-        """Add to an ``error`` of the function what it may come from."""
+        """Add likely causes to an ``error`` of the function."""
         if self._group is not None:
             note_fixed_size(error, self._loop.weights.last, self._group.world.size)
 
     def _leave(self, group: Group) -> None:
         if self.loaders is not None:
             self.loaders.left()
-        if groups.current() is group and not self._aside:
+        if groups.current() is group and not self._user_managed:
             group.coordinator.wait(END, place="")
             self.strategy.leave(self._returns)  # type: ignore[union-attr]
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:
-        """The options ``given`` to a function inside, for as long as it runs."""
+        """Apply the options ``given`` to an inner function while it runs."""
         before = self._options
         if self._group and given.get("backend", self._group.backend) != self._group.backend:
             raise UsageError(
-                f"backend={given['backend']!r} cannot be had: the process group is open already, with {self._group.backend!r}. "
+                f"backend={given['backend']!r} is not possible here: the process group is already open with {self._group.backend!r}. "
                 "Give the backend to the outermost parwrap.distributed or to parwrap.run."
             )
         after = replace(before, **given)
         if strategy_of(after) is not strategy_of(before):
             raise UsageError(
-                f"strategy={after.strategy!r} cannot be had inside strategy={before.strategy!r}: give it to the outermost "
+                f"strategy={after.strategy!r} is not possible inside strategy={before.strategy!r}: give it to the outermost "
                 "parwrap.distributed or to parwrap.run."
             )
         if given.get("seed") not in (None, before.seed):
             with self._streams.shared():
                 seed_all(given["seed"])
         self._options = after
-        # where learning rates are unchanged, the step is not intercepted
+        # while learning rates are unchanged, the step is not intercepted
         adjusts = self._group is not None and before.lr == "keep" != self._options.lr
         splits = self._group is not None and before.batch == "per_rank" != self._options.batch
         steps_together = self._group is not None and self.strategy is not None and self.strategy.steps_together
@@ -173,17 +173,17 @@ class Session(Interceptor):
 
     @intercepts
     def foreign(self, what: str, instance: Any) -> None:
-        """The script distributes itself: take everything off and let it."""
+        """The script distributes itself: remove all interceptors."""
         if isinstance(instance, Reducer):
             return
-        self._aside, self.parts, self.loaders, self.strategy = True, None, None, None
+        self._user_managed, self.parts, self.loaders, self.strategy = True, None, None, None
         self._undo.close()
         if instance is None:
             self._leave_group()
         stand_aside(what)
 
     def _start(self) -> list[Interceptor]:
-        """Put the random streams in step and make the interceptors."""
+        """Synchronize the random streams and make the interceptors."""
         group, loop = self._group, self._loop
         if group is not None:
             group.coordinator.begin()
@@ -203,8 +203,8 @@ class Session(Interceptor):
         self.loaders = loaders = Loaders(together, loop, self._streams, self._sharing, self.began)
         self._undo.callback(self.loaders.numbers.close)
         self._undo.callback(loaders.close)
-        if self._beside is not None:
-            return [loop, self.loaders, *self._undo.enter_context(self._beside.quiet())]
+        if self._outside_loop is not None:
+            return [loop, self.loaders, *self._undo.enter_context(self._outside_loop.quiet())]
         if group is None or self.strategy is None:
             return [loop, self.loaders, *([Single(loop)] if self._options.batch == "global" else []), Voice()]
         output = RankZeroOutput(group.world.rank)
@@ -217,7 +217,7 @@ class Session(Interceptor):
         return [loop, self.loaders, *shared, *self.strategy.interceptors(), output, self]
 
     def _shared(self, group: Group, strategy: Strategy, loaders: Loaders) -> list[Interceptor]:
-        """The interceptors by which ranks that train one model share out the rest."""
+        """The interceptors that divide the remaining work among ranks that train one model."""
         self.parts = Parts(group, self._loop, strategy, Counts(group, self._loop), loaders)
         files = WriterFiles(group) if group.world.rank == 0 else ReplicaFiles(group)
         self._undo.callback(files.close)
@@ -234,7 +234,7 @@ class Session(Interceptor):
         return self._options.lr_factor(self._group.world.size if self._group else 1)
 
     def _stop(self) -> None:
-        """Passes that outlive the session must not switch streams any more."""
+        """Passes that outlive the session no longer switch streams."""
         self._loop.changed = self._loop.ran_by_hand = lambda: None
         self._streams.use(own=False)
 
@@ -244,20 +244,20 @@ class Session(Interceptor):
             self._announce()
 
     def _ran_by_hand(self) -> None:
-        """A backward was the first in no ``for`` statement over a loader: from now on each draw is looked at."""
+        """The first backward outside a ``for`` statement over a loader: from now on each draw is checked."""
         self._step_draws = draws = StepDraws(self._loop, self._streams)
         self._loop.ran_by_hand = draws.ran_backward
         self._undo.enter_context(intercepting([draws], self._module))
 
     @intercepts
     def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` is about to take a step: the draws that are looked at are not patched in there, since hooks of it run."""
+        """``optimizer`` is about to step: the patches that check draws are removed meanwhile, since its hooks run."""
         if self._step_draws:
             self._step_draws.begin_step(optimizer)
 
     @intercepts
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has taken a step."""
+        """``optimizer`` has stepped."""
         self._loop.count_step()
         if self._step_draws:
             self._step_draws.end_step(optimizer)

@@ -1,10 +1,10 @@
-"""What is said once when training begins: what the ranks do together, or that the script does it itself."""
+"""Printed once when training begins: what the ranks do together, or that the script distributes itself."""
 
 from __future__ import annotations
 
 import functools
 
-from parwrap.data.sharing_rules import TrainingData
+from parwrap.data.sharing_options import TrainingData
 from parwrap.group import group as groups
 from parwrap.group.group import Group
 from parwrap.options import Options
@@ -23,14 +23,14 @@ def start_line(group: Group, strategy: Strategy, options: Options, data: Trainin
     Args:
         group: the ranks.
         strategy: how they train together.
-        options: those of the innermost function that runs.
-        data: that of the first training pass.
-        lr_factor: what learning rates are multiplied by.
+        options: the options of the innermost running function.
+        data: the data of the first training pass.
+        lr_factor: the factor of learning rates.
     """
     size = group.world.size
     facts = [counted(size, "rank"), f"{group.backend} on {group.device}", strategy.described()]
     if data is None:
-        facts.append("no DataLoader was shared out: every rank trains on what it reads or makes itself")
+        facts.append("no DataLoader was split: every rank trains on what it reads or makes itself")
     else:
         shared = f", {data.global_batch} global" if strategy.steps_together else ""
         dealt = "batches dealt out" if options.batch == "per_rank" else "each batch split"
@@ -48,9 +48,9 @@ def start_line(group: Group, strategy: Strategy, options: Options, data: Trainin
 
 @functools.cache
 def stand_aside(what: str) -> None:
-    """Said once, however often a decorated function runs."""
+    """Printed once, however often a decorated function runs."""
     if groups.is_rank_zero():
         write_line(
-            f"parwrap: this script calls {what} itself, so parwrap stands aside: it shares out no data and averages no gradients here. "
-            f"Remove the script's own distributed code to have parwrap do it."
+            f"parwrap: this script calls {what} itself, so parwrap stands aside: it splits no data and averages no gradients here. "
+            "Remove the script's own distributed code to have parwrap do it."
         )

@@ -1,7 +1,7 @@
-"""torchmetrics beside loaders that every rank reads whole: a metric of such batches is whole on each rank, and adds nothing up.
+"""Keeps torchmetrics correct for loaders that every rank reads whole: such a metric is complete on each rank and is not summed.
 
-``compute()`` sums the states of all ranks. That is right for the shares of a training pass. Of an evaluation that every rank reads whole, a
-sum, a confusion matrix or a count would come out as many times as there are ranks.
+``compute()`` sums the states of all ranks. That is right for a training pass, where each rank has a share. In an evaluation that every rank
+reads whole, a sum, a confusion matrix or a count would be multiplied by the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Metrics(Interceptor):
     """Notes for each metric whether all batches since its reset were read whole.
 
     Args:
-        loop: knows how batches are read.
+        loop: the loop state, which knows how batches are read.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -43,7 +43,7 @@ class Metrics(Interceptor):
 
     @intercepts
     def syncs_metric(self, metric: Any) -> bool:
-        """Whether ranks have different parts of what ``metric`` is about, as far as is known."""
+        """Whether ranks have different parts of the data of ``metric``, as far as is known."""
         known, whole = self._whole.get(id(metric), (None, False))
         return not (whole and known is not None and known() is metric)
 

@@ -1,4 +1,4 @@
-"""Which class a strategy's name stands for, loaded when it is asked for, and which options belong to it."""
+"""Maps a strategy's name to its class, loaded on demand, and to its options."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ HOMES = {
 
 
 def strategy_of(options: Options) -> type[Strategy]:
-    """The strategy that ``options`` ask for.
+    """The strategy for ``options``.
 
     Raises:
-        UsageError: it does not go together with another option.
+        UsageError: the strategy conflicts with another option.
     """
     chosen: type[Strategy] = resolve_name(HOMES[options.strategy])
     for name in OF_STRATEGIES:
@@ -33,8 +33,8 @@ def strategy_of(options: Options) -> type[Strategy]:
         if name not in chosen.OPTIONS and value != getattr(Options, name):
             having = [repr(each) for each in CHOICES["strategy"] if name in resolve_name(HOMES[each]).OPTIONS]
             raise UsageError(
-                f"{name}={value!r} has nothing to act on with strategy={options.strategy!r}: leave it out, or choose a strategy that has "
-                f"it, {' or '.join(having)}."
+                f"{name}={value!r} has no effect with strategy={options.strategy!r}: remove it, or choose a strategy that has it, "
+                f"{' or '.join(having)}."
             )
     chosen.check(options)
     return chosen

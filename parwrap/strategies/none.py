@@ -1,4 +1,4 @@
-"""No strategy: every rank trains a model of its own on all of the data, as in a sweep over seeds or learning rates."""
+"""No strategy: every rank trains a separate model on all of the data, as in a sweep over seeds or learning rates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["NoStrategy"]
 
 
 class NoStrategy(Strategy):
-    """Averages nothing and shares out nothing; every rank has its own files."""
+    """Averages nothing and splits nothing; every rank has separate files."""
 
     steps_together = False
 
@@ -31,7 +31,7 @@ class NoStrategy(Strategy):
         for name in ("batch", "uneven", "lr", "loss"):
             if (value := getattr(options, name)) != getattr(Options, name):
                 raise UsageError(
-                    f"{name}={value!r} says how ranks share a batch, and with strategy='none' each has all data: leave one of them out."
+                    f"{name}={value!r} says how ranks share a batch, and with strategy='none' each has all data: remove one of them."
                 )
 
     @intercepts
@@ -40,4 +40,4 @@ class NoStrategy(Strategy):
         self._single.backward(call)
 
     def described(self) -> str:
-        return "strategy none: gradients are not averaged, every rank trains a model of its own"
+        return "strategy none: gradients are not averaged, every rank trains a separate model"

@@ -1,4 +1,4 @@
-"""The strategy of a single rank: nothing to average, but the loop's facts are kept, since streams and loaders go by them."""
+"""The strategy of a single rank: it averages nothing, but tracks the loop's state, which streams and loaders need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes, threads, shared memory, and exceptions and values that go between processes: nothing here knows what a rank is.
+"""Processes, threads, shared memory, and sending exceptions and values between processes: nothing here knows what a rank is.
 
 It imports errors only.
 """

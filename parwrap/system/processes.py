@@ -1,4 +1,4 @@
-"""What processes that are started here do about each other's ends. Nothing here imports torch: the launcher's side uses it too."""
+"""How processes started here react to each other's ends. Nothing here imports torch, because the launcher uses it too."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["die_with_parent", "how_ended", "signal_name"]
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends (on Linux).
+    """Make the kernel kill this process when its parent ends, however that ends (on Linux).
 
     Args:
-        parent: the process that it was started by, which may have ended by now.
+        parent: the parent process, which may have ended by now.
     """
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
@@ -24,7 +24,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def signal_name(number: int) -> str:
-    """What a signal is called.
+    """The name of a signal.
 
     >>> signal_name(9), signal_name(35)
     ('SIGKILL', 'signal 35')
@@ -36,7 +36,7 @@ def signal_name(number: int) -> str:
 
 
 def how_ended(code: int) -> str:
-    """What became of a process, by its exit code as :mod:`multiprocessing` has it.
+    """How a process ended, from its exit code in :mod:`multiprocessing`'s form.
 
     >>> how_ended(3), how_ended(-9)
     ('ended with exit code 3', 'was killed by SIGKILL')

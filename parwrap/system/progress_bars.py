@@ -1,4 +1,4 @@
-"""Lines on stderr beside progress bars of tqdm, which are cleared for a line and drawn again below it."""
+"""Lines on stderr next to progress bars of tqdm, which are cleared for a line and drawn again below it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["bars_cleared", "write_line"]
 
 @contextmanager
 def bars_cleared() -> Iterator[None]:
-    """While this is held, no progress bar that writes to stdout or stderr stands in the current line."""
+    """While this is open, no progress bar that writes to stdout or stderr occupies the current line."""
     tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if not getattr(tqdm, "_instances", None):
         yield
@@ -22,6 +22,6 @@ def bars_cleared() -> Iterator[None]:
 
 
 def write_line(line: str) -> None:
-    """Write ``line`` to stderr, as a line by itself."""
+    """Write ``line`` to stderr, on a separate line."""
     with bars_cleared():
         print(line, file=sys.stderr)

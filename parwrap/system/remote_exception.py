@@ -1,4 +1,4 @@
-"""An exception that a rank has raised: in parts that can be sent to the process that has launched it and raised there, or in a line."""
+"""An exception of a rank: in parts that can be sent to the launching process and raised there, or in one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception that was raised on another rank: the cause of the same in the caller."""
+    """The traceback of an exception on another rank; it becomes the cause of the exception raised here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -27,9 +27,9 @@ class RemoteException(NamedTuple):
 
     Attributes:
         kind: its class, or the nearest base of it that the caller has.
-        args, attributes: its own, or what they look like.
-        members: of built-in exceptions, which are neither.
-        grouped: what it is a group of.
+        args, attributes: its own, or their ``repr``.
+        members: the members of built-in exceptions that are neither.
+        grouped: the exceptions of a group.
         text: the traceback.
     """
 
@@ -43,7 +43,7 @@ class RemoteException(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException, outermost: TracebackType | None, can_pack: Callable[[Any], bool]) -> RemoteException:
-        """``error`` in parts that can be packed; its traceback is shown from ``outermost`` on."""
+        """``error`` in parts that can be pickled; its traceback begins at ``outermost``."""
         kind = next(each for each in type(error).__mro__ if can_pack(each))
         name = type(error).__qualname__
         args = tuple(each if can_pack(each) else repr(each) for each in error.args)
@@ -57,11 +57,11 @@ class RemoteException(NamedTuple):
     def error(self, who: str) -> BaseException:
         """The exception, raised by ``who``."""
         error = self._error()
-        BaseException.__setattr__(error, "__cause__", RemoteTraceback(f"{who} failed:\n{self.text}"))  # past that of a frozen class
+        BaseException.__setattr__(error, "__cause__", RemoteTraceback(f"{who} failed:\n{self.text}"))  # bypasses a frozen class
         return error
 
     def _error(self) -> BaseException:
-        here = [kind for kind in self.kind.__subclasses__() if kind.__qualname__ == self.name]  # of pytest.skip(), by no name
+        here = [kind for kind in self.kind.__subclasses__() if kind.__qualname__ == self.name]  # of pytest.skip(), under no importable name
         for kind in (*here, *self.kind.__mro__):
             with suppress(Exception):
                 return self._rebuilt(kind)
@@ -81,7 +81,7 @@ class RemoteException(NamedTuple):
 
 
 def in_one_line(error: BaseException) -> str:
-    """What ``error`` is, and the first line of what it says.
+    """The type of ``error`` and the first line of its message.
 
     >>> in_one_line(ValueError("no data\\nin train.csv")), in_one_line(KeyboardInterrupt())
     ('ValueError: no data', 'KeyboardInterrupt')

@@ -1,6 +1,6 @@
-"""Where a rank keeps files that only it reads: in its launcher's directory, since a rank that is killed cannot remove them.
+"""Where a rank keeps files that only it reads: in its launcher's directory, because a killed rank cannot remove them.
 
-A rank without a launcher of ours keeps them among the temporary files.
+A rank of another launcher keeps them among the temporary files.
 """
 
 import os

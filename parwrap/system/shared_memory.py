@@ -1,4 +1,4 @@
-"""Memory that processes of one node share, in a file without a name: whatever ends them, nothing of it is left."""
+"""Memory that processes of one node share, in a file without a name: it disappears however they end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["private_file", "shared_file", "shared_memory"]
 
 
 def shared_memory(store: Any, rank: int, among: Sequence[int], size: int) -> mmap.mmap:
-    """Memory of ``size`` bytes, all 0, that the ranks ``among`` share; the arguments are those of :func:`shared_file`."""
+    """Zeroed memory of ``size`` bytes that the ranks ``among`` share; the arguments are those of :func:`shared_file`."""
     file = shared_file(store, rank, among, size)
     try:
         return mmap.mmap(file, size)
@@ -22,13 +22,13 @@ def shared_memory(store: Any, rank: int, among: Sequence[int], size: int) -> mma
 
 
 def shared_file(store: Any, rank: int, among: Sequence[int], size: int) -> int:
-    """A descriptor of a file of ``size`` bytes, all 0, which each of the ranks ``among`` opens for itself.
+    """A descriptor of a zeroed file of ``size`` bytes, which each of the ranks ``among`` opens.
 
     Args:
-        store: by which they find it; used for nothing else.
-        rank: this one.
-        among: who shares it, all of this node; the first makes it.
-        size: in bytes.
+        store: the store that they find it through.
+        rank: this rank.
+        among: the ranks that share it, all of this node; the first makes it.
+        size: its size in bytes.
     """
     owner, *others = among
     if rank != owner:
@@ -43,7 +43,7 @@ def shared_file(store: Any, rank: int, among: Sequence[int], size: int) -> int:
 
 
 def private_file() -> BinaryIO:
-    """A file in memory, where the system has that, for this process and those that it forks."""
+    """A file in memory, if the system supports that, for this process and its forks."""
     return open(os.memfd_create("parwrap"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 

@@ -1,7 +1,7 @@
-"""A blackboard: the ranks of one node put short vectors of numbers where all of them can read, one each at every turn.
+"""Shared-memory all-gather: the ranks of one node write short vectors of numbers that all of them can read, one each per turn.
 
-It takes microseconds where a collective over sockets, with its threads, takes a fraction of a millisecond. A vector that all have put
-stays until all have put that of the next turn but one. Who puts what when is the caller's.
+It takes microseconds, whereas a collective over sockets, with its threads, takes a fraction of a millisecond. A vector stays until all
+ranks have written that of the second next turn. The caller defines the turns.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 __all__ = ["CAPACITY", "SharedVectors"]
 
 CAPACITY = 1 << 18
-"""Numbers in a vector at most. Memory is only taken for what is used."""
+"""The most numbers in a vector. Memory is only taken when it is used."""
 
 LINE = 8
-"""Turns are so many numbers apart, or the ranks' caches would wait for each other."""
+"""The distance between turns, in numbers, so that the ranks' vectors are in separate cache lines."""
 
 SPINS = 300
-"""Looks at the others before this rank lets them have its core."""
+"""Reads of the others' vectors before this rank yields its core."""
 POLLING = 5e-5
-"""Seconds between two looks from then on."""
+"""Seconds between two reads from then on."""
 
 
 class SharedVectors:
     """The vectors of all ranks.
 
     Args:
-        memory: that the ranks share, a writable buffer of ``SharedVectors.size(ranks)`` bytes.
-        ranks: how many there are.
-        rank: this one.
+        memory: shared memory, a writable buffer of ``SharedVectors.size(ranks)`` bytes.
+        ranks: the number of ranks.
+        rank: this rank.
 
     >>> board = SharedVectors(bytearray(SharedVectors.size(1)), 1, 0)
     >>> board.put(1, torch.tensor([2.0, 3.0], dtype=torch.float64))
@@ -49,22 +49,22 @@ class SharedVectors:
 
     @staticmethod
     def size(ranks: int) -> int:
-        """The bytes that the vectors of so many ranks take."""
+        """The number of bytes that the vectors of so many ranks take."""
         return 8 * ranks * (LINE + 2 * CAPACITY)
 
     def put(self, turn: int, numbers: torch.Tensor) -> None:
         """This rank's vector for ``turn``, which grows."""
         self._rows[turn & 1, self._rank, : len(numbers)] = numbers
-        # seen by the others in this order on x86; processors that reorder writes would need a barrier here, which Python has not
+        # others see the writes in this order on x86; processors that reorder writes would need a barrier here, which Python lacks
         self._turns[self._rank] = turn
 
     def all(self, turn: int, length: int, waiting: Callable[[], None]) -> torch.Tensor:
-        """The vectors that all ranks have put for ``turn``, one a row, once they have.
+        """The vectors of all ranks for ``turn``, one per row, once all are written.
 
         Args:
-            turn: the last that this rank has put one for.
-            length: of the vectors.
-            waiting: called now and then while one is missing; may raise.
+            turn: the last turn that this rank has written.
+            length: the length of the vectors.
+            waiting: called repeatedly while one is missing; may raise.
         """
         looks = 0
         while not (self._turns >= turn).all():

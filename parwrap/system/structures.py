@@ -1,7 +1,7 @@
-"""What nested dicts, lists, tuples and dataclasses of numbers, tensors and arrays consist of, to compare it between ranks.
+"""The structure of nested dicts, lists, tuples and dataclasses of numbers, tensors and arrays, to compare it between ranks.
 
-Of a collective over them every rank must give the same keys, lengths, shapes and dtypes: what is added is found by its place. Only numbers
-and tensors without a dimension may be of different kinds, since an empty sum is an ``int`` and a full one is not.
+A collective over them needs the same keys, lengths, shapes and dtypes on every rank, because values are matched by position. Only numbers
+and tensors without a dimension may differ in type, since an empty sum is an ``int`` and a full one is not.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import torch
 __all__ = ["Structure", "described", "difference", "digest", "leaves", "mapped", "mixed_dtypes", "number_dtype"]
 
 MOST_NAMED = 3
-"""Differences that an error names."""
+"""The most differences that an error names."""
 
 NUMBER_OF = {torch.int64: "an int", torch.float64: "a float", torch.complex128: "a complex"}
-"""What a number is called that is sent in a dtype."""
+"""Names of number types that are sent in a dtype."""
 DTYPES = {what: dtype for dtype, what in NUMBER_OF.items()}
 SCALAR = "a tensor [] "
-"""How a tensor without a dimension is described."""
+"""The description of a tensor without a dimension."""
 
 CONTAINERS = ("a dict", "a dataclass", "of length ")
-"""How what is no leaf is described."""
+"""Descriptions of objects that are no leaves."""
 
 Structure = dict[str, str]
-"""What is at each place: containers, and the leaves in them."""
+"""A description of each place: containers, and the leaves in them."""
 
 
 def _entries(x: Any) -> list[tuple[str, Any]] | None:
-    """What is in ``x``, by how it is written, in an order that is the same on all ranks; ``None`` where ``x`` is a leaf."""
+    """The items of ``x``, by the expression of each, in an order that is the same on all ranks; ``None`` if ``x`` is a leaf."""
     if isinstance(x, dict):
-        return [(f"[{key!r}]", x[key]) for key in sorted(x, key=repr)]  # ranks may have filled theirs in another order
+        return [(f"[{key!r}]", x[key]) for key in sorted(x, key=repr)]  # ranks may have filled their dicts in different orders
     if isinstance(x, (list, tuple)):
         names = (f".{name}" for name in x._fields) if hasattr(x, "_fields") else (f"[{at}]" for at in range(len(x)))
         return list(zip(names, x, strict=True))
@@ -47,7 +47,7 @@ def _entries(x: Any) -> list[tuple[str, Any]] | None:
 
 
 def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
-    """``x`` with ``leaf`` applied to whatever is not a dict, list, tuple or dataclass, dicts in an order that is the same on all ranks."""
+    """``x`` with ``leaf`` applied to whatever is not a dict, list, tuple or dataclass; dicts in an order that is the same on all ranks."""
     copied: Any
     if isinstance(x, dict):
         copied = copy.copy(x)
@@ -67,7 +67,7 @@ def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def described(x: Any) -> Structure:
-    """What is at each place in ``x``.
+    """The description of each place in ``x``.
 
     >>> described({"loss": 0.5, "hits": [torch.zeros(2)]})
     {'': 'a dict', "['hits']": 'of length 1', "['hits'][0]": 'a tensor [2] float32', "['loss']": 'a float'}
@@ -88,7 +88,7 @@ def described(x: Any) -> Structure:
 
 
 def leaves(x: Any) -> dict[str, Any]:
-    """What is in ``x`` and no container, by how it is written.
+    """The leaves of ``x``, by the expression of each.
 
     >>> leaves({"loss": 0.5, "hits": [1, 2]})
     {"['hits'][0]": 1, "['hits'][1]": 2, "['loss']": 0.5}
@@ -100,7 +100,7 @@ def leaves(x: Any) -> dict[str, Any]:
 
 
 def first_tensor(x: Any) -> torch.Tensor | None:
-    """The first tensor among the :func:`leaves` of ``x``, if there is one.
+    """The first tensor among the :func:`leaves` of ``x``, if any.
 
     >>> first_tensor(("name", [torch.zeros(2), torch.ones(2)]))
     tensor([0., 0.])
@@ -112,12 +112,12 @@ def first_tensor(x: Any) -> torch.Tensor | None:
 
 
 def digest(structure: Structure) -> int:
-    """A number of 64 bits, other than 0, that is another one for another ``structure``."""
+    """A nonzero 64-bit digest of ``structure``."""
     return int.from_bytes(blake2b(repr(structure).encode(errors="replace"), digest_size=8).digest(), "little", signed=True) or 1
 
 
 def number_dtype(x: Any) -> torch.dtype | None:
-    """In which dtype a number is sent; ``None`` for what is no number, or too large."""
+    """The dtype to send a number in; ``None`` for another object, or a number that is too large."""
     if not isinstance(x, (Number, np.bool_)):
         return None
     if isinstance(x, (int, np.bool_)) or hasattr(x, "__index__"):
@@ -126,7 +126,7 @@ def number_dtype(x: Any) -> torch.dtype | None:
 
 
 def difference(structures: Mapping[int, Structure]) -> str:
-    """What differs between the ``structures`` of the ranks, in words; empty where they can be put together.
+    """The differences between the ``structures`` of the ranks, in words; empty if they can be combined.
 
     >>> difference({0: {"": "a dict", "['cat']": "an int"}, 1: {"": "a dict", "['dog']": "an int"}})
     "['cat'] is an int on rank 0 and missing on rank 1; ['dog'] is missing on rank 0 and an int on rank 1"
@@ -143,7 +143,7 @@ def difference(structures: Mapping[int, Structure]) -> str:
 
 
 def mixed_dtypes(mine: Structure, structures: Iterable[Structure]) -> list[torch.dtype | None]:
-    """For each leaf of ``mine``: the dtype that holds what all ``structures``, which can be put together, have there, if that differs.
+    """For each leaf of ``mine``: the dtype that can hold the leaves of all the compatible ``structures``, if these differ.
 
     >>> mixed_dtypes({"": "of length 2", "[0]": "an int", "[1]": "an int"}, [{"[0]": "an int", "[1]": "a float"}])
     [None, torch.float64]
@@ -165,7 +165,7 @@ def _is_scalar(what: str | None) -> bool:
 
 
 def _leaf(x: Any) -> str:
-    """What ``x`` is, in words."""
+    """A description of ``x`` in words."""
     if isinstance(x, torch.Tensor):
         return f"a tensor {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
     if isinstance(x, np.ndarray):

@@ -4,17 +4,17 @@
     def test_every_rank_gets_the_mean():
         assert parwrap.reduce_mean(parwrap.rank()) == 0.5
 
-What fails is shown as the traceback of the rank that failed first; after a time limit, ``ranks(2, timeout=60)`` seconds, the
-Python stack of every rank is shown. Fixtures are made once, in the pytest process, and each rank gets its own copy of their
-values, which must pickle, and of the environment; what else a fixture changes is not seen by the ranks. ``capsys``, ``capfd``,
-``caplog``, ``recwarn`` and ``tmp_path_factory`` are of each rank; ``request`` has its ``param`` and names the test.
+A failure is shown as the traceback of the rank that failed first; after a time limit, ``ranks(2, timeout=60)`` seconds, the Python stack of
+every rank is shown. Fixtures are made once, in the pytest process. Each rank gets a copy of their values, which must pickle, and of the
+environment; ranks do not see other changes by a fixture. Each rank has its own ``capsys``, ``capfd``, ``caplog``, ``recwarn`` and
+``tmp_path_factory``; ``request`` has its ``param`` and names the test.
 
-Each rank imports the test's module anew. Name slow imports in ``ranks_preload`` of pytest's configuration, and they are imported once::
+Each rank imports the test's module again. Name slow imports in ``ranks_preload`` of pytest's configuration, and they are imported once::
 
     [tool.pytest.ini_options]
     ranks_preload = ["pandas", "transformers"]
 
-This file reads the mark and tells pytest what happened; processes are ``rank_launcher.py``'s.
+This file reads the mark and reports to pytest; ``rank_launcher.py`` handles the processes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse a mark that cannot mean anything before fixtures are made."""
+    """Refuse an invalid mark before fixtures are made."""
     if isinstance(item, pytest.Function):
         _read_mark(item)
 
@@ -74,7 +74,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _read_mark(item: pytest.Function) -> tuple[int, float] | None:
-    """The number of ranks and the time limit in seconds that ``item`` is marked with, if it is."""
+    """The number of ranks and the time limit in seconds in the mark of ``item``, if it has one."""
     mark = item.get_closest_marker("ranks")
     if mark is None:
         return None
@@ -146,7 +146,7 @@ def _tasks(item: pytest.Function, size: int, folder: Path) -> list[Task]:
 
 
 def _pickled_values(item: pytest.Function) -> bytes:
-    """What :attr:`Task.values` holds."""
+    """The content of :attr:`Task.values`."""
     arguments = {name: sent(item.funcargs[name], item) for name in item._fixtureinfo.argnames}
     attributes = dict(vars(item.instance)) if item.cls else {}
     described = {f"argument {name!r}": value for name, value in arguments.items()}
@@ -156,8 +156,8 @@ def _pickled_values(item: pytest.Function) -> bytes:
             pickle.dumps(value)
         except Exception as error:
             pytest.fail(
-                f"The {description} of {item.name} cannot be sent to the ranks, which are processes of their own: {_why(error)}. "
-                "Make it inside the test, or let its fixture return what it is made of, such as a path or a number.",
+                f"The {description} of {item.name} cannot be sent to the ranks, which are separate processes: {_why(error)}. Make it "
+                "inside the test, or let its fixture return what it is made of, such as a path or a number.",
                 pytrace=False,
             )
     return pickle.dumps((arguments, attributes, list(warnings.filters)))
@@ -189,7 +189,7 @@ def _where_all_are(ranks: list[Rank], reports: list[Report], timeout: float) -> 
     stuck = [rank for rank in ranks if rank.task.rank not in passed]
     dump_stacks(stuck)
     lines = dict.fromkeys(passed, "has passed and waits for the others") | {
-        rank.task.rank: rank.stacks() or "has not come to the test yet" for rank in stuck
+        rank.task.rank: rank.stacks() or "has not reached the test yet" for rank in stuck
     }
     said = [_said(rank, lines[rank]) for rank in sorted(lines)]
     return "\n".join([f"The ranks did not finish within {timeout:g} s. Where each of them is, most recent call first:", *said])

@@ -1,4 +1,4 @@
-"""pytest's own fixtures in a test that is marked ``ranks``: what stands for them on their way to a rank, which makes its own of it.
+"""Replaces pytest's own fixtures in a test with the mark ``ranks``: each rank makes its own from what is sent to it.
 
 Every pytest run of every user loads this file, so it does not import torch.
 """
@@ -30,7 +30,7 @@ class _Captured:
     @contextmanager
     def opened(self, config: pytest.Config, rank: int) -> Iterator[CaptureFixture[Any]]:
         if not config.pluginmanager.hasplugin("capturemanager"):
-            config.pluginmanager.register(CaptureManager("no"), "capturemanager")  # disabled() asks for it
+            config.pluginmanager.register(CaptureManager("no"), "capturemanager")  # disabled() needs it
         manager: Any = config.pluginmanager.getplugin("capturemanager")
         fixture = CaptureFixture(self.capture_class, types.SimpleNamespace(config=config), _ispytest=True)  # type: ignore[arg-type]
         manager.set_fixture(fixture)
@@ -38,7 +38,7 @@ class _Captured:
         try:
             yield fixture
         finally:
-            fixture.close()  # what the test has not read goes to the output of the rank
+            fixture.close()  # unread output goes to the output of the rank
             manager.unset_fixture()
 
 
@@ -68,7 +68,7 @@ class _Warned:
 
 @dataclass(frozen=True)
 class _Folders:
-    """``tmp_path_factory``: each rank makes folders below one of its own."""
+    """``tmp_path_factory``: each rank makes folders below a separate one."""
 
     base: Path
 
@@ -80,7 +80,7 @@ class _Folders:
 
 @dataclass(frozen=True)
 class _Asked:
-    """``request``, as far as it can be sent."""
+    """The parts of ``request`` that can be sent."""
 
     known: Mapping[str, Any]
     node: Mapping[str, Any]
@@ -102,8 +102,8 @@ class _Known:
             raise AttributeError(name)
         known = ", ".join(f"{self._name}.{each}" for each in sorted(vars(self)) if not each.startswith("_"))
         raise AttributeError(
-            f"{self._name}.{name} is not there in a test that is marked ranks: fixtures are made in the pytest process, and the ranks are "
-            f"processes of their own. They have {known}. Name a fixture as an argument of the test, or use request in a fixture."
+            f"{self._name}.{name} does not exist in a test with the mark ranks: fixtures are made in the pytest process, and the ranks "
+            f"are separate processes. They have {known}. Name a fixture as an argument of the test, or use request in a fixture."
         )
 
 
@@ -115,14 +115,14 @@ class _Request(_Known):
 
 
 def sent(value: Any, item: pytest.Function) -> Any:
-    """What is sent to the ranks in the place of ``value``, which the test ``item`` has as an argument."""
+    """What is sent to the ranks instead of ``value``, an argument of the test ``item``."""
     stand_in = _STAND_INS.get(type(value))
     return value if stand_in is None else stand_in(value, item)
 
 
 @contextmanager
 def opened(arguments: Mapping[str, Any], config: pytest.Config, rank: int) -> Iterator[dict[str, Any]]:
-    """The arguments of a test in a rank, with fixtures of this rank in the place of what was sent."""
+    """The arguments of a test in a rank, with this rank's fixtures instead of their placeholders."""
     with ExitStack() as stack:
         kinds = (_Captured, _Logged, _Warned, _Folders, _Asked)
         yield {

@@ -1,6 +1,6 @@
-"""The processes of the ranks of one test: started from a fork server that has imported torch, watched, and ended for sure.
+"""The processes of the ranks of one test: started from a fork server that has imported torch, watched, and reliably ended.
 
-What a rank does is ``rank_process.py``'s, what pytest is told of it ``plugin.py``'s.
+``rank_process.py`` runs in a rank, ``plugin.py`` reports to pytest.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from parwrap.world.world import launch_variables
 __all__ = ["GRACE", "Rank", "collect", "dump_stacks", "launched", "rank_environ", "start_fork_server"]
 
 GRACE = 2.0
-"""Seconds that the other ranks have to end by themselves after one has failed, and all of them after all have passed."""
+"""Seconds for the other ranks to end after one has failed, and for all of them after all have passed."""
 
 PRELOADED = [
     *("numpy", "torch", "torch.distributed", "torch.utils.serialization", DYNAMO),
     *("pytest", *sorted(f"_pytest.{name}" for name in builtin_plugins)),
     *("parwrap.group.collectives", "parwrap.api.distributed", "parwrap.strategies.ddp.ddp", "parwrap.testing.rank_process"),
 ]
-"""What the fork server imports once for all ranks; ``torch._dynamo`` is what a process's first optimizer imports, in a second."""
+"""Modules that the fork server imports once for all ranks; a process's first optimizer imports ``torch._dynamo``, which takes a second."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,9 +45,9 @@ class Rank:
     """The started process of one rank.
 
     Attributes:
-        task: what it runs.
+        task: the task that it runs.
         process: the :class:`multiprocessing.Process`.
-        connection: on which its :class:`Report` comes; closing it lets a rank that has passed leave.
+        connection: the connection for its :class:`Report`; closing it lets a rank that has passed leave.
     """
 
     task: Task
@@ -55,25 +55,25 @@ class Rank:
     connection: Connection
 
     def receive(self) -> Report | None:
-        """The report that has come, or ``None`` from a process that has ended without one."""
+        """The report, or ``None`` from a process that has ended without one."""
         with suppress(EOFError, OSError):
             if self.connection.poll():
                 return cast(Report, self.connection.recv())
         return None
 
     def stacks(self) -> str:
-        """The Python stacks that the process has dumped, and those that it has forked, each down to where the test is called."""
+        """The Python stacks that the process and its forks have dumped, each down to the call of the test."""
         ours = ("_end_with_pytest", "Extension modules:")
         dumped = [self.task.stacks.read_text(errors="replace")]
         for child in self.forked():
             file = self.task.stacks_of(child)
-            stacks = file.read_text(errors="replace") if file.exists() else "is on its way still; its stack is among those above"
+            stacks = file.read_text(errors="replace") if file.exists() else "is still being written; its stack is among those above"
             dumped.append(f"In a process that it has forked ({_state_of(child)}):\n{stacks}")
         threads = "\n\n".join(dumped).split("\n\n")
         return "\n\n".join(_above_call(thread) for thread in threads if not any(text in thread for text in ours))
 
     def forked(self) -> list[int]:
-        """The processes that it has forked: those that write their stacks to a file, and those that have not come to it."""
+        """The forked processes: those that write their stacks to a file, and those that have not yet."""
         written = [int(file.name.rpartition("-")[2]) for file in self.task.folder.glob(self.task.stacks_of("*").name)]
         listed: list[str] = []
         for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
@@ -83,7 +83,7 @@ class Rank:
 
 
 def rank_environ() -> dict[str, str]:
-    """The environment of the ranks: this process's own, less the variables of a launcher that may have started it."""
+    """The environment of the ranks: this process's own, without the variables of a launcher that may have started it."""
     environ = {name: value for name, value in os.environ.items() if name not in launch_variables()}
     environ.setdefault("OMP_NUM_THREADS", "1")
     if "lo" in [name for _, name in socket.if_nameindex()]:
@@ -92,20 +92,20 @@ def rank_environ() -> dict[str, str]:
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
-    """Start multiprocessing's fork server unless it runs; its imports go on after the return.
+    """Start multiprocessing's fork server unless it runs; its imports continue after the return.
 
     Args:
-        preload: names of modules that it imports beside its own.
+        preload: names of modules to import besides its own.
     """
     with _default_start_method_kept(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", rank_environ()["OMP_NUM_THREADS"])  # torch reads it when it is imported, so not in a rank
+        patch.setenv("OMP_NUM_THREADS", rank_environ()["OMP_NUM_THREADS"])  # torch reads it on import, so not in a rank
         forkserver.set_forkserver_preload([*PRELOADED, *preload])
         forkserver.ensure_running()
 
 
 @contextmanager
 def launched(tasks: Iterable[Task]) -> Iterator[list[Rank]]:
-    """The ranks that run ``tasks``. They may leave in their own time when the block ends, and are killed when it raises."""
+    """The ranks that run ``tasks``. They may end in their own time when the block ends, and are killed when it raises."""
     start_fork_server()
     ranks: list[Rank] = []
     try:
@@ -135,14 +135,14 @@ def _start(task: Task) -> Rank:
 
 @contextmanager
 def _default_start_method_kept() -> Iterator[None]:
-    """Starting a process settles multiprocessing's default, also where another method is named; it is the user's to set, once."""
+    """Starting a process fixes multiprocessing's default, even if another method is named; only the user may set it, once."""
     method = multiprocessing.get_start_method(allow_none=True)
     yield
     multiprocessing.set_start_method(method, force=True)
 
 
 def _end(rank: Rank) -> None:
-    """Kill the process if it still runs, with all that it has started."""
+    """Kill the process if it still runs, with everything that it has started."""
     if rank.process.is_alive():
         with suppress(ProcessLookupError):
             os.killpg(rank.process.pid, signal.SIGKILL)
@@ -156,8 +156,8 @@ def collect(ranks: list[Rank], timeout: float) -> list[Report]:
     """The reports in the order in which the ranks ended; those of stuck ranks are missing.
 
     Args:
-        ranks: what to wait for.
-        timeout: for how long, in seconds; once a rank has not passed, for ``GRACE`` at most.
+        ranks: the ranks to wait for.
+        timeout: how long, in seconds; once a rank has not passed, at most ``GRACE``.
     """
     deadline = time.monotonic() + timeout
     reports: dict[Rank, Report] = {}
@@ -166,7 +166,7 @@ def collect(ranks: list[Rank], timeout: float) -> list[Report]:
         ready = wait(sources, max(0.0, deadline - time.monotonic()))
         if not ready:
             break
-        # the others notice a death before pytest does, so it comes before every report that is not here yet
+        # the others notice a death before pytest does, so it comes before every missing report
         death = max((report.time for report in reports.values()), default=0.0)
         for rank in {sources[source] for source in ready}:
             reports[rank] = rank.receive() or _dead(rank, death)
@@ -177,7 +177,7 @@ def collect(ranks: list[Rank], timeout: float) -> list[Report]:
 
 def _dead(rank: Rank, when: float) -> Report:
     rank.process.join(GRACE)
-    rank.process.kill()  # does something only if it has closed its connection and lives on
+    rank.process.kill()  # only matters if it has closed its connection and lives on
     rank.process.join()
     return Report(rank.task.rank, "died", when, f"{how_ended(rank.process.exitcode)} before the test was over", rank.stacks())
 
@@ -188,7 +188,7 @@ def dump_stacks(ranks: list[Rank]) -> None:
         os.kill(rank.process.pid, signal.SIGQUIT)
         for child in rank.forked():
             with suppress(ProcessLookupError):
-                if os.getpgid(child) == rank.process.pid:  # else another's by now
+                if os.getpgid(child) == rank.process.pid:  # its pid may belong to another process by now
                     os.kill(child, signal.SIGQUIT)
     until = time.monotonic() + GRACE
     while time.monotonic() < until and any(rank.process.is_alive() and not rank.task.stacks.stat().st_size for rank in ranks):
@@ -197,13 +197,13 @@ def dump_stacks(ranks: list[Rank]) -> None:
 
 
 def _above_call(thread: str) -> str:
-    """The stack of a ``thread``, the innermost call first, down to where the test is called."""
+    """The stack of a ``thread``, the innermost call first, down to the call of the test."""
     above, _, rest = thread.rpartition(f'  File "{rank_process.__file__}"')
     return (above or rest).rstrip()
 
 
 def _state_of(process: int) -> str:
-    """What Linux tells of a process, for one that shows no stack: where in the kernel it is, and the signals that do not reach it."""
+    """Linux's state of a process without a Python stack: where in the kernel it is, and the signals that do not reach it."""
     try:
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines() if ":\t" in line)
         place = Path(f"/proc/{process}/wchan").read_text()

@@ -1,7 +1,7 @@
-"""One rank of a test that is marked ``ranks``: what runs in the rank's own process.
+"""One rank of a test with the mark ``ranks``: the code in the rank's own process.
 
-It loads the test anew, runs it inside a gloo process group and sends a :class:`Report` back. Starting, watching and ending
-the ranks is ``rank_launcher.py``'s. Every pytest run of every user loads this file, so it imports torch late.
+It loads the test again, runs it inside a gloo process group and sends a :class:`Report` back. ``rank_launcher.py`` starts, watches and ends
+the ranks. Every pytest run of every user loads this file, so it imports torch late.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ __all__ = ["Report", "Task", "run"]
 
 @dataclass(frozen=True)
 class Task:
-    """What one rank is to run.
+    """The task of one rank.
 
     Attributes:
         rank: this rank, from 0.
         size: the number of ranks.
-        folder: where the ranks meet and leave their output and their stacks; one for each test.
+        folder: the folder for the rendezvous, output and stacks; one for each test.
         module: the file of the test.
         names: the attributes that lead from the module to the test: its classes, if any, and itself.
         values: pickled: the test's arguments by name, the attributes of its ``self`` by name, the warning filters.
         pytest_options: the command line by which asserts are rewritten and failures are shown as in the parent.
         environ: the environment variables.
-        start_method: multiprocessing's default, ``None`` while it is not settled.
+        start_method: multiprocessing's default, ``None`` until it is fixed.
         capture: whether output goes to :meth:`output` rather than to the terminal.
     """
 
@@ -66,20 +66,20 @@ class Task:
     capture: bool
 
     def output(self, stream: str) -> Path:
-        """The file that has what the rank wrote to ``stream``, ``"stdout"`` or ``"stderr"``."""
+        """The file with the rank's output to ``stream``, ``"stdout"`` or ``"stderr"``."""
         return self.folder / f"{stream}-{self.rank}"
 
     @property
     def stacks(self) -> Path:
-        """The file that has the Python stacks of the rank, once it was sent ``SIGQUIT`` or has crashed."""
+        """The file with the Python stacks of the rank, after ``SIGQUIT`` or a crash."""
         return self.folder / f"stacks-{self.rank}"
 
     def stacks_of(self, child: int | str) -> Path:
-        """The same for a process that the rank has forked, such as a worker of a ``DataLoader``."""
+        """The same for a forked process of the rank, such as a worker of a ``DataLoader``."""
         return self.folder / f"{self.stacks.name}-{child}"
 
     def dump_stacks(self, path: Path) -> None:
-        """Have this process write its stacks to the file at ``path`` when it is sent ``SIGQUIT`` or crashes."""
+        """Make this process write its stacks to the file at ``path`` on ``SIGQUIT`` or a crash."""
         file = path.open("w")
         faulthandler.enable(file)
         faulthandler.register(signal.SIGQUIT, file)
@@ -92,7 +92,7 @@ class Report:
     Attributes:
         rank: the rank.
         outcome: ``"died"`` stands for a process that sent no report.
-        time: when, in seconds since the epoch.
+        time: the time, in seconds since the epoch.
         headline: the exception, the reason of a skip or how the process died, in one line.
         text: the traceback, as pytest shows it.
     """
@@ -107,8 +107,8 @@ class Report:
 def run(task: Task, connection: Connection) -> None:
     """Run the test of ``task`` in this process and send its :class:`Report` through ``connection``."""
     __tracebackhide__ = True
-    gc.freeze()  # what the fork server has loaded need not be looked through, which would copy its memory
-    os.setpgid(0, 0)  # what the test starts is killed with it
+    gc.freeze()  # skipping what the fork server has loaded avoids copying its memory
+    os.setpgid(0, 0)  # processes that the test starts are killed with it
     multiprocessing.set_start_method(task.start_method, force=True)
     threading.Thread(target=_end_with_pytest, daemon=True).start()
     if task.capture:
@@ -118,7 +118,7 @@ def run(task: Task, connection: Connection) -> None:
     config = _minimal_pytest(task.pytest_options)
     os.environ.clear()
     os.environ.update(task.environ)
-    tempfile.tempdir = None  # it may be in there, and the fork server has looked elsewhere
+    tempfile.tempdir = None  # the module may be there, and the fork server has searched elsewhere
     held = ExitStack()
     try:
         test, arguments, filters = _load(task, config)
@@ -135,12 +135,12 @@ def run(task: Task, connection: Connection) -> None:
         # the group is not closed: that would wait for collectives which cannot end
         os.killpg(0, signal.SIGKILL)
     connection.send(Report(task.rank, "passed", time.time()))
-    connection.poll(None)  # until all have passed: those who still wait for this rank are to be found waiting, not cut off
+    connection.poll(None)  # until all have passed: ranks that still wait for this one should be found waiting, not cut off
     held.close()
 
 
 def _end_with_pytest() -> None:
-    """Do not outlive the pytest process, whatever ends it."""
+    """End together with the pytest process, however that ends."""
     pytest_process = multiprocessing.parent_process()
     assert pytest_process is not None
     pytest_process.join()
@@ -155,16 +155,16 @@ def _redirect_output(task: Task) -> None:
 
 
 def _minimal_pytest(options: list[str]) -> pytest.Config:
-    """Enough of pytest to rewrite asserts and to show failures: the user's options, neither plugins nor conftest files."""
+    """As much of pytest as is needed to rewrite asserts and to show failures: the user's options, without plugins and conftest files."""
     os.environ.pop("PYTEST_PLUGINS", None)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     config = pytest.Config.fromdictargs({}, options)
-    config.pluginmanager.register(TerminalReporter(config, io.StringIO()), "terminalreporter")  # asked for by pytest 8 to compare
+    config.pluginmanager.register(TerminalReporter(config, io.StringIO()), "terminalreporter")  # pytest 8 asks for it to compare
     return config
 
 
 def _load(task: Task, config: pytest.Config) -> tuple[Callable[..., None], dict[str, Any], list[Any]]:
-    """The test, its arguments and the warning filters; the module comes first, for what is pickled may need its classes."""
+    """The test, its arguments and the warning filters; the module comes first, because the pickled values may need its classes."""
     owner: Any = importtestmodule(task.module, config)
     arguments, attributes, filters = pickle.loads(task.values)
     *classes, name = task.names
@@ -185,7 +185,7 @@ def _group_opened(task: Task) -> AbstractContextManager[Any]:
 
 
 def _comparisons_explained(config: pytest.Config) -> AbstractContextManager[Any]:
-    """While this is held a failing ``assert a == b`` explains how the two differ, as it does around each test in pytest."""
+    """While this is open a failing ``assert a == b`` explains how the two differ, as it does around each test in pytest."""
     item = types.SimpleNamespace(config=config, ihook=config.hook)
     return contextmanager(assertion.pytest_runtest_protocol)(item)  # type: ignore[arg-type]
 

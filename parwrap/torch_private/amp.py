@@ -1,4 +1,4 @@
-"""Private names of mixed precision: what an autocast is, and the kernel of ``GradScaler``."""
+"""Private names of mixed precision: the state of an autocast, and the kernel of ``GradScaler``."""
 
 from __future__ import annotations
 

@@ -57,5 +57,5 @@ def is_shut_down(iterator: Any) -> bool:
 
 
 def mark_shut_down(iterator: Any) -> None:
-    """Have an iterator take its workers for ended, so that a forked process does not end its parent's. Nothing public does that."""
+    """Make an iterator treat its workers as ended, so that a forked process does not end its parent's. Nothing public does that."""
     iterator._shutdown = True

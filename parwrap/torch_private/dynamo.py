@@ -1,4 +1,4 @@
-"""Private names of ``torch.compile``. It imports no torch, for the launcher uses it."""
+"""Private names of ``torch.compile``. It imports no torch, because the launcher uses it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DYNAMO = "torch._dynamo"
 """The module that a process's first optimizer imports, in a second. Imported before a fork, it costs each rank nothing."""
 
 INLINE = "_torchdynamo_inline"
-"""What a wrapped function's attribute of this name holds is compiled in its place. ``torch.compiler`` only leaves functions out."""
+"""The attribute of a wrapped function that holds the function to compile instead. ``torch.compiler`` only leaves functions out."""
 
 
 def source_directory() -> str:

@@ -1,4 +1,4 @@
-"""Private names of torch's elastic launcher. It imports no torch, for it only reads what it is given."""
+"""Private names of torch's elastic launcher. It imports no torch, because it only reads its arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RENDEZVOUS = "_rendezvous"
 """The method of ``SimpleElasticAgent`` that gives ranks their numbers, at each start. The agent calls nothing public there."""
 
 POLL = "_poll"
-"""The method of ``MultiprocessContext`` that looks whether its processes have ended. The public ``wait`` only loops around it."""
+"""The method of ``MultiprocessContext`` that checks whether its processes have ended. The public ``wait`` only loops around it."""
 
 CLOSE = "_close"
 """The method of ``MultiprocessContext`` that ends its processes. The public ``close`` gives it the signal and the timeout."""

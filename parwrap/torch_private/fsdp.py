@@ -54,40 +54,40 @@ parameter_name: Callable[[Any], str] = attrgetter("_param_fqn")
 """The name of a parameter, as its root's ``named_parameters`` has it. It is not public."""
 
 collect_grad_tensors: Callable[[Any], tuple[torch.Tensor, ...]] = _collect_grad_tensors
-"""The tensors in nested outputs that require a gradient, where torch registers its hooks. Its module is private."""
+"""The tensors in nested outputs that require a gradient, on which torch registers its hooks. Its module is private."""
 
 clip_grads_with_norm_: Callable[..., None] = clip_grad._clip_grads_with_norm_
 """Scales gradients to a norm. The public ``torch.nn.utils.clip_grads_with_norm_`` is intercepted, and would lead back here."""
 
 
 def initialize(state: Any) -> None:
-    """Have a state know now that it is the root of all states below its module. Publicly the first forward decides."""
+    """Make a state the root of all states below its module now. Publicly the first forward decides."""
     state._lazy_init()
 
 
 def reset_iteration(state: Any) -> None:
-    """Have a root forget a forward or backward that was broken off. Nothing public does that."""
+    """Make a root forget an interrupted forward or backward. Nothing public does that."""
     state._reset_iter_state()
 
 
 def set_pre_backward_registration(state: Any, register: Callable[[Any], Any]) -> None:
-    """Have ``register`` take a state's outputs after each forward, and return them, where torch registers its own hooks. Not public."""
+    """Make ``register`` receive and return a state's outputs after each forward, where torch registers its own hooks. Not public."""
     state._register_pre_backward_hook = register
 
 
 def forget_state(state: Any) -> None:
-    """Have no state of a module above find this one. ``fully_shard`` has no public inverse."""
+    """Hide this state from the states of modules above. ``fully_shard`` has no public inverse."""
     for module in state._modules:
         _module_state_mapping.pop(module, None)
 
 
 def communication_context(state: Any) -> Any:
-    """What the states of a root share, with the groups in the order of the last forward. It is not public."""
+    """The shared object of a root's states, with the groups in the order of the last forward. It is not public."""
     return state._comm_ctx
 
 
 def to_sharded(group: Any) -> None:
-    """Put the sharded parameters of a group back on its modules. ``reshard`` does that or not, by where training stands."""
+    """Put the sharded parameters of a group back on its modules. ``reshard`` does that only in some states of training."""
     group._to_sharded()
 
 

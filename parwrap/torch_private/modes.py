@@ -1,4 +1,4 @@
-"""Private names of what a call runs inside of: a trace, a transform of ``torch.func``, modes."""
+"""Private names of the context of a call: a trace, a transform of ``torch.func``, modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of ``nn.Module``: what a module holds, its hooks, and the methods that calls and moves go through."""
+"""Private names of ``nn.Module``: its contents, its hooks, and the methods behind calls and moves."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ __all__ = [
 ]
 
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
-"""The attributes in which a module holds what is registered. Public iterators leave out ``None`` and what is there twice."""
+"""The attributes that hold a module's parameters, buffers and children. Public iterators skip ``None`` and duplicates."""
 
 registered_parameters: Callable[[nn.Module], dict[str, Any]] = attrgetter(PARAMETERS)
-"""A module's own parameters by name, to read and write. ``register_parameter`` refuses tensors, and iterators leave out ``None``."""
+"""A module's own parameters by name, to read and write. ``register_parameter`` refuses tensors, and iterators skip ``None``."""
 
 registered_buffers: Callable[[nn.Module], dict[str, Any]] = attrgetter(BUFFERS)
-"""A module's own buffers by name, to read and write. The public iterators leave out ``None`` and what is there twice."""
+"""A module's own buffers by name, to read and write. The public iterators skip ``None`` and duplicates."""
 
 registered_modules: Callable[[nn.Module], dict[str, Any]] = attrgetter(MODULES)
-"""A module's children by name, to read and write. ``named_children`` leaves out ``None`` and what is there twice."""
+"""A module's children by name, to read and write. ``named_children`` skips ``None`` and duplicates."""
 
 CALL = "_call_impl"
 """The method to which ``Module.__call__`` leaves the call. torch.fx exchanges ``__call__`` itself for a while, and would lose a patch."""
@@ -47,10 +47,10 @@ APPLY = "_apply"
 """The method by which ``to``, ``cuda``, ``half`` and all others like them move a module. They share no public one."""
 
 FLAT_WEIGHTS = "_flat_weights"
-"""A recurrent layer's list of its weights, which follows from its parameters. No public attribute says that it may be left out."""
+"""A recurrent layer's list of its weights, which follows from its parameters. No public attribute says that it may be dropped."""
 
 ORIGINAL_MODULE = "_orig_mod"
-"""The child of what ``torch.compile`` returns for a module. Its public type is in ``torch._dynamo``, which takes a second to import."""
+"""The child of the result of ``torch.compile`` for a module. Its public type is in ``torch._dynamo``, which takes a second to import."""
 
 LAZY_HOOKS = ("_initialize_hook", "_load_hook")
 """The attributes in which a lazy module holds its hooks until it knows its shapes. They are torch's, not the user's."""
@@ -62,7 +62,7 @@ BatchNorm = batchnorm._BatchNorm
 """The base of all batch norms. They have no public one."""
 
 compiled_call: Callable[[nn.Module], Callable | None] = attrgetter("_compiled_call_impl")
-"""What ``module.compile()`` has put in the place of the call, or ``None``. Publicly a module does not say that it is compiled."""
+"""The replacement of the call that ``module.compile()`` has installed, or ``None``. Publicly a module does not say that it is compiled."""
 
 module_hooks: Callable[[nn.Module], tuple[Mapping[int, Callable], ...]] = attrgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -71,5 +71,5 @@ module_hooks: Callable[[nn.Module], tuple[Mapping[int, Callable], ...]] = attrge
 
 
 def is_initialized(module: nn.Module) -> bool:
-    """Whether ``Module.__init__`` has run, as not yet for one that is being made or loaded. Public methods raise without."""
+    """Whether ``Module.__init__`` has run, which is false while a module is being made or loaded. Public methods raise without it."""
     return MODULES in vars(module)

@@ -1,6 +1,6 @@
-"""What each launcher tells a process, as data: under which names it says who the process is, and where rank 0 can be reached.
+"""The variables of each launcher, as data: their names for rank and world size, and where rank 0 can be reached.
 
-One row for each launcher, those first that are started inside others. What follows from them is decided in ``world.py``.
+One row for each launcher; launchers that are started inside others come first. ``world.py`` draws conclusions from them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parwrap.world.node_lists import expanded_counts, expanded_hosts
 __all__ = ["LAUNCHERS", "LOOPBACK", "NODE_LAUNCHERS", "Launcher", "NodeLauncher", "sagemakers_hosts"]
 
 LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
-"""The variables by which ranks of one node listen on its loopback alone."""
+"""The variables that make ranks of one node listen on its loopback alone."""
 
 Environ = Mapping[str, str]
 
@@ -34,7 +34,7 @@ def _set(name: str) -> Callable[[Environ], bool]:
 
 
 class Launcher(NamedTuple):
-    """The names under which one launcher tells a process who it is; of several names for a fact the first that is set counts.
+    """The variable names of one launcher; of several names for a fact the first that is set counts.
 
     Attributes:
         name: for messages.
@@ -42,14 +42,14 @@ class Launcher(NamedTuple):
         local_size: the number of processes on this node.
         node_rank: this node, from 0.
         nodes: the number of nodes.
-        others: further names that tell a script that it was launched.
-        applies: whether it is this launcher that has set them.
-        meets: at ``MASTER_ADDR`` and ``MASTER_PORT``, which it sets too.
-        job: what together names the job among all of this node; empty where nothing does.
-        local_size_of: the number of processes on this node, where it is not in one variable.
-        host: where rank 0 runs, if that is told.
-        port: of ``job``, what is the same on all nodes, to derive a port from.
-        elastic: it starts its processes beneath one of another launcher, and sets all names anew for them.
+        others: further names that show a script that it was launched.
+        applies: whether this launcher has set them.
+        meets: whether it sets ``MASTER_ADDR`` and ``MASTER_PORT`` too.
+        job: the names that together identify the job among all of this node; empty if none do.
+        local_size_of: the number of processes on this node, if it is not in one variable.
+        host: the host of rank 0, if a variable has it.
+        port: the part of ``job`` that is the same on all nodes, to derive a port from.
+        elastic: whether it starts its processes below one of another launcher, and sets all names again for them.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Launcher(NamedTuple):
 
 
 class NodeLauncher(NamedTuple):
-    """The names under which a launcher that starts one process on each node, for it to start the ranks, tells which node it is."""
+    """The variables that identify the node, of launchers that start one process on each node, which starts the ranks."""
 
     name: str
     nodes: str
@@ -83,7 +83,7 @@ class NodeLauncher(NamedTuple):
 def _is_step(environ: Environ) -> bool:
     """Whether ``srun`` has started it: a batch script and an interactive shell have ``SLURM_PROCID=0`` too."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    special = 0xFFFFFFF0  # ids above are of the batch script, the interactive shell, ...
+    special = 0xFFFFFFF0  # higher ids belong to the batch script, the interactive shell, ...
     return step.isdecimal() and int(step[:10]) < special
 
 
@@ -100,7 +100,7 @@ def _first_of_step(environ: Environ) -> str | None:
 
 
 def _first_of_lsf(environ: Environ) -> str | None:
-    """The first compute node: the one before it, where there is one, runs the batch script."""
+    """The first compute node; a node before it may run the batch script."""
     hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2] or list(dict.fromkeys(environ.get("LSB_HOSTS", "").split()))
     return next(iter(hosts[1:] or hosts), None)
 
@@ -112,12 +112,12 @@ def sagemakers_hosts(environ: Environ) -> list[str]:
     except (ValueError, RecursionError):
         hosts = None
     if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
-        raise LaunchError(f"SM_HOSTS={environ['SM_HOSTS']!r} is no JSON list of names; SageMaker sets it, so unset it or set it right.")
+        raise LaunchError(f"SM_HOSTS={environ['SM_HOSTS']!r} is not a JSON list of names; SageMaker sets it, so unset it or correct it.")
     return hosts
 
 
 def _first_of_cloud(environ: Environ) -> str | None:
-    """Under Azure ML's and SageMaker's MPI jobs the first node is told by other names."""
+    """Azure ML's and SageMaker's MPI jobs have other names for the first node."""
     master = environ.get("AZ_BATCH_MASTER_NODE", "").partition(":")[0]
     return master or next(iter(sagemakers_hosts(environ)), None)
 

@@ -1,6 +1,6 @@
-"""SLURM's short forms written out: ``node[01-03,7],gpu1`` into names of hosts, ``2(x3),1`` into numbers.
+"""Expands SLURM's short forms: ``node[01-03,7],gpu1`` into host names, ``2(x3),1`` into numbers.
 
-As ``scontrol show hostnames`` does it, without running it. Whose lists they are is in ``launchers.py``.
+It does the same as ``scontrol show hostnames``, without running it. ``launchers.py`` uses it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from parwrap.errors import LaunchError
 __all__ = ["expanded_counts", "expanded_hosts"]
 
 MOST = 65536
-"""The largest range, and the most nodes, that SLURM itself takes."""
+"""The largest range, and the most nodes, that SLURM itself accepts."""
 
 
 def expanded_hosts(text: str) -> list[str]:
@@ -56,7 +56,7 @@ def expanded_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part.strip())
         if match is None:
-            raise _unreadable("list of tasks per node", text, f"has {part!r}, which is no number like 2 or 2(x3)")
+            raise _unreadable("list of tasks per node", text, f"has {part!r}, which is not a number like 2 or 2(x3)")
         times = int(match[2] or 1)
         if len(counts) + times > MOST:
             raise _unreadable("list of tasks per node", text, f"is of more than {MOST} nodes")
@@ -70,7 +70,7 @@ def _numbers(ranges: str, text: str) -> list[str]:
         match = re.fullmatch(r"\s*([0-9]{1,18})(?:-([0-9]{1,18}))?\s*", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if match is None or last < first:
-            raise _unreadable("node list", text, f"has [{part}], which is no range like [1-4]")
+            raise _unreadable("node list", text, f"has [{part}], which is not a range like [1-4]")
         if len(numbers) + last - first >= MOST:
             raise _unreadable("node list", text, f"names more than {MOST} hosts")
         numbers += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
@@ -79,4 +79,4 @@ def _numbers(ranges: str, text: str) -> list[str]:
 
 def _unreadable(what: str, text: str, why: str) -> LaunchError:
     shown = text if len(text) <= 80 else f"{text[:80]}..."
-    return LaunchError(f"the {what} {shown!r} cannot be read: it {why}. SLURM sets it; set MASTER_ADDR and MASTER_PORT to do without.")
+    return LaunchError(f"cannot parse the {what} {shown!r}: it {why}. SLURM sets it; set MASTER_ADDR and MASTER_PORT to avoid it.")

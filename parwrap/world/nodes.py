@@ -1,6 +1,6 @@
-"""Which node this is, where a launcher starts one process on each for it to start the ranks there, as pods of Kubeflow.
+"""Which node this is, if a launcher starts one process on each node, which starts the ranks there, such as pods of Kubeflow.
 
-Read by ``parwrap.run``, which starts them, and by ``world.py``, which must not take the number of a node for that of a rank.
+``parwrap.run`` reads it to start the ranks; ``world.py`` reads it so that a node's number is not taken for a rank's.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ SAGEMAKERS_PORT = "7777"
 
 
 class Node(NamedTuple):
-    """What the launcher says, as it says it.
+    """The launcher's facts, as it states them.
 
     Attributes:
         launcher: its name.
-        told: the variables that tell which node it is, for messages.
+        variables: the variables that identify the node, for messages.
         nodes: the number of nodes, or ``MIN:MAX``.
-        rank: this one, from 0.
-        address: where the first node can be reached.
-        port: and at which port.
-        per_node: how many ranks to start here.
+        rank: this node, from 0.
+        address: the address of the first node.
+        port: its port.
+        per_node: the number of ranks to start here.
     """
 
     launcher: str
-    told: str
+    variables: str
     nodes: str
     rank: str
     address: str | None
@@ -49,17 +49,17 @@ class Node(NamedTuple):
 
 
 def node_of(environ: Mapping[str, str]) -> Node | None:
-    """Which node this is; ``None`` where no such launcher tells.
+    """Which node this is; ``None`` without such a launcher.
 
     Raises:
-        LaunchError: what is told makes no sense.
+        LaunchError: the variables make no sense.
 
     >>> node_of({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}).address
     'job-master-0'
     >>> node_of({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
     """
     if any(row.applies(environ) and any(map(environ.get, row.local_rank)) for row in LAUNCHERS):
-        return None  # these are processes of a node
+        return None  # these variables number processes of a node
     for row in NODE_LAUNCHERS:
         nodes, rank, address, port, per_node = (environ.get(name) or None for name in row[1:])
         if nodes and rank:
@@ -68,5 +68,5 @@ def node_of(environ: Mapping[str, str]) -> Node | None:
     if len(hosts) < 2 or environ.get("SM_CURRENT_HOST") not in hosts:
         return None
     rank, gpus = str(hosts.index(environ["SM_CURRENT_HOST"])), environ.get("SM_NUM_GPUS", "0")
-    told = f"SM_CURRENT_HOST={environ['SM_CURRENT_HOST']} and SM_HOSTS={environ['SM_HOSTS']}"
-    return Node("SageMaker", told, str(len(hosts)), rank, hosts[0], SAGEMAKERS_PORT, None if gpus == "0" else gpus)
+    variables = f"SM_CURRENT_HOST={environ['SM_CURRENT_HOST']} and SM_HOSTS={environ['SM_HOSTS']}"
+    return Node("SageMaker", variables, str(len(hosts)), rank, hosts[0], SAGEMAKERS_PORT, None if gpus == "0" else gpus)

@@ -1,7 +1,7 @@
 """Who this process is among the ranks: launch variables in, a frozen :class:`World` out.
 
-The names that launchers use are in ``launchers.py``; here is what follows from those that are set, whichever they are. This file reads
-the environment that it is given and writes none; starting the process group is ``group.py``'s.
+``launchers.py`` has the names that launchers use; this file draws conclusions from those that are set. It reads the environment passed to
+it and writes none; ``group.py`` starts the process group.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from parwrap.world.nodes import NODE_VARIABLES, node_of
 __all__ = ["INIT_METHOD", "ONE_NODE", "World", "detect", "launch_variables"]
 
 INIT_METHOD = "PARWRAP_INIT_METHOD"
-"""Where the ranks meet, as a URL for ``init_process_group``, if the user says it."""
+"""The rendezvous as a URL for ``init_process_group``, if the user sets it."""
 
 ONE_NODE = "parwrap"
-"""The scheme of a URL by which ranks of one node meet on it, without a port; see ``rendezvous.py``."""
+"""The scheme of a URL for ranks that meet on one node, without a port; see ``rendezvous.py``."""
 
-BY_HAND = "set PARWRAP_RANK, PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK to what is meant, or PARWRAP_WORLD_SIZE=1 to run on one rank"
+BY_HAND = "set PARWRAP_RANK, PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK to the right values, or PARWRAP_WORLD_SIZE=1 to run on one rank"
 
 _TELLING = frozenset(name for row in LAUNCHERS for names in (row.rank, row.size, row.local_rank) for name in names) | NODE_VARIABLES
-"""Without any of these there is nothing to find out."""
+"""Without any of these there is no launcher to detect."""
 
 PORTS = range(25000, 32000)
-"""Where ports are derived from: below those that systems give out by themselves, and beside what others derive theirs from."""
+"""The base of derived ports: below those that systems assign, and apart from those that other tools derive."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class World:
         rank: this process, counted over all nodes from 0.
         size: the number of ranks.
         local_rank: this process, counted on its own node from 0.
-        local_size: the number of ranks on this node; 0 if the launcher does not tell, until the process group is open.
+        local_size: the number of ranks on this node; 0 if the launcher does not set it, until the process group is open.
         node_rank: this node, counted from 0; ``None`` likewise.
-        launcher: the name of the row of ``LAUNCHERS`` that the facts come from; ``None`` for a process started by hand.
-        init_method: where the ranks meet, as ``torch.distributed.init_process_group`` takes it; ``None`` if nobody tells.
+        launcher: the name of the row of ``LAUNCHERS`` with these facts; ``None`` for a process started by hand.
+        init_method: the rendezvous, as ``torch.distributed.init_process_group`` takes it; ``None`` if unknown.
 
     >>> World().size
     1
@@ -71,11 +71,11 @@ class World:
         """``init_method``.
 
         Raises:
-            LaunchError: the launcher does not tell where the ranks can meet.
+            LaunchError: the launcher provides no rendezvous.
         """
         if self.init_method is None:
             raise LaunchError(
-                f"{self.launcher} does not tell where rank 0 of {self.size} can be reached, and MASTER_ADDR and MASTER_PORT are not both "
+                f"{self.launcher} does not say where rank 0 of {self.size} can be reached, and MASTER_ADDR and MASTER_PORT are not both "
                 "set: set MASTER_ADDR to the node of rank 0 and MASTER_PORT to a port that is free there, for all ranks (`mpirun -x "
                 "MASTER_ADDR=... -x MASTER_PORT=...`; with MPICH and Intel MPI `mpiexec -genv MASTER_ADDR ... -genv MASTER_PORT ...`)."
             )
@@ -83,18 +83,18 @@ class World:
 
 
 def detect(environ: Mapping[str, str]) -> World:
-    """The :class:`World` that ``environ`` describes; a single rank where no launcher has left its variables.
+    """The :class:`World` that ``environ`` describes; a single rank if no launcher has set variables.
 
     Raises:
         LaunchError: some of a launcher's variables are set and others are not, their values make no sense, two launchers disagree, or
-            this is the one process of a node that is to start the ranks.
+            this is the one process of a node that has to start the ranks.
 
     >>> detect({})
     World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0, launcher=None, init_method='env://')
     >>> detect({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}).init_method
     'parwrap://launcher/PMI_RANK,PMI_SIZE'
     """
-    if _TELLING.isdisjoint(environ):  # looking each up would take several times as long
+    if _TELLING.isdisjoint(environ):  # looking each one up would take several times as long
         return World()
     claims = list(_claims(environ))
     claims = [claim for claim in claims if not claim.of_only_node] or claims
@@ -103,26 +103,25 @@ def detect(environ: Mapping[str, str]) -> World:
         by_hand = claims and claims[0].launcher is LAUNCHERS[0]
         if not by_hand and (node := node_of(environ)) and not node.is_only:
             raise LaunchError(
-                f"{node.told} number the nodes of a job, as under {node.launcher}, not its ranks: start those of this node with "
+                f"{node.variables} number the nodes of a job, as under {node.launcher}, not its ranks: start those of this node with "
                 f"`python -m parwrap.run train.py`, which reads these variables, or {BY_HAND}."
             )
         if claims:
             raise _half(claims[0])
         return World()
     for other in claims:
-        if not _may_stand_beside(whole[0], other):
+        if not _may_surround(whole[0], other):
             raise LaunchError(
-                f"two launchers disagree on who this process is: {whole[0]}, but {other}. Unset the variables of the one that is not "
-                f"meant, or {BY_HAND}."
+                f"two launchers disagree about this process: {whole[0]}, but {other}. Unset the variables of the wrong one, or {BY_HAND}."
             )
     return _world(whole[0], [other for other in whole if other.agrees(whole[0])], environ)
 
 
 def launch_variables() -> tuple[str, ...]:
-    """The names of all variables by which a script could tell that it was launched on several ranks.
+    """The names of all variables that would show a script that it was launched on several ranks.
 
-    Who a process is, for every launcher; not which job it belongs to (``SLURM_JOB_ID``), where that runs and what it may use, which a
-    script may have a use for on one rank too.
+    They are those of every launcher for rank and world size; not those of the job (``SLURM_JOB_ID``), its nodes and resources, which a
+    script may use on one rank too.
 
     >>> "RANK" in launch_variables(), "SLURM_JOB_ID" in launch_variables()
     (True, False)
@@ -135,7 +134,7 @@ def launch_variables() -> tuple[str, ...]:
 
 
 class _Claim(NamedTuple):
-    """What one launcher says."""
+    """The facts of one launcher."""
 
     launcher: Launcher
     rank: int | None
@@ -143,17 +142,17 @@ class _Claim(NamedTuple):
     local_rank: int | None
     local_size: int
     names: tuple[str, ...]
-    """The variables that say it, for messages: of rank, size, and local rank."""
+    """The variables that hold them, for messages: of rank, size, and local rank."""
     missing: tuple[str, ...]
     of_only_node: bool
-    """That there is one node, rather than one rank."""
+    """The variable that shows that there is one node, rather than one rank."""
 
     def __str__(self) -> str:
         facts = zip(self.names[:2], (self.rank, self.size), strict=True)
         return f"{self.launcher.name} says {' and '.join(f'{name}={value}' for name, value in facts if value is not None)}"
 
     def agrees(self, other: _Claim) -> bool:
-        """Whether it says nothing else than a ``other`` that is whole."""
+        """Whether all its facts are in ``other``, which is complete."""
         return self.rank in (None, other.rank) and self.size in (None, other.size)
 
 
@@ -175,12 +174,12 @@ def _claims(environ: Mapping[str, str]) -> Iterator[_Claim]:
         if not missing:
             _check(claim)
         yield claim
-        if launcher is LAUNCHERS[0]:  # the user's word
+        if launcher is LAUNCHERS[0]:  # set by the user
             return
 
 
 def _local_size(environ: Mapping[str, str], launcher: Launcher, size: int | None) -> int:
-    """The number of ranks on this node, or 0 where nothing tells it."""
+    """The number of ranks on this node, or 0 if unknown."""
     if size == 1:
         return 1
     if name := _first_set(environ, launcher.local_size):
@@ -201,11 +200,11 @@ def _check(claim: _Claim) -> None:
         if not 0 <= (value or 0) < (limit or 0):
             raise LaunchError(f"{name}={value} is not below {text}: ranks are counted from 0.")
     if claim.local_size > (claim.size or 0):
-        raise LaunchError(f"{claim.launcher.name} tells of {claim.local_size} ranks on this node, which is more than {size}={claim.size}.")
+        raise LaunchError(f"{claim.launcher.name} sets {claim.local_size} ranks on this node, which is more than {size}={claim.size}.")
 
 
-def _may_stand_beside(inner: _Claim, other: _Claim) -> bool:
-    """Whether ``other`` says the same, or is of a launcher around the ``inner`` one, which has started a single process on this node."""
+def _may_surround(inner: _Claim, other: _Claim) -> bool:
+    """Whether ``other`` says the same, or is a launcher around the ``inner`` one, which has started a single process on this node."""
     if other.agrees(inner) or inner.launcher.elastic:
         return True
     return not other.missing and (inner.size or 0) > 1 and 1 in (other.local_size, other.size)
@@ -216,14 +215,14 @@ def _half(claim: _Claim) -> LaunchError:
     missing = " and ".join(claim.missing)
     by_hand = claim.launcher is LAUNCHERS[0]
     return LaunchError(
-        f"{present} {'are' if ' ' in present else 'is'} set but {missing} {'are' if ' ' in missing else 'is'} not, so the ranks cannot be "
-        f"told apart. If no launcher is meant, unset {present}: this is then one rank, or `python -m parwrap.run` starts several. "
-        f"Else set {missing} too" + ("." if by_hand else f", as {claim.launcher.name} does, or {BY_HAND}.")
+        f"{present} {'are' if ' ' in present else 'is'} set but {missing} {'are' if ' ' in missing else 'is'} not, so the ranks cannot "
+        f"be identified. If this is no launch, unset {present}: this is then one rank, or `python -m parwrap.run` starts several. "
+        f"Otherwise set {missing} too" + ("." if by_hand else f", as {claim.launcher.name} does, or {BY_HAND}.")
     )
 
 
 def _world(claim: _Claim, agreeing: list[_Claim], environ: Mapping[str, str]) -> World:
-    """The world of ``claim``, with what others that agree know better."""
+    """The world of ``claim``, completed by other claims that agree."""
     launchers = [each.launcher for each in agreeing]
     size = claim.size or 1
     local_size = next((each.local_size for each in agreeing if each.local_size), 0)
@@ -234,12 +233,12 @@ def _world(claim: _Claim, agreeing: list[_Claim], environ: Mapping[str, str]) ->
 
 
 def _init_method(claim: _Claim, launchers: list[Launcher], local_size: int, environ: Mapping[str, str]) -> str | None:
-    """Where the ranks meet: where the user says, where the launcher says, on their node, or on that of rank 0."""
+    """The rendezvous: the user's, the launcher's, on the ranks' own node, or on that of rank 0."""
     if INIT_METHOD in environ:
         return environ[INIT_METHOD]
     masters = [name for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)]
     if "MASTER_PORT" in masters and not 0 < _integer(environ, "MASTER_PORT") < 2**16:
-        raise LaunchError(f"MASTER_PORT={environ['MASTER_PORT']} is no port: give one from 1 to 65535.")
+        raise LaunchError(f"MASTER_PORT={environ['MASTER_PORT']} is not a port: give one from 1 to 65535.")
     if len(masters) == 2:
         return "env://"
     if local_size == claim.size:
@@ -254,7 +253,7 @@ def _init_method(claim: _Claim, launchers: list[Launcher], local_size: int, envi
 
 
 def _joined(environ: Mapping[str, str], choices: list[tuple[str, ...]]) -> bytes:
-    """The values of the first names that there are, as one."""
+    """The values of the first names that are set, as one."""
     names = next(filter(None, choices), ())
     return "/".join(f"{name}={environ[name]}" for name in names if name in environ).encode(errors="replace")
 
@@ -265,7 +264,7 @@ def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None
 
 def _at_least_one(environ: Mapping[str, str], name: str) -> int:
     if (value := _integer(environ, name)) < 1:
-        raise LaunchError(f"{name}={value} is no number of ranks or nodes; a launcher sets it, so unset it or set it right.")
+        raise LaunchError(f"{name}={value} is not a number of ranks or nodes; a launcher sets it, so unset it or correct it.")
     return value
 
 

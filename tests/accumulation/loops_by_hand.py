@@ -1,4 +1,4 @@
-"""A loop that accumulates by hand, and what it is compared with."""
+"""A loop that accumulates by hand, and the reference to compare it with."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Loops that accumulate by hand on ranks that do not all do the same."""
+"""Loops that accumulate by hand on ranks that take different paths."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where a loop is in a window, from what it does; no gradients."""
+"""The position of a loop in a window, derived from its calls; no gradients."""
 
 import pytest
 

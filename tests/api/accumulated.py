@@ -1,4 +1,4 @@
-"""Loops to accumulate, and what they come to in one process."""
+"""Loops to accumulate, and their results in one process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A loop under ``@accumulate(steps)`` against the same loop, by itself in one process, with batches that are as much larger."""
+"""A loop under ``@accumulate(steps)`` against the same loop in one process with larger batches."""
 
 import warnings
 

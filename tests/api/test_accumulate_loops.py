@@ -1,4 +1,4 @@
-"""Loops under ``@accumulate`` whose batches are not all alike, and those that cannot be accumulated."""
+"""Loops under ``@accumulate`` whose batches differ, and loops that cannot be accumulated."""
 
 import contextlib
 
@@ -91,7 +91,7 @@ def test_a_step_that_is_left_out_at_the_end_of_a_window_is_said():
                 optimizer.step()
         return w
 
-    with pytest.warns(UserWarning, match="a step that the batches before it had asked for was left out"):
+    with pytest.warns(UserWarning, match="the loop skipped a step that it took for the batches before"):
         actual = train()
 
     assert (actual - stepped([[(0, 2), (0, 3)]])).abs().max() < 1e-12
@@ -113,7 +113,7 @@ def test_a_loop_that_begins_to_zero_gradients_in_another_way(in_place):
         assert (train() - stepped([[(0, number) for number in range(begin, begin + 3)] for begin in (0, 3, 6)])).abs().max() < 1e-12
         return
     with pytest.raises(
-        UsageError, match=r"a gradient was changed in place after optimizer.step\(\) was called on it, where batches before"
+        UsageError, match=r"a gradient was changed in place after optimizer.step\(\) was called on it, although earlier batches"
     ):
         train()
 
@@ -231,8 +231,8 @@ def seldom():
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (by_hand, r"accumulate\(2\) is for a loop that calls optimizer.step\(\) after each backward, and none was called in 1 batch: the"),
-        (seldom, r"accumulate\(2\) is for a loop that calls optimizer.step\(\) after each backward, and none was called in 2 batches: the"),
+        (by_hand, r"accumulate\(2\) is for a loop that calls optimizer.step\(\) after each backward, but none was called in 1 batch: the"),
+        (seldom, r"accumulate\(2\) is for a loop that calls optimizer.step\(\) after each backward, but none was called in 2 batches: the"),
         (
             with_closure,
             r"optimizer.step\(closure\) at .*test_accumulate_loops.py:\d+ cannot be accumulated: the closure computes the gradients",

@@ -1,4 +1,4 @@
-"""``@amp``: what is computed in which precision, what it refuses, and how it goes with ``distributed`` and with a script's own."""
+"""``@amp``: the precision of each computation, refusals, and its combination with ``distributed`` and a script's own autocast."""
 
 import copy
 import itertools
@@ -92,8 +92,8 @@ def test_an_autocast_of_the_scripts_own_is_left_alone(capfd):
     part, own = capfd.readouterr().err.splitlines()
     assert part.startswith("parwrap: torch.autocast(enabled=False) at ")
     assert part.endswith(
-        " keeps that part in float32. If the script has a switch for mixed precision of its own there, switch it on instead of "
-        "parwrap.amp, or take it out."
+        " keeps that part in float32. If it belongs to the script's own switch for mixed precision, turn that on instead of "
+        "parwrap.amp, or remove it."
     )
     assert (
         "parwrap: this script uses torch.autocast itself, so parwrap.amp stands aside: it casts nothing itself here. Remove the script's "
@@ -110,12 +110,12 @@ def test_an_autocast_of_the_scripts_own_is_left_alone(capfd):
         ),
         (
             {"level": "O4"},
-            "level='O4' is not one of Apex's levels. 'O0': float32, nothing is changed; 'O1': autocast to float16 with a dynamic loss "
+            "level='O4' is not one of Apex's levels. 'O0': float32, without changes; 'O1': autocast to float16 with a dynamic loss "
             "scale; 'O2': a float16 model with float32 BatchNorm, float32 master weights and a dynamic loss scale; 'O3': a pure float16 "
             "model.",
         ),
-        ({"level": "O1", "dtype": "bf16"}, "level='O1' says the dtype by itself, and dtype='bf16' is given too: leave one of them out."),
-        ({"device": "gpu"}, "device='gpu' is not a type of device for parwrap.amp: give 'cuda' or 'cpu', or leave it out."),
+        ({"level": "O1", "dtype": "bf16"}, "level='O1' sets the dtype, but dtype='bf16' is given too: remove one of them."),
+        ({"device": "gpu"}, "device='gpu' is not a type of device for parwrap.amp: give 'cuda' or 'cpu', or remove it."),
         ({"init_scale": 0}, "init_scale=0 is not a number above 0."),
         ({"growth_factor": 1}, "growth_factor=1 is not a number above 1."),
         ({"backoff_factor": 2}, "backoff_factor=2 is not a number between 0 and 1."),
@@ -135,19 +135,19 @@ def test_what_makes_no_sense_is_refused(given, text):
         (
             "fp16",
             lambda x: nn.functional.rrelu(x, training=True),
-            "rrelu_with_noise_out_cpu is not there for float16 on cpu: use parwrap.amp(dtype='bf16'), or give it float32 tensors in "
+            "rrelu_with_noise_out_cpu does not exist for float16 on cpu: use parwrap.amp(dtype='bf16'), or give it float32 tensors in "
             "`with parwrap.amp(level='O0'):`.",
         ),
         (
             "bf16",
             torch.linalg.slogdet,
-            "linalg.slogdet is not there for bfloat16 on cpu: leave parwrap.amp away, or give it float32 tensors in "
+            "linalg.slogdet does not exist for bfloat16 on cpu: remove parwrap.amp, or give it float32 tensors in "
             "`with parwrap.amp(level='O0'):`.",
         ),
         (
             "bf16",
             torch.Tensor.numpy,
-            "NumPy has no bfloat16, which outputs are computed in under parwrap.amp: write .float().numpy() instead of .numpy().",
+            "NumPy has no bfloat16, the dtype of outputs under parwrap.amp: write .float().numpy() instead of .numpy().",
         ),
     ],
 )

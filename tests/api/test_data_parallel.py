@@ -190,10 +190,8 @@ def test_on_several_ranks_it_does_nothing_and_several_devices_are_an_error():
     with redirect_stderr(io.StringIO()) as said:
         train()
     assert (4,) == rows.rows
-    assert (parwrap.rank() == 0) == (", data_parallel does nothing with one device a rank, seed " in said.getvalue())
-    message = re.escape(
-        f"parwrap.data_parallel(device_ids={TWO}) is for one process, and there are 2 ranks, each of which has one device. "
-    )
+    assert (parwrap.rank() == 0) == (", data_parallel has no effect with one device per rank, seed " in said.getvalue())
+    message = re.escape(f"parwrap.data_parallel(device_ids={TWO}) is for one process, but there are 2 ranks, each with one device. ")
     with pytest.raises(parwrap.UsageError, match=message), parwrap.distributed(), parwrap.data_parallel(device_ids=TWO):
         pass
     with pytest.raises(parwrap.UsageError, match=message), parwrap.data_parallel(device_ids=TWO), parwrap.distributed():

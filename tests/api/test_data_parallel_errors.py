@@ -1,4 +1,4 @@
-"""What cannot run on several devices is said."""
+"""Errors for models and options that cannot run on several devices."""
 
 import re
 
@@ -36,14 +36,20 @@ def test_an_error_in_a_replica_is_the_callers_with_its_device_and_its_place(insi
     [
         ({"device_ids": "cpu"}, "device_ids='cpu' is not a list of devices: give numbers of GPUs or names, as [0, 1] or ['cpu', 'cpu']."),
         ({"device_ids": []}, "device_ids=[] is not a list of devices: give numbers of GPUs or names, as [0, 1] or ['cpu', 'cpu']."),
-        ({"device_ids": ["gpu"]}, "device_ids names 'gpu', which is no device: give numbers of GPUs, 'cuda:0' or 'cpu'."),
-        ({"device_ids": [True]}, "device_ids names True, which is no device: give numbers of GPUs, 'cuda:0' or 'cpu'."),
+        ({"device_ids": ["gpu"]}, "device_ids names 'gpu', which is not a device: give numbers of GPUs, 'cuda:0' or 'cpu'."),
+        ({"device_ids": [True]}, "device_ids names True, which is not a device: give numbers of GPUs, 'cuda:0' or 'cpu'."),
         (
             {"device_ids": ["meta"]},
-            "device_ids names 'meta', and parwrap.data_parallel runs on GPUs ('cuda:0' or its number) and on 'cpu'.",
+            "device_ids names 'meta', but parwrap.data_parallel runs on GPUs ('cuda:0' or its number) and on 'cpu'.",
         ),
-        ({"device_ids": ["cpu", 0]}, "device_ids=['cpu', 0] mixes the CPU with GPUs: parts of one size would take far longer there."),
-        ({"gather": "no"}, "gather='no' is not one of its values: True puts outputs together, False leaves them on their devices."),
+        (
+            {"device_ids": ["cpu", 0]},
+            ("device_ids=['cpu', 0] mixes the CPU with GPUs: parts of equal size would take far longer on the CPU."),
+        ),
+        (
+            {"gather": "no"},
+            ("gather='no' is not one of its values: True gathers outputs on the first device, False leaves them on their devices."),
+        ),
         ({"loss": "max"}, "loss='max' is not one of its values: numbers that a model returns are a 'mean' over the samples or a 'sum'."),
         ({"devices": 2}, "parwrap.data_parallel has no option 'devices'; did you mean 'device_ids'?"),
     ],
@@ -54,7 +60,9 @@ def test_options_that_mean_nothing_are_errors(options, message):
 
 
 def test_devices_that_are_not_there_are_errors_before_training():
-    with pytest.raises(parwrap.UsageError, match=r"device_ids names cuda:99, and torch sees \d+ GPUs here: name others, or leave it out"):
+    with pytest.raises(
+        parwrap.UsageError, match=(r"device_ids names cuda:99, and torch sees \d+ GPUs here: choose others, or remove it for all")
+    ):
         parwrap.data_parallel(device_ids=[99, 99])(weights)()
 
 

@@ -1,4 +1,4 @@
-"""Batch norms of a model on several devices, each by itself and shared."""
+"""Batch norms of a model on several devices, each separate and shared."""
 
 import copy
 import re
@@ -123,7 +123,7 @@ def test_sync_bn_among_some_ranks_has_no_meaning_for_replicas():
     with (
         parwrap.data_parallel(device_ids=TWO),
         parwrap.sync_bn(group_size=1),
-        pytest.raises(parwrap.UsageError, match="are of ranks: leave t"),
+        pytest.raises(parwrap.UsageError, match="are for ranks: remove t"),
     ):
         nn.BatchNorm1d(2)(torch.randn(4, 2))
 

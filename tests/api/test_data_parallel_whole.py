@@ -1,4 +1,4 @@
-"""What dividing would give other numbers for runs as on one device, and says why once; what it gives the same for is divided."""
+"""Models whose results dividing would change run as on one device, with one warning; others are divided."""
 
 import warnings
 
@@ -127,7 +127,7 @@ CASES = {
     "weights of classes": (
         lambda: Net(lambda net, out, prior: out * prior),
         [(torch.randn(6, 4), X[0, :3]), (torch.randn(3, 4), X[1, :3]), (torch.randn(3, 4), X[1, :3])],
-        "it is given tensors of 6 and of 3 rows, so that the samples are not to be told",
+        "it is given tensors of 6 and of 3 rows, so that the number of samples is unclear",
     ),
     "similarities": (lambda: Net(lambda net, out: out @ out.T), [(X,)], MIXED),
     "loss": (lambda: Net(lambda net, out, y: {"loss": F.cross_entropy(out, y), "logits": out}), [(X, LABELS)], NUMBER),
@@ -186,7 +186,7 @@ def test_what_dividing_gives_other_numbers_for_runs_whole_and_says_why_once(name
     assert all(one is two or torch.equal(one, two) for one, two in zip(expected, actual, strict=True))
     assert 1 == len(said)
     assert f" runs on the whole batch on cpu alone, and parwrap.data_parallel does nothing for it: {reason}" in said[0]
-    assert said[0].endswith(". This is said once.")
+    assert said[0].endswith(". This is shown once.")
 
 
 DIVIDED = {

@@ -78,7 +78,7 @@ def test_training_without_a_loader_is_said():
         weight.sum().backward()
 
     assert (
-        "no DataLoader was shared out: every rank trains on what it reads or makes itself"
+        "no DataLoader was split: every rank trains on what it reads or makes itself"
         in parwrap.gather(said(parwrap.distributed(by_hand))[0])[0]
     )
 
@@ -129,7 +129,7 @@ def test_another_backend_inside_is_refused():
     inside = parwrap.distributed(backend="fake")
     with (
         parwrap.distributed(),
-        pytest.raises(UsageError, match="backend='fake' cannot be had: the process group is open already, with 'gloo'"),
+        pytest.raises(UsageError, match="backend='fake' is not possible here: the process group is already open with 'gloo'"),
     ):
         inside.__enter__()
 
@@ -151,7 +151,7 @@ def test_another_backend_inside_is_refused():
         ),
         ({"zzz": 1}, "has no option 'zzz'; it takes backend, seed, batch, uneven, lr, loss, strategy, bucket_cap_mb, timeout"),
         ({"batch": "split"}, "batch='split' is not one of its values. 'per_rank': each rank takes batches of"),
-        ({"uneven": "fill"}, "uneven='fill' is not one of its values. 'pad': samples are taken again .*; 'drop': .*; 'join': every sample"),
+        ({"uneven": "fill"}, "uneven='fill' is not one of its values. 'pad': samples are repeated .*; 'drop': .*; 'join': every sample"),
         ({"lr": "square"}, "lr='square' is not one of its values. 'keep': learning rates stay as they are; 'linear': .*; 'sqrt': "),
         ({"loss": "max"}, "loss='max' is not one of its values. 'mean': the loss is an average over the batch; 'sum': "),
         ({"backend": "carrier pigeon"}, "backend='carrier pigeon' is not available in this build of torch, which has gloo"),

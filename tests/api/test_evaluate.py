@@ -1,4 +1,4 @@
-"""Evaluations that are shared out return what one process would, on real ranks."""
+"""Divided evaluations return what one process would, on real ranks."""
 
 import numpy as np
 import pytest

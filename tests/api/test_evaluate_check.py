@@ -162,7 +162,7 @@ def test_an_explicit_reduce_is_checked_too():
 
     for reduce in ("mean", "sum", lambda results: max(results)):
         function = auc if reduce != "mean" else total
-        with parwrap.distributed(), pytest.warns(UserWarning, match="cannot be split across ranks: put together by reduce"):
+        with parwrap.distributed(), pytest.warns(UserWarning, match="cannot be split across ranks: merged by reduce"):
             close(function(scored()), parwrap.evaluate(reduce=reduce)(function)(scored()))
 
 
@@ -219,7 +219,8 @@ def test_what_a_function_leaves_behind_is_that_of_the_whole_and_there_once(tmp_p
     with parwrap.distributed():
         keeps = parwrap.evaluate(Trainer.keeps_a_history)
         with pytest.warns(
-            UserWarning, match=r"keeps_a_history .*cannot be split across ranks: it changes self\.history\[0\], which would be of a rank"
+            UserWarning,
+            match=(r"keeps_a_history .*cannot be split across ranks: it changes self\.history\[0\], which would contain only a rank"),
         ):
             first = keeps(trainer)
         second = keeps(trainer)
@@ -231,7 +232,7 @@ def test_what_a_function_leaves_behind_is_that_of_the_whole_and_there_once(tmp_p
             parwrap.evaluate(updates_a_metric)(model(), samples(23))
         assert (23, by_own_counter(model(), samples(23))["accuracy"]) == (metric.count, 100 * metric.right.item() / 23)
         shared = parwrap.evaluate(writes)
-        with pytest.warns(UserWarning, match=r"it writes .*predictions.txt, which would be"):
+        with pytest.warns(UserWarning, match=r"it writes .*predictions.txt, which would contain"):
             shared(model(), samples(23))
         shared(model(), samples(23))
         assert 2 * loss == path.read_text()
@@ -274,7 +275,7 @@ def test_the_first_call_prints_once_and_what_the_whole_does():
     expected = f"loss {by_own_counter(model(), samples(23))['loss']:.6f}\n"
     with redirect_stdout(io.StringIO()) as text, parwrap.distributed():
         if parwrap.is_rank_zero():
-            with pytest.warns(UserWarning, match=r"talks .* prints something else for a rank's part .* Print what it returns."):
+            with pytest.warns(UserWarning, match=r"talks .* prints something else for a rank's part .* Print its result instead."):
                 parwrap.evaluate(talks)(model(), samples(23))
             assert expected == text.getvalue()
         else:
@@ -287,7 +288,7 @@ def test_noise_that_is_drawn_inside_is_named_with_the_way_out():
         seen = torch.cat([x for x, _ in loader])
         return (seen + torch.rand(len(seen))).mean().item()
 
-    message = r"where random numbers are drawn, as by dropout.*check=False shares it out as it is"
+    message = r"for random numbers, as in dropout.*check=False divides it unchecked"
     with parwrap.distributed(), pytest.warns(UserWarning, match=message):
         results = parwrap.gather(parwrap.evaluate(noisy)(scored()))
 

@@ -1,4 +1,4 @@
-"""What an evaluation that is shared out cannot do is said."""
+"""Errors and warnings of divided evaluations."""
 
 import re
 
@@ -43,18 +43,18 @@ def test_what_cannot_be_exact_says_so():
             first,
             DataLoader(Stream(10)),
             UsageError,
-            r"rank 0 has read 1 batches, and which a single process would have",
+            r"rank 0 has read 1 batches, and which ones a single process would have",
         ),
         ("mean", trains, DataLoader(ten), UsageError, "a backward was called inside a function decorated with @parwrap.evaluate"),
         ("sum", drawn_by_rank, unseeded, RankMismatchError, "the ranks have drawn different samples to evaluate .*: seed the generator"),
-        ("sum", drawn_by_rank, DataLoader(ten, sampler=DistributedSampler(ten, 2, 0)), UsageError, "has a DistributedSampler of"),
+        ("sum", drawn_by_rank, DataLoader(ten, sampler=DistributedSampler(ten, 2, 0)), UsageError, "has its own DistributedSampler"),
         ("sum", drawn_by_rank, DataLoader(ten, sampler=RandomSampler(ten, True, 10**10)), UsageError, "has more than 10000000 batches"),
         (
             "mean",
             lambda loader: len(loader.dataset) + first(loader),
             varying,
             UsageError,
-            "asks for a length before it is known",
+            "asks for a length before this rank's part",
         ),
         (
             "gather",
@@ -75,7 +75,7 @@ def test_a_function_that_reads_nothing_or_returns_nothing_is_warned_of():
     with parwrap.distributed():
         with pytest.warns(UserWarning, match=r"reads_nothing \(.*\) has read no DataLoader, so every rank has computed all of it"):
             assert 3 == parwrap.evaluate(reduce="sum")(reads_nothing)()
-        with pytest.warns(UserWarning, match=r"it returns nothing, so that what it prints or keeps would be of a rank's part"):
+        with pytest.warns(UserWarning, match=r"it returns nothing, so that its output or side effects would be those of a rank's part"):
             assert parwrap.evaluate(lambda: [None for _ in DataLoader(range(3))] and None)() is None
         with pytest.raises(UsageError, match="both reads a DataLoader and calls another such function"):
             parwrap.evaluate(lambda: [parwrap.evaluate(reads_nothing)() for _ in DataLoader(range(3))])()
@@ -106,13 +106,13 @@ def test_a_failure_of_one_rank_ends_the_others_too():
     [
         (
             lambda: parwrap.evaluate(reduce="max"),
-            "reduce='max' is not one of the ways to put results together. 'mean': weighted by the samples that each rank has read; 'sum': ",
+            "reduce='max' is not one of the ways to merge results. 'mean': weighted by the samples that each rank has read; 'sum': ",
         ),
-        (lambda: parwrap.evaluate(reduce={"loss": "avg"}), "reduce='avg' is not one of the ways to put results together."),
+        (lambda: parwrap.evaluate(reduce={"loss": "avg"}), "reduce='avg' is not one of the ways to merge results."),
         (lambda: parwrap.evaluate(reduction="sum"), "parwrap.evaluate has no option 'reduction'; did you mean 'reduce'?"),
         (
             lambda: parwrap.evaluate().__enter__(),
-            "`with parwrap.evaluate():` has no result to put together: decorate the function that returns it.",
+            "`with parwrap.evaluate():` has no result to merge: decorate the function that returns it.",
         ),
     ],
 )

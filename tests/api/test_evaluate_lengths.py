@@ -1,4 +1,4 @@
-"""What an evaluation that is shared out sees where it asks for lengths."""
+"""The lengths that a divided evaluation sees."""
 
 import numpy as np
 import pytest
@@ -158,9 +158,11 @@ def test_the_mean_of_batch_means_is_warned_of_where_batches_differ():
     data = torch.arange(8.0)
     with parwrap.distributed():
         assert 3.5 == loss(DataLoader(data, batch_size=2))
-        with pytest.warns(UserWarning, match=r"the number of batches was asked for \(.*test_evaluate_lengths.py:\d+\), and those of one"):
+        with pytest.warns(
+            UserWarning, match=r"the function asked for the number of batches \(.*test_evaluate_lengths.py:\d+\), and those of one"
+        ):
             loss(DataLoader(data, batch_size=3))
-        with pytest.warns(UserWarning, match=r"the length of a dataset was asked for .*which is 8, and a pass reads 6 samples"):
+        with pytest.warns(UserWarning, match=r"the function asked for the length of a dataset .*which is 8, but a pass reads 6 samples"):
             parwrap.evaluate(check=False)(by_length)(DataLoader(data, batch_size=3, drop_last=True))
 
 
@@ -174,7 +176,7 @@ def test_lengths_are_the_parts_for_each_entry_unless_one_is_a_sum():
     with parwrap.distributed():
         exact = parwrap.evaluate(reduce={"mean": "mean", "seen": "gather", "count": "mean"}, check=False)(evaluate)(loader)
         with pytest.warns(
-            UserWarning, match=r"a length was asked for \(.*\)\. It is that of the whole, because an entry of reduce is 'sum' or a"
+            UserWarning, match=r"the function asked for a length \(.*\)\. It is that of the whole, because an entry of reduce is 'sum' or a"
         ):
             parwrap.evaluate(reduce={"mean": "mean", "seen": "gather", "count": "sum"}, check=False)(evaluate)(loader)
 

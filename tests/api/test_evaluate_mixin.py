@@ -1,4 +1,4 @@
-"""Classes whose evaluating methods are shared out over ranks, and whose batches have samples of one length."""
+"""Classes whose evaluating methods are divided over ranks, and whose batches have samples of similar length."""
 
 import warnings
 

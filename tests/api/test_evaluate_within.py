@@ -1,4 +1,4 @@
-"""Evaluations that are shared out in the midst of others, of training, of classes and scripts, and where they cannot be exact."""
+"""Divided evaluations inside others, in training, in classes and scripts, and where they cannot be exact."""
 
 import io
 import runpy

@@ -321,7 +321,7 @@ def test_a_checkpoint_around_it_is_refused():
     model = nn.Linear(3, 2)
     with parwrap.distributed():
         loss = checkpoint(lambda x: parwrap.gather_with_grad(model(x)).pow(2).sum(), torch.ones(2, 3), use_reentrant=False)
-        with pytest.raises(UsageError, match="call it outside of the part that is checkpointed"):
+        with pytest.raises(UsageError, match="call it outside of the checkpointed part"):
             loss.backward()
 
 

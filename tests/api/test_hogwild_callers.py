@@ -1,4 +1,4 @@
-"""``@hogwild`` in a plain process: what the workers have changed is changed in the caller's objects, and in all that looks at them."""
+"""``@hogwild`` in a plain process: changes by the workers appear in the caller's objects, and in everything that refers to them."""
 
 import gc
 
@@ -66,7 +66,7 @@ def test_what_python_itself_has_frozen_is_no_object_of_the_callers(monkeypatch):
 def test_where_objects_are_frozen_none_would_come_back():
     gc.freeze()
     try:
-        with pytest.raises(UsageError, match=r"gc.freeze\(\) hides objects that are to come back: call gc.unfreeze\(\) before"):
+        with pytest.raises(UsageError, match=r"gc.freeze\(\) hides objects that have to come back: call gc.unfreeze\(\) before"):
             parwrap.hogwild(workers=2)(zeros)()
     finally:
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""``@hogwild`` in a plain process: the caller's model is trained by workers that are gone when it returns."""
+"""``@hogwild`` in a plain process: the workers train the caller's model, and have ended when it returns."""
 
 import contextlib
 import os
@@ -294,14 +294,14 @@ def test_inside_a_rank_it_is_refused():
         train_nothing()
     with (
         parwrap.distributed(),
-        pytest.raises(UsageError, match=r"cannot inside parwrap.distributed and parwrap.run: leave it out and choo"),
+        pytest.raises(UsageError, match=r"not possible inside parwrap.distributed and parwrap.run: remove it and choo"),
     ):
         train_nothing()
 
 
 def test_other_workers_inside_are_refused():
     outer = parwrap.hogwild(workers=2)(lambda: parwrap.hogwild(workers=3)(train_nothing)())
-    text = r"hogwild\(workers=3, lock=False\) cannot be called inside hogwild\(workers=2, lock=False\), whose workers are at work"
+    text = r"hogwild\(workers=3, lock=False\) cannot be called inside hogwild\(workers=2, lock=False\), whose workers are running"
     with pytest.raises(UsageError, match=text):
         outer()
 

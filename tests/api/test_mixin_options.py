@@ -1,4 +1,4 @@
-"""Options and bases of classes with mixins, and what such a class cannot have."""
+"""Options and bases of classes with mixins, and invalid ones."""
 
 import pytest
 import torch
@@ -54,7 +54,10 @@ def test_keywords_that_no_mixin_knows_are_for_the_other_bases():
     ("attributes", "text"),
     [
         ({"parwrap_options": {"sead": 1}}, "Bad.parwrap_options has sead, which none of its mixins takes; did you mean 'seed'\\?"),
-        ({"parwrap_methods": ("trian",)}, "Bad.parwrap_methods names 'trian', which .*Bad.* has not: give it the method, or leave it out"),
+        (
+            {"parwrap_methods": ("trian",)},
+            ("Bad.parwrap_methods names 'trian', which .*Bad.* does not have: add the method, or remove the name"),
+        ),
     ],
 )
 def test_what_a_class_cannot_have_is_refused(attributes, text):
@@ -127,7 +130,7 @@ def test_methods_are_named_by_a_class_keyword_too():
         (
             (parwrap.EvaluateMixin,),
             {"evaluate": lambda self: None, "parwrap_methods": ("evaluate",)},
-            "T has parwrap_methods, and no mixin that takes it: its own take parwrap_evaluate_methods.",
+            "T has parwrap_methods, but no mixin that takes it: its own take parwrap_evaluate_methods.",
         ),
     ],
 )

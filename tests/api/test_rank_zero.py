@@ -78,7 +78,7 @@ def test_a_result_that_does_not_pickle_is_an_exception_on_every_rank():
 def test_waiting_for_rank_zero_without_a_process_group_is_refused(waits, monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="needs the other ranks, and no process group is open here"):
+    with pytest.raises(UsageError, match="needs the other ranks, but no process group is open here"):
         waits(lambda: None)()
 
 

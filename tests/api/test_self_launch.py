@@ -1,4 +1,4 @@
-"""A call that launches its ranks itself: they train what a single process would, and the caller is left as a plain call leaves it."""
+"""A call that launches its ranks: they train what a single process would, and the caller ends as after a plain call."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""What a call cannot launch is an error at once, and where ranks cannot be forked they are spawned, which takes cloudpickle."""
+"""Calls that cannot launch raise an error immediately; if ranks cannot be forked they are spawned, which needs cloudpickle."""
 
 import os
 import sys
@@ -20,11 +20,11 @@ from parwrap.inline.forking import choose_start_method
         ({"nprocs": "two"}, r"^nprocs='two' is not a number of ranks"),
         (
             {"returns": "mean"},
-            r"^returns='mean' is not one of its values\. 'rank0': the value of rank 0; 'all': the list of the values of all",
+            r"^returns='mean' is not one of its values\. 'rank0': rank 0's result; 'all': the list of the results of all",
         ),
         (
             {"start_method": "thread"},
-            r"^start_method='thread' is not one of its values\. None: forks ranks where CUDA has not started; 'fork'",
+            r"^start_method='thread' is not one of its values\. None: forks ranks unless CUDA has started; 'fork'",
         ),
     ],
 )
@@ -69,7 +69,7 @@ def test_a_block_cannot_be_launched():
     with (
         pytest.raises(
             UsageError,
-            match=r"^`with parwrap\.distributed\(nprocs=2\):` has no function that other processes could run: decorate the one that",
+            match=r"^`with parwrap\.distributed\(nprocs=2\):` has no function that other processes could run: decorate the training",
         ),
         parwrap.distributed(nprocs=2),
     ):
@@ -78,7 +78,7 @@ def test_a_block_cannot_be_launched():
 
 def test_there_have_to_be_as_many_gpus(monkeypatch):
     with pytest.raises(
-        LaunchError, match=r"^nprocs='gpu' asks for a rank on each GPU, and torch can use none here: give a number to train on"
+        LaunchError, match=r"^nprocs='gpu' starts a rank on each GPU, but torch can use none here: give a number to train on"
     ):
         parwrap.launch(print, nprocs="gpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # stands for a machine that has them
@@ -98,8 +98,8 @@ def test_where_cuda_has_started_ranks_are_spawned_which_takes_cloudpickle(monkey
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(
         UsageError,
-        match=r"^parwrap\.distributed with nprocs=2 starts ranks in new interpreters here, and cloudpickle, which sends functions "
-        r"to them, is not installed: pip install cloudpickle, which is what parwrap\[notebook\] adds\. Or call it before anything starts",
+        match=r"^parwrap\.distributed with nprocs=2 starts ranks in new interpreters here, but cloudpickle, which sends functions "
+        r"to them, is not installed: pip install cloudpickle, or install parwrap\[notebook\]\. Or call it before anything starts",
     ):
         parwrap.launch(print, nprocs=2)
 

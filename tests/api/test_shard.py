@@ -1,4 +1,4 @@
-"""Data that the user shares out, or has replicated, by hand."""
+"""Data that the user splits, or has replicated, by hand."""
 
 import io
 import itertools
@@ -76,13 +76,13 @@ def test_the_start_line_says_that_data_was_shared_out_by_hand():
 @pytest.mark.parametrize(
     ("x", "text"),
     [
-        ("text", r"cannot share out a str: give a sequence, .* such as sorted\(x\) or list\(x.items\(\)\)"),
-        ({"a": 1}, "cannot share out a dict"),
-        ({1, 2}, "cannot share out a set"),
-        (3, "cannot share out a int"),
-        (torch.tensor(1), "cannot share out a tensor or an array without a dimension"),
-        (np.array(1), "cannot share out a tensor or an array without a dimension"),
-        (DataLoader(range(3)), "is for data that is in no DataLoader: a loader that is trained on is shared out by itself"),
+        ("text", r"cannot split a str: give a sequence, .* such as sorted\(x\) or list\(x.items\(\)\)"),
+        ({"a": 1}, "cannot split a dict"),
+        ({1, 2}, "cannot split a set"),
+        (3, "cannot split a int"),
+        (torch.tensor(1), "cannot split a tensor or an array without a dimension"),
+        (np.array(1), "cannot split a tensor or an array without a dimension"),
+        (DataLoader(range(3)), ("is for data that is in no DataLoader: parwrap splits a training loader without it")),
     ],
     ids=["str", "dict", "set", "int", "scalar", "array", "loader"],
 )
@@ -94,7 +94,7 @@ def test_what_has_no_items_in_an_order_is_refused(x, text):
 def test_unknown_ways_are_refused():
     with pytest.raises(UsageError, match="uneven='fill' is not one of 'pad', 'drop', 'join'"):
         parwrap.shard([1], uneven="fill")
-    with pytest.raises(UsageError, match="takes a DataLoader, not a list: what is in no loader is the same on all ranks anyway"):
+    with pytest.raises(UsageError, match="takes a DataLoader, not a list: data outside of loaders is the same on all ranks anyway"):
         parwrap.replicate([1])
 
 

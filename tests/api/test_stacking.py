@@ -1,4 +1,4 @@
-"""Decorators on one function: whatever order they are written in, they act in the same."""
+"""Decorators on one function have the same effect in any order."""
 
 import io
 from contextlib import redirect_stderr

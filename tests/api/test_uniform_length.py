@@ -1,4 +1,4 @@
-"""What plain loops under ``@uniform_length`` see of their loaders."""
+"""The batches of plain loops under ``@uniform_length``."""
 
 import pytest
 import torch
@@ -162,14 +162,14 @@ def test_a_length_is_found_where_a_sample_says_it():
         ({"pad_valu": 0}, "parwrap.uniform_length has no option 'pad_valu'; did you mean 'pad_value'?"),
         (
             {"length": [3, 4]},
-            "length= has 2 lengths, and the dataset of a shuffled DataLoader 50 samples. Where a script has several, give what takes a "
-            "sample and returns its length.",
+            "length= has 2 lengths, but the dataset of a shuffled DataLoader 50 samples. If a script has several datasets, give a "
+            "function that takes a sample and returns its length.",
         ),
         ({"length": "text"}, "length='text' is no field with a length in a sample, which is a tuple."),
         ({"length": 1}, "length=1 is no field with a length in a sample, which is a tuple."),
         (
             {"length": lambda sample: 2 + sample[1], "max_tokens": 2},
-            "sample 1 has 3 tokens, more than a batch of max_tokens=2 may have: raise max_tokens, cut the sample, or leave it out.",
+            "sample 1 has 3 tokens, more than the limit of a batch, max_tokens=2: raise max_tokens, cut the sample, or drop it.",
         ),
         ({"length": type}, "length=<class 'type'> has returned <class 'tuple'> for a sample, which is not a number of tokens."),
     ],

@@ -1,4 +1,4 @@
-"""What plain loops under ``@uniform_length`` train, on one rank and on two."""
+"""Training by plain loops under ``@uniform_length``, on one rank and on two."""
 
 import pytest
 import torch

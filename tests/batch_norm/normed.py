@@ -1,4 +1,4 @@
-"""Models with batch norms, and what they have normalized with."""
+"""Models with batch norms, and the statistics that they have used."""
 
 import torch
 from torch import nn

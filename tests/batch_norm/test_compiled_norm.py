@@ -197,7 +197,7 @@ def said_in_backwards(make, x=(4, 2)):
         forward = make()
         for _ in range(2):
             forward(torch.randn(*x).requires_grad_()).sum().backward()
-    return len([each for each in said if "goes through a batch norm that used this rank's part of the batch only" in str(each.message)])
+    return len([each for each in said if "goes through a batch norm that used only this rank's part of the batch" in str(each.message)])
 
 
 OUT_OF_REACH = {

@@ -1,4 +1,4 @@
-"""How the GPU's kernels are put together, with the formulas of their documentation in their place where there is no GPU."""
+"""The combination of the GPU's kernels; without a GPU, the formulas of their documentation replace them."""
 
 import pytest
 import torch

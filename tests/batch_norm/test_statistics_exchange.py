@@ -87,7 +87,7 @@ def test_a_process_group_says_who_shares():
 @pytest.mark.ranks(3)
 def test_groups_that_do_not_fit_are_named():
     with (
-        pytest.raises(parwrap.UsageError, match=r"group_size=2 does not divide the 3 ranks into groups .*: take one of 1, 3\."),
+        pytest.raises(parwrap.UsageError, match=r"group_size=2 does not divide the 3 ranks into groups .*: choose one of 1, 3\."),
         parwrap.sync_bn(group_size=2),
     ):
         pass
@@ -199,7 +199,7 @@ def test_what_torch_transforms_is_said_to_be_this_ranks_own():
             torch.func.grad(mean)(torch.randn(4, 2))
         torch.jit.trace(nn.BatchNorm1d(2), torch.randn(4, 2), check_trace=False)
 
-    assert 1 == len([each for each in said if "uses this rank's part of the batch only" in str(each.message)])
+    assert 1 == len([each for each in said if "uses only this rank's part of the batch" in str(each.message)])
 
 
 @pytest.mark.ranks(2, timeout=120)

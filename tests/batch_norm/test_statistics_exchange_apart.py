@@ -1,4 +1,4 @@
-"""What becomes of shared batch norms where ranks part ways."""
+"""Shared batch norms when ranks take different paths."""
 
 import io
 import os
@@ -126,7 +126,7 @@ def test_ranks_in_different_layers_end_with_an_error_that_names_them():
 
     said = str(error.value)
     assert said.startswith("the ranks are in different places at the same time")
-    assert "Have all ranks run the same layers in the same order, or leave @parwrap.sync_bn out." in said
+    assert "Have all ranks run the same layers in the same order, or remove @parwrap.sync_bn." in said
     assert "is in the forward of batch norm '1' (2 channels)" in said
     assert "is in the forward of batch norm '2' (2 channels)" in said
 

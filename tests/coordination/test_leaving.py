@@ -1,4 +1,4 @@
-"""Ranks that leave the training loop before the others, and what these are given by them."""
+"""Ranks that leave the training loop before the others, and the state that they get from these."""
 
 import warnings
 from dataclasses import replace
@@ -152,7 +152,7 @@ def test_steps_that_only_one_rank_takes_are_named_at_the_end_and_undone():
                 if step != 3 or parwrap.rank() == 1:
                     optimizer.step()
 
-    assert 1 == len([each for each in said if "2 parameters have different values on different ranks in the end" in str(each.message)])
+    assert 1 == len([each for each in said if "2 parameters have different values on different ranks at the end" in str(each.message)])
     assert 1 == len({str(each) for each in parwrap.gather(model.state_dict())})
 
 

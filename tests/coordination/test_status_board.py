@@ -1,4 +1,4 @@
-"""Entries of who is where, in memory that ranks share and across nodes."""
+"""Entries of the ranks' positions, in memory that ranks share and across nodes."""
 
 import time
 from dataclasses import replace
@@ -102,7 +102,7 @@ def test_telling_a_place_touches_nothing_beside_it():
     ours.write(1, BARRIER, State.WAITING)
     ours.done(1)
     for place in ("/very" * 100 + "/train.py:7", "train.py:8"):
-        ours.tell_where(place)
+        ours.publish_place(place)
 
         assert place.endswith(theirs.where[0])
         assert (BARRIER, False) == (theirs.last(0)[0].sync_point, theirs.last(0)[1])

@@ -1,4 +1,4 @@
-"""Sync points beside the main ones, played by two ranks in one process."""
+"""Sync points besides the main ones, played by two ranks in one process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is warned of is shown at the script's own line, as in ``train.py:12: UserWarning``."""
+"""Warnings point at the script's own line, as in ``train.py:12: UserWarning``."""
 
 import re
 import warnings
@@ -48,7 +48,7 @@ for epoch in range(2):
     "weights that differ at the end": (
         TRAINING + "model(torch.ones(2, 4)).sum().backward()\nif parwrap.rank() == 0:\n    optimizer.step()\nprint('end')\n",
         "print('end')",
-        "2 parameters have different values on different ranks in the end",
+        "2 parameters have different values on different ranks at the end",
     ),
     "a warning of torch's own": (
         TRAINING

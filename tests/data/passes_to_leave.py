@@ -1,4 +1,4 @@
-"""Loaders of all kinds, and passes that are left in the middle and gone on with."""
+"""Loaders of all kinds, and passes that are left early and continued."""
 
 from torch.utils.data import DataLoader, IterableDataset
 

@@ -1,4 +1,4 @@
-"""Data that differs between ranks: rank 0's is used where that does no harm, and named where it would."""
+"""Data that differs between ranks: rank 0's is used where that is safe, and a warning names it otherwise."""
 
 import os
 import warnings
@@ -133,7 +133,7 @@ def test_draws_that_differ_are_rank_zeros_in_every_pass(workers):
     with parwrap.distributed():
         setup = Setup()
         loader = DataLoader(range(12), batch_size=2, sampler=OwnOrder(12, parwrap.rank()), num_workers=workers)
-        with pytest.warns(UserWarning, match="a OwnOrder draws other samples on other ranks; rank 0's are used on all of them"):
+        with pytest.warns(UserWarning, match="a OwnOrder draws different samples on different ranks; rank 0's are used on all of them"):
             assert list(range(12)) == everyones(setup.train(loader))
         reference = np.random.default_rng(0)
         reference.permutation(12)
@@ -150,8 +150,8 @@ def test_draws_without_end_that_differ_are_refused():
         sampler = OwnOrder(12, parwrap.rank())
         sampler.endless = True
         with (
-            pytest.warns(UserWarning, match="draws other samples"),
-            pytest.raises(RankMismatchError, match=r"has no end, so rank 0's cannot be handed out\. Seed its generator"),
+            pytest.warns(UserWarning, match="draws different samples"),
+            pytest.raises(RankMismatchError, match=r"is endless, so rank 0's cannot be sent to the others\. Seed its generator"),
         ):
             Setup().train(DataLoader(range(12), sampler=sampler))
 
@@ -182,15 +182,16 @@ def test_files_in_another_order_are_in_rank_zeros_with_all_that_goes_by_it(tmp_p
     ordered = {0: sorted, 1: lambda names: sorted(names, reverse=True)}[parwrap.rank()]
     with mock.patch("os.listdir", lambda path: ordered(listed(path))):
         dataset = Files(str(tmp_path))
-    with parwrap.distributed(), pytest.warns(UserWarning, match="another order") as said:
+    with parwrap.distributed(), pytest.warns(UserWarning, match="different orders") as said:
         seen = Setup().train(DataLoader(dataset, batch_size=1, shuffle=True))
     together = [(number.item(), label.item()) for each in parwrap.gather(seen) for number, label in each]
 
     assert {(10 * label + number, label) for label in range(3) for number in range(label + 2)} == set(together)
     assert 10 == len(together)
     expected = (
-        "parwrap: the same items are in another order on other ranks in the classes of a Files and the number of a Files and the files of "
-        "a Files and the labels of a Files; rank 0's order is used on all of them. os.listdir and glob give files in any order: sort them."
+        "parwrap: the ranks have the same items in different orders in the classes of a Files and the number of a Files and the files of "
+        "a Files and the labels of a Files; rank 0's order is used on all of them. os.listdir and glob return files in any order: sort "
+        "them."
     )
     assert [expected] == [str(warning.message) for warning in said]
     assert [0, 0, 1, 1, 1, 2, 2, 2, 2] == dataset.labels.tolist()
@@ -225,7 +226,7 @@ def test_an_order_is_not_changed_if_something_as_long_would_be_left_in_the_old_o
 @pytest.mark.ranks(2)
 def test_a_list_of_pairs_in_another_order_is_in_rank_zeros():
     pairs = [(number, -number) for number in own_rng().permutation(10).tolist()]
-    with parwrap.distributed(), pytest.warns(UserWarning, match="the same items are in another order on other ranks in a list; rank 0's"):
+    with parwrap.distributed(), pytest.warns(UserWarning, match="the same items in different orders in a list; rank 0's"):
         seen = Setup().train(DataLoader(pairs, batch_size=1))
 
     assert list(range(10)) == everyones([first for first, _ in seen])
@@ -248,7 +249,7 @@ def test_other_data_of_the_same_length_is_named(samples):
 def test_tensors_shuffled_by_rank_are_in_rank_zeros_order():
     order = own_rng().permutation(10)
     dataset = TensorDataset(torch.arange(10)[order], 2 * torch.arange(10)[order])
-    with parwrap.distributed(), pytest.warns(UserWarning, match="the same items are in another order"):
+    with parwrap.distributed(), pytest.warns(UserWarning, match="the same items in different orders"):
         seen = Setup().train(DataLoader(dataset, batch_size=2))
 
     assert all(torch.equal(2 * one, other) for one, other in seen)

@@ -190,15 +190,15 @@ def test_samples_of_one_length_are_shuffled_wholly():
         ({"batch_size": 2, "slack": 1}, "slack=1 is not a part of the longest sample: give a number from 0 to below 1."),
         (
             {"max_tokens": 9, "drop_last": True},
-            "drop_last leaves out what does not fill a batch, and with max_tokens batches have no one size: leave it out.",
+            "drop_last drops samples that do not fill a batch, and with max_tokens batches have no fixed size: remove it.",
         ),
         (
             {"max_tokens": 8},
-            "sample 1 has 9 tokens, more than a batch of max_tokens=8 may have: raise max_tokens, cut the sample, or leave it out.",
+            "sample 1 has 9 tokens, more than the limit of a batch, max_tokens=8: raise max_tokens, cut the sample, or drop it.",
         ),
         (
             {"max_tokens": 9, "multiple_of": 8},
-            "sample 1 has 16 tokens, more than a batch of max_tokens=9 may have: raise max_tokens, cut the sample, or leave it out.",
+            "sample 1 has 16 tokens, more than the limit of a batch, max_tokens=9: raise max_tokens, cut the sample, or drop it.",
         ),
         ({"batch_size": 2, "rank": 1}, "num_replicas=None and rank=1: give both, or neither."),
         ({"batch_size": 2, "rank": 2, "num_replicas": 2}, "rank=2 is not one of 2 ranks, which are counted from 0."),
@@ -221,8 +221,7 @@ def test_a_sampler_that_is_for_one_rank_is_not_dealt_out_once_more():
         UniformLengthBatchSampler([1, 2], 1, num_replicas=2, rank=1).for_ranks(2)
 
     assert str(refusal.value) == (
-        "a UniformLengthBatchSampler was made for rank 1 of 2, and parwrap would deal out its batches once more: leave out num_replicas "
-        "and rank."
+        "a UniformLengthBatchSampler was made for rank 1 of 2, but parwrap would divide its batches again: remove num_replicas and rank."
     )
 
 

@@ -63,7 +63,9 @@ def test_what_does_not_shuffle_is_dealt_out_when_it_is_trained_on():
         source = DALIGenericIterator(from_python(), ["x"])
         assert [*range(10)] == sorted({*everyones(setup.train(source))})
 
-    assert "the reader 'numbers' is read whole by every rank; now that it is trained on, its batches are dealt out" in texts[0]
+    assert (
+        "the reader 'numbers' is read whole by every rank; now that it is trained on, its batches are divided among the ranks" in texts[0]
+    )
     assert "an external source is read whole by every rank" in texts[1]
     assert 2 == len(texts)
 
@@ -79,7 +81,7 @@ def test_what_differs_between_ranks_already_is_not_dealt_out():
     with parwrap.distributed(), said() as texts:
         assert [first + i for i in range(4)] == flat(Setup().train(DALIGenericIterator(from_python(), ["x"])))
 
-    assert "gives other batches on other ranks, so these are left alone: each rank trains on all that it reads" in texts[0]
+    assert "gives different batches on different ranks, so parwrap leaves them alone: each rank trains on all that it reads" in texts[0]
 
 
 @pytest.mark.ranks(2)
@@ -98,14 +100,16 @@ def test_wrong_guesses_are_said_and_put_right():
         assert 4 == len(flat(read(also)))
         assert [*range(8)] == flat(read(also))
 
-    assert "'numbers' was read to its end without training, and each rank saw only its share of it, since it shuffles" in texts[0]
+    assert "'numbers' was read to its end without training, and each rank saw only its share, because it shuffles" in texts[0]
     assert "'numbers' was read in eval() mode or before any optimizer was built, and yet trained on" in texts[1]
-    assert "saw only its share of it. From its next pass on every rank sees all of it" in texts[2]
+    assert "saw only its share. From its next pass on every rank sees all of it" in texts[2]
     assert 3 == len(texts)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("problem", ["another number of samples on other ranks: {'numbers': 8} on rank 0", "the same in another order"])
+@pytest.mark.parametrize(
+    "problem", ["different numbers of samples on different ranks: {'numbers': 8} on rank 0", "the same in another order"]
+)
 def test_files_that_differ_between_ranks(problem):
     files = written(8)[:: 1 - 2 * parwrap.rank()] if "order" in problem else written(8 + parwrap.rank())
     with pytest.raises(RankMismatchError, match=problem), parwrap.distributed():

@@ -49,7 +49,7 @@ def test_backwards_without_a_step_whose_gradients_are_dropped_are_said_once(shuf
 
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
-@pytest.mark.filterwarnings("ignore:.*sums and counts are those of one process")
+@pytest.mark.filterwarnings("ignore:.*sums and counts equal those of one process")
 def test_gradients_by_autograd_grad_are_those_of_one_process(size):
     expected = fisher(Trained(), loader(), by_grad)
     with parwrap.distributed():

@@ -54,7 +54,7 @@ class Ready(IterableDataset):
 def test_items_that_cannot_be_split_are_said(dataset):
     with (
         parwrap.distributed(batch="global"),
-        pytest.warns(UserWarning, match=r"test_global_batches.py:\d+\): .* a step is over 2 of them") as all_,
+        pytest.warns(UserWarning, match=r"test_global_batches.py:\d+\): .* a step covers 2 of them") as all_,
     ):
         trained(DataLoader(dataset, batch_size=None))
 

@@ -215,7 +215,7 @@ class AskingLate(Numbers):
 @pytest.mark.ranks(2)
 def test_a_dataset_that_asks_too_late_is_refused():
     text = (
-        r"AskingLate asks how many workers or ranks there are after it has yielded its first sample.*give its loader to parwrap\.replicate"
+        r"AskingLate asks for the number of workers or ranks after it has yielded its first sample.*give its loader to parwrap\.replicate"
     )
     with pytest.raises(UsageError, match=text), parwrap.distributed():
         trained(DataLoader(AskingLate(2), batch_size=1))
@@ -225,7 +225,7 @@ def test_a_dataset_that_asks_too_late_is_refused():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"loss": "sum"}, 'loss="sum" with batch="global" is not for an IterableDataset'),
+        ({"loss": "sum"}, 'loss="sum" with batch="global" does not work with an IterableDataset'),
         ({}, "cannot split the batches of an IterableDataset: 1 sample for 2 ranks. Raise batch_size"),
     ],
 )

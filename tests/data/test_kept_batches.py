@@ -71,7 +71,7 @@ def test_a_loss_over_all_batches_of_a_pass_whose_last_is_smaller_is_said():
     trained = Trained()
     with (
         parwrap.distributed(batch="global"),
-        pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ may be over several batches"),
+        pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ may cover several batches"),
     ):
         sum(trained.criterion(trained.model(x), y) for x, y in DataLoader(numbers(21), batch_size=8)).backward()
 
@@ -159,5 +159,5 @@ def test_gradients_by_autograd_grad_of_a_kept_batch_are_said():
 
     with parwrap.distributed(batch="global"):
         kept = [batch for batch in DataLoader(numbers(21), batch_size=8) if not trained.step(*batch)]
-        with pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ may be over several batches, or one of several that were kept"):
+        with pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ may cover several batches, or one of several that were kept"):
             step_without_backward(*kept[-1])

@@ -109,7 +109,7 @@ def test_the_users_own_distributed_sampler_is_kept_and_its_epochs_are_the_users(
 
             assert list(sampler) == setup.train(loader)
         assert 5 == len(loader)
-    said = "parwrap: a DataLoader has a DistributedSampler of its own, for 2 replicas: it is kept."
+    said = "parwrap: a DataLoader has its own DistributedSampler, for 2 replicas: it is kept."
     assert parwrap.is_rank_zero() == (heard.getvalue().count(said) == 1)
 
 
@@ -159,7 +159,7 @@ def test_an_own_distributed_sampler_for_one_replica_is_shared_out(batch):
             assert list(range(12)) == everyones(seen)
             assert order[: 2 // (1 + (batch == "global"))] == parwrap.broadcast(seen)[: 2 // (1 + (batch == "global"))]
         assert (3 if batch == "per_rank" else 6) == len(loader)
-    said = "has a DistributedSampler of its own, for 1 replica: what it draws is shared out among 2 ranks."
+    said = "has its own DistributedSampler, for 1 replica: its draws are divided among 2 ranks."
     assert parwrap.is_rank_zero() == (heard.getvalue().count(said) == 1)
 
 

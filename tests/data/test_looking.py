@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 import parwrap
 from trained_on import Setup, everyones
 
-NOTE = "sums and counts are those of one process"
+NOTE = "sums and counts equal those of one process"
 
 
 def looks(match=NOTE):
@@ -83,7 +83,7 @@ def test_a_look_sees_what_a_weighted_sampler_draws_with_all_that_is_drawn_twice(
 
 @pytest.mark.ranks(2)
 def test_parts_of_global_batches_become_whole_in_a_look_and_their_number_is_said():
-    with parwrap.distributed(batch="global"), looks("There are 10 batches instead of 5: divide by what was"):
+    with parwrap.distributed(batch="global"), looks("It has 10 batches instead of 5: divide by the number counted"):
         _setup = Setup()
         assert list(range(18)) == sorted(drawn(DataLoader(range(18), batch_size=4, shuffle=True))[0])
 

@@ -155,7 +155,7 @@ WHOLE = "is a whole number, and the mean of the ranks' counts is not the count o
             torch.ones(2),
             "the result has another shape on other ranks: [1], [2]. For predictions, use",
         ),
-        ("sum", {1}, {2}, "evaluate(reduce='sum'): the result is a set, which cannot be put together: return numbers,"),
+        ("sum", {1}, {2}, "evaluate(reduce='sum'): the result is a set, which cannot be merged: return numbers,"),
         (
             "mean",
             {"a": 1.0},

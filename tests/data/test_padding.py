@@ -134,11 +134,11 @@ def test_worker_processes_pad(method):
         (lambda: pad_collate(fields="x"), "fields='x' is one name: give a list of them, as in ['x']."),
         (
             lambda: pad_collate()([(torch.ones(3, 4), 0), (torch.ones(2, 5), 1)]),
-            "the field 0 of a batch have shapes (2, 5) and (3, 4): only the first dimension can be padded, so the others must be the same.",
+            "the field 0 of a batch have shapes (2, 5) and (3, 4): only the first dimension can be padded, so the others must be equal.",
         ),
         (
             lambda: pad_collate()([torch.ones(2, 5), torch.ones(2, 4)]),
-            "the samples of a batch have shapes (2, 4) and (2, 5): only the first dimension can be padded, so the others must be the same.",
+            "the samples of a batch have shapes (2, 4) and (2, 5): only the first dimension can be padded, so the others must be equal.",
         ),
     ],
 )

@@ -95,7 +95,7 @@ class Aimless(Sampler):
         ),
         ({}, {"dataset": Stream()}, r"another kind of DataLoader, one with a sampler of its own; this is one over an IterableDataset\."),
         ({"dataset": Stream(), "num_workers": 1}, {"dataset": Stream()}, r"whose number of workers was 1; this one's is 0\."),
-        ({}, {"batch_size": 3}, r"does not draw again what it drew before its state was taken: number 1 of the pass is another"),
+        ({}, {"batch_size": 3}, r"does not repeat its draws from before its state was taken: number 1 of the pass differs"),
         ({"sampler": Aimless()}, {"sampler": Aimless()}, r"it must draw from torch, np\.random or random while nothing else does"),
         (
             {"sampler": RandomSampler(range(SAMPLES), generator=torch.Generator())},
@@ -122,14 +122,14 @@ def test_what_is_no_state_is_refused(state, what):
     loader = DataLoader(range(3))
     with (
         parwrap.distributed(),
-        pytest.raises(UsageError, match=rf"takes what state_dict\(\) of parwrap\.loaders\(\) has returned, not {what}"),
+        pytest.raises(UsageError, match=rf"takes the result of state_dict\(\) of parwrap\.loaders\(\), not {what}"),
     ):
         parwrap.loaders(loader)[0].load_state_dict(state)
 
 
 def test_where_there_is_nothing_to_list_it_is_said():
     with pytest.raises(
-        UsageError, match=r"lists the training loaders of a function or script that parwrap\.distributed runs, and none runs here"
+        UsageError, match=r"lists the training loaders of a function or script that parwrap\.distributed runs, but none runs here"
     ):
         parwrap.loaders()
     with parwrap.distributed():
@@ -140,7 +140,9 @@ def test_where_there_is_nothing_to_list_it_is_said():
         loader = DataLoader(range(3))
         (position,) = parwrap.loaders(loader)
         del loader
-        with pytest.raises(UsageError, match=r"the DataLoader of this position is gone\. List the loaders anew: parwrap\.loaders\(\)"):
+        with pytest.raises(
+            UsageError, match=r"the DataLoader of this position no longer exists\. List the loaders again: parwrap\.loaders\(\)"
+        ):
             position.state_dict()
 
 
@@ -148,7 +150,7 @@ def test_a_loader_that_two_passes_read_is_at_no_place():
     with parwrap.distributed():
         loader, position, *_reading = reading()
         other = iter(loader)
-        with pytest.raises(UsageError, match="two training passes over one DataLoader are open, so that it is at no one place"):
+        with pytest.raises(UsageError, match="two training passes over one DataLoader are open, so that it has no single position"):
             position.state_dict()
         del other
         with pytest.raises(UsageError, match="are open"):
@@ -162,7 +164,7 @@ def test_a_loader_that_is_only_looked_at_has_no_place():
     with parwrap.distributed():
         loader = DataLoader(range(SAMPLES))
         looking = iter(loader)
-        with pytest.raises(UsageError, match=r"read as one that is only looked at: .* before there is an optimizer"):
+        with pytest.raises(UsageError, match=r"being read without training: .* before an optimizer"):
             parwrap.loaders(loader)[0].state_dict()
         del looking
         assert 0 == parwrap.loaders(loader)[0].state_dict()["done"]
@@ -195,7 +197,7 @@ def load_on_rank_zero_only():
 
 @pytest.mark.ranks(2, timeout=30)
 def test_a_rank_that_has_loaded_nothing_is_told_of():
-    with pytest.raises(RankMismatchError, match=r"rank 0 is at the position that a training loader goes on from"):
+    with pytest.raises(RankMismatchError, match=r"rank 0 is at the position that a training loader continues from"):
         load_on_rank_zero_only()
 
 
@@ -206,7 +208,7 @@ def test_a_state_that_torchdata_has_taken_itself_is_refused_in_training():
     with parwrap.distributed():
         loader, setup = StatefulDataLoader(range(SAMPLES), batch_size=4), Setup()
         loader.load_state_dict(state)
-        with pytest.raises(UsageError, match="a StatefulDataLoader was given a state that was taken without parwrap, which does not say"):
+        with pytest.raises(UsageError, match="a StatefulDataLoader got a state that was taken without parwrap, which does not contain"):
             iter(loader)
         with torch.no_grad():  # as it does without parwrap
             assert [4, 5, 6, 7] == next(iter(loader)).tolist()

@@ -1,4 +1,4 @@
-"""Which passes are taken for training, and what becomes of a wrong guess."""
+"""Which passes count as training, and the correction of a wrong guess."""
 
 import warnings
 

@@ -83,7 +83,7 @@ def test_a_sound_machine_has_no_problem():
             "OMP_NUM_THREADS=4",
         ),
         ({"launch": Launch("mpi", 0, 4, 0, 4), "cores": {"usable": 1, "threads": 1}}, "each rank use 1 core of 64", "--cpus-per-task"),
-        ({"device_error": "local rank 2 has no GPU of its own: 2 visible (0, 1). Start fewer."}, "local rank 2 has no GPU", "Start fewer"),
+        ({"device_error": "local rank 2 has no GPU to itself: 2 visible (0, 1). Start fewer."}, "local rank 2 has no GPU", "Start fewer"),
         ({"gpus": Gpus(present=True)}, "an NVIDIA GPU and no driver is loaded", "until `nvidia-smi` lists"),
         ({"gpus": Gpus(driver="550.1"), "versions": {"cuda": None}}, "torch 2.13.0 was built without CUDA", "pytorch.org"),
         ({"gpus": Gpus(driver="470.1", error="driver too old")}, "built for CUDA 12.8, can use no GPU", "update it"),

@@ -14,7 +14,7 @@ def test_each_local_rank_sees_one_gpu():
 
 def test_more_ranks_than_gpus_are_refused():
     with pytest.raises(
-        LaunchError, match=r"local rank 2 has no GPU of its own: 2 visible \(4, 7\). Start at most 2 ranks a node, or pass backend='gloo'"
+        LaunchError, match=r"local rank 2 has no GPU to itself: 2 visible \(4, 7\). Start at most 2 ranks a node, or pass backend='gloo'"
     ):
         visible_gpu(2, ["4", "7"])
 

@@ -31,7 +31,7 @@ class Driver:
         return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or [str(number) for number in range(GPUS)]
 
     def device_count(self):
-        """torch asks NVML as long as CUDA has not started, and NVML reads the variable each time."""
+        """torch asks NVML as long as CUDA has started, and NVML reads the variable each time."""
         return self.count() if self.initialized else len(self.visible())
 
     def set_device(self, device):

@@ -27,7 +27,10 @@ def test_a_rank_that_never_comes_is_named():
     else:
         with pytest.raises(
             RankMismatchError,
-            match=r"rank 0 waited 0.3 s for the other ranks at the same point .lunch.*, in vain.*Rank 1 has met nobody yet.*raise timeout=",
+            match=(
+                r"rank 0 waited 0.3 s for the other ranks at the same point .lunch.*, in vain.*Rank 1 has reached no sync point "
+                r"yet.*raise timeout="
+            ),
         ):
             mine.exchange("lunch", None)
         with pytest.raises(RankMismatchError, match=r"for rank 1 at the same point \(tea\)"):

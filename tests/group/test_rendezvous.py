@@ -17,7 +17,7 @@ from parwrap.group.rendezvous import on_loopback, placed
 from parwrap.world.world import World
 
 
-def met_again(world: World, launchers_word: str):
+def started_again(world: World, launchers_word: str):
     """The process group of the ranks of a test, opened once more as under another launcher."""
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -31,13 +31,13 @@ def test_ranks_of_one_node_meet_without_a_port_and_leave_nothing(tmp_path, monke
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     world = current().world
     for _ in range(2):
-        with met_again(world, "parwrap://job/7") as group:
+        with started_again(world, "parwrap://job/7") as group:
             assert {0: 0, 1: 10} == group.exchange("test", world.rank * 10)
             listening = [each.laddr.ip for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
             assert {"127.0.0.1"} == {*listening}
             assert "lo" == os.environ["GLOO_SOCKET_IFNAME"]
         assert "GLOO_SOCKET_IFNAME" not in os.environ
-        with met_again(world, f"file://{tmp_path}/other"):
+        with started_again(world, f"file://{tmp_path}/other"):
             parwrap.barrier()  # both have left the one before
             (directory,) = tmp_path.glob("parwrap-*")
             assert [] == os.listdir(directory)

@@ -62,7 +62,7 @@ def test_loaders_with_workers_of_the_caller_have_others_in_the_ranks_and_theirs_
         with torch.no_grad():
             return [batch.tolist() for batch in loader]
 
-    with pytest.warns(UserWarning, match=r"reaches begun\[0\], begun\[1\], which workers of this process work for"):
+    with pytest.warns(UserWarning, match=r"reaches begun\[0\], begun\[1\], which need workers of this process"):
         assert [[[0, 1], [2, 3]]] * 2 == parwrap.launch(evaluate, nprocs=2, returns="all")
     assert [0, 1, 2, 3] == [first.item(), *(each.item() for each in here[0])]
     assert [[0, 1], [2, 3]] == [batch.tolist() for batch in here[1]]
@@ -104,8 +104,8 @@ def test_what_needs_threads_or_workers_of_the_caller_is_named(pool, fed, monkeyp
     monkeypatch.setitem(SEEN, "log", fed)
     begun = iter(DataLoader(range(2), num_workers=1))
     text = (
-        r"^parwrap: the function reaches {}, which {} of this process work for, and ranks that are forked from it have none of these {}: "
-        r"what waits for them there waits for ever\. Make it inside the function\.$"
+        r"^parwrap: the function reaches {}, which need {} of this process, and forked ranks have none of these {}: "
+        r"waiting for them there never ends\. Make it inside the function\.$"
     )
 
     for function, name in [

@@ -240,7 +240,7 @@ def test_leaving_by_sys_exit_leaves_the_caller_too():
 
 def test_what_cannot_be_sent_is_named():
     with pytest.raises(
-        UsageError, match=r"^what was returned on rank 0, or put into a model .* cannot be sent to the caller: .*lock.*Return t"
+        UsageError, match=r"^the result on rank 0, or a value put into a model .* cannot be sent to the caller: .*lock.*Return t"
     ):
         run_on_ranks(threading.Lock, 2)
 

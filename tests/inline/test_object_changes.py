@@ -277,7 +277,7 @@ def test_what_cannot_be_sent_is_named_in_one_warning_at_the_users_line(start_met
 
     (text,), (file,) = ({str(each.message) for each in warned}, {each.filename for each in warned})
     assert text.startswith("parwrap: the function changed self.writer (")
-    assert "self.history['lock'] (TypeError: cannot pickle '_thread.lock' object) on its ranks, and that cannot be sent to this pro" in text
+    assert "self.history['lock'] (TypeError: cannot pickle '_thread.lock' object) on its ranks, but that cannot be sent to this pro" in text
     assert text.endswith("process, where it stays as it was. Make it inside the function, or return what you need of it.")
     assert __file__ == file
     assert (None, 1, {"loss": 0.5}) == (writing.writer, writing.epoch, writing.history)
@@ -288,7 +288,7 @@ def test_what_cannot_be_sent_is_named_in_one_warning_at_the_users_line(start_met
 )
 def test_iterators_that_were_advanced_are_named(make):
     batches = make()
-    with pytest.warns(UserWarning, match=r"^parwrap: the function changed batches on its ranks, and that cannot be sent"):
+    with pytest.warns(UserWarning, match=r"^parwrap: the function changed batches on its ranks, but that cannot be sent"):
         parwrap.launch(lambda: next(batches), nprocs=2)
 
 

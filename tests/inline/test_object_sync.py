@@ -182,7 +182,7 @@ def test_all_values_are_of_the_classes_that_they_were():
 
 
 def test_all_values_must_be_such_as_can_be_sent():
-    with pytest.raises(parwrap.UsageError, match=r"^what was returned on rank \d cannot be sent to the other ranks, as returns='all'"):
+    with pytest.raises(parwrap.UsageError, match=r"^the result on rank \d cannot be sent to the other ranks, as returns='all'"):
         parwrap.launch(lambda: lambda: 1, nprocs=2, returns="all")
 
 

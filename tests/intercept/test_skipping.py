@@ -231,9 +231,9 @@ def test_an_optimizer_that_changes_weights_in_spite_of_it_is_refused(keep, kept)
 
     assert str(refusal.value).startswith(f"Keeping.step() at {__file__}:")
     assert str(refusal.value).endswith(
-        " has changed a parameter of shape (2,) in a step that parwrap has to leave out, so it does not go by self.param_groups, or a hook "
-        "on it changes weights. Let step() go over the parameters in self.param_groups, or train this part without parwrap.amp and "
-        "parwrap.accumulate."
+        " has changed a parameter of shape (2,) in a step that parwrap has to skip, so it does not use self.param_groups, or a hook "
+        "on it changes weights. Let step() iterate over the parameters in self.param_groups, or train this part without parwrap.amp "
+        "and parwrap.accumulate."
     )
 
 

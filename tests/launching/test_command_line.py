@@ -101,13 +101,12 @@ def test_an_option_is_written_in_full_or_as_a_prefix_that_no_other_has(argv, opt
     [
         (
             ["train.py", "--nproc-per-node", "2"],
-            "1 rank runs: --nproc-per-node stands after train.py, so it is an option of the script. To start several ranks, put it "
-            "before train.py.",
+            "1 rank runs: --nproc-per-node follows train.py, so it is an option of the script. To start several ranks, put it before "
+            "train.py.",
         ),
         (
             ["-m", "recipes.digits", "--epochs", "3", "--nnodes=2"],
-            "1 rank runs: --nnodes=2 stands after recipes.digits, so it is an option of the script. To start several ranks, put it "
-            "before -m.",
+            "1 rank runs: --nnodes=2 follows recipes.digits, so it is an option of the script. To start several ranks, put it before -m.",
         ),
         (["--nproc-per-node", "1", "train.py", "--nproc-per-node", "2"], ""),
         (["--nproc-per-node", "2", "train.py", "--nproc-per-node", "2"], ""),
@@ -131,7 +130,7 @@ def test_the_notice_comes_before_the_script_runs(script, parwrap_run):
     status, stdout, stderr = parwrap_run("train.py", "--nproc_per_node=2")
 
     assert (1, "") == (status, stdout)
-    assert stderr.startswith("parwrap.run: 1 rank runs: --nproc_per_node=2 stands after train.py")
+    assert stderr.startswith("parwrap.run: 1 rank runs: --nproc_per_node=2 follows train.py")
     assert stderr.endswith("the script\n")
 
 
@@ -155,11 +154,11 @@ def test_the_package_says_which_commands_there_are(started):
     [
         (
             "import sys; sys.stdin.read()",
-            "EOFError: sys.stdin was read on a launched rank, which has no stdin: make the answer an argument of the script.",
+            "EOFError: sys.stdin was read on a launched rank, which has no stdin: pass the answer as an argument of the script.",
         ),
         (
             "import sys\nfor line in sys.stdin: print(line)",
-            "EOFError: sys.stdin was read on a launched rank, which has no stdin: make the answer an argument of the script.",
+            "EOFError: sys.stdin was read on a launched rank, which has no stdin: pass the answer as an argument of the script.",
         ),
         (
             "breakpoint()",

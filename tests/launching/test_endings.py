@@ -102,7 +102,7 @@ def test_a_question_that_nobody_can_answer(parwrap_run, script):
 
     assert (1, "") == (status, said)
     assert stderr.endswith(
-        "EOFError: input('name? ') was called on a launched rank, which has no stdin: make the answer an argument of the script.\n"
+        "EOFError: input('name? ') was called on a launched rank, which has no stdin: pass the answer as an argument of the script.\n"
     )
 
 

@@ -25,12 +25,12 @@ def test_what_is_asked_for(argv, expected):
 
 @pytest.mark.parametrize(("devices", "missing"), [("0,1", "cuda:0"), ("cuda:0,cuda:0", "cuda:0")])
 def test_gpus_that_are_not_there_are_refused_in_a_line(devices, missing):
-    message = f"--data-parallel names {missing}, and the GPUs that torch can use here are 0: name others, or all."
+    message = f"--data-parallel names {missing}, but torch can use 0 GPUs here: choose others, or all."
     with pytest.raises(LaunchError, match=f"^{re.escape(message)}$"):
         plan_launch(["--data-parallel", devices, __file__], {}, 0, 8)
 
 
 def test_an_option_of_it_needs_it():
-    message = "--no-gather has nothing to act on without --data-parallel: add it. The script's own options come after its name."
+    message = "--no-gather has no effect without --data-parallel: add it. The script's own options come after its name."
     with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
         plan_launch(["--no-gather", __file__], {}, 0, 8)

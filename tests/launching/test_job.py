@@ -60,44 +60,44 @@ def test_a_launcher_of_the_script_is_left_to_it(name):
     [
         (
             ["--launcher", "slrum", "--partition", "p", "train.py"],
-            "there is no launcher slrum. Did you mean slurm? There are slurm, kubeflow and ray.",
+            "no launcher is called slrum. Did you mean slurm? Launchers are slurm, kubeflow and ray.",
         ),
-        (["--launcher", "mpi", "train.py"], "there is no launcher mpi. There are slurm, kubeflow and ray."),
+        (["--launcher", "mpi", "train.py"], "no launcher is called mpi. Launchers are slurm, kubeflow and ray."),
         (["--launcher"], "argument --launcher: expected one argument"),
-        (["--launcher", "slurm"], "there is no script to run: name it after the options, then its own arguments."),
+        (["--launcher", "slurm"], "no script to run: name it after the options, then its own arguments."),
         (
             ["--launcher", "slurm", "--image=i", "train.py"],
-            "--image=i is an option of --launcher kubeflow, not of slurm: leave it out, or choose that launcher.",
+            "--image=i is an option of --launcher kubeflow, not of slurm: remove it, or choose that launcher.",
         ),
-        (["--launcher", "slurm", "--partitoin", "p", "train.py"], "there is no option --partitoin; did you mean --partition?"),
+        (["--launcher", "slurm", "--partitoin", "p", "train.py"], "no option is called --partitoin; did you mean --partition?"),
         (["--launcher", "slurm", "--nodes", "0", "train.py"], "argument --nodes: '0' is not a whole number above 0."),
         (
             ["--launcher", "slurm", "--nnodes", "2", "train.py"],
-            "--nnodes is for --launcher slurm to set, which tells the nodes of each other: --nodes N says how many there are.",
+            "--nnodes is set by --launcher slurm, which connects the nodes: --nodes N sets how many.",
         ),
         (
             ["--launcher", "ray", "--nnodes", "2", "train.py"],
-            "--nnodes is for --launcher ray to set, which tells the nodes of each other: --num-workers N says how many there are.",
+            "--nnodes is set by --launcher ray, which connects the nodes: --num-workers N sets how many.",
         ),
         (
             ["--launcher", "ray", "--nodes", "2", "train.py"],
-            "--nodes is an option of --launcher slurm and kubeflow, not of ray: leave it out, or choose that launcher.",
+            "--nodes is an option of --launcher slurm and kubeflow, not of ray: remove it, or choose that launcher.",
         ),
         (
             ["--launcher", "slurm", "--node-rank", "0", "train.py"],
-            "--node-rank is for --launcher slurm to set, which tells the nodes of each other: leave it out.",
+            "--node-rank is set by --launcher slurm, which connects the nodes: remove it.",
         ),
         (
             ["--launcher", "slurm", "--rdzv-backend=c10d", "train.py"],
-            "--rdzv-backend is for --launcher slurm to set, which tells the nodes of each other: leave it out.",
+            "--rdzv-backend is set by --launcher slurm, which connects the nodes: remove it.",
         ),
         (
             ["--launcher", "slurm", "--nodes", "2", "--data-parallel", "all", "train.py"],
-            "--data-parallel runs one process on several devices, and more ranks are asked for: leave one of them out.",
+            "--data-parallel runs one process on several devices, and the options ask for more ranks: remove one of them.",
         ),
         (
             ["--launcher", "ray", "--num-workers", "2", "--data-parallel", "all", "train.py"],
-            "--data-parallel runs one process on several devices, and more ranks are asked for: leave one of them out.",
+            "--data-parallel runs one process on several devices, and the options ask for more ranks: remove one of them.",
         ),
     ],
 )
@@ -111,7 +111,7 @@ def test_what_makes_no_sense_is_said_before_anything_is_submitted(argv, text):
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["no.py"], "there is no script no.py: its path is taken from the directory that the command runs in."),
+        (["no.py"], "no script no.py: its path is relative to the directory that the command runs in."),
         (
             ["--gpus-per-node", "2", "--nproc-per-node", "4", "train.py"],
             "--nproc-per-node 4 is more than the GPUs that torch can use on this node (2). Start at most 2 ranks there, or add --backend "
@@ -133,8 +133,8 @@ def test_only_a_node_can_know_how_many_gpus_it_has():
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["--partition", "p", "train.py"], "--partition is an option of --launcher slurm: add that, or leave --partition out."),
-        (["--nodes=2", "train.py"], "--nodes is an option of --launcher slurm and kubeflow: add that, or leave --nodes out."),
+        (["--partition", "p", "train.py"], "--partition is an option of --launcher slurm: add that, or remove --partition."),
+        (["--nodes=2", "train.py"], "--nodes is an option of --launcher slurm and kubeflow: add that, or remove --nodes."),
         (["--launch", "slurm", "train.py"], "--launcher must be written in full."),
     ],
 )

@@ -222,29 +222,29 @@ def test_the_name_is_the_scripts(script, name):
     [
         (
             ["--image", "i", "train.py"],
-            "--launcher kubeflow writes a manifest and submits nothing: add --print, and hand what it prints to `kubectl apply -f -`.",
+            "--launcher kubeflow writes a manifest and submits nothing: add --print, and pipe the output into `kubectl apply -f -`.",
         ),
-        (["--print", "train.py"], "--launcher kubeflow needs --image, the container image that has parwrap and the script in it."),
+        (["--print", "train.py"], "--launcher kubeflow needs --image, a container image with parwrap and the script in it."),
         (
             ["--print", "--image", "i", "--name", "My_job", "train.py"],
-            "--name My_job is no name for a job on Kubernetes: give up to 46 small letters, digits and '-', a letter first.",
+            "--name My_job is not a valid job name on Kubernetes: use up to 46 lowercase letters, digits and '-', starting with a letter.",
         ),
         (
             ["--print", "--image", "i", "\u8bad\u7ec3.py"],
-            "no name for a job on Kubernetes can be made of the script's, \u8bad\u7ec3.py: add --name.",
+            "the script's name, \u8bad\u7ec3.py, cannot be turned into a job name on Kubernetes: add --name.",
         ),
         (
             ["--print", "--image", "i", "--runtime", "mine", "train.py"],
-            "--runtime mine is of --kind trainjob: add that, or leave --runtime out.",
+            "--runtime mine needs --kind trainjob: add that, or remove --runtime.",
         ),
         (
             ["--print", "--image", "i", "--kind", "trainjob", "--max-restarts", "1", "train.py"],
-            "--max-restarts has nothing to act on with --kind trainjob, whose nodes cannot start again together: leave it out, or choose "
-            "--kind pytorchjob.",
+            "--max-restarts has no effect with --kind trainjob, whose nodes cannot restart together: remove it, or choose --kind "
+            "pytorchjob.",
         ),
         (
             ["--print", "--image", "i", "--kind", "trainjob", "--nproc-per-node", "auto", "train.py"],
-            "--nproc-per-node auto is no number, as --kind trainjob needs it.",
+            "--nproc-per-node auto is not a number, which --kind trainjob needs.",
         ),
     ],
 )
@@ -258,6 +258,6 @@ def test_without_pyyaml(monkeypatch, capsys):
 
     assert 2 == main(["--launcher", "kubeflow", "--image", "i", "--print", "train.py"])
     assert (
-        "parwrap.run: --launcher kubeflow writes YAML with PyYAML, which is not installed: pip install PyYAML, which is what "
-        "parwrap[kubeflow] adds.\n" == capsys.readouterr().err
+        "parwrap.run: --launcher kubeflow writes YAML with PyYAML, which is not installed: pip install PyYAML, or install "
+        "parwrap[kubeflow].\n" == capsys.readouterr().err
     )

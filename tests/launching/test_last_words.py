@@ -64,7 +64,7 @@ def test_after_the_timeout_the_line_of_the_missing_rank_is_named(ranks, parwrap_
 
     assert status == 1
     assert f"Rank {int(ranks) - 1} has left backward" in stderr.splitlines()[-1], stderr
-    assert f"train.py:{line}. Who is missing" in stderr.splitlines()[-1], stderr
+    assert f"train.py:{line}. A missing rank" in stderr.splitlines()[-1], stderr
 
 
 @pytest.mark.parametrize("ranks", ["2", "3"])

@@ -13,7 +13,7 @@ import pytest
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.command.plan import LaunchPlan, plan_launch
 from parwrap.launching.elastic.network_interfaces import interface_of
-from parwrap.launching.elastic.network_route import endpoint, met, towards, unreachable, way_to, with_way
+from parwrap.launching.elastic.network_route import await_rendezvous, endpoint, towards, unreachable, way_to, with_way
 from parwrap.world.launchers import LOOPBACK
 
 
@@ -143,7 +143,7 @@ def test_the_first_node_is_waited_for(listener, capsys, monkeypatch):
     thread = threading.Timer(0.5, lambda: late.append(socket.create_server((host, port))))
     thread.start()
     began = time.monotonic()
-    found = met(asked, os.environ)
+    found = await_rendezvous(asked, os.environ)
     thread.join()
     late[0].close()
 
@@ -171,7 +171,7 @@ def test_a_first_node_that_does_not_answer_is_told_of(listener, options, text):
     port = listener.getsockname()[1]
     listener.close()
     with pytest.raises(LaunchError, match=f"^{re.escape(text.format(port=port))}$"):
-        met(plan("--nnodes", "2", "--node-rank", "1", "--master-port", str(port), *options), os.environ)
+        await_rendezvous(plan("--nnodes", "2", "--node-rank", "1", "--master-port", str(port), *options), os.environ)
 
 
 def test_no_answer_at_all():

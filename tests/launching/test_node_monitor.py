@@ -181,7 +181,7 @@ def test_a_node_that_is_lost_is_given_up(tmp_path, hosts):
 
     assert ["[rank 0] up\n", "[rank 1] up\n"] == up
     assert 1 == status
-    assert f"parwrap: node 1 ({hosts[1].name}) has not been heard of for 4 s\n" == stderr
+    assert f"parwrap: no heartbeat from node 1 ({hosts[1].name}) for 4 s\n" == stderr
 
 
 ELASTIC = """
@@ -242,16 +242,16 @@ def test_nodes_that_do_not_come_are_told_of(tmp_path, backend):
 
     assert alone(tmp_path, *place) == (
         2,
-        f"parwrap.run: fewer than 2 nodes have met at 127.0.0.1 port {port} in time: check that all have been started, with the same "
-        "--nnodes and --rdzv-id, and that the first one is at that address.\n",
+        f"parwrap.run: fewer than 2 nodes came to 127.0.0.1 port {port} in time: check that all have been started, with the same "
+        f"--nnodes and --rdzv-id, and that the first one is at that address.\n",
     )
 
 
 def test_a_port_that_is_taken_is_told_of(tmp_path, port):
     assert alone(tmp_path, "--master-addr", "127.0.0.1", "--master-port", str(port)) == (
         2,
-        f"parwrap.run: port {port} of this machine is taken, by another job or by a node of the same --node-rank: name another one, the "
-        "same on all nodes.\n",
+        f"parwrap.run: port {port} of this machine is in use, by another job or by a node of the same --node-rank: choose another "
+        f"one, the same on all nodes.\n",
     )
 
 
@@ -270,8 +270,8 @@ def test_a_server_of_another_kind_at_the_port_is_told_of(tmp_path):
 
         assert alone(tmp_path, *place) == (
             2,
-            f"parwrap.run: something listens at {address} port {port}, and it does not answer as the first node of a job does: check that "
-            "--master-addr and --master-port are those of --node-rank 0, and that no other server has this port.\n",
+            f"parwrap.run: the server at {address} port {port} does not answer like the first node of a job: check that --master-addr "
+            f"and --master-port are those of --node-rank 0, and that no other server uses this port.\n",
         )
 
 

@@ -20,45 +20,45 @@ TWO_A_NODE = {**STEP, "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_S
 @pytest.mark.parametrize(
     ("argv", "environ", "gpus", "said"),
     [
-        ([], KUBEFLOW, 8, ("8 ranks on each of 2 nodes", "by static rendezvous at job-master-0:23456", 1)),
-        ([], KUBEFLOW, 0, ("1 rank on each of 2 nodes", "by static rendezvous at job-master-0:23456", 1)),
-        ([], {**KUBEFLOW, "NPROC_PER_NODE": "3"}, 8, ("3 ranks on each of 2 nodes", "by static rendezvous at job-master-0:23456", 1)),
-        ([], {**KUBEFLOW, "PET_NNODES": "4"}, 0, ("1 rank on each of 4 nodes", "by static rendezvous at job-master-0:23456", 1)),
+        ([], KUBEFLOW, 8, ("8 ranks on each of 2 nodes", "static at job-master-0:23456", 1)),
+        ([], KUBEFLOW, 0, ("1 rank on each of 2 nodes", "static at job-master-0:23456", 1)),
+        ([], {**KUBEFLOW, "NPROC_PER_NODE": "3"}, 8, ("3 ranks on each of 2 nodes", "static at job-master-0:23456", 1)),
+        ([], {**KUBEFLOW, "PET_NNODES": "4"}, 0, ("1 rank on each of 4 nodes", "static at job-master-0:23456", 1)),
         (
             ["--nproc-per-node=2", "--node-rank=0", "--master-addr=here", "--master-port=5"],
             KUBEFLOW,
             8,
-            ("2 ranks on each of 2 nodes", "by static rendezvous at here:5", 0),
+            ("2 ranks on each of 2 nodes", "static at here:5", 0),
         ),
-        (["--nnodes", "1"], {**KUBEFLOW, "NPROC_PER_NODE": "2"}, 0, ("2 ranks on 1 node", "at a free port of 127.0.0.1", 0)),
-        (["--standalone"], {**KUBEFLOW, "NPROC_PER_NODE": "2"}, 8, ("8 ranks on 1 node", "at a free port of 127.0.0.1", 0)),
-        ([], {"RANK": "0", "WORLD_SIZE": "1", "NPROC_PER_NODE": "2"}, 0, ("2 ranks on 1 node", "at a free port of 127.0.0.1", 0)),
-        ([], TRAINER, 0, ("4 ranks on each of 2 nodes", "by static rendezvous at job-0-0:29500", 1)),
-        ([], SAGEMAKER, 4, ("4 ranks on each of 2 nodes", "by static rendezvous at algo-1:7777", 1)),
-        ([], {**SAGEMAKER, "SM_NUM_GPUS": "0"}, 0, ("1 rank on each of 2 nodes", "by static rendezvous at algo-1:7777", 1)),
-        ([], ONE_A_NODE, 4, ("4 ranks on each of 2 nodes", "by static rendezvous at n1:7000", 1)),
-        (["--nproc-per-node", "2"], ONE_A_NODE, 0, ("2 ranks on each of 2 nodes", "by static rendezvous at n1:7000", 1)),
-        (["--nnodes", "2", "--nproc-per-node", "2"], ONE_A_NODE, 0, ("2 ranks on each of 2 nodes", "by static rendezvous at n1:7000", 1)),
-        (["--nproc-per-node", "2"], {**ONE_A_NODE, "MASTER_ADDR": "n9"}, 0, ("2 ranks on each of 2 nodes", "rendezvous at n9:7000", 1)),
-        (["--nproc-per-node", "2", "--standalone"], TWO_A_NODE, 0, ("2 ranks on 1 node", "at a free port of 127.0.0.1", 0)),
+        (["--nnodes", "1"], {**KUBEFLOW, "NPROC_PER_NODE": "2"}, 0, ("2 ranks on 1 node", "on a free port of 127.0.0.1", 0)),
+        (["--standalone"], {**KUBEFLOW, "NPROC_PER_NODE": "2"}, 8, ("8 ranks on 1 node", "on a free port of 127.0.0.1", 0)),
+        ([], {"RANK": "0", "WORLD_SIZE": "1", "NPROC_PER_NODE": "2"}, 0, ("2 ranks on 1 node", "on a free port of 127.0.0.1", 0)),
+        ([], TRAINER, 0, ("4 ranks on each of 2 nodes", "static at job-0-0:29500", 1)),
+        ([], SAGEMAKER, 4, ("4 ranks on each of 2 nodes", "static at algo-1:7777", 1)),
+        ([], {**SAGEMAKER, "SM_NUM_GPUS": "0"}, 0, ("1 rank on each of 2 nodes", "static at algo-1:7777", 1)),
+        ([], ONE_A_NODE, 4, ("4 ranks on each of 2 nodes", "static at n1:7000", 1)),
+        (["--nproc-per-node", "2"], ONE_A_NODE, 0, ("2 ranks on each of 2 nodes", "static at n1:7000", 1)),
+        (["--nnodes", "2", "--nproc-per-node", "2"], ONE_A_NODE, 0, ("2 ranks on each of 2 nodes", "static at n1:7000", 1)),
+        (["--nproc-per-node", "2"], {**ONE_A_NODE, "MASTER_ADDR": "n9"}, 0, ("2 ranks on each of 2 nodes", "static at n9:7000", 1)),
+        (["--nproc-per-node", "2", "--standalone"], TWO_A_NODE, 0, ("2 ranks on 1 node", "on a free port of 127.0.0.1", 0)),
     ],
 )
 def test_a_launcher_that_starts_a_process_on_each_node_tells_which(argv, environ, gpus, said):
     started = plan(*argv, "train.py", gpus=gpus, **environ)
-    many, meeting, node_rank = said
+    many, rendezvous, node_rank = said
 
     assert f"ranks      {many}" in describe(started)
-    assert meeting in describe(started)
+    assert rendezvous in describe(started)
     assert (node_rank, None) == (started.torchrun.node_rank, started.outer)
 
 
 @pytest.mark.parametrize(
     ("environ", "gpus", "said"),
     [
-        (ONE_A_NODE, 1, "rank 1 of 2, as SLURM has started them"),
-        (TWO_A_NODE, 8, "rank 2 of 4, as SLURM has started them"),
-        ({"PARWRAP_WORLD_SIZE": "1", **KUBEFLOW}, 8, "rank 0 of 1, as PARWRAP_* has started them"),
-        ({**KUBEFLOW, "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "7"}, 8, "rank 1 of 2, as torchrun has started them"),
+        (ONE_A_NODE, 1, "rank 1 of 2, started by SLURM"),
+        (TWO_A_NODE, 8, "rank 2 of 4, started by SLURM"),
+        ({"PARWRAP_WORLD_SIZE": "1", **KUBEFLOW}, 8, "rank 0 of 1, started by PARWRAP_*"),
+        ({**KUBEFLOW, "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "7"}, 8, "rank 1 of 2, started by torchrun"),
     ],
 )
 def test_a_process_that_a_launcher_has_started_as_a_rank_is_one(environ, gpus, said):
@@ -74,15 +74,16 @@ def test_a_process_that_a_launcher_has_started_as_a_rank_is_one(environ, gpus, s
         (
             ["--nproc-per-node", "2"],
             TWO_A_NODE,
-            "--nproc-per-node 2 asks for ranks to be started here, and by SLURM this process is itself rank 2 of 4. Leave it out",
+            "--nproc-per-node 2 would start ranks here, but SLURM started this process as rank 2 of 4. Remove it, start one process per "
+            "node, or add",
         ),
-        (["--nproc-per-node", "2"], {"PARWRAP_WORLD_SIZE": "1"}, r"by PARWRAP_\* this process is itself rank 0 of 1"),
+        (["--nproc-per-node", "2"], {"PARWRAP_WORLD_SIZE": "1"}, r"PARWRAP_\* started this process as rank 0 of 1"),
         (
             ["--plain"],
             TWO_A_NODE,
-            "by SLURM this process is itself rank 2 of 4, and options are given for ranks to be started: leave",
+            "SLURM started this process as rank 2 of 4, but some options are for starting ranks: remove",
         ),
-        (["--max-restarts", "2"], TWO_A_NODE, "options are given for ranks to be started"),
+        (["--max-restarts", "2"], TWO_A_NODE, "options are for starting ranks: remove --plain"),
     ],
 )
 def test_a_rank_starts_no_ranks(argv, environ, text):
@@ -93,7 +94,7 @@ def test_a_rank_starts_no_ranks(argv, environ, text):
 @pytest.mark.parametrize(
     ("environ", "text"),
     [
-        ({**KUBEFLOW, "RANK": "one"}, "'one' is told for --node-rank, and is not a whole number: give the option"),
+        ({**KUBEFLOW, "RANK": "one"}, "--node-rank is set to 'one' from outside, which is not a whole number: give the option"),
         ({"RANK": "1"}, "RANK is set but WORLD_SIZE and LOCAL_RANK are not"),
     ],
 )

@@ -118,20 +118,20 @@ def test_one_node_meets_on_its_loopback(argv):
 
 
 @pytest.mark.parametrize(
-    ("argv", "meeting"),
+    ("argv", "rendezvous"),
     [
-        (["--nnodes", "2", "--node-rank", "1", "--master_addr", "there"], "by static rendezvous at there:29500"),
-        (["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "there:29400"], "by c10d rendezvous at there:29400"),
-        (["--nnodes", "1:4", "--rdzv-endpoint", "there:29400"], "by c10d rendezvous at there:29400"),
-        (["--rdzv-backend", "static", "--rdzv-endpoint", "there:29400"], "by static rendezvous at there:29400"),
-        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"], "by c10d rendezvous at localhost:0"),
-        (["--master-port", "29501"], "by static rendezvous at 127.0.0.1:29501"),
+        (["--nnodes", "2", "--node-rank", "1", "--master_addr", "there"], "static at there:29500"),
+        (["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "there:29400"], "c10d at there:29400"),
+        (["--nnodes", "1:4", "--rdzv-endpoint", "there:29400"], "c10d at there:29400"),
+        (["--rdzv-backend", "static", "--rdzv-endpoint", "there:29400"], "static at there:29400"),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"], "c10d at localhost:0"),
+        (["--master-port", "29501"], "static at 127.0.0.1:29501"),
     ],
 )
-def test_a_rendezvous_of_the_users_is_torchruns(argv, meeting):
+def test_a_rendezvous_of_the_users_is_torchruns(argv, rendezvous):
     met = plan("--nproc-per-node", "2", *argv, "train.py")
 
-    assert f"meeting    {meeting}" in describe(met)
+    assert f"rendezvous {rendezvous}" in describe(met)
     assert "GLOO_SOCKET_IFNAME" not in met.variables
 
 
@@ -181,7 +181,7 @@ ranks      2 ranks on 1 node
 script     train.py --lr 0.1 'two words'
 inside     parwrap.distributed(seed=1, batch='global')
 started    by forkserver
-meeting    at a free port of 127.0.0.1
+rendezvous on a free port of 127.0.0.1
 variables  OMP_NUM_THREADS=1 PYTHONHASHSEED=0"""
     )
 
@@ -209,9 +209,9 @@ def test_show_many_nodes():
         == """\
 ranks      8 ranks on each of 2-4 nodes
 script     train.py
-inside     nothing: it is only launched
-started    by forkserver, and again after a failure up to 3 times
-meeting    by c10d rendezvous at there
+inside     none: only launched
+started    by forkserver, restarted up to 3 times after a failure
+rendezvous c10d at there
 variables  as they are"""
     )
 

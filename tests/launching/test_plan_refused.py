@@ -12,13 +12,13 @@ pytestmark = pytest.mark.usefixtures("scripts")
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["--sed", "1", "train.py"], "there is no option --sed; did you mean --seed?"),
-        (["--nproc-per-node=2", "--batsh=global", "train.py"], "there is no option --batsh; did you mean --batch?"),
+        (["--sed", "1", "train.py"], "no option is called --sed; did you mean --seed?"),
+        (["--nproc-per-node=2", "--batsh=global", "train.py"], "no option is called --batsh; did you mean --batch?"),
         (
             ["--xyzzy", "train.py"],
-            "there is no option --xyzzy; `python -m parwrap.run --help` lists the options; those of the script come after it.",
+            "no option is called --xyzzy; `python -m parwrap.run --help` lists the options; those of the script come after it.",
         ),
-        ([], "there is no script to run: name it after the options, then its own arguments."),
+        ([], "no script to run: name it after the options, then its own arguments."),
         (["--seed", "one", "train.py"], "argument --seed: 'one' is not a whole number."),
         (["--seed", "-1", "train.py"], "seed=-1 is not a whole number from 0 to 2**64 - 1. Your script's own options go after its name."),
         (["--timeout", "soon", "train.py"], "argument --timeout: 'soon' is not a number."),
@@ -39,21 +39,21 @@ pytestmark = pytest.mark.usefixtures("scripts")
         *(
             (
                 ["--nnodes", "2", *options, "train.py"],
-                "--nnodes 2 does not say where the nodes meet: give all of them the address of the first by --master-addr, and each "
-                "another --node-rank from 0; or give all of them the same --rdzv-endpoint HOST:PORT, on any one of them.",
+                "--nnodes 2 needs a rendezvous: give every node the address of the first by --master-addr, and a different "
+                "--node-rank from 0; or give every node the same --rdzv-endpoint HOST:PORT, on any one of them.",
             )
             for options in ([], ["--node-rank", "1"], ["--master-port", "29501"])
         ),
         *(
             (
                 ["--nnodes", "2", "--rdzv-backend", "c10d", *options, "train.py"],
-                "--rdzv-backend c10d has nodes meet at --rdzv-endpoint HOST:PORT, on any one of them: give it to all of them.",
+                "--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, on any one of the nodes: give it to all of them.",
             )
             for options in ([], ["--master-addr", "there"])
         ),
         (["--node-rank", "1", "train.py"], "--node-rank 1 is not below --nnodes 1: nodes are counted from 0."),
-        (["--nprocs", "2", "train.py"], "there is no option --nprocs; did you mean --nproc-per-node?"),
-        (["-np", "2", "train.py"], "there is no option -np; did you mean --nproc-per-node?"),
+        (["--nprocs", "2", "train.py"], "no option is called --nprocs; did you mean --nproc-per-node?"),
+        (["-np", "2", "train.py"], "no option is called -np; did you mean --nproc-per-node?"),
         (["--nnodes", "3:2", "train.py"], "--nnodes 3:2 is not a number of nodes: give one above 0, or MIN:MAX for a job that can grow."),
         (
             ["--nnodes", "1:2", "--master-addr", "there", "train.py"],
@@ -61,36 +61,36 @@ pytestmark = pytest.mark.usefixtures("scripts")
         ),
         (
             ["--all-ranks", "--tee", "3", "train.py"],
-            "--all-ranks shows what ranks say, and so do --redirects, --tee and --local-ranks-filter: leave it or them out.",
+            "--all-ranks shows what ranks write, and so do --redirects, --tee and --local-ranks-filter: remove it or them.",
         ),
         (
             ["--standalone", "--nnodes", "2", "train.py"],
-            "--standalone is for one node, and --nnodes 2 asks for more: leave one of them out.",
+            "--standalone is for one node, and --nnodes 2 asks for more: remove one of them.",
         ),
         (
             ["--plain", "--seed", "1", "--bucket-cap-mb", "5", "train.py"],
-            "--plain opens no scope, so there is nothing for --seed, --bucket-cap-mb to act on: leave one of them out.",
+            "--plain opens no scope, so --seed, --bucket-cap-mb has no effect: remove one of them.",
         ),
         (
             ["--backend", "gloo", "-m", "parwrap.doctor"],
-            "parwrap.doctor opens no scope, so there is nothing for --backend to act on: leave one of them out.",
+            "parwrap.doctor opens no scope, so --backend has no effect: remove one of them.",
         ),
         (
             ["--pad-value", "0", "train.py"],
-            "--pad-value has nothing to act on without --uniform-length: add it. The script's own options come after its name.",
+            "--pad-value has no effect without --uniform-length: add it. The script's own options come after its name.",
         ),
         (
             ["--data-parallel", "cpu,cpu", "--nproc-per-node", "2", "train.py"],
-            "--data-parallel runs one process on several devices, and more ranks are asked for: leave one of them out.",
+            "--data-parallel runs one process on several devices, and the options ask for more ranks: remove one of them.",
         ),
         (
             ["--data-parallel", "all", "--nnodes", "2", "--master-addr", "there", "train.py"],
-            "--data-parallel runs one process on several devices, and more ranks are asked for: leave one of them out.",
+            "--data-parallel runs one process on several devices, and the options ask for more ranks: remove one of them.",
         ),
         (
             ["--data-parallel", "gpu", "train.py"],
-            "device_ids names 'gpu', which is no device: give numbers of GPUs, 'cuda:0' or 'cpu'. Your script's own options go after its "
-            "name.",
+            "device_ids names 'gpu', which is not a device: give numbers of GPUs, 'cuda:0' or 'cpu'. Your script's own options go after "
+            "its name.",
         ),
         (
             ["--uniform-length", "--max-tokens", "0", "train.py"],
@@ -103,9 +103,9 @@ pytestmark = pytest.mark.usefixtures("scripts")
         ),
         (
             ["--no", "train.py"],
-            "--no could be --no-gather, --no-python or --node-rank: write more of it. Your script's own options go after its name.",
+            "--no is ambiguous: --no-gather, --no-python or --node-rank. Your script's own options go after its name.",
         ),
-        (["--no-python", "-m", "ls"], "--no-python runs a program and --module a Python module: leave one of them out."),
+        (["--no-python", "-m", "ls"], "--no-python runs a program and --module a Python module: remove one of them."),
         (
             ["--no-python", "ls"],
             "--no-python runs a program that is not Python, in which parwrap can change nothing: add --plain to only launch it.",
@@ -122,30 +122,30 @@ def test_a_command_line_that_makes_no_sense_is_refused(argv, text):
 @pytest.mark.parametrize(
     ("argv", "gpus", "text"),
     [
-        (["no/such.py"], 0, "there is no script no/such.py: its path is taken from the directory that the command runs in."),
-        (["."], 0, ". is a directory without a __main__.py, so there is nothing to run: name the script in it."),
+        (["no/such.py"], 0, "no script no/such.py: its path is relative to the directory that the command runs in."),
+        (["."], 0, ". is a directory without a __main__.py, so it cannot run: name the script in it."),
         (
             ["recipes.digits"],
             0,
-            "there is no script recipes.digits: its path is taken from the directory that the command runs in. "
-            "To run a module, put -m before its name.",
+            "no script recipes.digits: its path is relative to the directory that the command runs in. To run a module, put -m "
+            "before its name.",
         ),
         (
             ["--amp", "fp17", "train.py"],
             0,
-            "there is no script fp17: its path is taken from the directory that the command runs in. To run a module, put -m before its "
-            f"name. If it is meant for --amp: that takes {', '.join(AMP_VALUES)}.",
+            f"no script fp17: its path is relative to the directory that the command runs in. To run a module, put -m before its "
+            f"name. If it is the value of --amp: that takes {', '.join(AMP_VALUES)}.",
         ),
         (
             ["-m", "no.such"],
             0,
-            "there is no module no.such: it is looked for in the directory that the command runs in and among what is installed.",
+            "no module no.such: it is searched in the directory that the command runs in and among installed packages.",
         ),
-        (["--plain", "--no-python", "no-such"], 0, "there is no program no-such to run: give its path, or the name of one on the PATH."),
+        (["--plain", "--no-python", "no-such"], 0, "no program no-such to run: give its path, or the name of one on the PATH."),
         (
             ["--nproc-per-node", "gpu", "train.py"],
             0,
-            "--nproc-per-node gpu asks for a rank on each GPU, and torch can use none here: give a number to train on the CPU.",
+            "--nproc-per-node gpu starts a rank on each GPU, but torch can use none here: give a number to train on the CPU.",
         ),
         (
             ["--nproc-per-node", "3", "train.py"],

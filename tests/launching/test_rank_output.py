@@ -103,7 +103,7 @@ def test_files_that_cannot_be_made_are_told_of(parwrap_run, script):
     assert parwrap_run("--log-dir", "train.py", "--nproc-per-node", "2", path) == (
         2,
         "",
-        "parwrap.run: --log-dir train.py cannot be made: File exists.\n",
+        "parwrap.run: --log-dir train.py cannot be created: File exists.\n",
     )
 
 
@@ -137,7 +137,7 @@ def test_a_rank_does_not_wait_for_room_on_a_disk_for_its_file(tmp_path, capfd):
     stdout, stderr = capfd.readouterr()
 
     assert MUCH == stdout.encode()
-    assert f"parwrap: what ranks write is not in {tmp_path}/logs/rank_0.log from here on: No space left on device\n" == stderr
+    assert f"parwrap: from here on, the ranks' output is not in {tmp_path}/logs/rank_0.log: No space left on device\n" == stderr
 
 
 def test_a_rank_does_not_wait_for_room_where_stdout_leads(tmp_path, capfd):
@@ -147,7 +147,7 @@ def test_a_rank_does_not_wait_for_room_where_stdout_leads(tmp_path, capfd):
     os.close(full)
 
     assert MUCH == (tmp_path / "logs" / "rank_0.log").read_bytes()
-    assert "parwrap: what ranks write is not shown from here on: No space left on device\n" == capfd.readouterr().err
+    assert "parwrap: from here on, the ranks' output is not shown: No space left on device\n" == capfd.readouterr().err
 
 
 def test_nothing_is_lost_when_stdout_does_not_block(tmp_path):

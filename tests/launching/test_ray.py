@@ -58,8 +58,8 @@ def test_show_a_cluster_of_the_environment_and_a_copy(tmp_path, capsys, monkeypa
 
     assert 0 == launched("--upload", "--plain", "--dry-run")
     told = capsys.readouterr().out
-    assert "inside     nothing: it is only launched\n" in told
-    assert f"cluster    node1:6379\ndirectory  {tmp_path}, of which workers have a copy\n" in told
+    assert "inside     none: only launched\n" in told
+    assert f"cluster    node1:6379\ndirectory  {tmp_path}, copied to the workers\n" in told
 
 
 @pytest.mark.parametrize(
@@ -67,20 +67,20 @@ def test_show_a_cluster_of_the_environment_and_a_copy(tmp_path, capsys, monkeypa
     [
         (
             "--nproc-per-node 2",
-            "--launcher ray runs one rank in each worker: leave --nproc-per-node out; --num-workers N says how many there are.",
+            "--launcher ray runs one rank in each worker: remove --nproc-per-node; --num-workers N sets how many.",
         ),
-        ("--log-dir logs", "--log-dir has nothing to act on in workers of Ray: leave it out."),
-        ("--all-ranks", "--all-ranks has nothing to act on in workers of Ray: leave it out."),
-        ("--tee 3", "--tee has nothing to act on in workers of Ray: leave it out."),
-        ("--start-method spawn", "--start-method has nothing to act on in workers of Ray: leave it out."),
+        ("--log-dir logs", "--log-dir has no effect in workers of Ray: remove it."),
+        ("--all-ranks", "--all-ranks has no effect in workers of Ray: remove it."),
+        ("--tee 3", "--tee has no effect in workers of Ray: remove it."),
+        ("--start-method spawn", "--start-method has no effect in workers of Ray: remove it."),
         (
             "--num-workers 3 --strategy parameter_server --survive",
-            "--survive has nothing to act on in workers of Ray, which ends all of them when one fails: leave it out.",
+            "--survive has no effect in workers of Ray, which ends all of them when one fails: remove it.",
         ),
         (
             "--num-workers 99 --use-gpu",
-            f"--use-gpu asks for 99 GPUs, and torch can use {torch.cuda.device_count()} on this machine: start fewer workers, or give "
-            "--address.",
+            f"--use-gpu needs 99 GPUs, and torch can use {torch.cuda.device_count()} on this machine: start fewer workers, or give "
+            f"--address.",
         ),
     ],
 )
@@ -94,8 +94,8 @@ def test_without_ray(monkeypatch, capsys):
 
     assert 2 == launched()
     told = capsys.readouterr().err
-    assert told.startswith("parwrap.run: --launcher ray needs Ray Train from 2.60, which is not installed (")
-    assert told.endswith("): pip install 'ray[train]>=2.60', which is what parwrap[ray] adds.\n")
+    assert told.startswith("parwrap.run: --launcher ray needs Ray Train 2.60 or later, which is not installed (")
+    assert told.endswith("): pip install 'ray[train]>=2.60', or install parwrap[ray].\n")
 
 
 def test_an_address_of_ipv6_is_knocked_at():
@@ -158,7 +158,7 @@ def test_a_node_without_the_directory(worker, tmp_path):
 
     told = list(output.queue)[-1]
     assert 2 == told["status"]
-    assert f" has no directory {tmp_path / 'none'}: put it on a file system that all nodes see, or add --upload." in told["text"]
+    assert f" has no directory {tmp_path / 'none'}: put it on a file system that all nodes share, or add --upload." in told["text"]
 
 
 def failed(rank: int, time: float, **facts) -> dict:
@@ -218,4 +218,4 @@ def test_after_ctrl_c_no_call_of_ray_is_under_way(monkeypatch):
 
 def test_the_word_of_ray_where_no_rank_has_one(capsys):
     assert 1 == follow({}, error=RuntimeError("a worker was lost"))
-    assert "parwrap.run: Ray has ended the job: a worker was lost\n" == capsys.readouterr().err
+    assert "parwrap.run: Ray ended the job: a worker was lost\n" == capsys.readouterr().err

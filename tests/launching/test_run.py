@@ -101,7 +101,7 @@ def test_a_program_that_is_not_python_can_be_launched_and_temporary_files_may_be
 
 
 def test_a_command_without_anything_says_what_is_missing(parwrap_run):
-    assert (2, "", "parwrap.run: there is no script to run: name it after the options, then its own arguments.\n") == parwrap_run()
+    assert (2, "", "parwrap.run: no script to run: name it after the options, then its own arguments.\n") == parwrap_run()
 
 
 def test_one_rank_needs_no_other_process(parwrap_run, script):
@@ -144,7 +144,7 @@ def test_what_cannot_be_run_is_refused_with_exit_code_2(parwrap_run):
     assert parwrap_run("--nproc-per-node", "2", "no-such.py") == (
         2,
         "",
-        "parwrap.run: there is no script no-such.py: its path is taken from the directory that the command runs in.\n",
+        "parwrap.run: no script no-such.py: its path is relative to the directory that the command runs in.\n",
     )
 
 
@@ -154,7 +154,7 @@ def test_nothing_is_forked_once_cuda_has_started(tmp_path, monkeypatch):
     (tmp_path / "train.py").touch()
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
 
-    with pytest.raises(LaunchError, match="--start-method fork does not go with CUDA, which this process has started already"):
+    with pytest.raises(LaunchError, match="--start-method fork does not work in a process that has started CUDA"):
         launch(plan_launch(["--start-method", "fork", "--nproc-per-node", "2", "train.py"], {}, 0, 2))
 
 

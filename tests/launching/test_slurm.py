@@ -149,7 +149,7 @@ def test_a_dry_run_prints_the_batch_script_where_there_is_no_slurm(capsys, monke
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --nodes=1\n")
     assert 2 == main(["--launcher", "slurm", "train.py"])
     assert (
-        "parwrap.run: there is no sbatch here: --launcher slurm runs where jobs are submitted. With --dry-run it prints the batch script.\n"
+        "parwrap.run: no sbatch here: --launcher slurm runs where jobs are submitted. With --dry-run it prints the batch script.\n"
         == capsys.readouterr().err
     )
 
@@ -160,7 +160,8 @@ def test_a_job_array_is_not_followed(option, programs, capsys):
 
     assert 2 == main(["--launcher", "slurm", f"--sbatch={option}", "train.py"])
     assert capsys.readouterr().err == (
-        "parwrap.run: --sbatch array makes several jobs, but only one is followed: give sbatch the script that --dry-run prints.\n"
+        "parwrap.run: --sbatch array makes several jobs, but only one can be followed: submit the script that --dry-run prints with "
+        "sbatch.\n"
     )
     assert 0 == main(["--launcher", "slurm", f"--sbatch={option}", "--dry-run", "train.py"])
 
@@ -172,7 +173,7 @@ def test_a_loopback_of_this_machine_does_not_go_along_with_a_job_on_several(caps
 
     assert 2 == main(["--launcher", "slurm", "--nodes", "2", "train.py"])
     assert (
-        f"parwrap.run: GLOO_SOCKET_IFNAME={loopback} is set here and goes along with the job, whose nodes cannot meet there: unset it.\n"
+        f"parwrap.run: GLOO_SOCKET_IFNAME={loopback} is set here and is passed to the job, whose nodes cannot meet there: unset it.\n"
         == capsys.readouterr().err
     )
 
@@ -193,14 +194,14 @@ def programs(monkeypatch, tmp_path):
 def followed(capsys, status: int) -> str:
     """What is said when a job is launched, after that it was."""
     assert status == main(["--launcher", "slurm", "train.py"])
-    return capsys.readouterr().err.partition("job 7 is submitted; Ctrl-C cancels it\n")[2]
+    return capsys.readouterr().err.partition("submitted job 7; Ctrl-C cancels it\n")[2]
 
 
 def test_a_job_that_slurm_has_forgotten_is_followed_no_further(programs, capsys):
     programs(sbatch="echo 7", scontrol='echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
 
     assert (
-        "parwrap.run: job 7 cannot be followed any more, though it may go on: scontrol says: slurm_load_jobs error: Invalid job id "
+        "parwrap.run: cannot follow job 7 any longer, though it may still run: scontrol printed: slurm_load_jobs error: Invalid job id "
         "specified\n"
     ) == followed(capsys, 2)
 
@@ -210,11 +211,9 @@ def test_what_sbatch_says_where_no_cluster_answers_comes_with_what_to_do(program
 
     assert 2 == main(["--launcher", "slurm", "train.py"])
     assert capsys.readouterr().err == (
-        "parwrap.run: SLURM has not taken the job, of which sbatch says:\n"
-        "sbatch: error: no record\n"
-        "sbatch: fatal: Could not establish a configuration source\n"
-        "If it is an option, change that one; if no cluster answers, run this where jobs are submitted, where `sinfo` lists its "
-        "partitions. With --dry-run it prints the batch script.\n"
+        "parwrap.run: SLURM rejected the job; sbatch printed:\nsbatch: error: no record\nsbatch: fatal: Could not establish a "
+        "configuration source\nIf an option is wrong, change it; if no cluster answers, run this where jobs are submitted and "
+        "`sinfo` lists partitions. With --dry-run it prints the batch script.\n"
     )
 
 
@@ -224,19 +223,19 @@ def test_a_log_that_does_not_appear_here_is_told_of(programs, capsys, tmp_path, 
     programs(sbatch="echo 7", scontrol=f"cat <<'END'\n{told}END")
 
     assert (
-        "parwrap.run: job 7 has ended: FAILED, exit code 181\n"
-        "parwrap.run: the log of job 7 is not here: it is my work/slurm-7.out on its first node; give --output a path that all see\n"
+        "parwrap.run: job 7 ended: FAILED, exit code 181\nparwrap.run: cannot read the log of job 7 from here: it is my "
+        "work/slurm-7.out on its first node; give --output a path that all nodes share\n"
     ) == followed(capsys, 181)
     programs(scontrol=f"cat <<'END'\n{told.replace('NodeList=n1', 'NodeList=(null)')}END")
-    assert "parwrap.run: job 7 has ended: FAILED, exit code 181\n" == followed(capsys, 181)
+    assert "parwrap.run: job 7 ended: FAILED, exit code 181\n" == followed(capsys, 181)
 
 
 def test_a_job_that_cannot_be_cancelled_goes_on_and_that_is_said(programs, capsys, monkeypatch):
     programs(sbatch="echo 7", scontrol="kill -INT $PPID; sleep 1", scancel="echo 'scancel: error: Access denied' >&2; exit 1")
 
-    assert "parwrap.run: job 7 goes on, for scancel says: scancel: error: Access denied: cancel it with `scancel 7`.\n" == followed(
-        capsys, 2
-    )
+    assert (
+        "parwrap.run: job 7 is still running, because scancel failed: scancel: error: Access denied: cancel it with `scancel 7`.\n"
+    ) == followed(capsys, 2)
 
 
 def test_a_job_of_which_there_is_nothing_new_is_asked_after_less_and_less(programs, capsys, monkeypatch, tmp_path):

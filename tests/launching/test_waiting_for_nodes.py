@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from parwrap.launching.elastic.waiting_for_nodes import command_there, told
+from parwrap.launching.elastic.waiting_for_nodes import command_there, reporting_wait
 from planning import plan
 
 pytestmark = pytest.mark.usefixtures("scripts")
@@ -39,7 +39,7 @@ def place(server):
 
 def wait(where, handler=None) -> None:
     """Wait until nodes have met, but not for long, ``where`` a plan says."""
-    with suppress(RendezvousTimeoutError), told(where, handler):
+    with suppress(RendezvousTimeoutError), reporting_wait(where, handler):
         if handler:
             handler.next_rendezvous()
 
@@ -79,7 +79,7 @@ def test_a_first_node_with_anothers_address_says_so(place, capsys):
     """It meets nobody, for the others go to that address."""
     wait(plan("--nnodes", "2", "--master-addr", "192.0.2.1", *place[2:], "--timeout", "0.4", "train.py"))
 
-    assert "1 of 2. 192.0.2.1 is no address of this machine, as it should be of --node-rank 0. The command on node 1: " in (
+    assert "1 of 2. 192.0.2.1 is not an address of this machine, but should be one of --node-rank 0. The command on node 1: " in (
         capsys.readouterr().err
     )
 

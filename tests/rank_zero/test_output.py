@@ -71,33 +71,33 @@ def test_a_launcher_may_have_everyone_speak():
         logging.getLogger("train").addHandler(logging.StreamHandler())
         logging.getLogger("train").warning("epoch")
 
-    settle(everyone=True, aside=os.devnull)
+    settle(everyone=True, log_only=os.devnull)
     try:
         assert [("hello\n", "epoch\n")] * 2 == [(out, err[-6:]) for out, err in heard(speak)]
     finally:
-        settle(everyone=False, aside=os.devnull)
+        settle(everyone=False, log_only=os.devnull)
 
 
 @pytest.mark.ranks(2)
 def test_a_launcher_may_keep_what_nobody_hears(tmp_path):
-    aside = tmp_path / "aside"
+    log_only = tmp_path / "aside"
 
     def speak():
         print("hello")
         print("aloud", force=True)
         warnings.warn("careful", stacklevel=1)
 
-    settle(everyone=False, aside=str(aside))
+    settle(everyone=False, log_only=str(log_only))
     try:
         (out, err), other = heard(speak)
     finally:
-        settle(everyone=False, aside=os.devnull)
+        settle(everyone=False, log_only=os.devnull)
 
     assert ("hello\naloud\n", True) == (out, "careful" in err)
     assert ("aloud\n", "") == other
     if parwrap.rank() == 1:
-        assert "hello\n" == aside.read_text()[:6]
-        assert "careful" in aside.read_text()
+        assert "hello\n" == log_only.read_text()[:6]
+        assert "careful" in log_only.read_text()
 
 
 def test_one_rank_takes_force_too(capsys):

@@ -1,4 +1,4 @@
-"""The line at the start of training, and what else is said beside progress bars. What it says of each feature is in the tests of that."""
+"""The line at the start of training, and other lines next to progress bars. The tests of each feature check its part of the line."""
 
 import fcntl
 import os

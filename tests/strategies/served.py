@@ -1,4 +1,4 @@
-"""What workers of a parameter server train here."""
+"""A model that workers of a parameter server train."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What goes around ``backward`` is named where ranks would drift apart, and only there."""
+"""Updates that bypass ``backward`` are reported where ranks would drift apart, and only there."""
 
 import copy
 import warnings
@@ -15,8 +15,8 @@ from parwrap.errors import UsageError
 from parwrap.group.group import Group
 
 UPDATED = (
-    r"the parameters that torch.autograd.grad at .*test_bypasses.py:\d+ asks gradients for were changed to other values on each rank: .*"
-    r"grads = parwrap.reduce_mean\(grads\), or call loss.backward\(\)"
+    r"the parameters that torch.autograd.grad at .*test_bypasses.py:\d+ asks gradients for were changed to different values on "
+    r"different ranks: .*grads = parwrap.reduce_mean\(grads\), or call loss.backward\(\)"
 )
 
 

@@ -188,9 +188,12 @@ def test_another_set_of_parameters_begins_anew():
     [
         ({"compress": "int8"}, "compress='int8' is not one of its values. None: gradients are sent as they are; 'bf16': they"),
         ({"compress": "powersgd", "powersgd_rank": 0}, "powersgd_rank=0 is not the rank of a matrix, a whole number from 1"),
-        ({"compress": "powersgd", "powersgd_rank": 2}, "powersgd_rank=2 is refused: torch .* doubles gradients of rank 1. Give 1, or"),
-        ({"compress": "bf16", "powersgd_rank": 8}, "powersgd_rank=8 has nothing to act on with compress='bf16': leave it out, or give"),
-        ({"strategy": "none", "compress": "bf16"}, "compress='bf16' has nothing to act on with strategy='none': .* that has it, 'ddp'"),
+        (
+            {"compress": "powersgd", "powersgd_rank": 2},
+            "powersgd_rank=2 is refused, because torch's .* doubles gradients of rank 1. Give 1, or",
+        ),
+        ({"compress": "bf16", "powersgd_rank": 8}, "powersgd_rank=8 has no effect with compress='bf16': remove it, or give"),
+        ({"strategy": "none", "compress": "bf16"}, "compress='bf16' has no effect with strategy='none': .* that has it, 'ddp'"),
     ],
 )
 def test_what_has_no_meaning_is_refused(options, text):

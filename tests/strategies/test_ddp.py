@@ -184,7 +184,9 @@ def test_different_parameters_on_different_ranks_are_refused_by_name():
     with (
         parwrap.distributed(),
         pytest.raises(
-            RankMismatchError, match=r"different parameters: rank 0 at .*test_ddp.py:\d+ reaches 0 of optimizers and 1 of none; rank 1"
+            RankMismatchError,
+            match=r"different parameters: rank 0 at .*test_ddp.py:\d+ reaches 0 parameters of optimizers "
+            r"and 1 of none; rank 1",
         ),
     ):
         weights[parwrap.rank()].sum().backward()

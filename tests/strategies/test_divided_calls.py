@@ -1,4 +1,4 @@
-"""Which calls the interceptor leaves as they are; what it makes of the others is tested through the decorator."""
+"""Calls that the interceptor leaves undivided; the others are tested through the decorator."""
 
 import sys
 import threading

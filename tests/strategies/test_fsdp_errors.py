@@ -1,4 +1,4 @@
-"""What sharded training refuses, and what it says where ranks part."""
+"""Refusals of sharded training, and its messages when ranks take different paths."""
 
 import gc
 import re
@@ -18,10 +18,10 @@ from parwrap.errors import RankMismatchError, UsageError
     [
         (
             "steps",
-            r"rank 1 has come to the end of its script or function, and others are not there yet: Rank 0 is in forward \(Two, .*_errors.py",
+            r"rank 1 waits at the end of its script or function, but others are not there: Rank 0 is in forward \(Two, .*_errors.py",
         ),
         ("way", r"different points at the same time: Rank 0 is in gradients \(Two, .* Rank 1 is in gradients \(Two without second.w"),
-        ("state", r"rank 1 has come to Linear.state_dict\(\) .*Rank 0 is in forward \(Two"),
+        ("state", r"rank 1 waits at Linear.state_dict\(\) .*Rank 0 is in forward \(Two"),
     ],
 )
 def test_ranks_that_part_are_told_where_each_is(part, text, tmp_path):
@@ -98,21 +98,21 @@ def test_what_cannot_be_done_is_an_error_that_says_so():
                 model.state_dict()
 
         look()
-        with pytest.raises(UsageError, match=r"amp\(level='O2'\) makes half precision copies of a model, .* take amp\(dtype='bf16'\)"):
+        with pytest.raises(UsageError, match=r"amp\(level='O2'\) makes half precision copies of a model, .* use amp\(dtype='bf16'\)"):
             parwrap.amp(level="O2")(look)()
         model.side.bias = nn.Parameter(torch.ones(2))
-        with pytest.raises(UsageError, match="the parameter 'bias' of a Linear in Keeps was exchanged after the optimizer was built"):
+        with pytest.raises(UsageError, match="the parameter 'bias' of a Linear in Keeps was replaced after the optimizer was built"):
             model(x)
         hooked = nn.Linear(2, 2)
         hooked.weight.register_hook(lambda grad: grad * 2)
         with pytest.raises(UsageError, match=r"a hook on Linear.weight would never see a gradient"):
             torch.optim.SGD(hooked.parameters(), lr=0.1)
         other = nn.Linear(2, 2 + parwrap.rank())
-        with pytest.raises(RankMismatchError, match=r"the ranks give other parameters to an optimizer at .*'Linear.weight', \(2, 2\)"):
+        with pytest.raises(RankMismatchError, match=r"the ranks give different parameters to an optimizer at .*'Linear.weight', \(2, 2\)"):
             torch.optim.SGD(other.parameters(), lr=0.1)
         alike = nn.Linear(2, 2)
         nn.init.constant_(alike.weight, parwrap.rank())
-        with pytest.warns(UserWarning, match="of 2 parameters have different values on different ranks; rank 0's are taken"):
+        with pytest.warns(UserWarning, match="of 2 parameters have different values on different ranks; rank 0's are used"):
             torch.optim.SGD(alike.parameters(), lr=0.1)
         assert 0 == alike.weight.sum().item()
         by_hand = torch.ones(2, requires_grad=True)
@@ -164,7 +164,7 @@ def test_a_model_of_the_caller_stays_as_it_was_when_its_ranks_fail():
     [
         ({"wrap": 0}, "wrap=0 says which modules are units of strategy='fsdp': a number of parameters from 1 up, a class, its name, or a"),
         ({"wrap": (3, "Block")}, "wrap=\\(3, 'Block'\\) says which modules"),
-        ({"wrap": "Block", "strategy": "ddp"}, "wrap='Block' has nothing to act on with strategy='ddp': leave it out, or choose .* 'fsdp'"),
+        ({"wrap": "Block", "strategy": "ddp"}, "wrap='Block' has no effect with strategy='ddp': remove it, or choose .* 'fsdp'"),
     ],
 )
 def test_options_without_a_meaning_are_refused(options, text):

@@ -1,4 +1,4 @@
-"""What ranks tell each other beside gradients in half precision: it must not be rounded as these are."""
+"""Reports between ranks next to gradients in half precision must not be rounded like these."""
 
 import pytest
 import torch

@@ -256,8 +256,8 @@ def test_models_that_were_built_differently_become_rank_0_s_with_a_warning():
     texts = [str(each.message) for each in caught if "parwrap" in str(each.message)]
     assert texts == (
         [
-            "parwrap: 1 of 2 parameters have different values on different ranks; rank 0's are taken. Seed before the model is "
-            "built, or build it inside the decorated function."
+            "parwrap: 1 of 2 parameters have different values on different ranks; rank 0's are used. Seed before the model is built, "
+            "or build it inside the decorated function."
         ]
         if parwrap.rank() == 0
         else []
@@ -287,16 +287,14 @@ def test_what_cannot_be_shared_is_named(sizes, dtypes, devices, error, text):
 def test_a_backward_without_an_optimizer_is_refused():
     with parwrap.distributed(strategy="hogwild"):
         loss = nn.Linear(1, 1)(torch.ones(1)).sum()
-        with pytest.raises(
-            UsageError, match=r"shares the parameters of optimizers, and there is none at the backward at .*test_hogwild.py"
-        ):
+        with pytest.raises(UsageError, match=r"shares the parameters of optimizers, but none exists at the backward at .*test_hogwild.py"):
             loss.backward()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("error:parwrap. BatchNorm")
 def test_batch_norm_has_no_batch_to_share_and_is_not_advised_to():
-    refused = pytest.raises(UsageError, match=r"sync_bn has no shared batch: .* every rank trains on its own batches")
+    refused = pytest.raises(UsageError, match=r"sync_bn needs a shared batch: .* every rank trains on separate batches")
     with parwrap.distributed(strategy="hogwild"):
         with refused, parwrap.sync_bn():
             pass
@@ -309,12 +307,12 @@ def test_batch_norm_has_no_batch_to_share_and_is_not_advised_to():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch": "global"}, "batch='global' says how ranks share a step, but with strategy='hogwild' each rank steps alone: leave one"),
+        ({"batch": "global"}, "batch='global' says how ranks share a step, but with strategy='hogwild' each rank steps alone: remove one"),
         ({"lr": "linear"}, "lr='linear' says how ranks share a step"),
         ({"loss": "sum"}, "loss='sum' says how ranks share a step"),
         ({"uneven": "join"}, "uneven='join' weights ranks by their samples in a shared step, .* choose 'pad' or 'drop'."),
-        ({"bucket_cap_mb": 5}, "bucket_cap_mb=5 has nothing to act on with strategy='hogwild'"),
-        ({"strategy": "ddp", "lock": True}, "lock=True has nothing to act on with strategy='ddp': leave it out, or choose .* 'hogwild'"),
+        ({"bucket_cap_mb": 5}, "bucket_cap_mb=5 has no effect with strategy='hogwild'"),
+        ({"strategy": "ddp", "lock": True}, "lock=True has no effect with strategy='ddp': remove it, or choose .* 'hogwild'"),
         ({"lock": 1}, "lock=1 is neither True nor False"),
     ],
 )
@@ -326,7 +324,7 @@ def test_options_without_a_meaning_are_refused(options, text):
 @pytest.mark.parametrize(
     ("world", "device", "text"),
     [
-        (World(0, 4, 0, 2), "cpu", "shares the memory of one node, and the 4 ranks are on several: start them on one"),
+        (World(0, 4, 0, 2), "cpu", "shares the memory of one node, but the 4 ranks are on several: start them on one"),
         (World(0, 2, 0, 2), "cuda:0", "shares the memory of the CPU, and this rank trains on cuda:0: set CUDA_VISIBLE_DEVICES= to nothing"),
     ],
 )

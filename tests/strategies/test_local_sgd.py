@@ -218,12 +218,12 @@ def test_one_rank_is_a_plain_loop():
         ({"every": 0}, "every=0 is not a number of steps: give a whole number, at least 1"),
         ({"every": 2.5}, "every=2.5 is not a number of steps: give a whole number, at least 1"),
         ({"warmup": -1}, "warmup=-1 is not a number of steps from 0"),
-        ({"outer": "adam"}, "outer='adam' is not one of its values. None: averaged weights are the means; 'nesterov': what"),
+        ({"outer": "adam"}, "outer='adam' is not one of its values. None: averaged weights are the means; 'nesterov': the ranks"),
         ({"outer": "nesterov", "outer_lr": 0}, "outer_lr=0 is not a learning rate above 0"),
         ({"outer": "nesterov", "outer_momentum": 1}, "outer_momentum=1 is not a momentum from 0 to below 1"),
-        ({"outer_lr": 0.5}, "outer_lr=0.5 is of the outer optimizer: give outer='nesterov' too, or leave it out"),
-        ({"compress": "bf16"}, "compress='bf16' is for averaged gradients, as in the warm-up of strategy='local_sgd': leave it out, or"),
-        ({"strategy": "ddp", "every": 4}, "every=4 has nothing to act on with strategy='ddp': .* that has it, 'local_sgd'"),
+        ({"outer_lr": 0.5}, "outer_lr=0.5 is an option of the outer optimizer: give outer='nesterov' too, or remove it"),
+        ({"compress": "bf16"}, "compress='bf16' is for averaged gradients, as in the warm-up of strategy='local_sgd': remove it, or"),
+        ({"strategy": "ddp", "every": 4}, "every=4 has no effect with strategy='ddp': .* that has it, 'local_sgd'"),
     ],
 )
 def test_what_has_no_meaning_is_refused(options, text):

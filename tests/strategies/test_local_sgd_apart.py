@@ -97,7 +97,7 @@ def test_saving_never_communicates_and_says_whose_weights_they_are(tmp_path):
 @pytest.mark.ranks(3)
 def test_a_rank_that_leaves_early_counts_as_long_as_it_was_there(outer):
     told = (
-        pytest.warns(UserWarning, match="rank 2 is at the end .*, and other ranks have trained on")
+        pytest.warns(UserWarning, match="rank 2 is at the end .*, and other ranks have trained in the meantime")
         if parwrap.rank() == 0
         else nullcontext()
     )
@@ -186,7 +186,7 @@ def test_weights_built_differently_become_rank_zeros_with_a_warning():
     with local(every=4):
         optimizer = torch.optim.SGD([weight], lr=1.0)
         weight.sum().backward()
-        with pytest.warns(UserWarning, match="1 of 1 parameters have different values on different ranks; rank 0's are taken"):
+        with pytest.warns(UserWarning, match="1 of 1 parameters have different values on different ranks; rank 0's are used"):
             optimizer.step()
         assert [0.0, 0.0] == weight.tolist()
         assert optimizer

@@ -1,4 +1,4 @@
-"""Which steps ``local_sgd`` counts, by optimizers of all sorts, and whose parameters are averaged."""
+"""The steps that ``local_sgd`` counts, by many kinds of optimizers, and the parameters that it averages."""
 
 import copy
 import gc

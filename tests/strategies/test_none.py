@@ -35,8 +35,8 @@ def test_each_rank_trains_as_a_single_process_with_its_own_rate():
     assert torch.equal(alone.weight, model.weight)
     assert torch.equal(all_of_it, seen)
     assert 2 == len({tuple(weights) for weights in parwrap.gather(model.weight.flatten().tolist())})
-    line = "parwrap: 2 ranks, gloo on cpu, strategy none: gradients are not averaged, every rank trains a model of its own, no DataLoader "
-    line += "was shared out: every rank trains on what it reads or makes itself, seed 0\n"
+    line = "parwrap: 2 ranks, gloo on cpu, strategy none: gradients are not averaged, every rank trains a separate model, no DataLoader "
+    line += "was split: every rank trains on what it reads or makes itself, seed 0\n"
     assert [line, ""] == parwrap.gather(heard.getvalue())
 
 
@@ -71,11 +71,11 @@ def test_what_shares_a_batch_is_refused():
     inside = parwrap.sync_bn()
     with (
         parwrap.distributed(strategy="none"),
-        pytest.raises(UsageError, match=r"sync_bn has no shared batch: .* every rank trains on its own batches"),
+        pytest.raises(UsageError, match=r"sync_bn needs a shared batch: .* every rank trains on separate batches"),
     ):
         inside.__enter__()
     inside = parwrap.distributed(strategy="none")
-    with parwrap.distributed(), pytest.raises(UsageError, match="strategy='none' cannot be had inside strategy='ddp': give it to the"):
+    with parwrap.distributed(), pytest.raises(UsageError, match="strategy='none' is not possible inside strategy='ddp': give it to the"):
         inside.__enter__()
 
 
@@ -84,7 +84,7 @@ def test_what_shares_a_batch_is_refused():
     [
         ({"batch": "global"}, "batch='global' says how ranks share a batch, and with strategy='none' each has all data"),
         ({"lr": "linear"}, "lr='linear' says how ranks share a batch"),
-        ({"bucket_cap_mb": 5}, "bucket_cap_mb=5 has nothing to act on with strategy='none': leave it out, or choose .* 'ddp'"),
+        ({"bucket_cap_mb": 5}, "bucket_cap_mb=5 has no effect with strategy='none': remove it, or choose .* 'ddp'"),
         ({"strategy": "non"}, "strategy='non' is not one of its values. 'ddp': gradients are averaged in every backward; "),
     ],
 )

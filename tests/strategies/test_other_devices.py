@@ -1,4 +1,4 @@
-"""Ranks on GPUs whose models are elsewhere, and what torch would choose by itself; a mock stands for the GPU."""
+"""Ranks on GPUs whose models are elsewhere, and torch's own choice; a mock replaces the GPU."""
 
 import sys
 
@@ -74,8 +74,8 @@ def test_a_gpu_of_another_number_is_explained():
     with pytest.raises(RuntimeError, match=r"^CUDA error: invalid device ordinal\b") as raised:
         train()
     assert [
-        "parwrap: each rank sees one GPU of its own, which is 'cuda:0' there, so another number names none. Write 'cuda' or 'cuda:0'; "
-        "parwrap.local_rank() tells the ranks of a node apart."
+        "parwrap: each rank sees only its own GPU, which is 'cuda:0' there, so other numbers do not exist. Write 'cuda' or 'cuda:0'; "
+        "parwrap.local_rank() distinguishes the ranks of a node."
     ] == raised.value.__notes__
 
 
@@ -86,4 +86,4 @@ def test_so_it_is_in_a_plain_script_on_several_ranks(ranks, script, parwrap_run)
 
     code, _, said = parwrap_run("--nproc-per-node", ranks, script(raised))
 
-    assert (1, int(ranks) - 1) == (code, said.count("parwrap: each rank sees one GPU of its own"))
+    assert (1, int(ranks) - 1) == (code, said.count("parwrap: each rank sees only its own GPU"))

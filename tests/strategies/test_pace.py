@@ -1,4 +1,4 @@
-"""Who may go on when, as a server is told of it; without any process."""
+"""Which workers may continue when, by the messages that a server gets; without any process."""
 
 import pytest
 

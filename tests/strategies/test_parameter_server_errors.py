@@ -1,4 +1,4 @@
-"""Workers and servers that die or fail, and what they refuse."""
+"""Workers and servers that die or fail, and refused options."""
 
 import warnings
 
@@ -132,10 +132,10 @@ def test_features_without_a_meaning_are_refused_on_the_workers():
         except (UsageError, RankMismatchError) as error:
             return text in str(error)
 
-    assert refused(parwrap.sync_bn, "sync_bn has no shared batch: each worker of a parameter server steps alone")
+    assert refused(parwrap.sync_bn, "sync_bn needs a shared batch: each worker of a parameter server steps alone")
     assert refused(parwrap.amp(dtype="fp16"), "parwrap.amp in fp16 leaves out steps where gradients overflow", staleness=0)
     assert refused(scaled_by_hand, "test_parameter_server_errors.py:", staleness=0)
-    assert refused(parwrap.accumulate(2), "do not go together with batch='global' or uneven='join'", staleness=0, batch="global")
+    assert refused(parwrap.accumulate(2), "do not work together with batch='global' or uneven='join'", staleness=0, batch="global")
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_features_without_a_meaning_are_refused_on_the_workers():
         ({"staleness": 1.5}, "staleness=1.5 is not a number of steps"),
         (
             {"batch": "global"},
-            "batch='global' is about a batch that all ranks take a step with, and workers of a parameter server step",
+            "batch='global' is about a batch that all ranks step with together, but workers of a parameter server step",
         ),
         ({"lr": "linear", "staleness": 2}, "lr='linear' is about a batch .* give staleness=0"),
         ({"uneven": "join"}, "uneven='join' is about a batch"),
-        ({"strategy": "ddp", "servers": 2}, "servers=2 has nothing to act on with strategy='ddp': .* 'parameter_server'"),
+        ({"strategy": "ddp", "servers": 2}, "servers=2 has no effect with strategy='ddp': .* 'parameter_server'"),
     ],
 )
 def test_options_without_a_meaning_are_refused(options, text):

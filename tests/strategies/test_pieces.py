@@ -130,7 +130,9 @@ def test_a_change_of_the_whole_is_seen_by_losses():
 def test_gradients_that_went_to_the_pieces_are_not_missed_silently(watch):
     pieces = in_pieces(LOGITS.clone().requires_grad_() * 1)
     F.mse_loss(pieces, CHANCES)
-    with pytest.raises(parwrap.UsageError, match=r"on the outputs of a model comes after their loss, whose gradients go to the pieces of"):
+    with pytest.raises(
+        parwrap.UsageError, match=r"on the outputs of a model comes after their loss, whose gradients go to the pieces that"
+    ):
         watch(pieces)
 
 

@@ -1,4 +1,4 @@
-"""What workers do to parameters and optimizers by hand while servers hold them: states, other optimizers, other models."""
+"""Manual changes to parameters and optimizers while servers hold them: states, other optimizers, other models."""
 
 import gc
 import weakref

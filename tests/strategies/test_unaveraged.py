@@ -16,7 +16,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.ddp.unaveraged import GRADIENTS
 
-SAID = r"come from no backward\(\) .* and differ between ranks: their mean over the ranks is taken"
+SAID = r"come from no backward\(\) .* and differ between ranks: parwrap uses their mean over the ranks"
 
 
 def loss_of(model):
@@ -352,7 +352,7 @@ def test_an_end_without_a_backward_compares_weights_too():
             model.weight += parwrap.rank()
         return model, optimizer
 
-    with pytest.warns(UserWarning, match="different values on different ranks in the end, and no gradient was averaged"):
+    with pytest.warns(UserWarning, match="different values on different ranks at the end, and no gradient was averaged"):
         model, _ = train()
     weights = gathered(model.weight.tolist())
     assert weights[0] == weights[1]

@@ -1,4 +1,4 @@
-"""Optimizers in shards: the weights and states of DDP, with a part of the memory."""
+"""Sharded optimizers: the weights and states of DDP, with a part of the memory."""
 
 import copy
 import gc
@@ -219,7 +219,7 @@ def test_weights_that_differ_in_the_end_are_rank_zeros_with_a_warning():
             model[0].weight.add_(parwrap.rank())
         return model, optimizer
 
-    with pytest.warns(UserWarning, match="Rank 0's are taken"):
+    with pytest.warns(UserWarning, match="Rank 0's are used"):
         model, optimizer = parwrap.distributed(strategy="zero1")(different)()
     weights = parwrap.gather(model[0].weight)
 

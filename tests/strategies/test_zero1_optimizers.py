@@ -1,4 +1,4 @@
-"""Optimizers around others, with steps and states of their own, in shards."""
+"""Sharded optimizers that wrap others, or define their own steps and states."""
 
 import copy
 
@@ -27,7 +27,7 @@ def test_a_step_that_raises_leaves_all_gradients_behind():
 @pytest.mark.ranks(2)
 def test_what_cannot_be_sharded_is_said():
     with parwrap.distributed(strategy="zero1"):
-        with pytest.raises(UsageError, match="LBFGS steps all parameters as one vector, so its state cannot be held in shards"):
+        with pytest.raises(UsageError, match="LBFGS steps all parameters as one vector, so its state cannot be sharded"):
             torch.optim.LBFGS(model_of().parameters())
         optimizer = torch.optim.Adam(model_of().parameters())
 

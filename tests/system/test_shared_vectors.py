@@ -1,4 +1,4 @@
-"""Vectors that ranks of one node put where all can read them."""
+"""Vectors that ranks of one node write to shared memory."""
 
 import threading
 

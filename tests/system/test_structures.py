@@ -1,4 +1,4 @@
-"""What ranks give to a collective is compared before anything is sent; references are the formula, and the message."""
+"""The arguments of a collective are compared before anything is sent; references are the formula, and the message."""
 
 import re
 from collections import OrderedDict, namedtuple
@@ -24,19 +24,23 @@ class Totals:
 
 
 DIFFERENT = [
-    ({"cat": 1}, {"dog": 2}, "['cat'] is an int on rank 0 and missing on rank 1; ['dog'] is missing on rank 0 and an int on rank 1. Which"),
-    ([0.5] * 40, [0.5] * 41, "it is of length 40 on rank 0 and of length 41 on rank 1. Which"),
-    ({"a": {"b": []}}, {"a": {"b": [1]}}, "['a']['b'] is of length 0 on rank 0 and of length 1 on rank 1. Which"),
-    ({}, {"a": 1}, "['a'] is missing on rank 0 and an int on rank 1. Which"),
-    ({"a": 1}, [1], "it is a dict on rank 0 and of length 1 on rank 1. Which"),
-    ({"n": 1}, {"n": None}, "['n'] is an int on rank 0 and of type NoneType on rank 1. Which"),
-    ({"n": 1}, {"n": "1"}, "['n'] is an int on rank 0 and of type str on rank 1. Which"),
-    (1, 2**70, "it is an int on rank 0 and of type int on rank 1. Which"),
-    (torch.ones(2), torch.ones(2, 1), "it is a tensor [2] float32 on rank 0 and a tensor [2, 1] float32 on rank 1. Which"),
-    (torch.ones(2), torch.ones(2).double(), "it is a tensor [2] float32 on rank 0 and a tensor [2] float64 on rank 1. Which"),
-    (torch.ones(1), 1.0, "it is a tensor [1] float32 on rank 0 and a float on rank 1. Which"),
-    (np.ones(2), np.ones(3), "it is an array [2] float64 on rank 0 and an array [3] float64 on rank 1. Which"),
-    (np.ones(2), torch.ones(2), "it is an array [2] float64 on rank 0 and a tensor [2] float32 on rank 1. Which"),
+    (
+        {"cat": 1},
+        {"dog": 2},
+        "['cat'] is an int on rank 0 and missing on rank 1; ['dog'] is missing on rank 0 and an int on rank 1. Ranks do not guess",
+    ),
+    ([0.5] * 40, [0.5] * 41, "it is of length 40 on rank 0 and of length 41 on rank 1. Ranks do not guess"),
+    ({"a": {"b": []}}, {"a": {"b": [1]}}, "['a']['b'] is of length 0 on rank 0 and of length 1 on rank 1. Ranks do not guess"),
+    ({}, {"a": 1}, "['a'] is missing on rank 0 and an int on rank 1. Ranks do not guess"),
+    ({"a": 1}, [1], "it is a dict on rank 0 and of length 1 on rank 1. Ranks do not guess"),
+    ({"n": 1}, {"n": None}, "['n'] is an int on rank 0 and of type NoneType on rank 1. Ranks do not guess"),
+    ({"n": 1}, {"n": "1"}, "['n'] is an int on rank 0 and of type str on rank 1. Ranks do not guess"),
+    (1, 2**70, "it is an int on rank 0 and of type int on rank 1. Ranks do not guess"),
+    (torch.ones(2), torch.ones(2, 1), "it is a tensor [2] float32 on rank 0 and a tensor [2, 1] float32 on rank 1. Ranks do not guess"),
+    (torch.ones(2), torch.ones(2).double(), "it is a tensor [2] float32 on rank 0 and a tensor [2] float64 on rank 1. Ranks do not guess"),
+    (torch.ones(1), 1.0, "it is a tensor [1] float32 on rank 0 and a float on rank 1. Ranks do not guess"),
+    (np.ones(2), np.ones(3), "it is an array [2] float64 on rank 0 and an array [3] float64 on rank 1. Ranks do not guess"),
+    (np.ones(2), torch.ones(2), "it is an array [2] float64 on rank 0 and a tensor [2] float32 on rank 1. Ranks do not guess"),
     ({1: 1}, {"1": 1}, "[1] is an int on rank 0 and missing on rank 1; ['1'] is"),
     (dict.fromkeys("abcde", 1), {}, "['a'] is an int on rank 0 and missing on rank 1; ['b'] is"),
 ]
@@ -48,7 +52,7 @@ def test_what_differs_between_ranks_is_an_error_on_every_rank_that_names_it(scop
     with scope():
         for one, other, message in DIFFERENT:
             for collective in (parwrap.reduce_sum, parwrap.reduce_mean):
-                with pytest.raises(RankMismatchError, match=re.escape(f"got something else on other ranks: {message}")):
+                with pytest.raises(RankMismatchError, match=re.escape(f"got different structures on different ranks: {message}")):
                     collective(other if parwrap.rank() else one)
         assert 3 == parwrap.reduce_sum(1 + parwrap.rank())  # the ranks are still in step
 
@@ -110,17 +114,19 @@ def test_what_one_rank_cannot_send_is_an_error_on_every_rank(scope):
     mine = (lambda: 1) if parwrap.rank() else 1
     with scope():
         with pytest.raises(
-            UsageError, match=r"parwrap.gather sends to the other ranks what can be pickled, and what rank 1 has cannot: .*lambda"
+            UsageError, match=r"parwrap.gather sends pickled objects to the other ranks, and rank 1's cannot be pickled: .*lambda"
         ):
             parwrap.gather(mine)
         with pytest.raises(
-            UsageError, match=r"parwrap.broadcast sends to the other ranks what can be pickled, and what rank 1 has cannot: "
+            UsageError, match=r"parwrap.broadcast sends pickled objects to the other ranks, and rank 1's cannot be pickled: "
         ):
             parwrap.broadcast(mine, src=1)
-        with pytest.raises(RankMismatchError, match=r"broadcast\(\) got something else on other ranks: src is 0 on rank 0 and 1 on rank 1"):
+        with pytest.raises(
+            RankMismatchError, match=r"broadcast\(\) got different structures on different ranks: src is 0 on rank 0 and 1 on rank 1"
+        ):
             parwrap.broadcast(1, src=parwrap.rank())
         for wrong in ("loss", None, np.array(["loss"])):
             with pytest.raises(UsageError, match="takes tensors, arrays, numbers and dicts"):
                 parwrap.reduce_sum(wrong)
-        with alone(), pytest.raises(UsageError, match="would wait for ever"):
+        with alone(), pytest.raises(UsageError, match="would wait forever"):
             parwrap.reduce_sum(1)

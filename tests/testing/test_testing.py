@@ -1,4 +1,4 @@
-"""``@pytest.mark.ranks``: tests that run on several ranks, and what pytest says of those that do not pass."""
+"""``@pytest.mark.ranks``: tests that run on several ranks, and pytest's reports of those that do not pass."""
 
 import ipaddress
 import multiprocessing

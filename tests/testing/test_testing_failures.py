@@ -1,4 +1,4 @@
-"""What pytest says of tests on ranks that fail, hang, die or cannot run."""
+"""Pytest's reports of tests on ranks that fail, hang, die or cannot run."""
 
 import threading
 import time
@@ -256,7 +256,7 @@ def test_a_value_that_does_not_pickle_is_named(run: Run, source: str, named: str
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            f"The {named} of test_it cannot be sent to the ranks, which are processes of their own: cannot pickle * object. "
+            f"The {named} of test_it cannot be sent to the ranks, which are separate processes: cannot pickle * object. "
             "Make it inside the test, or let its fixture return what it is made of, such as a path or a number."
         ]
     )

@@ -1,4 +1,4 @@
-"""pytest's own fixtures in tests on several ranks: each rank has its own, as far as that can be."""
+"""Pytest's own fixtures in tests on several ranks: each rank has its own, as far as possible."""
 
 import logging
 import os
@@ -74,7 +74,7 @@ def test_request_names_the_test(request, number):
     assert "test_request_names_the_test[3]" == request.node.name
     assert request.node.nodeid.endswith("::test_request_names_the_test[3]")
     assert {"request", "number"} <= {*request.fixturenames}
-    with pytest.raises(AttributeError, match=r"request\.getfixturevalue is not there in a test that is marked ranks: .*request\.node"):
+    with pytest.raises(AttributeError, match=r"request\.getfixturevalue does not exist in a test with the mark ranks: .*request\.node"):
         request.getfixturevalue("tmp_path")
 
 
@@ -129,5 +129,5 @@ def test_a_fixture_that_cannot_be_sent_is_named_with_what_to_do(run: Run, made: 
         """
     )
     result.assert_outcomes(failed=1)
-    own = "The argument 'made' of test_it cannot be sent to the ranks, which are processes of their own"
+    own = "The argument 'made' of test_it cannot be sent to the ranks, which are separate processes"
     result.stdout.fnmatch_lines([f"{own}: {named}. Make it inside *"])

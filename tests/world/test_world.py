@@ -1,4 +1,4 @@
-"""What launchers tell, in made-up environments of every one: whole, in part, and against each other."""
+"""The variables of every launcher, in made-up environments: complete, partial, and contradictory."""
 
 import ast
 import zlib
@@ -190,8 +190,8 @@ def test_a_launcher_inside_of_another_is_the_one(inner, outer, launcher):
     [
         (
             {**SLURM, **TORCH, "RANK": "1", "WORLD_SIZE": "2"},
-            r"two launchers disagree on who this process is: torch.distributed says RANK=1 and WORLD_SIZE=2, but SLURM says SLURM_PROCID=4 "
-            r"and SLURM_STEP_NUM_TASKS=8. Unset the variables of the one that is not meant, or set PARWRAP_RANK, PARWRAP_WORLD_SIZE and",
+            r"two launchers disagree about this process: torch.distributed says RANK=1 and WORLD_SIZE=2, but SLURM says SLURM_PROCID=4 "
+            r"and SLURM_STEP_NUM_TASKS=8. Unset the variables of the wrong one, or set PARWRAP_RANK, PARWRAP_WORLD_SIZE and",
         ),
         ({**SLURM, "WORLD_SIZE": "2"}, "disagree .* SLURM says SLURM_PROCID=4 .* but torch.distributed says WORLD_SIZE=2. Unset"),
         ({**SLURM, **TORCH, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "disagree"),
@@ -211,9 +211,9 @@ def test_launchers_that_disagree_are_both_shown(environ, text):
     [
         (
             {"RANK": "0"},
-            "^RANK is set but WORLD_SIZE and LOCAL_RANK are not, so the ranks cannot be told apart. If no launcher is meant, unset RANK: "
-            "this is then one rank, or `python -m parwrap.run` starts several. Else set WORLD_SIZE and LOCAL_RANK too, as "
-            "torch.distributed does, or set PARWRAP_RANK, PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK to what is meant, or "
+            "^RANK is set but WORLD_SIZE and LOCAL_RANK are not, so the ranks cannot be identified. If this is no launch, unset RANK: "
+            "this is then one rank, or `python -m parwrap.run` starts several. Otherwise set WORLD_SIZE and LOCAL_RANK too, as "
+            "torch.distributed does, or set PARWRAP_RANK, PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK to the right values, or "
             "PARWRAP_WORLD_SIZE=1 to run on one rank.$",
         ),
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "WORLD_SIZE and LOCAL_RANK are set but RANK is not"),
@@ -223,17 +223,17 @@ def test_launchers_that_disagree_are_both_shown(environ, text):
         ({**TORCHRUN, "RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4: ranks are counted from 0"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 is not below the 2 ranks of this node"),
         ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not below"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "torchrun tells of 9 ranks on this node, which is more than WORLD_SIZE=4"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 is no number of ranks or nodes"),
-        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port: give one from 1 to 65535"),
-        ({**OPEN_MPI, **TWO_NODES, "SM_HOSTS": "algo-1"}, "SM_HOSTS='algo-1' is no JSON list of names"),
-        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07"}, r"the node list 'gpu\[07' cannot be read: it has a \[ without its other half"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "torchrun sets 9 ranks on this node, which is more than WORLD_SIZE=4"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 is not a number of ranks or nodes"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a port: give one from 1 to 65535"),
+        ({**OPEN_MPI, **TWO_NODES, "SM_HOSTS": "algo-1"}, "SM_HOSTS='algo-1' is not a JSON list of names"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07"}, r"cannot parse the node list 'gpu\[07': it has a \[ without its other half"),
         (
             {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "many"},
-            "the list of tasks per node 'many' cannot be read: it has 'many', which is no number",
+            "cannot parse the list of tasks per node 'many': it has 'many', which is not a number",
         ),
         ({"PARWRAP_RANK": "1", **KUBEFLOW}, "PARWRAP_RANK is set but PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK are not"),
-        ({"PARWRAP_RANK": "1", **TORCHRUN}, "Else set PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK too.$"),
+        ({"PARWRAP_RANK": "1", **TORCHRUN}, "Otherwise set PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK too.$"),
         (
             KUBEFLOW,
             "RANK=1 and WORLD_SIZE=2 number the nodes of a job, as under Kubeflow or PAI, not its ranks: start those of this node with "
@@ -256,7 +256,7 @@ def test_half_set_or_senseless_variables_are_refused(environ, text):
 def test_where_nobody_tells_where_to_meet_this_is_said_when_the_ranks_are_to(environ, launcher):
     world = detect(environ)
     text = (
-        rf"{launcher} does not tell where rank 0 of {world.size} can be reached, and MASTER_ADDR and MASTER_PORT are not both set: set .*"
+        rf"{launcher} does not say where rank 0 of {world.size} can be reached, and MASTER_ADDR and MASTER_PORT are not both set: set .*"
         r"\(`mpirun -x MASTER_ADDR=... -x MASTER_PORT=...`; with MPICH and Intel MPI `mpiexec -genv MASTER_ADDR ..."
     )
     with pytest.raises(LaunchError, match=text), opened(world):
@@ -267,7 +267,7 @@ def test_where_nobody_tells_where_to_meet_this_is_said_when_the_ranks_are_to(env
 def test_of_three_that_belong_together_each_missing_one_is_named(environ):
     (row,) = (row for row in LAUNCHERS if row.name == detect({**environ, **MASTER}).launcher)
     for names in (row.rank, row.size, row.local_rank):
-        with pytest.raises(LaunchError, match=f" are set but {names[0]} is not, so the ranks cannot be told apart"):
+        with pytest.raises(LaunchError, match=f" are set but {names[0]} is not, so the ranks cannot be identified"):
             detect(less(environ, *names))
 
 

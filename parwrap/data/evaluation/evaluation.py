@@ -1,8 +1,7 @@
-"""The interceptor of an exact evaluation: every pass over a loader yields this rank's part of what a single process would read.
+"""The interceptor of an exact evaluation: every pass over a loader yields this rank's part of a single process's pass.
 
-A rank for which nothing is left stands in: it reads the first batch, so that the function comes to its end as on any other rank, and
-what it returns is left out. ``evaluation_blocks.py`` divides the batches, ``reported_lengths.py`` answers ``len()``, and
-``merging.py`` puts the results together.
+A rank without a part stands in: it reads the first batch, so that the function runs to its end as on any other rank, and its result is
+ignored. ``evaluation_blocks.py`` divides the batches, ``reported_lengths.py`` answers ``len()``, and ``merging.py`` combines the results.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from parwrap.data.evaluation_blocks import MOST, Blocks, Counted, Turns, block, 
 from parwrap.data.passes import Pass
 from parwrap.data.reported_lengths import Lengths, Share, asked_for_a_bar, asked_inside
 from parwrap.data.samplers import with_indices
-from parwrap.data.sharing_rules import replicated
+from parwrap.data.sharing_options import replicated
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.interceptor import Interceptor, intercepts
 
-__all__ = ["Evaluation", "Reading", "check", "refuse_unreadable", "refused_backward", "told"]
+__all__ = ["Evaluation", "Reading", "check", "refuse_unreadable", "refused_backward", "shared_facts"]
 
 
 BOTH = (
-    "a function decorated with @parwrap.evaluate both reads a DataLoader and calls another such function, whose result is of "
-    "all ranks already: decorate only one of them."
+    "a function decorated with @parwrap.evaluate both reads a DataLoader and calls another such function, whose result already covers "
+    "all ranks: decorate only one of them."
 )
 
 
@@ -44,13 +43,13 @@ class Reading:
     Attributes:
         place: where in the user's script it began.
         in_turn: whether batches were dealt out one by one, rather than in blocks.
-        batches: of the whole pass; ``None`` until its end is known.
-        planned: how many of them were for this rank.
-        read: how many it has read.
+        batches: the batches of the whole pass; ``None`` until its end is known.
+        planned: the number of them for this rank.
+        read: the number of batches read.
         sizes: the samples in each of them.
-        rows: the first dimensions of what was read, summed up, where batches are not the loader's; else 0.
-        same: what must be the same on all ranks, in short.
-        all_sizes: the samples in each batch of all ranks, where indices tell.
+        rows: the sum of the first dimensions read, if the loader does not batch; otherwise 0.
+        same: a digest of what must be the same on all ranks.
+        all_sizes: the samples in each batch of all ranks, if known from indices.
     """
 
     place: str
@@ -65,19 +64,19 @@ class Reading:
 
 
 class Evaluation(Interceptor):
-    """Shares out what one call of a function reads.
+    """Divides what one call of a function reads.
 
     Args:
         group: the ranks.
-        shared: gives the streams that samplers draw on, the same on all ranks.
+        shared: returns the streams that samplers draw from, the same on all ranks.
         prepare: called with each loader of a dataset with indices, before it is read.
-        lengths: of this rank's parts, where they are told to the user's code.
+        lengths: the lengths of this rank's parts, if they are reported to the user's code.
 
     Attributes:
-        readers: how many ranks have a part; those above stand in.
-        readings: the passes, in their order.
+        readers: the number of ranks with a part; those above stand in.
+        readings: the passes in order.
         within: whether another one has been opened inside it.
-        asleep: whether it is open now.
+        asleep: whether it is paused.
     """
 
     def __init__(
@@ -121,13 +120,13 @@ class Evaluation(Interceptor):
             return [drawn[number] for number in mine]
 
         within = loader.batch_sampler if batched else loader.sampler
-        with self._whole():  # workers are sent indices at once
+        with self._whole():  # workers are sent indices immediately
             batches = original(with_indices(loader, Blocks(within, self._shared, chosen)))  # type: ignore[arg-type]
         return _Read(batches, reading, None if batched else rows_of, self._whole)
 
     @intercepts
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
-        """``len(loader)``: of this rank's part where lengths of parts are told; a bar that shows progress is always told that."""
+        """``len(loader)``: of this rank's part if lengths of parts are reported; a progress bar always gets that."""
         whole = original(loader)
         if self._sleeps() or not asked_inside():
             return whole
@@ -137,7 +136,7 @@ class Evaluation(Interceptor):
 
     @intercepts
     def source(self, loader: DataLoader, name: str, source: Any) -> Any:
-        """``loader.dataset`` or the like, whose length may be asked for."""
+        """``loader.dataset`` or similar, whose length the code may ask for."""
         if self.lengths is None or self._sleeps() or not asked_inside():
             return source
         return self.lengths.of_part(loader, name, source)
@@ -160,12 +159,13 @@ class Evaluation(Interceptor):
         refuse_unreadable(loader)
 
     def _begin(self, loader: DataLoader, batches: int) -> tuple[int, int]:
-        """This rank among those that read a pass of at least ``batches``, and their number."""
+        """This rank's number among the readers of a pass of at least ``batches``, and their number."""
         readers = min(self.readers, batches) or self.readers
         if readers < self.readers and any(reading.planned for reading in self.readings):
             raise UsageError(
-                f"a function decorated with @parwrap.evaluate reads a DataLoader of {batches} batches on {self._size} ranks after a larger "
-                "one, so that ranks with a part of the first have none of it: read the smallest first, or decorate a function for each."
+                f"a function decorated with @parwrap.evaluate reads a DataLoader of {batches} batches on {self._size} ranks after a "
+                "larger one, so that ranks with a part of the first have none of it: read the smallest first, or decorate a function "
+                "for each."
             )
         if self.lengths is not None:
             self.lengths.check(loader, readers)
@@ -193,7 +193,7 @@ class Evaluation(Interceptor):
         return _ReadInTurn(turns, reading, batched, self._whole)
 
     def _share(self, loader: DataLoader) -> Share:
-        """What is known of this rank's part of ``loader``: of its last pass, or of the next."""
+        """This rank's part of ``loader``: of its last pass, or of the next."""
         passes = [each for each, read in zip(self.readings, self._loaders, strict=True) if read is loader and each.planned is not None]
         known = passes[-1] if passes else Reading("")
         if known.in_turn and known.batches is not None:
@@ -207,7 +207,7 @@ class Evaluation(Interceptor):
 
 
 class _Read(Pass):
-    """A pass whose batches are counted in ``reading``, and their ``rows`` if need be; each is read ``within`` a context."""
+    """A pass whose batches are counted in ``reading``, with their ``rows`` if needed; each is read ``within`` a context."""
 
     def __init__(
         self, batches: Iterator, reading: Reading, rows: Callable[[Any], int] | None, within: Callable[[], AbstractContextManager]
@@ -225,7 +225,7 @@ class _Read(Pass):
 
 
 class _ReadInTurn(_Read):
-    """The same of a stream, whose batches come with the number of their samples if the loader has made them."""
+    """The same for a stream, whose batches come with their number of samples if the loader made them."""
 
     def __init__(self, batches: Iterator, reading: Reading, batched: bool, within: Callable[[], AbstractContextManager]) -> None:
         super().__init__(batches, reading, None if batched else rows_of, within)
@@ -241,21 +241,21 @@ class _ReadInTurn(_Read):
 
 
 def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
-    """Check that the ranks' passes together are those of one process, and return them.
+    """Check that the ranks' passes together equal those of one process, and return them.
 
     Raises:
         RankMismatchError: the ranks have read different things.
         UsageError: a rank did not read its part to the end.
     """
     if len({len(readings) for readings in ranks}) > 1:
-        told = ", ".join(f"{len(readings)} on rank {rank}" for rank, readings in enumerate(ranks))
-        raise RankMismatchError(f"the ranks have made different numbers of passes over loaders in an evaluation: {told}.")
+        numbers = ", ".join(f"{len(readings)} on rank {rank}" for rank, readings in enumerate(ranks))
+        raise RankMismatchError(f"the ranks made different numbers of passes over loaders in an evaluation: {numbers}.")
     for readings in ranks:
         for reading, first in zip(readings, ranks[0], strict=True):
             if reading.same != first.same:
                 raise RankMismatchError(
                     f"the ranks have drawn different samples to evaluate ({reading.place}): seed the generator of the sampler, or of the "
-                    "stream, and leave it to parwrap to share out a stream that shares out itself."
+                    "stream; if a stream shards itself, let parwrap split it instead."
                 )
     begun = [of_all for of_all in zip(*ranks, strict=True) if any(reading.read for reading in of_all)]
     for of_all in begun:
@@ -263,8 +263,9 @@ def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
             if reading.batches is None or reading.planned is None or reading.read < reading.planned:
                 of = "" if reading.in_turn else f" of its {reading.planned}"
                 raise UsageError(
-                    f"a pass was not read to its end in an evaluation ({reading.place}): rank {rank} has read {reading.read}{of} batches, "
-                    "and which a single process would have read is not known. Read a loader that holds no more, such as one over a Subset."
+                    f"a pass was not read to its end in an evaluation ({reading.place}): rank {rank} has read {reading.read}{of} "
+                    "batches, and which ones a single process would have read is unknown. Read a loader that holds no more, such as one "
+                    "over a Subset."
                 )
         if len({reading.batches for reading in of_all}) > 1:
             raise RankMismatchError(
@@ -275,12 +276,12 @@ def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
 
 
 def refuse_unreadable(loader: DataLoader) -> None:
-    """Raise :class:`UsageError` for a loader that cannot be read once, by all ranks together."""
+    """Raise :class:`UsageError` for a loader that the ranks cannot read once, together."""
     sampler = loader.sampler
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise UsageError(
-            f"a DataLoader that is evaluated has a DistributedSampler of its own, for {sampler.num_replicas} replicas, which "
-            "repeats or drops samples: leave it out, and @parwrap.evaluate shares out every sample once."
+            f"an evaluated DataLoader has its own DistributedSampler, for {sampler.num_replicas} replicas, which repeats or drops "
+            "samples: remove it, and @parwrap.evaluate divides every sample once."
         )
     if not is_stream(loader) and is_endless(sampler if loader.batch_sampler is None else loader.batch_sampler):
         raise _endless()
@@ -289,13 +290,13 @@ def refuse_unreadable(loader: DataLoader) -> None:
 def refused_backward() -> UsageError:
     """The error of a function that trains."""
     return UsageError(
-        "a backward was called inside a function decorated with @parwrap.evaluate, where ranks read different numbers of "
-        "batches: train outside of it, or leave the decorator out. For the gradient of an input, use torch.autograd.grad."
+        "a backward was called inside a function decorated with @parwrap.evaluate, where ranks read different numbers of batches: train "
+        "outside of it, or remove the decorator. For the gradient of an input, use torch.autograd.grad."
     )
 
 
-def told(reading: Reading) -> Reading:
-    """What the other ranks are told of it."""
+def shared_facts(reading: Reading) -> Reading:
+    """The data that the other ranks need about it."""
     return replace(reading, all_sizes=None)
 
 

@@ -1,6 +1,6 @@
-"""One result of the results of all ranks' parts, of the type that a single process would have returned.
+"""Merges the results of all ranks' parts into one, of the type that a single process would have returned.
 
-Numbers are summed in Python and tensors in float64, in the order of ranks, so every rank has the very same.
+Numbers are summed in Python and tensors in float64, in the order of ranks, so every rank has exactly the same result.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Passed(NamedTuple):
 
     Attributes:
         sizes: the samples in each batch.
-        in_turn: whether the ranks' batches come in turn, rather than one rank's after the other's.
-        rows: the first dimensions of all batches together, where these may be samples or batches; else 0.
+        in_turn: whether the ranks' batches alternate, rather than one rank's following the other's.
+        rows: the sum of the first dimensions of all batches, if these may be samples or batches; otherwise 0.
     """
 
     sizes: list[int]
@@ -47,20 +47,20 @@ class Passed(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank has returned, and the passes it has made for that."""
+    """The result of one rank, and the passes behind it."""
 
     result: Any
     passes: list[Passed]
 
 
 def merged(reduce: Any, parts: list[Part]) -> Any:
-    """One result of those of ``parts``.
+    """Merge the results of ``parts``.
 
     Args:
-        reduce: ``"mean"``, ``"sum"``, ``"gather"``, a function of the list of results, or a dict or tuple of these for one.
+        reduce: ``"mean"``, ``"sum"``, ``"gather"``, a function of the list of results, or a dict or tuple of these.
 
     Raises:
-        UsageError: that cannot be.
+        UsageError: the results cannot be merged so.
 
     >>> one, other = Part({"loss": 1.0}, [Passed([2, 2])]), Part({"loss": 4.0}, [Passed([2])])
     >>> merged("mean", [one, other]), merged("sum", [one, other])
@@ -115,8 +115,8 @@ class _Merge:
         if isinstance(first, (torch.Tensor, np.ndarray)):
             return self._array(kind, results, name)
         raise UsageError(
-            f"evaluate(reduce={kind!r}): {name} is a {type(first).__name__}, which cannot be put together: return numbers, tensors, arrays "
-            "and dicts, lists and tuples of them, or give a function as reduce."
+            f"evaluate(reduce={kind!r}): {name} is a {type(first).__name__}, which cannot be merged: return numbers, tensors, arrays and "
+            "dicts, lists and tuples of them, or give a function as reduce."
         )
 
     def _dict(self, kind: str, results: list[dict], name: str) -> dict:
@@ -176,11 +176,11 @@ class _Merge:
         return torch.stack(wide).sum(0).to(first.dtype)
 
     def _warn_of_rows(self, rows: int, name: str) -> None:
-        """Predictions that are as many on all ranks would be averaged with each other."""
+        """Warn if predictions, equally many on all ranks, would be averaged with each other."""
         if rows > 1 and any(len(passed) > 1 and all(sum(each.sizes) == rows for each in passed) for passed in self._passes):
             warn(
                 f"parwrap: evaluate(reduce='mean'): {name} has as many entries as each rank has read samples, {rows}, and they are "
-                "averaged over the ranks. If there is one for each sample, as of predictions, use reduce='gather'."
+                "averaged over the ranks. If each entry belongs to a sample, as for predictions, use reduce='gather'."
             )
 
     def _mean(self, results: list[Any]) -> Any:
@@ -224,7 +224,7 @@ class _Merge:
         return all_rows if order is None else all_rows[order]
 
     def _order(self, rows: list[int], name: str) -> list[int] | None:
-        """The rows of one process, by their number in the ranks' results one after the other; ``None`` for that same order."""
+        """The rows in the order of one process, by their number in the ranks' concatenated results; ``None`` if that order is the same."""
         for passed in self._passes:
             by_sample = rows == [sum(each.sizes) for each in passed]
             if by_sample or rows == [len(each.sizes) for each in passed]:
@@ -242,14 +242,14 @@ class _Merge:
             return None
         what = "a stream" if len(self._passes) == 1 else "several loaders"
         raise UsageError(
-            f"evaluate(reduce='gather'): the function reads {what}, and {name} has {rows} rows on the ranks, neither one for each sample "
-            "nor for each batch, so that their order in a single process is not known: return one for each sample of one loader, or give "
-            "a function as reduce."
+            f"evaluate(reduce='gather'): the function reads {what}, and {name} has {rows} rows on the ranks, neither one per sample nor "
+            "one per batch, so that their order in a single process is unknown: return one for each sample of one loader, or give a "
+            "function as reduce."
         )
 
 
 def _in_turn(sizes: list[list[int]]) -> list[int]:
-    """Where the rows of batches that were dealt out in turn are in the ranks' results one after the other.
+    """Where the rows of batches that were dealt out in turn are in the ranks' concatenated results.
 
     >>> _in_turn([[2, 1], [2]])
     [0, 1, 3, 4, 2]

@@ -1,1 +1,1 @@
-"""Batches of like length on all ranks: bucketing, padding and trimming. Start with ``uniform_length.py``."""
+"""Batches of similar length on all ranks: bucketing, padding and trimming. Start with ``uniform_length.py``."""

@@ -1,7 +1,7 @@
-"""Batches of samples of about the same length, as a batch sampler: little is padded, and ranks that step together have equal work.
+"""A batch sampler for samples of similar length: little padding, and equal work for ranks that step together.
 
-It needs no process group and knows nothing of loaders. Where lengths come from is ``reported_lengths.py``'s, what a batch is made into
-``padding.py``'s, and who gets which batch ``samplers.py``'s.
+It needs no process group and knows nothing of loaders. ``sample_lengths.py`` reads the lengths, ``padding.py`` makes the batches, and
+``samplers.py`` deals them out to the ranks.
 """
 
 from __future__ import annotations
@@ -20,38 +20,37 @@ from parwrap.errors import UsageError
 __all__ = ["UniformLengthBatchSampler"]
 
 STARTS = 8
-"""Where the first batch may be cut off, in parts of a batch: what is cut after it moves along."""
+"""Where the first batch may be cut, in parts of a batch; the later cuts move with it."""
 
 
 class UniformLengthBatchSampler(Sampler[list[int]]):
-    """Batches of samples of about the same length, for ``DataLoader(batch_sampler=...)``.
+    """Batches of samples of similar length, for ``DataLoader(batch_sampler=...)``.
 
-    Samples are sorted, those of nearly the same length make a bucket, and batches are drawn at random from each. Batches come in rounds
-    of ``num_replicas`` that hold equally many samples, equally long, so that ranks that step together have equal work; rounds come in
-    random order. Every sample comes once in a pass, and the number of batches is the same in all passes: a multiple of
-    ``num_replicas``, unless there are fewer samples than that, or ``batch_size=1``. A remainder makes several batches a bit smaller.
+    Samples are sorted, samples of nearly the same length form a bucket, and batches are drawn at random from each bucket. Batches come in
+    rounds of ``num_replicas`` with equally many samples of similar length, so that ranks that step together have equal work; rounds come in
+    random order. Every sample comes once in a pass. All passes have the same number of batches: a multiple of ``num_replicas``, unless
+    there are fewer samples than that, or ``batch_size=1``. A remainder makes several batches a bit smaller.
 
-    Inside of ``parwrap.distributed`` leave out ``num_replicas`` and ``rank``: the batches are arranged for the ranks, and dealt out to
-    them. In distributed code of your own give both, and each rank draws its part. Passes are counted, so each has another order also
-    where ``set_epoch`` is forgotten.
+    Inside ``parwrap.distributed`` omit ``num_replicas`` and ``rank``: the batches are arranged for the ranks and dealt out to them. In your
+    own distributed code give both, and each rank draws its part. Passes are counted, so each has another order even without ``set_epoch``.
 
     Args:
-        lengths: of each sample of the dataset, in tokens.
+        lengths: the length of each sample of the dataset, in tokens.
         batch_size: the most samples of a batch.
-        max_tokens: the most tokens of a batch, with those that it is padded by: its samples times the length of its longest. Either, or
-            both.
-        shuffle: without, each pass has the same batches, the longest first.
-        seed: of the order, the same on all ranks; each pass has another one. ``None`` draws from torch's generator in each pass, as a
-            shuffled ``DataLoader`` does, and a ``torch.Generator`` is drawn from.
-        drop_last: leave out, in each pass, others of the samples that do not fill a batch on every rank. Not with ``max_tokens``.
-        multiple_of: what the length of a batch is rounded up to.
-        slack: how much shorter than its longest another sample of a bucket may be, in parts of the longest. What has too few of about its
-            length for a batch goes with the next shorter ones.
-        num_replicas: the ranks to draw for.
-        rank: which of them this is.
+        max_tokens: the most tokens of a batch, including padding: its number of samples times the length of its longest. Give either, or
+        both.
+        shuffle: if false, each pass has the same batches, the longest first.
+        seed: the seed of the order, the same on all ranks; each pass has another order. ``None`` draws from torch's generator in each
+        pass, as a shuffled ``DataLoader`` does; a ``torch.Generator`` is drawn from directly.
+        drop_last: drop, in each pass, different samples that do not fill a batch on every rank. Not with ``max_tokens``.
+        multiple_of: round the length of a batch up to a multiple of this.
+        slack: how much shorter than its longest a sample of a bucket may be, as a part of the longest. If too few samples of similar
+        length make a batch, they go with the next shorter ones.
+        num_replicas: the number of ranks to draw for.
+        rank: the rank to draw for.
 
     Raises:
-        UsageError: an option that cannot mean anything, or a sample that is longer than ``max_tokens``.
+        UsageError: an invalid option, or a sample longer than ``max_tokens``.
 
     >>> sampler = UniformLengthBatchSampler([3, 9, 4, 8, 3, 9], batch_size=2, shuffle=False)
     >>> list(sampler), len(sampler)
@@ -80,7 +79,7 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         if not 0 <= slack < 1:
             raise UsageError(f"slack={slack!r} is not a part of the longest sample: give a number from 0 to below 1.")
         if drop_last and max_tokens is not None:
-            raise UsageError("drop_last leaves out what does not fill a batch, and with max_tokens batches have no one size: leave it out.")
+            raise UsageError("drop_last drops samples that do not fill a batch, and with max_tokens batches have no fixed size: remove it.")
         self.lengths = _checked(lengths)
         self.batch_size, self.max_tokens, self.drop_last = batch_size, max_tokens, drop_last
         self.shuffle, self.seed, self.multiple_of, self.slack = shuffle, seed, multiple_of, slack
@@ -90,26 +89,26 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         self._refuse_too_long()
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is number ``epoch``; the ones after it are counted on. Only for a ``seed`` that is a number."""
+        """Set the number of the next pass to ``epoch``; later ones count on from it. Only for a ``seed`` that is a number."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        # only when it is asked for the first: torch's shuffled loaders draw their order then too
+        # only when the first is asked for: torch's shuffled loaders draw their order then too
         yield from DealtBatches(self._pass(self.num_replicas), self.rank, self.num_replicas)
 
     def __len__(self) -> int:
         return -(-self._count(self.num_replicas) // self.num_replicas)
 
     def for_ranks(self, ranks: int) -> _Arranged:
-        """All batches, such that each ``ranks`` in turn are one step of as many ranks.
+        """All batches, so that each ``ranks`` in turn form one step of that many ranks.
 
         Raises:
             UsageError: the sampler was made for one rank of several.
         """
         if self.num_replicas > 1:
             raise UsageError(
-                f"a UniformLengthBatchSampler was made for rank {self.rank} of {self.num_replicas}, and parwrap would deal out its "
-                "batches once more: leave out num_replicas and rank."
+                f"a UniformLengthBatchSampler was made for rank {self.rank} of {self.num_replicas}, but parwrap would divide its batches "
+                "again: remove num_replicas and rank."
             )
         return _Arranged(self, ranks)
 
@@ -120,7 +119,7 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         if left := self._left_out(ranks):
             samples = samples[:-left] if random is None else np.sort(random.permutation(samples)[left:])
         padded = self._padded()[samples]
-        # among equally long ones, the order is random
+        # among equally long samples, the order is random
         order = np.lexsort((samples if random is None else random.random(len(samples)), -padded))
         samples, padded = samples[order], padded[order]
         buckets = self._cut(padded, ranks)
@@ -132,11 +131,11 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         rounds = [each for bucket in shuffled for each in bucket]
         order = random.permutation(len(rounds))
         whole = [rounds[i] for i in order if len(rounds[i]) >= ranks]
-        incomplete = [rounds[i] for i in order if len(rounds[i]) < ranks]  # one at most; after it, steps would begin elsewhere
+        incomplete = [rounds[i] for i in order if len(rounds[i]) < ranks]  # at most one incomplete round, which comes last
         return [batch for samples in [*whole, *incomplete] for batch in _batches(samples, ranks, random)]
 
     def _count(self, ranks: int) -> int:
-        """The number of all batches of a pass, counted once: loops ask for it in every step."""
+        """The number of all batches of a pass, counted once, because loops ask for it in every step."""
         if self._counted is None or self._counted.lengths is not self.lengths or self._counted.ranks != ranks:
             padded = -np.sort(-self._padded())
             buckets = self._cut(padded[: len(padded) - self._left_out(ranks)], ranks)
@@ -148,16 +147,16 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         return len(self.lengths) % (ranks * (self.batch_size or 1)) if self.drop_last else 0
 
     def _padded(self) -> np.ndarray:
-        """The length of each sample in a batch of its own."""
+        """The padded length of each sample."""
         return -(-self.lengths // self.multiple_of) * self.multiple_of
 
     def _most(self, longest: int) -> int:
-        """How many samples fit into a batch whose longest has that length."""
+        """The number of samples that fit into a batch whose longest has that length."""
         by_tokens = max(1, self.max_tokens // max(1, longest)) if self.max_tokens else len(self.lengths)
         return min(by_tokens, self.batch_size or by_tokens)
 
     def _cut(self, padded: np.ndarray, ranks: int, start: float = 1.0) -> list[_Bucket]:
-        """The buckets of samples that are ``padded``, longest first; the first round of all has a part ``start`` of its samples."""
+        """The buckets of ``padded`` samples, longest first; the very first round has a part ``start`` of its samples."""
         buckets: list[_Bucket] = []
         begin, count = 0, len(padded)
         while begin < count:
@@ -169,7 +168,7 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
                 alike = int(np.searchsorted(-padded, -(1 - self.slack) * padded[begin], side="right")) - begin
                 end = begin + max(1, alike // each) * each
             end = min(end, count)
-            # what would not make a full round is shared out in this bucket, if its batches can be smaller
+            # samples that would not make a full round are divided within this bucket, if its batches can be smaller
             if end < count and count - end < ranks * (self._most(padded[end]) if most > 1 else 1):
                 end = count
             buckets.append(_Bucket(begin, end, -(-(end - begin) // each)))
@@ -177,9 +176,9 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         return buckets
 
     def _moved(self, buckets: list[_Bucket], padded: np.ndarray, ranks: int, random: np.random.Generator) -> list[_Bucket]:
-        """Others in the place of ``buckets``, cut at other places, but with as many rounds.
+        """Buckets cut at other places than ``buckets``, with as many rounds.
 
-        Those that are much longer than all others would be in the same batches in all passes.
+        Otherwise samples that are much longer than all others would be in the same batches in all passes.
         """
         rounds = sum(bucket.rounds for bucket in buckets)
         for start in random.permutation(STARTS):
@@ -203,13 +202,13 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         longest = int(self._padded().max(initial=0))
         if self.max_tokens is not None and longest > self.max_tokens:
             raise UsageError(
-                f"sample {int(self._padded().argmax())} has {longest} tokens, more than a batch of max_tokens={self.max_tokens} may have: "
-                "raise max_tokens, cut the sample, or leave it out."
+                f"sample {int(self._padded().argmax())} has {longest} tokens, more than the limit of a batch, "
+                f"max_tokens={self.max_tokens}: raise max_tokens, cut the sample, or drop it."
             )
 
 
 class _Arranged:
-    """All batches of a sampler, in rounds of as many as there are ranks."""
+    """All batches of a sampler, in rounds of one batch per rank."""
 
     def __init__(self, sampler: UniformLengthBatchSampler, ranks: int) -> None:
         self._sampler, self._ranks = sampler, ranks
@@ -223,7 +222,8 @@ class _Arranged:
 
 @dataclass(frozen=True)
 class _Counted:
-    """How many ``batches`` samples of those ``lengths`` make for as many ``ranks``; no sequence, which ranks would compare."""
+    """The number of ``batches`` that samples of those ``lengths`` make for ``ranks``; an object that is no sequence, which ranks would
+    compare."""
 
     lengths: np.ndarray
     ranks: int
@@ -231,7 +231,7 @@ class _Counted:
 
 
 class _Bucket(NamedTuple):
-    """Sorted samples from ``start`` to before ``end`` that make as many ``rounds``."""
+    """Sorted samples from ``start`` to before ``end`` that make ``rounds`` rounds."""
 
     start: int
     end: int
@@ -239,7 +239,7 @@ class _Bucket(NamedTuple):
 
 
 def _rounds(samples: np.ndarray, bucket: _Bucket, ranks: int) -> list[np.ndarray]:
-    """``samples`` in rounds, each for a batch on every rank; all but one of them are multiples of ``ranks``."""
+    """``samples`` in rounds, each for a batch on every rank; all but one of them have a multiple of ``ranks`` samples."""
     columns, extra = divmod(len(samples), ranks)
     whole = min(bucket.rounds, columns)
     small, larger = divmod(columns, whole or 1)

@@ -1,6 +1,6 @@
-"""Samples of different lengths made into one batch, padded to the longest of them, as a ``collate_fn``.
+"""A ``collate_fn`` that pads samples of different lengths to the longest of a batch.
 
-What is already padded is cut down by ``trimming.py``; which samples come together is ``bucketing.py``'s.
+``trimming.py`` cuts batches that are already padded; ``bucketing.py`` decides which samples come together.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from parwrap.errors import UsageError
 __all__ = ["pad_collate"]
 
 USUAL = {"labels": -100}
-"""What fields of these names are padded with, unless it is said: the index that torch's losses ignore."""
+"""Default padding values of fields by name: the index that torch's losses ignore."""
 
 
 class pad_collate:
     """Make a batch of samples whose sequences differ in length, for ``DataLoader(collate_fn=...)``.
 
     A sample is a sequence, or a tuple, list or dict of fields. Sequences are tensors and arrays, padded along their first dimension, and
-    lists of numbers. Fields that are no sequences or all of one shape, such as labels, are what ``default_collate`` makes of them.
+    lists of numbers. ``default_collate`` handles fields that are no sequences or all of one shape, such as labels.
 
     Args:
-        pad_value: to pad with; or a dict of values by the name or place of a field, of which others have 0, and ``labels`` -100.
-        multiple_of: what the length of a batch is rounded up to, as by 8 for tensor cores. So are the first sequence of a sample and others
-            that are always as long.
-        attention_mask: whether a mask of ones for tokens and zeros for padding is added, of the field ``input_ids``, or else the first
-            sequence: as ``attention_mask`` of a dict, else as the last of the fields. By default for dicts with ``input_ids`` and no mask.
-        fields: names or places of those that are sequences; by default it is looked for.
+        pad_value: the padding value; or a dict of values by the name or position of a field. Other fields are padded with 0, and
+        ``labels`` with -100.
+        multiple_of: round the length of a batch up to a multiple of this, such as 8 for tensor cores. This applies to the first sequence
+        of a sample and to others that always have the same length as it.
+        attention_mask: whether to add a mask of ones for tokens and zeros for padding. It is that of the field ``input_ids``, or of the
+        first sequence, and becomes ``attention_mask`` in a dict, or the last of the fields. By default for dicts with ``input_ids`` and
+        no mask.
+        fields: names or positions of the sequences; detected by default.
 
     Raises:
-        UsageError: an option that cannot mean anything; in a batch: other dimensions than the first differ, or a value to pad with that
-            the sequences' dtype has not.
+        UsageError: an invalid option; in a batch: dimensions other than the first differ, or the sequences' dtype cannot hold the padding
+        value.
 
     >>> pad_collate()([(torch.tensor([1, 2, 3]), 0), (torch.tensor([4]), 1)])
     [tensor([[1, 2, 3],
@@ -72,7 +74,7 @@ class pad_collate:
         return self._collated(samples, masked=self.attention_mask)
 
     def _collated(self, samples: Any, masked: bool | None) -> Any:
-        """A batch of ``samples``, which may be what a field holds; with a mask or without, or ``None`` for where it is usual."""
+        """A batch of ``samples``, or of one field's values; with or without a mask, or ``None`` for the default."""
         first = samples[0]
         if _is_sequence(first):
             padded = self._padded(None, samples, rounded=True)
@@ -109,7 +111,7 @@ class pad_collate:
             field = "the samples" if name is None else f"the field {name!r}"
             found = " and ".join(sorted({str(tuple(tensor.shape)) for tensor in tensors})[:2])
             raise UsageError(
-                f"{field} of a batch have shapes {found}: only the first dimension can be padded, so the others must be the same."
+                f"{field} of a batch have shapes {found}: only the first dimension can be padded, so the others must be equal."
             )
         longest = max(map(len, tensors))
         if rounded or any(len(tensor) != longest for tensor in tensors):
@@ -141,7 +143,7 @@ def _lengths(column: Sequence[Any]) -> list[int]:
 
 
 def _tensors(column: Sequence[Any]) -> list[torch.Tensor]:
-    """``column`` as tensors of one dtype that holds all of them; an empty list has none of its own."""
+    """``column`` as tensors of one dtype that holds all of them; an empty list has no dtype itself."""
     tensors = [torch.as_tensor(each) for each in column]
     dtypes = {tensor.dtype for tensor, each in zip(tensors, column, strict=True) if not isinstance(each, list) or each}
     dtype = reduce(torch.promote_types, dtypes) if dtypes else tensors[0].dtype
@@ -153,7 +155,7 @@ def _mask(column: Sequence[Any], length: int) -> torch.Tensor:
 
 
 def _like(sample: Any, batch: dict[Any, Any]) -> Any:
-    """The fields of a ``batch`` in a container as ``default_collate`` chooses it for such a ``sample``."""
+    """The fields of a ``batch`` in the container that ``default_collate`` chooses for such a ``sample``."""
     if isinstance(sample, Mapping):
         if type(sample) is dict or not isinstance(sample, MutableMapping):
             return batch

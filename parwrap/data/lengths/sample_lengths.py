@@ -1,4 +1,4 @@
-"""How long the samples of a dataset are: told by the user, or found by reading each sample once."""
+"""The lengths of a dataset's samples: given by the user, or found by reading each sample once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Lengths", "read_lengths"]
 
 
 class Lengths:
-    """The lengths of datasets, each read once, and again when it has another number of samples.
+    """The lengths of datasets, each read once, and again when its number of samples has changed.
 
     Args:
         length, pad_value: see :func:`read_lengths`.
@@ -36,7 +36,7 @@ class Lengths:
             lengths = read_lengths(dataset, self._length, self._pad_value)
             try:
                 known = weakref.ref(dataset, lambda _: self._known.pop(key, None))
-            except TypeError:  # as of a plain list, which its loader keeps alive
+            except TypeError:  # a plain list, which its loader keeps alive
                 known = weakref.ref(loader, lambda _: self._known.pop(key, None))
             self._known[key] = known, samples, lengths
         return lengths
@@ -46,10 +46,11 @@ def read_lengths(dataset: Any, length: Any = None, pad_value: float | None = Non
     """The length of each sample of ``dataset``; ``None`` if all are the same.
 
     Args:
-        dataset: with a length and samples by index. Reading it leaves the random streams where they were.
-        length: a sequence of the lengths; or what takes a sample and returns its length; or the name or place of the field in a sample.
-            By default what ``attention_mask`` counts, or the first sequence whose length differs.
-        pad_value: what does not count at the end of a sequence. Without ``length``, it is then looked for in whole numbers only.
+        dataset: has a length and samples by index. Reading it restores the random streams afterwards.
+        length: a sequence of the lengths; or a function that returns the length of a sample; or the name or position of the field in a
+        sample. By default the count in ``attention_mask``, or the first sequence whose length differs.
+        pad_value: padding at the end of a sequence, which is not counted. Without ``length``, sequences are then searched among whole
+        numbers only.
 
     Raises:
         UsageError: ``length`` does not fit the samples.
@@ -58,7 +59,7 @@ def read_lengths(dataset: Any, length: Any = None, pad_value: float | None = Non
     array([2, 1])
     """
     if isinstance(length, (Sequence, torch.Tensor, np.ndarray)) and not isinstance(length, str):
-        lengths: np.ndarray | None = _told(length, len(dataset))
+        lengths: np.ndarray | None = _given_lengths(length, len(dataset))
     else:
         before = get_state()
         try:
@@ -68,11 +69,11 @@ def read_lengths(dataset: Any, length: Any = None, pad_value: float | None = Non
     return None if lengths is None or not len(lengths) or lengths.min() == lengths.max() else lengths
 
 
-def _told(lengths: Any, samples: int) -> np.ndarray:
+def _given_lengths(lengths: Any, samples: int) -> np.ndarray:
     if len(lengths) != samples:
         raise UsageError(
-            f"length= has {len(lengths)} lengths, and the dataset of a shuffled DataLoader {samples} samples. Where a script has several, "
-            "give what takes a sample and returns its length."
+            f"length= has {len(lengths)} lengths, but the dataset of a shuffled DataLoader {samples} samples. If a script has several "
+            "datasets, give a function that takes a sample and returns its length."
         )
     return np.asarray(lengths)
 
@@ -108,7 +109,7 @@ def _field(sample: Any, name: Any) -> Any:
 
 
 def _found(sample: Any, pad_value: float | None) -> dict[Any, int]:
-    """The lengths that a sample may be said to have, the likeliest first."""
+    """The possible lengths of a sample, the likeliest first."""
     if isinstance(sample, Mapping):
         fields = dict(sample)
     else:
@@ -131,7 +132,7 @@ def _is_row(value: Any) -> bool:
 
 
 def _real_length(sequence: Any, pad_value: float | None) -> int:
-    """The length of a sequence up to the last that is no padding."""
+    """The length of a sequence up to the last item that is no padding."""
     if pad_value is None or isinstance(sequence, str):
         return len(sequence)
     array = np.asarray(sequence)

@@ -1,7 +1,7 @@
-"""Batches that were padded to a fixed length, cut to the longest real sequence in them.
+"""Cuts batches that were padded to a fixed length down to the longest real sequence in them.
 
-So is made short what a dataset or the user's own ``collate_fn`` has padded to the maximum of all data. Only what is padding in
-every tensor is cut off.
+This helps if a dataset or the user's own ``collate_fn`` has padded to the maximum of all data. Only columns that are padding in every
+tensor are cut off.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Trimmed:
     """A ``collate_fn`` whose batches are trimmed.
 
     Args:
-        collate: what makes a batch.
+        collate: the function that makes a batch.
         pad_value, multiple_of: see :func:`trimmed`.
         field: the name or place of the sequences in a batch; ``None`` to look for them.
     """
@@ -33,9 +33,9 @@ class Trimmed:
 def trimmed(batch: Any, pad_value: float | None, multiple_of: int = 1, field: Any = None) -> Any:
     """``batch`` without the columns that are padding in all rows of its sequences.
 
-    How long sequences are is told by ``attention_mask``, if there is one; else by ``pad_value`` at the end of those in ``field``, or of the
-    first tensor of whole numbers with rows and columns. All tensors of as many rows and columns are cut at the same place, if they hold one
-    value only from there on.
+    The lengths of sequences come from ``attention_mask``, if present; otherwise from ``pad_value`` at the end of those in ``field``, or of
+    the first tensor of whole numbers with rows and columns. All tensors of that shape are cut at the same column, if they hold only one
+    value from there on.
 
     >>> trimmed([torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]]), torch.tensor([0, 1])], pad_value=0)
     [tensor([[5, 6],
@@ -58,7 +58,7 @@ def trimmed(batch: Any, pad_value: float | None, multiple_of: int = 1, field: An
 
 
 def _real(batch: Any, pad_value: float | None, field: Any) -> torch.Tensor | None:
-    """Which places of the sequences are no padding, in rows and columns."""
+    """The positions of the sequences that are no padding, in rows and columns."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         return mask != 0
@@ -93,7 +93,7 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def _mapped(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``batch`` with ``function`` applied to all tensors in it; what it is made of stays what it is."""
+    """``batch`` with ``function`` applied to all tensors in it; its containers stay the same."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, MutableMapping):

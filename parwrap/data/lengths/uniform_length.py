@@ -1,6 +1,6 @@
-"""The interceptor that makes the loaders of a plain loop uniform in length: other batches where they are shuffled, and less padding in all.
+"""The interceptor that makes the loaders of a plain loop uniform in length: other batches if they are shuffled, and less padding in all.
 
-The loader that the user has built stays as it is; a shallow copy is read instead. Whether ranks share it out is decided further on.
+The user's loader is unchanged; a shallow copy is read instead. Whether ranks split it is decided later.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["UniformLength"]
 
 
 class UniformLength(Interceptor):
-    """Exchanges the batches of shuffled loaders, and trims those of all.
+    """Replaces the batches of shuffled loaders, and trims those of all.
 
     Args:
-        lengths: of the samples of datasets.
-        pad_value: of the padding; ``None`` if it is not known.
-        field: the name or place of the sequences in a sample, if it is known.
+        lengths: the lengths of the samples of datasets.
+        pad_value: the value of the padding; ``None`` if unknown.
+        field: the name or position of the sequences in a sample, if known.
         max_tokens: the most tokens of a batch, instead of the loader's ``batch_size``.
-        multiple_of: what the length of a batch is rounded up to.
+        multiple_of: round the length of a batch up to a multiple of this.
     """
 
     def __init__(self, lengths: Lengths, pad_value: float | None, field: Any, max_tokens: int | None, multiple_of: int) -> None:
@@ -47,11 +47,11 @@ class UniformLength(Interceptor):
 
     @intercepts
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
-        """``len(loader)``, which may differ where batches are counted by tokens."""
+        """``len(loader)``, which may differ if batches are counted by tokens."""
         return original(self._uniform(loader))
 
     def _uniform(self, loader: DataLoader) -> DataLoader:
-        """The copy of ``loader`` that is read; always the same one, since what is known of a loader goes by the object."""
+        """The copy of ``loader`` that is read; always the same one, since histories of loaders are kept by object."""
         if get_worker_info() is not None or loader.batch_sampler is None or isinstance(loader.collate_fn, Trimmed):
             return loader
         copy = self._copies.get(loader)
@@ -68,7 +68,7 @@ class UniformLength(Interceptor):
         return copy
 
     def _sampler(self, loader: DataLoader, lengths: np.ndarray) -> UniformLengthBatchSampler:
-        """What draws the batches instead of the loader's own sampler; it counts on from pass to pass."""
+        """The sampler that replaces the loader's own; it counts passes."""
         known, sampler = self._samplers.get(loader, (None, None))
         if sampler is None or known is not lengths:
             size = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -82,7 +82,7 @@ class UniformLength(Interceptor):
         return sampler
 
     def _collate(self, loader: DataLoader, pads: bool) -> Trimmed:
-        """What makes the batches: the user's own, or what pads in the place of torch's."""
+        """The function that makes the batches: the user's own, or one that pads, in place of torch's."""
         collate = loader.collate_fn
         if pads and collate is default_collate:
             collate = pad_collate(self._pad_value or 0, self._multiple_of)
@@ -90,7 +90,7 @@ class UniformLength(Interceptor):
 
 
 def _is_only_shuffled(loader: DataLoader) -> bool:
-    """Whether a pass takes every sample once, in any order, so that another order is as good."""
+    """Whether a pass takes every sample once, in any order, so that it may be reordered."""
     return (
         not isinstance(loader.dataset, IterableDataset)
         and type(loader.batch_sampler) is BatchSampler

@@ -1,6 +1,6 @@
-"""Splits a command line at the script: options of ``parwrap.run`` stand before it, and what follows is the script's own.
+"""Splits a command line at the script: options of ``parwrap.run`` come before it, and what follows belongs to the script.
 
-``argparse`` cannot do this: it reads options on both sides of a positional argument. What the options mean is left to ``plan.py``.
+``argparse`` cannot do this: it reads options on both sides of a positional argument. ``plan.py`` interprets the options.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ __all__ = ["UnknownOptionError", "parse_options", "split_at_script"]
 
 
 class UnknownOptionError(UsageError):
-    """An option before the script that the parser does not have; its argument is the option as it was written."""
+    """An option before the script that the parser does not know; its argument is the option as written."""
 
 
 def split_at_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split ``argv`` into options of ``parser``, written in full, and the script with its arguments, as they were written.
+    """Split ``argv`` into options of ``parser``, spelled in full, and the script with its arguments as written.
 
-    An option is written in full or as a prefix that no other option has; a dash stands for an underscore and the reverse.
+    An option may be abbreviated to a unique prefix; a dash and an underscore are interchangeable.
 
     Args:
-        parser: has the options; each takes one value or none.
+        parser: its options take one value or none.
         argv: the command line without the program's name.
 
     Returns:
-        The options and the script's part, which is empty where no script is named.
+        The options and the script's part, empty if no script is named.
 
     Raises:
         UnknownOptionError: ``parser`` has no such option.
-        UsageError: a prefix could stand for several options.
+        UsageError: a prefix is ambiguous.
 
     >>> parser = argparse.ArgumentParser()
     >>> _ = parser.add_argument("--nproc-per-node"), parser.add_argument("--seed")
@@ -60,14 +60,14 @@ def split_at_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tup
 
 
 def parse_options(parser: argparse.ArgumentParser, options: list[str], script: Sequence[str]) -> argparse.Namespace:
-    """Parse ``options`` as :func:`split_at_script` returns them; ``training_script`` and ``training_script_args`` are of ``script``."""
+    """Parse ``options`` from :func:`split_at_script`, and set ``training_script`` and ``training_script_args`` from ``script``."""
     arguments = parser.parse_args([*options, *(["script"] if script else [])])  # a placeholder, which never looks like an option
     arguments.training_script, *arguments.training_script_args = script
     return arguments
 
 
 def _attached(parser: argparse.ArgumentParser, written: str) -> tuple[str, str, str]:
-    """The option in ``written``, ``"="`` if a value is attached to it, and that value."""
+    """The option in ``written``, ``"="`` if a value is attached, and that value."""
     short = written[:2]
     if not written.startswith("--") and len(written) > 2 and short in parser._option_string_actions:
         return short, "=", written[2:].removeprefix("=")
@@ -75,7 +75,7 @@ def _attached(parser: argparse.ArgumentParser, written: str) -> tuple[str, str, 
 
 
 def _in_full(parser: argparse.ArgumentParser, name: str, written: str) -> str:
-    """The full spelling of option ``name``: its own where it is one, else the first spelling of the option that it is a prefix of."""
+    """The full spelling of option ``name``: ``name`` if it is an option, else the first spelling of the option that it abbreviates."""
     known = parser._option_string_actions
     if name in known:
         return name
@@ -83,7 +83,7 @@ def _in_full(parser: argparse.ArgumentParser, name: str, written: str) -> str:
     if len(meant) > 1:
         several = sorted(action.option_strings[0] for action in meant.values())
         named = f"{', '.join(several[:-1])} or {several[-1]}"
-        raise UsageError(f"{name} could be {named}: write more of it. Your script's own options go after its name.")
+        raise UsageError(f"{name} is ambiguous: {named}. Your script's own options go after its name.")
     if not meant:
         raise UnknownOptionError(written)
     (action,) = meant.values()

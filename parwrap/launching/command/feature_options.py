@@ -1,6 +1,6 @@
-"""The options of ``parwrap.run`` that stand for feature decorators: what they take, and which decorators they ask for.
+"""The options of ``parwrap.run`` for feature decorators: their values, and the decorators that they add.
 
-What they mean together with the others is ``plan.py``'s.
+How they combine with other options is decided in ``plan.py``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ AMP_VALUES = ("auto", "bf16", "fp16", "bfloat16", "float16", "O0", "O1", "O2", "
 
 
 def add_feature_options(group: argparse._ArgumentGroup) -> None:
-    """Add them to ``group``; one that is not given leaves no attribute."""
+    """Add the options to ``group``; one that is not given leaves no attribute."""
     absent = argparse.SUPPRESS
     group.add_argument(
         "--amp",
         default=absent,
         metavar="DTYPE",
-        help=f"Mixed precision: {', '.join(AMP_VALUES)}; auto if left out, which is bf16 where the device has it.",
+        help=f"Mixed precision: {', '.join(AMP_VALUES)}; without a value auto, which is bf16 where the device has it.",
     )
-    group.add_argument("--sync-bn", "--sync_bn", default=absent, action="store_true", help="BatchNorm shares its statistics over ranks.")
+    group.add_argument("--sync-bn", "--sync_bn", default=absent, action="store_true", help="Compute BatchNorm statistics over all ranks.")
     group.add_argument(
         "--accumulate",
         default=absent,
@@ -47,25 +47,25 @@ def add_feature_options(group: argparse._ArgumentGroup) -> None:
         dest="gather",
         default=absent,
         action="store_false",
-        help="With --data-parallel: outputs stay on their devices, and torch's losses are computed there.",
+        help="With --data-parallel: keep outputs on their devices and compute torch's losses there.",
     )
     group.add_argument(
         "--uniform-length",
         "--uniform_length",
         default=absent,
         action="store_true",
-        help="Batches of samples of about the same length, padded no further than need be.",
+        help="Batch samples of similar length, with as little padding as possible.",
     )
     group.add_argument(
-        "--pad-value", "--pad_value", default=absent, type=number, help="With --uniform-length: what sequences are padded with."
+        "--pad-value", "--pad_value", default=absent, type=number, help="With --uniform-length: the value to pad sequences with."
     )
     group.add_argument(
-        "--max-tokens", "--max_tokens", default=absent, type=whole, help="With --uniform-length: tokens of a batch, instead of samples."
+        "--max-tokens", "--max_tokens", default=absent, type=whole, help="With --uniform-length: tokens per batch, instead of samples."
     )
 
 
 def features_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The decorators that options ask for, by name, with what they take."""
+    """The decorators that the options select, by name, with their arguments."""
     features: dict[str, dict[str, Any]] = {}
     if hasattr(arguments, "amp"):
         features["amp"] = {"level" if arguments.amp.startswith("O") else "dtype": arguments.amp}
@@ -82,7 +82,7 @@ def features_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for name, (feature, option) in _PARTS.items():
         if hasattr(arguments, name) and feature not in features:
             missing = f"--{feature.replace('_', '-')}"
-            raise UsageError(f"{option} has nothing to act on without {missing}: add it. The script's own options come after its name.")
+            raise UsageError(f"{option} has no effect without {missing}: add it. The script's own options come after its name.")
         if hasattr(arguments, name):
             features[feature][name] = getattr(arguments, name)
     return features
@@ -93,15 +93,15 @@ _PARTS = {
     "pad_value": ("uniform_length", "--pad-value"),
     "max_tokens": ("uniform_length", "--max-tokens"),
 }
-"""Options of one feature, and what they are called."""
+"""Options of one feature and their names in messages."""
 
 
 def refuse_missing_gpus(devices: Sequence[int | str], gpus: int) -> None:
-    """Raise :class:`LaunchError` if ``devices`` name a GPU beyond the ``gpus`` that torch can use."""
+    """Raise :class:`LaunchError` if ``devices`` names a GPU beyond the ``gpus`` that torch can use."""
     for device in devices:
         number = str(device).removeprefix("cuda:")
         if number.isdecimal() and int(number) >= gpus:
-            raise LaunchError(f"--data-parallel names cuda:{number}, and the GPUs that torch can use here are {gpus}: name others, or all.")
+            raise LaunchError(f"--data-parallel names cuda:{number}, but torch can use {gpus} GPUs here: choose others, or all.")
 
 
 def whole(text: str) -> int:

@@ -1,6 +1,6 @@
-"""What ``parwrap.run`` takes from a launcher that has started it on each node, or as each rank: the options that are not given.
+"""Completes options from an outer launcher, which has started ``parwrap.run`` on each node or as each rank.
 
-Which launcher that is and what it says is read in ``nodes.py`` and ``world.py``.
+``nodes.py`` and ``world.py`` detect that launcher and read its variables.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from parwrap.world.world import World, detect
 __all__ = ["NOT_GIVEN", "fill_in"]
 
 TORCHRUNS = {"nnodes": "1:1", "node_rank": 0, "master_addr": None, "master_port": None}
-"""What torchrun takes where nothing is said; for where nodes meet ``plan.py`` has it."""
+"""Torchrun's defaults; ``plan.py`` has the one of the rendezvous."""
 
 ONE = ("1", "1:1")
-"""Ways to say that there is one node."""
+"""Values of ``--nnodes`` that mean one node."""
 
 NOT_GIVEN = dict.fromkeys([*TORCHRUNS, "nproc_per_node"])
-"""The defaults by which a parser of torchrun's options tells what is not given."""
+"""Parser defaults that mark torchrun's options as not given."""
 
 
 def fill_in(arguments: argparse.Namespace, environ: Mapping[str, str], gpus: int) -> World | None:
-    """Complete ``arguments`` that are not given: from torchrun's ``PET_*``, then from the surrounding launcher, then as torchrun does.
+    """Complete missing ``arguments``: from torchrun's ``PET_*``, then from the outer launcher, then from torchrun's defaults.
 
     Args:
-        arguments: torchrun's, as parsed with the defaults ``NOT_GIVEN``.
+        arguments: torchrun's options, parsed with the defaults ``NOT_GIVEN``.
         environ: the environment variables.
-        gpus: how many GPUs torch can use here.
+        gpus: the number of GPUs that torch can use here.
 
     Returns:
-        This process's rank, if another launcher started it as one; ``None`` if it starts the ranks.
+        This process's rank, if another launcher started it as a rank; ``None`` if it starts the ranks.
 
     Raises:
-        LaunchError: as ``detect``; or each of several ranks on this node is asked to start ranks.
+        LaunchError: as ``detect``; or the options ask each of several ranks on this node to start ranks.
     """
     node, outer = None if arguments.standalone else node_of(environ), None
     by_hand = any(environ.get(name) for name in (*LAUNCHERS[0].rank, *LAUNCHERS[0].size))
     place = arguments.master_addr or arguments.rdzv_endpoint or environ.get("PET_MASTER_ADDR")
-    counted = arguments.nnodes and (place or arguments.nnodes in ONE)  # else the launcher may tell the place
+    counted = arguments.nnodes and (place or arguments.nnodes in ONE)  # else the launcher may know the address
     elsewhere = node or arguments.standalone or counted or "PET_NNODES" in environ
     if by_hand or not elsewhere:
         world = detect(environ)
@@ -51,29 +51,29 @@ def fill_in(arguments: argparse.Namespace, environ: Mapping[str, str], gpus: int
         node, outer = _node_of_world(outer, environ), None
     if arguments.standalone and arguments.nnodes is None:
         arguments.nnodes = "1:1"
-    told = {} if node is None else {"nnodes": node.nodes, "nproc_per_node": node.per_node}
+    from_launcher = {} if node is None else {"nnodes": node.nodes, "nproc_per_node": node.per_node}
     for name in ("nnodes", "nproc_per_node"):
-        _fill(arguments, name, environ, told)
+        _fill(arguments, name, environ, from_launcher)
     if node and arguments.nnodes not in ONE:
-        told = {"node_rank": node.rank, "master_addr": node.address, "master_port": node.port}
+        from_launcher = {"node_rank": node.rank, "master_addr": node.address, "master_port": node.port}
     for name in ("node_rank", "master_addr", "master_port"):
-        _fill(arguments, name, environ, told)
+        _fill(arguments, name, environ, from_launcher)
     return outer
 
 
-def _fill(arguments: argparse.Namespace, name: str, environ: Mapping[str, str], told: Mapping[str, str | None]) -> None:
+def _fill(arguments: argparse.Namespace, name: str, environ: Mapping[str, str], from_launcher: Mapping[str, str | None]) -> None:
     if getattr(arguments, name) is not None:
         return
-    value = environ.get(f"PET_{name.upper()}") or told.get(name) or TORCHRUNS.get(name)
+    value = environ.get(f"PET_{name.upper()}") or from_launcher.get(name) or TORCHRUNS.get(name)
     if isinstance(value, str) and name in ("node_rank", "master_port"):
         if not value.strip().isdecimal():
-            raise LaunchError(f"{value!r} is told for --{name.replace('_', '-')}, and is not a whole number: give the option.")
+            raise LaunchError(f"--{name.replace('_', '-')} is set to {value!r} from outside, which is not a whole number: give the option.")
         value = int(value)
     setattr(arguments, name, value)
 
 
 def _starts_ranks(outer: World, arguments: argparse.Namespace, environ: Mapping[str, str], gpus: int) -> bool:
-    """Whether a process that is one of several is to start ranks on its node rather than to be one."""
+    """Whether a process that is one of several starts ranks on its node rather than being a rank."""
     asked = arguments.nproc_per_node or environ.get("PET_NPROC_PER_NODE")
     meets = next(row.meets for row in LAUNCHERS if row.name == outer.launcher)
     if outer.local_size == 1 and not meets and outer.launcher != LAUNCHERS[0].name:
@@ -81,8 +81,8 @@ def _starts_ranks(outer: World, arguments: argparse.Namespace, environ: Mapping[
     if asked is None:
         return False
     raise UsageError(
-        f"--nproc-per-node {asked} asks for ranks to be started here, and by {outer.launcher} this process is itself rank {outer.rank} of "
-        f"{outer.size}. Leave it out, start one process a node, or add --standalone for each process to have a run of its own."
+        f"--nproc-per-node {asked} would start ranks here, but {outer.launcher} started this process as rank {outer.rank} of "
+        f"{outer.size}. Remove it, start one process per node, or add --standalone for a separate run in each process."
     )
 
 

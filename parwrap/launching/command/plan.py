@@ -1,7 +1,7 @@
-"""From a command line to a launch plan, without any effect: what to run, on how many ranks, with which variables.
+"""From a command line to a launch plan, without side effects: what to run, on how many ranks, with which variables.
 
-The options are torchrun's own and a few of ours. Facts about the machine are passed in, so a plan can be tested and shown;
-carrying it out is left to ``run.py`` and ``agent.py``.
+The options are torchrun's and a few of ours. Facts about the machine are passed in, so that a plan can be tested and shown. ``run.py`` and
+``agent.py`` carry it out.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = ["LaunchPlan", "columns", "command_parser", "describe", "describe_scri
 
 SCOPE_OPTIONS = ("backend", "seed", "batch", "uneven", "lr", "loss", "timeout", "hang_after", *STRATEGY_OPTIONS)
 ONE_NODE = "parwrap"
-"""The rendezvous backend of a node that need not wait for others; see ``agent.py``."""
+"""The rendezvous backend of a single node, which waits for no other; see ``agent.py``."""
 DOCTOR = "parwrap.doctor"
-"""The module that opens the process group itself, to tell what is wrong with it: it is only launched."""
+"""Our module that opens the process group itself to diagnose it: it runs without a scope."""
 OF_OTHERS = ("-n", "-np", "--np", "--ntasks", "--num-processes", "--num_processes", "--gpus")
-"""What other launchers call ``--nproc-per-node``."""
+"""Names of ``--nproc-per-node`` in other launchers."""
 FOR_SEVERAL_RANKS = ("--nproc-per-node", "--nnodes")
 """The options without which one rank runs."""
 
@@ -48,17 +48,17 @@ class LaunchPlan:
     Attributes:
         argv: the command line, with options in full.
         script: what every rank runs.
-        ranks: how many of them on this node.
+        ranks: the number of ranks on this node.
         nodes: the least and the largest number of nodes.
-        threads: how many each rank computes with; ``None`` leaves it to the user's ``OMP_NUM_THREADS``.
+        threads: the number of threads of each rank; ``None`` leaves it to the user's ``OMP_NUM_THREADS``.
         variables: the environment variables to set for the ranks.
         torchrun: torchrun's options, as its own parser gives them.
-        everyone: show what every rank says, not only rank 0.
+        everyone: show the output of every rank, not only of rank 0.
         log_dir: the directory for a file of each rank; ``None`` for none, or for torchrun's own logs.
         in_this_process: one rank that needs no other process.
-        outer: which, if another launcher has started this process as a rank.
+        outer: the outer launcher, if it started this process as a rank.
         dry_run: only show the plan.
-        notice: what to say before anything runs; empty for nothing.
+        notice: a message to print first; may be empty.
     """
 
     argv: tuple[str, ...]
@@ -82,13 +82,13 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     Args:
         argv: the command line without the program's name.
         environ: the environment variables; torchrun's parser reads most of its own ``PET_*`` from ``os.environ``.
-        gpus: how many GPUs torch can use here.
-        cores: how many CPU cores this process may use.
-        here: whether the script is among the files of this machine, and so can be looked for.
+        gpus: the number of GPUs that torch can use here.
+        cores: the number of CPU cores that this process may use.
+        here: whether the script is on this machine, so that its path can be checked.
 
     Raises:
-        UsageError: an option or a value that does not exist, or options that exclude each other.
-        LaunchError: what is asked for is not there: the script, the GPUs.
+        UsageError: an unknown option or value, or options that exclude each other.
+        LaunchError: the script or the GPUs do not exist.
     """
     parser = command_parser()
     parser.set_defaults(
@@ -110,27 +110,27 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     asked = arguments.nproc_per_node or str(1 if one_process or outer else gpus or 1)
     ranks = _ranks(asked, gpus, cores)
     if one_process and (ranks, nodes[-1]) != (1, 1):
-        raise UsageError("--data-parallel runs one process on several devices, and more ranks are asked for: leave one of them out.")
+        raise UsageError("--data-parallel runs one process on several devices, and the options ask for more ranks: remove one of them.")
     if one_process:
         refuse_missing_gpus(arguments.data_parallel or (), gpus)
     if gpus and ranks > gpus and not arguments.plain and options.get("backend") != "gloo":
         raise LaunchError(
-            f"--nproc-per-node {ranks} is more than the GPUs that torch can use on this node ({gpus}). "
-            f"Start at most {gpus} ranks there, or add --backend gloo to let ranks share GPUs."
+            f"--nproc-per-node {ranks} is more than the GPUs that torch can use on this node ({gpus}). Start at most {gpus} ranks there, "
+            "or add --backend gloo to let ranks share GPUs."
         )
     script = _script(arguments, options, features_of(arguments), here)
     if arguments.all_ranks and _torchrun_logs(arguments):
-        raise UsageError("--all-ranks shows what ranks say, and so do --redirects, --tee and --local-ranks-filter: leave it or them out.")
+        raise UsageError("--all-ranks shows what ranks write, and so do --redirects, --tee and --local-ranks-filter: remove it or them.")
     if meets_alone(arguments, nodes):
         arguments.rdzv_backend, arguments.rdzv_endpoint = ONE_NODE, "localhost"
-    arguments.master_addr = arguments.master_addr or "127.0.0.1"  # torchrun's own defaults, which its parser leaves open
+    arguments.master_addr = arguments.master_addr or "127.0.0.1"  # torchrun's own defaults, which its parser does not set
     arguments.master_port = 29500 if arguments.master_port is None else arguments.master_port
     arguments.nproc_per_node = str(ranks)
     in_this_process = ranks == 1 and _needs_no_agent(arguments)
     if outer and not in_this_process:
         raise UsageError(
-            f"by {outer.launcher} this process is itself rank {outer.rank} of {outer.size}, and options are given for ranks to be started: "
-            "leave out --plain, --max-restarts and those for logs and rendezvous, or add --standalone for each to have a run of its own."
+            f"{outer.launcher} started this process as rank {outer.rank} of {outer.size}, but some options are for starting ranks: "
+            "remove --plain, --max-restarts and those for logs and rendezvous, or add --standalone for a separate run in each process."
         )
     threads = max(1, cores // ranks)
     return LaunchPlan(
@@ -151,51 +151,53 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
 
 
 def describe(plan: LaunchPlan) -> str:
-    """The plan for people to read: what ``--dry-run`` prints."""
+    """The plan in readable form, which ``--dry-run`` prints."""
     torchrun = plan.torchrun
     many = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
     where = "1 node" if plan.nodes == (1, 1) else f"each of {'-'.join(map(str, dict.fromkeys(plan.nodes)))} nodes"
     facts = {"ranks": f"{many} on {where}", **describe_script(plan.script)}
     if plan.outer:
-        facts["ranks"] = f"rank {plan.outer.rank} of {plan.outer.size}, as {plan.outer.launcher} has started them"
+        facts["ranks"] = f"rank {plan.outer.rank} of {plan.outer.size}, started by {plan.outer.launcher}"
     if plan.in_this_process:
         return columns({**facts, "started": "in this process"})
     alone = torchrun.rdzv_backend == ONE_NODE
     endpoint = torchrun.rdzv_endpoint or f"{torchrun.master_addr}:{torchrun.master_port}"
-    restarts = f", and again after a failure up to {torchrun.max_restarts} times" if torchrun.max_restarts else ""
+    restarts = f", restarted up to {torchrun.max_restarts} times after a failure" if torchrun.max_restarts else ""
     facts |= {
         "started": f"by {torchrun.start_method}{restarts}",
-        "meeting": "at a free port of 127.0.0.1" if alone else f"by {torchrun.rdzv_backend} rendezvous at {endpoint}",
+        "rendezvous": "on a free port of 127.0.0.1" if alone else f"{torchrun.rdzv_backend} at {endpoint}",
         "variables": " ".join(f"{name}={value}" for name, value in plan.variables.items()) or "as they are",
     }
     return columns(facts)
 
 
 def describe_script(script: Script) -> dict[str, str]:
-    """What is run, and in which scope."""
+    """What runs, and in which scope."""
     scope = None if script.scope is None else ", ".join(f"{name}={value!r}" for name, value in script.scope.items())
     features = [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in script.features.items()]
     return {
         {"file": "script", "module": "module", "program": "program"}[script.kind]: shlex.join([script.target, *script.args]),
-        "inside": "nothing: it is only launched" if scope is None else " ".join([f"parwrap.distributed({scope})", *features]),
+        "inside": "none: only launched" if scope is None else " ".join([f"parwrap.distributed({scope})", *features]),
     }
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(
-            "there is no script to run: name it after the options, then its own arguments." if "training_script" in message else message
+            "no script to run: name it after the options, then its own arguments." if "training_script" in message else message
         )
 
 
 def command_parser() -> argparse.ArgumentParser:
     """The parser of ``python -m parwrap.run``."""
-    from torch.distributed.run import get_args_parser  # with torch, which the command starts to import later than its fork server
+    from torch.distributed.run import get_args_parser  # imports torch, and the command does that later than it starts its fork server
 
     parser = _Parser(
         prog="python -m parwrap.run",
-        description="Run a plain single-GPU training script on many ranks, unchanged. Takes every option of torchrun; other than there, "
-        "--nproc-per-node is by default the number of GPUs, or 1, and --start-method is forkserver.",
+        description=(
+            "Run a plain single-GPU training script on many ranks, unchanged. Takes every option of torchrun, with two other defaults: "
+            "--nproc-per-node is the number of GPUs, or 1, and --start-method is forkserver."
+        ),
         parents=[get_args_parser()],
         add_help=False,
     )
@@ -204,21 +206,23 @@ def command_parser() -> argparse.ArgumentParser:
         "--use-env",
         "--use_env",
         action="store_true",
-        help="As for torch.distributed.launch. Without it a script that is only launched (--plain) and has an option --local-rank or "
-        "--local_rank in its source is handed its local rank by that option. A script inside the scope is never handed it.",
+        help=(
+            "As for torch.distributed.launch. Without it, a script that is only launched (--plain) gets its local rank as --local-rank "
+            "or --local_rank if its source has that option. A script inside the scope never gets it."
+        ),
     )
     ours = parser.add_argument_group("parwrap")
     ours.add_argument(
-        "--plain", action="store_true", help="Only launch the script: no scope around it, and torchrun's variables for it to see."
+        "--plain", action="store_true", help="Only launch the script: no scope around it, and torchrun's variables visible to it."
     )
     ours.add_argument(
-        "--all-ranks", "--all_ranks", action="store_true", help="Show what every rank says, with its number before each line."
+        "--all-ranks", "--all_ranks", action="store_true", help="Show the output of every rank, with its number before each line."
     )
     ours.add_argument("--dry-run", "--dry_run", action="store_true", help="Print the plan and start nothing.")
     ours.add_argument(
         "--launcher",
         metavar="NAME",
-        help="Start it on other machines, by slurm, kubeflow or ray; `--launcher NAME --help` lists its options.",
+        help="Start the job on other machines, by slurm, kubeflow or ray; `--launcher NAME --help` lists its options.",
     )
     absent = argparse.SUPPRESS
     ours.add_argument("--backend", default=absent, help="Backend of the process group; by default nccl for GPUs and gloo for the CPU.")
@@ -227,17 +231,17 @@ def command_parser() -> argparse.ArgumentParser:
         "--batch", default=absent, help="per_rank: each rank takes whole batches; global: each takes its part of every batch."
     )
     ours.add_argument(
-        "--uneven", default=absent, help="Where samples do not go round: pad takes some twice; drop leaves some out; join takes each once."
+        "--uneven", default=absent, help="If samples do not divide evenly: pad repeats some; drop skips some; join uses each once."
     )
-    ours.add_argument("--lr", default=absent, help="Learning rates, as the global batch grows with the ranks: keep, linear or sqrt.")
-    ours.add_argument("--loss", default=absent, help="What the loss is over the samples of a batch: mean or sum.")
+    ours.add_argument("--lr", default=absent, help="How learning rates follow the larger global batch: keep, linear or sqrt.")
+    ours.add_argument("--loss", default=absent, help="How the loss combines the samples of a batch: mean or sum.")
     ours.add_argument("--timeout", default=absent, type=number, help="Seconds that a rank waits for another.")
     ours.add_argument(
         "--hang-after",
         "--hang_after",
         default=absent,
         type=number,
-        help="Seconds after which rank 0 says where every rank is, if one still waits; by default 60.",
+        help="Seconds before rank 0 reports where every rank is while one waits; by default 60.",
     )
     add_strategy_options(ours)
     add_feature_options(ours)
@@ -245,26 +249,24 @@ def command_parser() -> argparse.ArgumentParser:
 
 
 def unknown_option(option: str, parser: argparse.ArgumentParser) -> str:
-    """What to say of an option that ``parser`` does not have."""
+    """The error message for an option that ``parser`` does not have."""
     from parwrap.launching.command.job_launchers import launchers_with
 
     name = option.partition("=")[0]
     if launchers := launchers_with(name):
-        return f"{name} is an option of --launcher {' and '.join(launchers)}: add that, or leave {name} out."
+        return f"{name} is an option of --launcher {' and '.join(launchers)}: add that, or remove {name}."
     known = [option for option in parser._option_string_actions if "_" not in option]
-    begin = [option for option in known if option.startswith(name[:7])]  # so that --nprocs is not taken for --nnodes
+    begin = [option for option in known if option.startswith(name[:7])]  # so that --nprocs does not match --nnodes
     close = difflib.get_close_matches(name, begin, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1)
     if name in OF_OTHERS:
         close = ["--nproc-per-node"]
     hint = f"did you mean {close[0]}?" if close else "`python -m parwrap.run --help` lists the options; those of the script come after it."
-    return f"there is no option {name}; {hint}"
+    return f"no option is called {name}; {hint}"
 
 
 def _ranks(asked: str, gpus: int, cores: int) -> int:
     if asked == "gpu" and not gpus:
-        raise LaunchError(
-            "--nproc-per-node gpu asks for a rank on each GPU, and torch can use none here: give a number to train on the CPU."
-        )
+        raise LaunchError("--nproc-per-node gpu starts a rank on each GPU, but torch can use none here: give a number to train on the CPU.")
     here = {"gpu": gpus, "cpu": cores, "auto": gpus or cores}
     if asked in here:
         return here[asked]
@@ -280,9 +282,9 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], features: di
     if (arguments.plain or doctor) and (options or features):
         given = ", ".join(f"--{name.replace('_', '-')}" for name in [*options, *features])
         who = DOCTOR if doctor else "--plain"
-        raise UsageError(f"{who} opens no scope, so there is nothing for {given} to act on: leave one of them out.")
+        raise UsageError(f"{who} opens no scope, so {given} has no effect: remove one of them.")
     if arguments.no_python and arguments.module:
-        raise UsageError("--no-python runs a program and --module a Python module: leave one of them out.")
+        raise UsageError("--no-python runs a program and --module a Python module: remove one of them.")
     if arguments.no_python and not arguments.plain:
         raise UsageError(
             "--no-python runs a program that is not Python, in which parwrap can change nothing: add --plain to only launch it."
@@ -306,45 +308,43 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], features: di
 
 
 def _option_after_script(script: Script) -> str:
-    """What to say of an option for several ranks that stands after the script, which has got it instead."""
+    """The notice for an option for several ranks that follows the script and so went to the script."""
     given = [argument for argument in script.args if argument.partition("=")[0].replace("_", "-") in FOR_SEVERAL_RANKS]
     if not given or (script.kind == "file" and "nproc" in Path(script.target).read_text(errors="replace")):
         return ""  # a script with such an option is a launcher itself
     return (
-        f"1 rank runs: {given[0]} stands after {script.target}, so it is an option of the script. "
-        f"To start several ranks, put it before {'-m' if script.kind == 'module' else script.target}."
+        f"1 rank runs: {given[0]} follows {script.target}, so it is an option of the script. To start several ranks, put it before "
+        f"{'-m' if script.kind == 'module' else script.target}."
     )
 
 
 def _look_for(target: str, arguments: argparse.Namespace, features: dict[str, dict[str, Any]]) -> None:
     if arguments.no_python and shutil.which(target) is None:
-        raise LaunchError(f"there is no program {target} to run: give its path, or the name of one on the PATH.")
+        raise LaunchError(f"no program {target} to run: give its path, or the name of one on the PATH.")
     if not arguments.no_python and not arguments.module and not os.path.exists(target):
         hint = "" if target.endswith(".py") else " To run a module, put -m before its name."
         if features.get("amp") == {"dtype": "auto"} and not target.endswith(".py"):
-            hint += f" If it is meant for --amp: that takes {', '.join(AMP_VALUES)}."
-        raise LaunchError(f"there is no script {target}: its path is taken from the directory that the command runs in.{hint}")
+            hint += f" If it is the value of --amp: that takes {', '.join(AMP_VALUES)}."
+        raise LaunchError(f"no script {target}: its path is relative to the directory that the command runs in.{hint}")
     if not arguments.no_python and not arguments.module and os.path.isdir(target) and not os.path.exists(f"{target}/__main__.py"):
-        raise LaunchError(f"{target} is a directory without a __main__.py, so there is nothing to run: name the script in it.")
+        raise LaunchError(f"{target} is a directory without a __main__.py, so it cannot run: name the script in it.")
     if arguments.module and importlib.util.find_spec(target.partition(".")[0]) is None:
-        raise LaunchError(
-            f"there is no module {target}: it is looked for in the directory that the command runs in and among what is installed."
-        )
+        raise LaunchError(f"no module {target}: it is searched in the directory that the command runs in and among installed packages.")
 
 
 def _needs_no_agent(arguments: argparse.Namespace) -> bool:
-    """Whether nothing is asked for beyond running the script."""
+    """Whether the command line asks only to run the script."""
     logs = arguments.log_dir or _torchrun_logs(arguments)
     return arguments.rdzv_backend == ONE_NODE and not arguments.plain and not arguments.max_restarts and not logs
 
 
 def _torchrun_logs(arguments: argparse.Namespace) -> bool:
-    """Whether torchrun's own logs are asked for."""
+    """Whether the options ask for torchrun's own logs."""
     return (arguments.redirects, arguments.tee, arguments.local_ranks_filter) != ("0", "0", "")
 
 
 def _variables(arguments: argparse.Namespace, threads: int) -> dict[str, str]:
-    """Unless the user has set them: cores shared out, sets in the same order everywhere, no listener beyond one node."""
+    """Unless the user has set them: divide cores among ranks, fix the hash seed, listen only on loopback on one node."""
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"}
     if arguments.rdzv_backend == ONE_NODE:
         variables |= LOOPBACK
@@ -352,5 +352,5 @@ def _variables(arguments: argparse.Namespace, threads: int) -> dict[str, str]:
 
 
 def columns(facts: Mapping[str, str]) -> str:
-    """``facts`` in lines, a name and a value each."""
+    """``facts`` in lines of a name and a value."""
     return "\n".join(f"{name:<10} {value}" for name, value in facts.items())

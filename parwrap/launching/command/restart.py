@@ -25,10 +25,10 @@ class Restart:
 
     Args:
         variables: the environment of this process.
-        possible: whether this process runs nothing but the command.
+        possible: whether this process runs only the command.
 
     Attributes:
-        environ: the user's environment, without what a restart has added.
+        environ: the user's environment, without the variables that a restart has added.
         first: whether the command has not been started again yet.
         for_ranks: whether it was started again with what forked ranks need.
 
@@ -53,12 +53,12 @@ class Restart:
             self._start_again(missing)
 
     def as_plain_python(self) -> None:
-        """Start again, unless this interpreter is as the user has started it."""
+        """Start again, unless the environment is as the user left it."""
         if self.for_ranks:
             self._start_again({})
 
     def clean_environment(self) -> None:
-        """Remove from ``os.environ`` what a restart has added, which the libraries have read by now."""
+        """Remove from ``os.environ`` the variables that a restart has added; the libraries have read them by now."""
         for name in (ADDED, *self._added):
             os.environ.pop(name, None)
 

@@ -1,4 +1,4 @@
-"""What a launch runs: a script, a module or another program, and what it runs in. Running it is left to ``script_run.py``."""
+"""What a launch runs: a script, a module or another program, with the scope and features around it. ``script_run.py`` runs it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Script:
 
     Attributes:
         target: a path, the name of a module, or a program that is not Python.
-        args: the arguments that follow it.
+        args: its arguments.
         kind: which of the three ``target`` is.
-        scope: the options of the ``distributed`` that it runs in; ``None`` to only launch it.
-        features: what else it runs in: names of parwrap's decorators with their options.
+        scope: the options of the ``distributed`` around it; ``None`` to only launch it.
+        features: names of parwrap's other decorators around it, with their options.
         hand_local_rank: pass on the local rank as an argument if the script has an option for it.
     """
 

@@ -1,4 +1,4 @@
-"""The options of ``parwrap.run`` that say how ranks train together: they are those of ``distributed`` of the same names."""
+"""The options of ``parwrap.run`` for how ranks train together; each is an option of ``distributed`` of the same name."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def _wrap(text: str) -> int | tuple[str, ...]:
 
 
 STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
-    "strategy": {"help": "How ranks train together: ddp averages gradients; docs/strategies.rst tells of the others."},
-    "every": {"type": whole, "help": "With --strategy local_sgd: steps from one average of weights to the next; by default 8."},
-    "warmup": {"type": whole, "help": "With --strategy local_sgd: synchronous steps to begin with."},
+    "strategy": {"help": "How ranks train together: ddp averages gradients; docs/strategies.rst describes the others."},
+    "every": {"type": whole, "help": "With --strategy local_sgd: steps between two averages of weights; by default 8."},
+    "warmup": {"type": whole, "help": "With --strategy local_sgd: synchronous steps before the first local one."},
     "outer": {"help": "With --strategy local_sgd: nesterov, for an outer optimizer as in DiLoCo."},
     "outer_lr": {"type": number, "help": "With --outer: its learning rate; by default 0.7."},
     "outer_momentum": {"type": number, "help": "With --outer: its momentum; by default 0.9."},
     "compress": {"help": "Send gradients in fewer bytes: bf16, fp16 or powersgd."},
     "powersgd_rank": {"type": whole, "help": "With --compress powersgd: the rank of the matrices that are sent; by default 4."},
-    "servers": {"type": whole, "help": "How many of the ranks are parameter servers; by default 1."},
+    "servers": {"type": whole, "help": "Number of ranks that are parameter servers; by default 1."},
     "staleness": {
         "type": whole,
-        "help": "How many steps a worker of parameter servers may be ahead of the slowest; by default any.",
+        "help": "How many steps a worker of parameter servers may be ahead of the slowest; by default unlimited.",
     },
-    "survive": {"action": "store_true", "help": "Train on without a worker of parameter servers that has died, unless it is rank 0."},
+    "survive": {"action": "store_true", "help": "Keep training when a worker of parameter servers dies, unless it is rank 0."},
     "wrap": {
         "type": _wrap,
         "metavar": "UNITS",
-        "help": "With fsdp: classes of modules that are sharded one by one, with commas between, or how many parameters make one.",
+        "help": "With fsdp: classes of modules to shard one by one, separated by commas, or the number of parameters per unit.",
     },
     "bucket_cap_mb": {"type": number, "help": "Size of DDP's gradient buckets in megabytes."},
     "gradient_as_bucket_view": {
@@ -44,10 +44,10 @@ STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "lock": {"action": "store_true", "help": "With --strategy hogwild: one rank steps at a time, for comparison."},
 }
-"""What ``argparse`` is told of each."""
+"""Arguments of ``argparse`` for each."""
 
 
 def add_strategy_options(group: argparse._ArgumentGroup) -> None:
-    """Add them to ``group``; one that is not given leaves no attribute."""
-    for name, told in STRATEGY_OPTIONS.items():
-        group.add_argument(*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), default=argparse.SUPPRESS, **told)
+    """Add the options to ``group``; one that is not given leaves no attribute."""
+    for name, arguments in STRATEGY_OPTIONS.items():
+        group.add_argument(*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), default=argparse.SUPPRESS, **arguments)

@@ -1,8 +1,8 @@
 """Carries out a launch plan with torch's elastic agent, which starts the ranks, watches them and starts them again.
 
-What is added here: a single node meets without waiting and without listening beyond its loopback, and a rank ends with its exit code,
-as a script does, rather than by returning a value. What several nodes need is ``network_route.py``'s and ``node_monitor.py``'s,
-what ranks say ``rank_output.py``'s.
+This file adds two things: a single node starts without waiting and listens only on its loopback; and a rank ends with its exit code, as a
+script does, rather than by returning a value. ``network_route.py`` and ``node_monitor.py`` add what several nodes need, ``rank_output.py``
+handles what ranks write.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.command.plan import ONE_NODE, LaunchPlan
 from parwrap.launching.elastic.failure_report import Failure, read_failures, report, unexplained
 from parwrap.launching.elastic.forwarded_signals import forward_once
-from parwrap.launching.elastic.network_route import endpoint, met
+from parwrap.launching.elastic.network_route import await_rendezvous, endpoint
 from parwrap.launching.elastic.node_monitor import Nodes
 from parwrap.launching.elastic.rank_output import RankOutput
 from parwrap.launching.elastic.script_run import run_rank
-from parwrap.launching.elastic.waiting_for_nodes import told
+from parwrap.launching.elastic.waiting_for_nodes import reporting_wait
 from parwrap.patching.patch import Patch, installed
 from parwrap.system.scratch import SCRATCH
 from parwrap.torch_private.elastic import CLOSE, POLL, RENDEZVOUS, process_context
@@ -57,39 +57,39 @@ from parwrap.torch_private.elastic import CLOSE, POLL, RENDEZVOUS, process_conte
 __all__ = ["launch"]
 
 FOLLOWING = 0.3
-"""Seconds in which ranks end that leave at the same place as the first."""
+"""Seconds for ranks to end that leave at the same place as the first one."""
 
 
 def launch(plan: LaunchPlan) -> int:
-    """Run all ranks of this node to their end, and tell how they failed if they did; returns the exit code for that.
+    """Run all ranks of this node to their end and report their failures; returns the exit code.
 
     Raises:
         UsageError: torch refuses the value of one of torchrun's options.
-        LaunchError: the nodes have not met, or ranks would be forked from a process that has started CUDA.
+        LaunchError: the rendezvous failed, or ranks would be forked from a process that has started CUDA.
     """
     if plan.torchrun.start_method == "fork" and torch.cuda.is_initialized():
-        raise LaunchError("--start-method fork does not go with CUDA, which this process has started already: leave it out, or use spawn.")
+        raise LaunchError("--start-method fork does not work in a process that has started CUDA: remove it, or use spawn.")
     if "LOGLEVEL" not in os.environ:
         _silence("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run", "torch.multiprocessing")
-    plan = met(plan, os.environ)
-    os.environ.update(plan.variables)  # for ranks that are spawned; those of a fork server are handed them
+    plan = await_rendezvous(plan, os.environ)
+    os.environ.update(plan.variables)  # for spawned ranks; a fork server passes them on
     rendezvous_handler_registry.register(ONE_NODE, lambda parameters: _OneNode(parameters.run_id))
-    directory = tempfile.mkdtemp(prefix="parwrap-")  # TemporaryDirectory would remove it at the end of a forked rank
+    directory = tempfile.mkdtemp(prefix="parwrap-")  # TemporaryDirectory would remove it when a forked rank ends
     try:
         failures = Path(directory, "failures")
         failures.mkdir()
-        return _tell(plan, *_run(plan, Path(directory), failures), read_failures(failures))
+        return _report(plan, *_run(plan, Path(directory), failures), read_failures(failures))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _run(plan: LaunchPlan, directory: Path, failures: Path) -> tuple[int, bool]:
-    """Run the ranks; returns the exit code as far as it is known without their ``failures``, and whether these have been explained."""
+    """Run the ranks; returns the exit code as known without their ``failures``, and whether the failures have been explained."""
     config = _config(plan, directory)
     ranks = elastic_launch(config, run_rank)
     variables = {**plan.variables, SCRATCH: str(directory)}
     processes: list[Any] = []
-    nodes = Nodes(failures, variables, (plan.script.scope or {}).get("timeout", math.inf), partial(told, plan))
+    nodes = Nodes(failures, variables, (plan.script.scope or {}).get("timeout", math.inf), partial(reporting_wait, plan))
     rendezvous_wrappers = [] if plan.torchrun.rdzv_backend == ONE_NODE else [nodes.rendezvous]
     pipes = None
     with ExitStack() as stack:
@@ -111,25 +111,25 @@ def _run(plan: LaunchPlan, directory: Path, failures: Path) -> tuple[int, bool]:
             handled = processes and all(process.exitcode == 0 for process in processes)  # by the script, on every rank
             return 0 if handled else 128 + signalled.sigval, False
         except (RendezvousError, DistError) as error:
-            raise LaunchError(_not_met(plan, error)) from error
+            raise LaunchError(_rendezvous_failure(plan, error)) from error
     return 0, False
 
 
-def _tell(plan: LaunchPlan, status: int, explained: bool, failed: list[Failure]) -> int:
-    """Tell of the failures; returns the exit code for them."""
+def _report(plan: LaunchPlan, status: int, explained: bool, failed: list[Failure]) -> int:
+    """Report the failures; returns their exit code."""
     if not failed:
-        if status == 128 + signal.SIGINT:  # ranks that take no notice of it, or were not there yet
+        if status == 128 + signal.SIGINT:  # ranks that ignore the signal, or had not started yet
             print("parwrap.run: interrupted", file=sys.stderr)
         return status
     may_die = _may_die(plan)
     survived = [str(failure) for failure in failed if may_die(failure.rank, failure.size)]
-    if text := report(failed, explained) if status else "\n".join(survived):  # who failed before a restart is no news
+    if text := report(failed, explained) if status else "\n".join(survived):  # failures before a restart were reported then
         print(text, file=sys.stderr)
     return failed[0].status if status == 1 else status
 
 
 class _OneNode(RendezvousHandler):
-    """The rendezvous of a single node: it waits for no other, and opens a new store on a free loopback port at each start."""
+    """The rendezvous of a single node: it does not wait, and opens a new store on a free loopback port at each start."""
 
     use_agent_store = True
 
@@ -165,7 +165,7 @@ def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
     changes = {"log_dir": str(directory) if plan.log_dir else plan.torchrun.log_dir or str(directory)}
     signals = plan.torchrun.signals_to_handle.split(",")
     if unknown := [name for name in signals if name not in signal.Signals.__members__]:
-        raise UsageError(f"--signals-to-handle {plan.torchrun.signals_to_handle}: there is no signal of the name {unknown[0]!r}.")
+        raise UsageError(f"--signals-to-handle {plan.torchrun.signals_to_handle}: no signal is called {unknown[0]!r}.")
     changes["signals_to_handle"] = ",".join(
         name for name in signals if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
     )  # by nohup
@@ -178,48 +178,49 @@ def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
 
 
 def _may_die(plan: LaunchPlan) -> Callable[[int, int], bool]:
-    """Whether a rank, of that many, may fail without the end of the others: workers of parameter servers if they are to be survived."""
+    """Whether a rank, of that many, may fail while the others continue: workers of parameter servers with ``--survive``."""
     scope = plan.script.scope or {}
     return lambda rank, size: bool(scope.get("survive")) and 0 < rank < size - scope.get("servers", 1)
 
 
-def _not_met(plan: LaunchPlan, error: Exception) -> str:
-    """Why the nodes have not met, as far as torch's ``error`` tells."""
+def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:
+    """Why the rendezvous failed, as far as torch's ``error`` says."""
     host, port = endpoint(plan.torchrun)
     said = str(error.__cause__ or error)
     if "EADDRINUSE" in said:
         return (
-            f"port {port} of this machine is taken, by another job or by a node of the same --node-rank: name another one, the same on "
-            "all nodes."
+            f"port {port} of this machine is in use, by another job or by a node of the same --node-rank: choose another one, the same "
+            "on all nodes."
         )
     if isinstance(error, RendezvousClosedError):
-        return f"the job that met at {host} port {port} has ended; to start another there, give all its nodes a new --rdzv-id."
+        return f"the job at {host} port {port} has ended; to start another there, give all its nodes a new --rdzv-id."
     if isinstance(error, RendezvousTimeoutError) or "timed out" in said.lower():
         return (
-            f"fewer than {plan.nodes[0]} nodes have met at {host} port {port} in time: check that all have been started, "
-            "with the same --nnodes and --rdzv-id, and that the first one is at that address."
+            f"fewer than {plan.nodes[0]} nodes came to {host} port {port} in time: check that all have been started, with the same "
+            "--nnodes and --rdzv-id, and that the first one is at that address."
         )
-    return f"the nodes have lost each other, at {host} port {port}: {said.partition(chr(10))[0]}"
+    return f"the nodes lost their connection at {host} port {port}: {said.partition(chr(10))[0]}"
 
 
 def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], nodes: Nodes, started: list[Any]) -> Callable:
-    """A wrapper for torch's look at the processes, which by itself waits for ever for a value from one that has ended with 0.
+    """A wrapper for torch's check of its processes, which would wait forever for a value from a process that ended with 0.
 
-    It also writes down who ended without a word, before torch ends the others too. At those that ``may_die`` torch does not look. What
-    has failed on one of the ``nodes`` has failed on all, and none is through before the others are. The processes are put into ``started``.
+    It also records processes that ended without a report, before torch ends the others too. It hides the processes in ``may_die`` from
+    torch. A failure on one of the ``nodes`` fails the job on all, and no node finishes before the others. The processes are put into
+    ``started``.
     """
     looked = time.time()
 
-    def tell(environ: dict[str, str], code: int, since: float) -> None:
+    def record(environ: dict[str, str], code: int, since: float) -> None:
         failure = unexplained(environ, code, since)
         if failure.write(failures) and environ["TORCHELASTIC_RESTART_COUNT"] != environ["TORCHELASTIC_MAX_RESTARTS"]:
-            print(failure, file=sys.stderr)  # what is reported in the end is of the last attempt
+            print(failure, file=sys.stderr)  # the final report covers the last attempt
 
-    def codes_told(context: MultiprocessContext, lived: float) -> list[int | None]:
+    def recorded_codes(context: MultiprocessContext, lived: float) -> list[int | None]:
         codes = [process.exitcode for process in process_context(context).processes]
         for local_rank, code in enumerate(codes):
-            if code:  # what others have raised since it lived may be because of that, unless it is torch that has given up
-                tell(context.envs[local_rank], code, time.time() if code == -signal.SIGABRT else lived)
+            if code:  # later exceptions of others may follow from it, unless torch itself gave up
+                record(context.envs[local_rank], code, time.time() if code == -signal.SIGABRT else lived)
         return codes
 
     def poll(wrapped: Callable, context: MultiprocessContext, args: tuple, kwargs: dict) -> RunProcsResult | None:
@@ -230,16 +231,16 @@ def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], node
         passed_over = {each for each, environ in context.envs.items() if may_die(int(environ["RANK"]), int(environ["WORLD_SIZE"]))}
         for local_rank in passed_over:
             processes.sentinels.pop(processes.processes[local_rank].sentinel, None)
-        codes = codes_told(context, lived)
+        codes = recorded_codes(context, lived)
         if any(codes[each] for each in {*context.envs} - passed_over) and _all_left(failures):
             until = time.monotonic() + FOLLOWING
             for process in processes.processes:
                 process.join(max(0.0, until - time.monotonic()))
-            codes = codes_told(context, looked)
+            codes = recorded_codes(context, looked)
         result = wrapped(*args, **kwargs)
         for local_rank, failed in (result.failures if result else {}).items():  # right after that look
             if failed.exitcode:
-                tell(context.envs[local_rank], failed.exitcode, lived)
+                record(context.envs[local_rank], failed.exitcode, lived)
         if result is None and nodes.failed:
             context.close()
             result = RunProcsResult(failures={0: ProcessFailure(0, processes.processes[0].pid, 1, "")})
@@ -254,7 +255,7 @@ def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], node
 
 
 def _all_left(failures: Path) -> bool:
-    """Whether the ranks that have failed have done so by ``sys.exit`` or its like, as others then may be about to."""
+    """Whether the failed ranks ended by ``sys.exit`` or similar; then others may be about to."""
     return all(failure.ending == "exited" for failure in read_failures(failures))
 
 

@@ -1,6 +1,6 @@
-"""How a rank's failure gets to the terminal: each rank writes down its own, and the launcher reports the first one last.
+"""How a rank's failure reaches the terminal: each rank writes down its own, and the launcher reports the first one last.
 
-Ranks that fail because another did are named in a line each; what the first one raised is what the user needs to read.
+The user needs to read what the first rank raised. Ranks that fail because of it get one line each.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = ["Failure", "Recorder", "exit_status", "name_of_node", "node_name", "r
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended that did not end well.
+    """How a rank failed.
 
     Attributes:
-        rank: which it was.
+        rank: the rank's number.
         size: the number of ranks.
-        attempt: how often the ranks had been started again.
-        time: when it failed, in seconds since the epoch.
-        ending: by an exception, by ``sys.exit`` or its like, or by a signal.
-        status: the exit code for it; for a signal 128 and its number.
+        attempt: the number of restarts before it.
+        time: the time of the failure, in seconds since the epoch.
+        ending: an exception, ``sys.exit`` or similar, or a signal.
+        status: the exit code; for a signal 128 plus its number.
         text: the traceback, or the message of ``sys.exit``.
         exception: the exception in one line.
-        node: the name of its node; empty where there is one only.
+        node: the name of its node; empty with a single node.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Failure:
     node: str = ""
 
     def write(self, directory: Path) -> bool:
-        """Keep this failure in ``directory``, unless the rank has told one already; returns whether it is news."""
+        """Keep this failure in ``directory`` unless the rank has reported one already; returns whether it is the first."""
         path = directory / f"{self.attempt}-{self.rank}.json"
         if path.exists():
             return False
@@ -72,17 +72,17 @@ class Failure:
 
     @property
     def interrupted(self) -> bool:
-        """That it was ended by Ctrl-C."""
+        """Whether Ctrl-C ended it."""
         return self.ending == "raised" and self.status == 128 + signal.SIGINT
 
     @property
     def line(self) -> str:
-        """That this rank failed after another, in one line."""
+        """One line that says this rank failed after another."""
         return f"{self._who} failed later: {self.cause}" if self.ending == "raised" else f"{self._who} later {self.cause}"
 
     @property
     def cause(self) -> str:
-        """What went wrong, in one line."""
+        """The cause in one line."""
         if self.ending == "raised":
             return self.exception
         if self.ending == "exited":
@@ -96,13 +96,13 @@ class Failure:
 
 
 class Recorder(AbstractContextManager):
-    """A context that writes down the first failure of what runs in it, as often as it is entered.
+    """A context that writes down the first failure in it; it can be entered again.
 
     Args:
         directory: where to write.
         environ: the launch variables of this rank.
         traceback: the part of an exception's traceback to show.
-        aside: where this rank writes what is for its own file alone, if it has one.
+        log_only: the stream that goes to this rank's log file alone, if it has one.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class Recorder(AbstractContextManager):
         directory: Path,
         environ: Mapping[str, str],
         traceback: Callable[[BaseException], TracebackType | None],
-        aside: str | None = None,
+        log_only: str | None = None,
     ) -> None:
-        self._directory, self._traceback, self._aside = directory, traceback, aside
+        self._directory, self._traceback, self._log_only = directory, traceback, log_only
         self._rank, self._size, self._attempt = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
         self._node = name_of_node(environ)
         self._log = Path(environ["TORCHELASTIC_ERROR_FILE"] or os.devnull).with_name("stderr.log")
@@ -142,37 +142,37 @@ class Recorder(AbstractContextManager):
             try:
                 failure.write(self._directory)
                 reported = self._is_last or failure.interrupted
-            except OSError:  # the disk is full
+            except OSError:  # the disk may be full
                 reported = False
-            if self._aside and self._is_last:
-                with open(self._aside, "w") as file:
+            if self._log_only and self._is_last:
+                with open(self._log_only, "w") as file:
                     print(failure, file=file)
-        # what the launcher reports is neither in this rank's log nor of an attempt before the last, unless Ctrl-C has made it that
+        # the launcher reports neither in this rank's log nor about earlier attempts, unless Ctrl-C ends this one
         if self._log.exists() or not reported:
             print(failure, file=sys.__stderr__)
 
     def _shown(self, error: BaseException) -> str:
-        """What the script's own ``sys.excepthook`` makes of ``error``, without the rank that torch puts before each line."""
+        """What the script's own ``sys.excepthook`` prints for ``error``, without the rank that torch puts before each line."""
         traceback = self._traceback(error)
         if self._size > 1:
             explain(error)
         with io.StringIO() as text, contextlib.redirect_stderr(text):
             try:
                 sys.excepthook(type(error), error.with_traceback(traceback), traceback)
-            except Exception:  # the script's own fails
+            except Exception:  # the script's hook fails
                 print_exception(type(error), error, traceback)
             return text.getvalue().replace(f"[rank{self._rank}]: ", "").rstrip()
 
 
 def _ignore_handled_signals() -> None:
-    """A signal that the script handles may come twice, from its sender and from the launcher: it must not interrupt the end."""
+    """A signal that the script handles may come twice, from its sender and from the launcher; it must not interrupt the end."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if callable(handler := signal.getsignal(number)) and handler is not signal.default_int_handler:
             signal.signal(number, signal.SIG_IGN)
 
 
 def node_name(number: int, host: str) -> str:
-    """What a node is called.
+    """The name of a node in messages.
 
     >>> node_name(1, "gpu7")
     'node 1 (gpu7)'
@@ -181,12 +181,12 @@ def node_name(number: int, host: str) -> str:
 
 
 def name_of_node(environ: Mapping[str, str]) -> str:
-    """The name of this node for the ranks whose launch variables these are; empty if there is no other."""
+    """The name of this node, from its ranks' launch variables; empty with a single node."""
     return node_name(int(environ["GROUP_RANK"]), socket.gethostname()) if int(environ.get("GROUP_WORLD_SIZE", 1)) > 1 else ""
 
 
 def exit_status(error: BaseException) -> int:
-    """The exit code that ``python`` ends with when ``error`` ends a script.
+    """The exit code of ``python`` when ``error`` ends a script.
 
     >>> exit_status(SystemExit(3)), exit_status(SystemExit("")), exit_status(ValueError()), exit_status(KeyboardInterrupt())
     (3, 1, 1, 130)
@@ -198,14 +198,14 @@ def exit_status(error: BaseException) -> int:
 
 
 def read_failures(directory: Path) -> list[Failure]:
-    """The failures of the last attempt that had any, the first one first."""
+    """The failures of the last attempt that had any, in order of time."""
     failures = [Failure(**json.loads(path.read_text())) for path in directory.glob("*.json")]
     last = max((failure.attempt for failure in failures), default=0)
     return sorted((failure for failure in failures if failure.attempt == last), key=lambda failure: failure.time)
 
 
 def unexplained(environ: dict[str, str], code: int, since: float) -> Failure:
-    """The failure of a rank, by its launch variables, whose process has ended with ``code`` after ``since`` and has told none."""
+    """The failure of a rank, from its launch variables, whose process ended with ``code`` after ``since`` without a report."""
     return Failure(
         rank=int(environ["RANK"]),
         size=int(environ["WORLD_SIZE"]),
@@ -218,12 +218,12 @@ def unexplained(environ: dict[str, str], code: int, since: float) -> Failure:
 
 
 def report(failures: Iterable[Failure], explained: bool = False) -> str:
-    """What to tell the user: a line for each rank that failed otherwise than the first one, which has the last word.
+    """The report for the user: a line for each rank that failed differently, then the first failure in full.
 
-    If they are ``explained`` by what has been told already, such as the loss of another node, each has its line.
+    If the failures are ``explained`` by an earlier message, such as the loss of a node, each gets one line.
 
-    A script that ends by ``sys.exit`` says no more than it would without ranks, unless it does so on ranks above 0 alone, which are not
-    heard otherwise. Ctrl-C ends them all, and one shows where it was.
+    A script that ends by ``sys.exit`` prints what it would without ranks, unless only ranks above 0 do so, which are silent otherwise.
+    After Ctrl-C, one rank shows where it was.
     """
     first, *others = failures
     if explained:

@@ -1,7 +1,8 @@
-"""The fork server of ``parwrap.run``: multiprocessing's, forked from the command when that has loaded torch, so that nobody loads it again.
+"""The fork server of ``parwrap.run``: multiprocessing's, forked from the command once that has loaded torch, so that ranks need not load
+it.
 
-It loads what ranks need beyond that, then forks them. It ends with the command, and not by the signals that are meant for a script. What
-an interpreter and OpenMP read at their start, the command must have been started with.
+It loads the other modules that ranks need, then forks the ranks. It ends with the command and ignores signals meant for a script. What an
+interpreter and OpenMP read at their start must be set when the command starts.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from parwrap.system.processes import die_with_parent
 __all__ = ["BLOCKED", "loading", "start", "stop"]
 
 LONGEST = 60
-"""Bytes: multiprocessing puts up to 40 behind them, and Linux takes 107."""
+"""Bytes: multiprocessing appends up to 40, and Linux allows 107."""
 
 MEANT_FOR_RANKS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 BLOCKED: set[signal.Signals] = set()
-"""What a rank unblocks. A terminal and a scheduler send their signals to all processes of a job: the server takes no notice, and a rank
-that was just forked has them when it is ready."""
+"""Signals that a rank unblocks. A terminal and a scheduler signal all processes of a job: the server ignores them, and a newly forked rank
+receives them once it is ready."""
 
 
 def start(modules: Sequence[str]) -> None:
-    """Fork the server, which goes on to load ``modules``, unless it runs. This process has one thread, and has not started CUDA."""
+    """Fork the server unless it runs; it continues with loading ``modules``. This process has one thread and has not started CUDA."""
     _find_place_for_sockets()
-    resource_tracker.ensure_running()  # a process of its own, which is started in the same way
+    resource_tracker.ensure_running()  # a child process, which starts in the same way
 
     def forked(wrapped: Callable, instance: object, args: tuple, kwargs: dict) -> int:
         _, arguments, descriptors = args
         parent = os.getpid()
         if server := os.fork():
             return server
-        util.spawnv_passfds = wrapped  # nobody comes back here to take the patch off
+        util.spawnv_passfds = wrapped  # this process never comes back to remove the patch
         _serve(parent, modules, arguments[-1], descriptors)
 
     with installed([Patch(util, "spawnv_passfds", forked)]):
@@ -50,7 +51,7 @@ def start(modules: Sequence[str]) -> None:
 
 
 def _find_place_for_sockets() -> None:
-    """The directory for temporary files may have too long a name for a socket in it, here and in ranks."""
+    """A short directory for sockets, here and in ranks: the name of the default one may be too long."""
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST:
         directory = tempfile.mkdtemp(prefix="parwrap-", dir="/tmp")
         util.Finalize(None, shutil.rmtree, args=(directory, True), exitpriority=-100)
@@ -59,10 +60,10 @@ def _find_place_for_sockets() -> None:
 
 @contextmanager
 def loading(to_share: bool) -> Iterator[None]:
-    """While modules are loaded nobody looks for garbage, of which there is none.
+    """Disable garbage collection while modules load, which make no garbage.
 
     Args:
-        to_share: whether processes that are forked from this one share what was made, so that nobody is to write to it later either.
+        to_share: whether to freeze the objects too, so that forked processes keep sharing their pages.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -74,7 +75,7 @@ def loading(to_share: bool) -> Iterator[None]:
 
 
 def stop() -> None:
-    """End the server, for who needs none after all: this process is as if it had never been."""
+    """End the server if no rank needs it, and restore this process to its state before."""
     server = forkserver._forkserver
     if server._forkserver_pid is not None:  # type: ignore[attr-defined]
         os.kill(server._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
@@ -84,17 +85,17 @@ def stop() -> None:
 
 
 def _serve(parent: int, modules: Sequence[str], program: str, descriptors: Sequence[int]) -> NoReturn:
-    """Run ``program``, which is what a new interpreter would be given, with those ``descriptors``, to the end of this process."""
+    """Run ``program``, the argument for a new interpreter, with those ``descriptors``, to the end of this process."""
     try:
         die_with_parent(parent)
         BLOCKED.update(MEANT_FOR_RANKS - signal.pthread_sigmask(signal.SIG_BLOCK, MEANT_FOR_RANKS))
         _close_all_but(descriptors)
-        # which are the parent's, in the midst of starting this
+        # the parent's locks, held while it started this process
         forkserver._forkserver.__init__()  # type: ignore[misc]
         resource_tracker._resource_tracker.__init__()  # type: ignore[misc]
         with loading(to_share=True):
             for name in modules:
-                with suppress(Exception):  # a rank meets it again, and can report it
+                with suppress(Exception):  # the rank raises it again, and can report it
                     import_module(name)
         exec(program, {})
     except Exception:
@@ -104,7 +105,7 @@ def _serve(parent: int, modules: Sequence[str], program: str, descriptors: Seque
 
 
 def _close_all_but(descriptors: Sequence[int]) -> None:
-    """Close what is the parent's, except for its streams."""
+    """Close the parent's descriptors, except its streams."""
     try:
         numbers: Sequence[int] = [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:

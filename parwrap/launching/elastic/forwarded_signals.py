@@ -1,7 +1,7 @@
-"""A signal reaches each rank once, although the terminal sends Ctrl-C to the launcher and to the ranks, and the launcher forwards it.
+"""Delivers a signal once to each rank, although the terminal sends Ctrl-C to the launcher and the ranks, and the launcher forwards it.
 
-Each rank writes the numbers of the signals that it receives into a file, from the interpreter's own C handler, and so at once, whatever
-the script's handler does. The launcher forwards a signal only to ranks that have not written it down.
+Each rank notes received signals in a file. The interpreter's own C handler does this, so it happens immediately and before any handler of
+the script. The launcher forwards a signal only to ranks that have not noted it.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from parwrap.torch_private.elastic import process_context
 __all__ = ["forward_once", "note_signals"]
 
 ARRIVING = 0.5
-"""Seconds in which a signal that was sent to the launcher and to the ranks has reached all of them."""
+"""Seconds after which a signal to the launcher and the ranks has reached all of them."""
 
 SAME = 5.0
-"""Seconds after which a signal that a rank has received is another one than the launcher's."""
+"""Seconds after which a signal that a rank noted counts as a different one from the launcher's."""
 
 
 def note_signals(directory: Path) -> None:
-    """Note the signals that this rank receives from now on, unless the script calls ``signal.set_wakeup_fd`` itself."""
+    """Note the signals that this rank receives from now on; the script may override it with ``signal.set_wakeup_fd``."""
     noted = os.open(_notes(directory, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
     signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=partial(_forget, noted))
 
 
 def _forget(noted: int) -> None:
-    """In a process that was forked, signals are noted no more: they are not the rank's."""
-    with suppress(ValueError):  # in a thread, where Python keeps none
+    """Stop noting signals in a forked process: they are not the rank's."""
+    with suppress(ValueError):  # in a thread, where Python has no wakeup descriptor
         other = signal.set_wakeup_fd(-1)
         if other not in (noted, -1):
             signal.set_wakeup_fd(other)
 
 
 def forward_once(directory: Path) -> Callable:
-    """A wrapper for ``MultiprocessContext._close``, which sends a signal to all ranks, and kills those that still live after a timeout.
+    """A wrapper for ``MultiprocessContext._close``, which sends a signal to all ranks and kills those alive after a timeout.
 
-    A signal that the launcher has received is not sent to ranks that have received it too.
+    It skips ranks that have received the launcher's signal already.
 
     Args:
         directory: where the ranks note their signals.
@@ -69,7 +69,7 @@ def forward_once(directory: Path) -> Callable:
 
 
 def _without(directory: Path, number: int, processes: list[Any]) -> list[Any]:
-    """Those of ``processes`` that still live and have not received the signal."""
+    """Those of ``processes`` that are alive and have not received the signal."""
     until = time.monotonic() + ARRIVING
     while True:
         left = [process for process in processes if process.is_alive() and not _received(_notes(directory, process.pid), number)]
@@ -80,10 +80,10 @@ def _without(directory: Path, number: int, processes: list[Any]) -> list[Any]:
 
 def _received(notes: Path, number: int) -> bool:
     try:
-        # the end of a worker, which the same Ctrl-C brings about, may be noted after it
+        # a worker that ends by the same Ctrl-C may be noted after it
         last = notes.read_bytes().rstrip(bytes([signal.SIGCHLD]))[-1:]
         return last == bytes([number]) and notes.stat().st_mtime > time.time() - SAME
-    except FileNotFoundError:  # the rank is starting
+    except FileNotFoundError:  # the rank is still starting
         return False
 
 

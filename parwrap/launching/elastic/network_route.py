@@ -1,8 +1,8 @@
-"""How this machine reaches the node where a job meets: by which of its addresses and interfaces, and whether anything answers there.
+"""How this machine reaches the rendezvous: by which of its addresses and interfaces, and whether anything answers there.
 
-torch's agents find each other without more where the name of every machine resolves to the address that the others see. Elsewhere gloo
-connects to 127.0.0.1, or no node feels meant by the address of the rendezvous. So what follows from the route there is found out here.
-What nodes then tell each other is left to ``node_monitor.py``.
+Torch's agents find each other if every machine's name resolves to the address that others see. Otherwise gloo connects to 127.0.0.1, or no
+node recognizes the rendezvous address as its own. This file derives the right addresses from the route. ``node_monitor.py`` handles
+messages between nodes.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from parwrap.launching.command.plan import LaunchPlan
 from parwrap.launching.elastic.network_interfaces import interface_of, is_loopback
 from parwrap.world.launchers import LOOPBACK
 
-__all__ = ["Way", "endpoint", "met", "patience", "towards", "unreachable", "way_to", "with_way"]
+__all__ = ["Way", "await_rendezvous", "endpoint", "patience", "towards", "unreachable", "way_to", "with_way"]
 
 PORTS = {"static": 29500, "c10d": 29400}
-"""Where nodes meet if the command line names no port, by the backend of the rendezvous."""
+"""Default ports of the rendezvous backends."""
 
 PATIENCE = 900.0
-"""Seconds that a node waits for the others where neither ``--timeout`` nor ``--rdzv-conf`` says otherwise, as torch does."""
+"""Seconds that a node waits for the others unless ``--timeout`` or ``--rdzv-conf`` is given, as in torch."""
 
 TELLING = 10.0
-"""Seconds after which a node that waits says so."""
+"""Seconds before a waiting node says so."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """The way from here to an address.
+    """The route from here to an address.
 
     Attributes:
-        here: this machine's address on it.
-        interface: the name of the network interface that has ``here``; ``None`` if it cannot be told.
+        here: this machine's address on that route.
+        interface: the name of the network interface that has ``here``; ``None`` if it is unknown.
         own: whether the address is one of this machine itself.
     """
 
@@ -52,10 +52,10 @@ class Way:
 
 
 def way_to(host: str, port: int) -> Way:
-    """The way to ``host``, as the machine's routing table has it. Nothing is sent.
+    """The route to ``host`` in the machine's routing table. Nothing is sent.
 
     Raises:
-        OSError: there is no such name, or no way.
+        OSError: the name is unknown, or no route leads there.
 
     >>> way_to("127.0.0.1", 29500).own
     True
@@ -71,7 +71,7 @@ def endpoint(torchrun: argparse.Namespace) -> tuple[str, int]:
     """Host and port of the rendezvous that torchrun's options name.
 
     Raises:
-        UsageError: they cannot be read from it.
+        UsageError: they do not parse.
 
     >>> endpoint(argparse.Namespace(rdzv_backend="c10d", rdzv_endpoint="[fd00::1]:29400"))
     ('fd00::1', 29400)
@@ -85,9 +85,9 @@ def endpoint(torchrun: argparse.Namespace) -> tuple[str, int]:
 
 
 def with_way(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
-    """``plan`` with what follows from the way to its rendezvous, as far as the user has not said it; unchanged where there is none.
+    """Add to ``plan`` the settings that follow from the route to its rendezvous, unless the user has set them; unchanged without a route.
 
-    That is the interface for gloo and NCCL, this node's address for the others, and whether it is this node that hosts the rendezvous.
+    They are the interface for gloo and NCCL, this node's address for the others, and whether this node hosts the rendezvous.
     """
     if plan.torchrun.rdzv_backend not in PORTS or plan.in_this_process:
         return plan
@@ -97,22 +97,22 @@ def with_way(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
     except OSError:
         return plan
     torchrun = argparse.Namespace(**vars(plan.torchrun))
-    # a machine's own name often leads to its loopback, as Debian has it, and only on itself
+    # a machine's own name often resolves to its loopback, as on Debian, but only on that machine
     by_name = is_loopback(way.here) and host != "localhost" and not is_loopback(host)
     torchrun.local_addr = torchrun.local_addr or (host if by_name else way.here)
-    if torchrun.rdzv_backend == "c10d" and "is_host" not in _conf(torchrun) and not is_loopback(way.here):  # torch knows loopbacks
-        hosts = way.own and _is_free(host, port)  # else another node of this job, on the same machine, hosts it
+    if torchrun.rdzv_backend == "c10d" and "is_host" not in _conf(torchrun) and not is_loopback(way.here):  # torch detects loopbacks
+        hosts = way.own and _is_free(host, port)  # else another node of this job on the same machine hosts it
         _add_conf(torchrun, {"is_host": int(hosts)})
     variables = {} if by_name else _interface_variables(way, environ)
     return replace(plan, variables={**plan.variables, **variables}, torchrun=torchrun)
 
 
 def towards(others: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables for gloo and NCCL that say which interface leads to the first of ``others`` on another machine, where none is said.
+    """The variables for gloo and NCCL that select the interface to the first of ``others`` on another machine, unless they are set.
 
     Args:
         others: the addresses of other nodes, as ``local_addr`` of each.
-        environ: the environment variables; what they say stays.
+        environ: the environment variables; they take precedence.
     """
     for other in others:
         with suppress(OSError):
@@ -126,11 +126,11 @@ def _interface_variables(way: Way, environ: Mapping[str, str]) -> dict[str, str]
     return {name: way.interface for name in LOOPBACK if way.interface and name not in environ}
 
 
-def met(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
-    """``plan`` as by :func:`with_way`, once the node where the job meets can be reached.
+def await_rendezvous(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
+    """``plan`` as by :func:`with_way`, once the rendezvous can be reached.
 
     Raises:
-        LaunchError: it could not, for as long as nodes wait for each other.
+        LaunchError: the rendezvous timeout passed.
     """
     if plan.torchrun.rdzv_backend not in PORTS:
         return plan
@@ -142,11 +142,11 @@ def met(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
 
 
 def _wait_for(plan: LaunchPlan, seconds: float) -> None:
-    """Return when something listens at the rendezvous, or when it is for this node to listen there."""
+    """Return when something listens at the rendezvous, or when this node has to listen there."""
     host, port = endpoint(plan.torchrun)
     static = plan.torchrun.rdzv_backend == "static"
     is_host = plan.torchrun.node_rank == 0 if static else _conf(plan.torchrun).get("is_host", "").lower() in ("1", "true", "t", "yes", "y")
-    began, told = time.monotonic(), False
+    began, reported = time.monotonic(), False
     while True:
         left = began + seconds - time.monotonic()
         try:
@@ -158,14 +158,14 @@ def _wait_for(plan: LaunchPlan, seconds: float) -> None:
         except OSError as error:
             if left <= 0:
                 raise LaunchError(unreachable(host, port, seconds, error, static)) from None
-        if not told and time.monotonic() > began + TELLING:
-            told = True
+        if not reported and time.monotonic() > began + TELLING:
+            reported = True
             print(f"parwrap: waiting for the first node, at {host} port {port}", file=sys.stderr)
         time.sleep(min(0.2, max(0.0, left)))
 
 
 def unreachable(host: str, port: int, seconds: float, error: OSError, static: bool) -> str:
-    """What to tell the user when nothing has answered at ``host``."""
+    """The message when nothing has answered at ``host``."""
     option, first = ("--master-addr", "the node with --node-rank 0") if static else ("--rdzv-endpoint", "the node with that address")
     if isinstance(error, socket.gaierror):
         why, check = "this machine cannot look up that name", f"that {option} is spelt as the first node is called"
@@ -197,7 +197,7 @@ def _add_conf(torchrun: argparse.Namespace, values: Mapping[str, int]) -> None:
 
 
 def _is_free(host: str, port: int) -> bool:
-    """Whether nobody listens on ``port`` of this machine yet."""
+    """Whether ``port`` of this machine is free."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
-"""What ranks say, on its way from them to the terminal and to a file for each: whole lines, with the rank before each where several speak.
+"""Carries what ranks write to the terminal and to a log file each: whole lines, prefixed with the rank where several are shown.
 
-A rank writes into named pipes that the launcher reads, so its last words are there however it ends, and so are those of native code and
-of programs that are not Python. Which ranks are silent is left to ``output.py``.
+A rank writes into named pipes that the launcher reads. So its last words arrive however it ends, and so does the output of native code and
+of other programs. ``output.py`` decides which ranks are silent.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from parwrap.rank_zero import output
 
 __all__ = ["Lines", "Pipes", "RankOutput", "prefixed"]
 
-STREAMS = {"out": 1, "err": 2, "aside": None}
-"""What a rank writes into: its stdout and stderr, and what of it is for its file alone; with the launcher's descriptor for each."""
+STREAMS = {"out": 1, "err": 2, "log_only": None}
+"""The pipes of a rank: stdout, stderr and one for its log file alone; with the launcher's descriptor for each."""
 
 CAPACITY = 1 << 16
 """Bytes that a pipe holds."""
 
 PROGRESS = 10.0
-"""Seconds after which a line that overwrites itself, as a progress bar, is shown again."""
+"""Seconds between two displays of a line that overwrites itself, such as a progress bar."""
 
 
 @dataclass(frozen=True)
 class Pipes:
-    """Where the ranks of a node are to write.
+    """Where the ranks of a node write.
 
     Attributes:
-        directory: where they are, as named pipes.
-        everyone: whether all ranks are to be heard.
-        logged: whether each has a file, so that what nobody hears is kept too.
+        directory: the directory of their named pipes.
+        everyone: whether the output of all ranks is shown.
+        logged: whether each has a log file, so that hidden output is kept too.
     """
 
     directory: str
@@ -48,31 +48,31 @@ class Pipes:
     logged: bool
 
     def open(self, local_rank: int) -> str | None:
-        """From here on, this process writes there; returns where it writes what is for its file alone."""
+        """Redirect this process's output there; returns the stream that goes to its log file alone."""
         for stream, number in STREAMS.items():
             if number is not None:
                 pipe = os.open(self._path(local_rank, stream), os.O_WRONLY)
                 os.dup2(pipe, number)
                 os.close(pipe)
-        aside = self._path(local_rank, "aside") if self.logged else None
-        output.settle(self.everyone, aside or os.devnull)
-        return aside
+        log_only = self._path(local_rank, "log_only") if self.logged else None
+        output.settle(self.everyone, log_only or os.devnull)
+        return log_only
 
     def _path(self, local_rank: int, stream: str) -> str:
         return os.path.join(self.directory, f"{local_rank}.{stream}")
 
 
 class RankOutput:
-    """The launcher's end: what the ranks of this node write is passed on, for as long as :meth:`passed_on` is held.
+    """The launcher's end: forwards what the ranks of this node write while :meth:`passed_on` is open.
 
     Args:
         directory: an empty one, for the pipes.
-        ranks: how many ranks this node has.
-        everyone: show what each rank says, with the rank before each line; else it is shown as it comes.
-        log_dir: the directory of the ranks' files; ``None`` for no files.
+        ranks: the number of ranks on this node.
+        everyone: prefix each line with its rank; else output is shown as it comes.
+        log_dir: the directory of the ranks' log files; ``None`` for no files.
 
     Raises:
-        LaunchError: there can be no files in that directory.
+        LaunchError: files cannot be created in that directory.
     """
 
     def __init__(self, directory: Path, ranks: int, everyone: bool, log_dir: str | None) -> None:
@@ -88,15 +88,15 @@ class RankOutput:
             try:
                 os.makedirs(log_dir, exist_ok=True)
             except OSError as error:
-                raise LaunchError(f"--log-dir {log_dir} cannot be made: {error.strerror}.") from None
+                raise LaunchError(f"--log-dir {log_dir} cannot be created: {error.strerror}.") from None
 
     def rendezvous(self, wrapped: Callable, agent: Any, args: tuple, kwargs: dict) -> None:
-        """A wrapper for the rendezvous of torch's agents, after which ranks have their numbers."""
+        """A wrapper for the rendezvous of torch's agents, after which the ranks' numbers are known."""
         wrapped(*args, **kwargs)
         self.begin({worker.local_rank: worker.global_rank for worker in agent.get_worker_group().workers})
 
     def begin(self, ranks: Mapping[int, int]) -> None:
-        """From here on the local ranks are these ``ranks``; existing log files are appended to."""
+        """Set the numbers of the local ranks to ``ranks``; existing log files are appended to."""
         self._ranks = ranks
         if self._log_dir is None:
             return
@@ -112,10 +112,10 @@ class RankOutput:
 
     @contextmanager
     def passed_on(self) -> Iterator[None]:
-        """While this is held, what ranks say is passed on; at its end, all that they have said."""
+        """Forward the ranks' output while this is open; at its end, all of it has been forwarded."""
         with ExitStack() as stack, selectors.DefaultSelector() as selector:
             for path in self._paths:
-                # read and write: a pipe that nobody writes to any more would be at its end
+                # read and write: without a writer, the pipe would be at its end
                 descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
                 stack.callback(os.close, descriptor)
                 local_rank, _, stream = path.name.partition(".")
@@ -134,12 +134,12 @@ class RankOutput:
                     file.close()
 
     def _passer(self, local_rank: int, shown: int | None) -> Callable[[bytes], None]:
-        """What takes what one rank has written into one of its pipes; nothing, at the end."""
+        """The function that takes one rank's output from one of its pipes; it gets empty bytes at the end."""
         lines, ranks = Lines(), self._ranks
 
         def take(said: bytes) -> None:
             nonlocal ranks
-            if ranks is not self._ranks:  # they have started again
+            if ranks is not self._ranks:  # the ranks have been restarted
                 if shown is not None and self.pipes.everyone:
                     _write(shown, prefixed(lines.take(b""), ranks.get(local_rank, local_rank)))
                 ranks = self._ranks
@@ -148,26 +148,26 @@ class RankOutput:
                     file.write(said)
                 except OSError as error:
                     del self._files[local_rank]
-                    self._tell_of_loss(f"in {file.name}", error)
+                    self._report_loss(f"in {file.name}", error)
             if shown is not None and shown not in self._lost:
                 try:
                     _write(shown, prefixed(lines.take(said), self._ranks.get(local_rank, local_rank)) if self.pipes.everyone else said)
-                except BrokenPipeError:  # by who reads it
+                except BrokenPipeError:  # by the reader
                     self._lost.add(shown)
                 except OSError as error:
                     self._lost.add(shown)
-                    self._tell_of_loss("shown", error)
+                    self._report_loss("shown", error)
 
         return take
 
-    def _tell_of_loss(self, where: str, error: OSError) -> None:
-        """Ranks go on: they would wait for ever for someone to read what they write."""
+    def _report_loss(self, where: str, error: OSError) -> None:
+        """Ranks continue: they would wait forever for a reader."""
         with suppress(OSError):
-            print(f"parwrap: what ranks write is not {where} from here on: {error.strerror}", file=sys.stderr)
+            print(f"parwrap: from here on, the ranks' output is not {where}: {error.strerror}", file=sys.stderr)
 
 
 class Lines:
-    """Whole lines out of what comes in pieces. Of a line that overwrites itself, what is there in the end, and now and then before.
+    """Assembles whole lines from chunks. Of a line that overwrites itself, it keeps the final state and, now and then, one before.
 
     >>> lines = Lines()
     >>> lines.take(b"epoch 1"), lines.take(b", loss 2\\n10%\\r20%\\rdone\\nepo"), lines.take(b"")
@@ -178,7 +178,7 @@ class Lines:
         self._begun, self._shown = b"", time.monotonic()
 
     def take(self, said: bytes) -> list[bytes]:
-        """The lines that are whole with what is ``said``; without anything, those that have been left."""
+        """The lines completed by ``said``; with empty bytes, the unfinished rest."""
         *whole, self._begun = (self._begun + said).split(b"\n")
         if not said and self._begun:
             whole, self._begun = [self._begun], b""
@@ -202,7 +202,7 @@ def prefixed(lines: list[bytes], rank: int) -> bytes:
 
 
 def _end_line(file: BinaryIO) -> None:
-    """Have ``file``, which is not empty, end with a whole line."""
+    """Make ``file``, which is not empty, end with a line break."""
     file.seek(-1, os.SEEK_END)
     if file.read(1) != b"\n":
         file.write(b"\n")
@@ -212,12 +212,12 @@ def _write(descriptor: int, text: bytes) -> None:
     while text:
         try:
             text = text[os.write(descriptor, text) :]
-        except BlockingIOError:  # others that have this terminal may have set it so
+        except BlockingIOError:  # processes that share this terminal may have set it so
             select.select([], [descriptor], [])
 
 
 def _last(line: bytes) -> bytes:
-    """What can be read of ``line`` in the end."""
+    """What a terminal shows of ``line`` in the end."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
@@ -231,6 +231,6 @@ def _pass_on(selector: selectors.BaseSelector, asleep: int) -> None:
                 key.data(os.read(key.fd, CAPACITY))
     for key in selector.get_map().values():
         if key.data:
-            with suppress(BlockingIOError):  # it is empty
-                key.data(os.read(key.fd, CAPACITY))  # all that ranks have left: what lives on and goes on writing is not waited for
+            with suppress(BlockingIOError):  # the pipe is empty
+                key.data(os.read(key.fd, CAPACITY))  # all ranks have ended: processes that outlive them are not waited for
             key.data(b"")

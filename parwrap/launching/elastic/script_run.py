@@ -1,7 +1,6 @@
-"""What one rank does: run a script as plain ``python`` would, inside ``distributed`` unless it is only to be launched.
+"""What one rank does: run a script as plain ``python`` would, inside ``distributed`` unless it is only launched.
 
-The same goes for the only rank, which needs no process of its own. How ranks are started is left to ``agent.py``, and what is reported
-of a failure to ``failure_report.py``.
+A single rank runs it too, without a child process. ``agent.py`` starts the ranks, and ``failure_report.py`` reports failures.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = ["run_alone", "run_rank"]
 
 
 def run_alone(script: Script) -> None:
-    """Run ``script`` in this process; leaves it as plain ``python`` would, with the same traceback and exit code."""
+    """Run ``script`` in this process and end it as plain ``python`` would, with the same traceback and exit code."""
     try:
         _run(script, nullcontext())
     except SystemExit:
@@ -56,22 +55,22 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
     Args:
         script: what to run.
         variables: environment variables to set first.
-        threads: how many to compute with; ``None`` for what torch took from the environment.
-        failures: the directory where a failure is written down.
+        threads: the number of compute threads; ``None`` for what torch took from the environment.
+        failures: the directory for failure reports.
         pipes: where to write instead of stdout and stderr.
     """
     die_with_parent()
-    if (launcher := multiprocessing.parent_process()) and not launcher.is_alive():  # it has ended before that
+    if (launcher := multiprocessing.parent_process()) and not launcher.is_alive():  # a signal before that ends the rank
         os._exit(1)
-    aside = pipes.open(int(os.environ["LOCAL_RANK"])) if pipes else None
+    log_only = pipes.open(int(os.environ["LOCAL_RANK"])) if pipes else None
     os.environ.update(variables)
     if threads is not None:
         torch.set_num_threads(threads)  # OpenMP has read the variable in the fork server
     _forget_the_fork()
     note_signals(Path(failures))
-    refuse_stdin("make the answer an argument of the script")
+    refuse_stdin("pass the answer as an argument of the script")
     status = 0
-    recorder = Recorder(Path(failures), os.environ, script_traceback, aside)
+    recorder = Recorder(Path(failures), os.environ, script_traceback, log_only)
     ending = _Ending()
     try:
         with recorder:
@@ -81,7 +80,7 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
         status = exit_status(error)
     with ending.replica():
         _end_like_an_interpreter()
-    sys.exit(status or None)  # torch's agent has a process wait that says 0
+    sys.exit(status or None)  # torch's agent makes a process wait after status 0
 
 
 def script_traceback(error: BaseException) -> TracebackType | None:
@@ -93,13 +92,13 @@ def script_traceback(error: BaseException) -> TracebackType | None:
 
 
 class _Ending:
-    """What a script leaves to its end: threads and exit handlers run in its scope, each ``__del__`` after it under the same rules."""
+    """What a script leaves to its end: threads and exit handlers run inside its scope, each ``__del__`` after it under the same rules."""
 
     _rank = 0
 
     @contextmanager
     def reached(self) -> Iterator[None]:
-        """Around the script, in its scope: at a good end, what ends an interpreter runs before the scope closes."""
+        """Around the script, inside its scope: when the script ends well, the end of the interpreter is run before the scope closes."""
         try:
             yield
         except BaseException as error:
@@ -118,7 +117,7 @@ class _Ending:
 
     @contextmanager
     def replica(self) -> Iterator[None]:
-        """After the scope: ranks above 0 write no files and are not heard, unless every rank was a run of its own."""
+        """After the scope: ranks above 0 write no files and stay silent, unless every rank was a run by itself."""
         if not self._rank:
             yield
             return
@@ -134,11 +133,11 @@ class _Ending:
 def _run(script: Script, recorder: AbstractContextManager, ending: _Ending | None = None) -> None:
     if script.kind == "program":
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)  # Python ignores them, and a program would too
+            signal.signal(number, signal.SIG_DFL)  # Python ignores them, and other programs would inherit that
         os.execvp(script.target, [script.target, *script.args])
     local_rank = _local_rank_option(script) if script.hand_local_rank else []
     sys.argv[:] = [script.target, *local_rank, *script.args]
-    # a failure is written down before the scope closes: leaving the process group may take the other ranks along
+    # write the failure down before the scope closes: leaving the process group may end the other ranks
     with _scope(script), ending.reached() if ending and script.scope is not None else nullcontext(), recorder, _errors_noted(script):
         if script.kind == "module":
             runpy.run_module(script.target, run_name="__main__", alter_sys=True)
@@ -172,7 +171,7 @@ def _errors_noted(script: Script) -> AbstractContextManager:
 
 
 def _run_file(path: str) -> None:
-    """What ``runpy.run_path`` does, but ``__main__`` stays for what runs at exit, and ``sys.argv[0]`` as it was given."""
+    """As ``runpy.run_path``, but ``__main__`` stays for exit handlers, and ``sys.argv[0]`` stays as given."""
     main = ModuleType("__main__")
     main.__file__ = os.path.abspath(path)
     main.__loader__ = loader = SourceFileLoader("__main__", main.__file__)
@@ -199,29 +198,29 @@ def _source(script: Script) -> str:
 
 
 def _forget_the_fork() -> None:
-    """Put right what would tell a script that its process came from multiprocessing."""
+    """Hide from a script that multiprocessing started its process."""
     multiprocessing.set_start_method(None, force=True)  # else loaders would start their workers as this rank was started
     multiprocessing.current_process().name = "MainProcess"
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):  # the launcher's, when it has forked itself
+        if callable(signal.getsignal(number)):  # the launcher's handle, after it forked itself
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if sys.stdout is not None:  # it was closed
         cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]  # a rank may be killed at any time
     if os.environ["WORLD_SIZE"] == "1":
-        gc.unfreeze()  # it may launch ranks of its own, and all that it has is to come back from them
+        gc.unfreeze()  # it may launch ranks, whose results must come back
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # else all ranks would go on from the fork server's state
+        numpy.random.seed()  # else all ranks would continue from the fork server's random state
 
 
 def _run_exit_handlers() -> None:
-    """Wait for the script's threads, then run what it has registered with ``atexit``, as an interpreter does when a script is through."""
+    """Wait for the script's threads, then run its ``atexit`` handlers, as an interpreter does at its end."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
 
 
 def _end_like_an_interpreter() -> None:
-    """Do what a process of multiprocessing leaves out at its end: threads, exit handlers, objects with something to write."""
+    """Do what multiprocessing skips at the end of a process: threads, exit handlers, objects with pending writes."""
     _run_exit_handlers()
-    if not any(thread.daemon for thread in threading.enumerate()):  # one that still runs would miss its globals
+    if not any(thread.daemon for thread in threading.enumerate()):  # a running thread would miss its globals
         vars(sys.modules["__main__"]).clear()
         gc.collect()

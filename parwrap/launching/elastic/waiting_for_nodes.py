@@ -1,6 +1,6 @@
-"""How a node waits for others of its job, and what it says meanwhile: how many have come, who is missing, and the command to run there.
+"""How a node waits for others of its job, and what it prints meanwhile: how many have come, who is missing, and the command to run there.
 
-One node speaks, the first; what the others say while they look for it is in ``network_route.py``.
+Only the first node prints it; ``network_route.py`` has what the others print while they look for the first.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from parwrap.launching.elastic.network_route import PORTS, endpoint, patience, w
 from parwrap.system.background import in_background
 from parwrap.torch_private.elastic import arrived_nodes, this_node
 
-__all__ = ["command_there", "told"]
+__all__ = ["command_there", "reporting_wait"]
 
 TELLING = 5.0
-"""Seconds after which it says so."""
+"""Seconds before the first message."""
 
 AGAIN = 600.0
-"""Seconds after which it says so again."""
+"""Seconds between two messages."""
 
 LOOKING = 0.05
-"""Seconds between two looks at who has come."""
+"""Seconds between two checks of who has come."""
 
 MEETING = ("nnodes", "node-rank", "master-addr", "master-port", "local-addr", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
-"""The options by which nodes find each other, which are to be in the command for another node."""
+"""The options by which nodes find each other, repeated in the command for another node."""
 
 MOST = 4
-"""How many missing nodes are listed."""
+"""The number of missing nodes to list."""
 
 
 @contextmanager
-def told(plan: LaunchPlan, handler: Any) -> Iterator[None]:
-    """For the time in which nodes meet: those that have numbers are waited for at first, and it is said of those that take long to come.
+def reporting_wait(plan: LaunchPlan, handler: Any) -> Iterator[None]:
+    """Around the rendezvous: waits for nodes with fixed numbers first, and reports nodes that take long.
 
     Args:
-        plan: what this node does.
+        plan: the plan of this node.
         handler: torch's rendezvous, which waits.
 
     Raises:
@@ -60,18 +60,18 @@ def told(plan: LaunchPlan, handler: Any) -> Iterator[None]:
     if missing is None or plan.nodes[-1] == 1:
         yield
         return
-    with in_background(lambda stopped: _tell(plan, handler, missing, stopped), "parwrap waiting"):
+    with in_background(lambda stopped: _report(plan, handler, missing, stopped), "parwrap waiting"):
         store = _all_numbers_come(plan) if plan.torchrun.rdzv_backend == "static" else None
         yield
-        del store  # until here it is the one that torch's is a client of
+        del store  # until here torch's client connects to it
 
 
 def command_there(plan: LaunchPlan, node: int | None) -> str:
-    """The command line for another node, from that of this one.
+    """The command line for another node, made from this node's.
 
     Args:
-        plan: what this node does.
-        node: its number; ``None`` where they are numbered as they come.
+        plan: the plan of this node.
+        node: the other node's number; ``None`` if nodes are numbered as they come.
     """
     torchrun = plan.torchrun
     meeting = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -94,17 +94,17 @@ def command_there(plan: LaunchPlan, node: int | None) -> str:
     return shlex.join(["python", "-m", "parwrap.run", *said, *options, *plan.argv[-of_script:]])
 
 
-def _tell(plan: LaunchPlan, handler: Any, missing: Callable[[LaunchPlan, Any], str], stopped: threading.Event) -> None:
+def _report(plan: LaunchPlan, handler: Any, missing: Callable[[LaunchPlan, Any], str], stopped: threading.Event) -> None:
     pause = TELLING
     while not stopped.wait(pause):
-        with suppress(DistError, OSError):  # where they meet cannot be reached, which is told of elsewhere
+        with suppress(DistError, OSError):  # the rendezvous cannot be reached, which is reported elsewhere
             if text := missing(plan, handler):
                 pause = AGAIN
                 print(f"parwrap: {text}", file=sys.stderr)
 
 
 def _all_numbers_come(plan: LaunchPlan) -> TCPStore:
-    """Wait until they have, as torch would by itself, deaf to signals; returns the store where they meet."""
+    """Wait for the nodes, as torch would but without handling signals; returns the store of the rendezvous."""
     host, port = endpoint(plan.torchrun)
     number = plan.torchrun.node_rank
     until = time.monotonic() + patience(plan)
@@ -121,7 +121,7 @@ def _all_numbers_come(plan: LaunchPlan) -> TCPStore:
 
 
 def _connected(host: str, port: int, until: float) -> TCPStore:
-    """The store that is kept there. If a server of another kind is, torch waits for its answer for ever."""
+    """The store that is kept there. If another kind of server listens, torch would wait forever for its answer."""
     outcome: Future[TCPStore] = Future()
 
     def connect() -> None:
@@ -134,15 +134,15 @@ def _connected(host: str, port: int, until: float) -> TCPStore:
     while not outcome.done():
         if time.monotonic() > until:
             raise LaunchError(
-                f"something listens at {host} port {port}, and it does not answer as the first node of a job does: check that "
-                "--master-addr and --master-port are those of --node-rank 0, and that no other server has this port."
+                f"the server at {host} port {port} does not answer like the first node of a job: check that --master-addr and "
+                "--master-port are those of --node-rank 0, and that no other server uses this port."
             )
         time.sleep(LOOKING)
     return outcome.result()
 
 
 def _missing_by_number(plan: LaunchPlan, handler: Any) -> str:
-    """Who has not come of nodes that have their numbers; empty where all have, or it is not for this one to say."""
+    """Which of the numbered nodes are missing; empty if none is, or if another node reports it."""
     if plan.torchrun.node_rank:
         return ""
     host, port = endpoint(plan.torchrun)
@@ -153,7 +153,7 @@ def _missing_by_number(plan: LaunchPlan, handler: Any) -> str:
     more = [f"{len(missing) - MOST} more"] if len(missing) > MOST else []
     *listed, last = [*missing[:MOST], *more]
     who = f"nodes {', '.join(listed)} and {last}" if listed else f"node {last}"
-    elsewhere = "" if way_to(host, port).own else f"{host} is no address of this machine, as it should be of --node-rank 0. "
+    elsewhere = "" if way_to(host, port).own else f"{host} is not an address of this machine, but should be one of --node-rank 0. "
     return (
         f"{node_name(0, socket.gethostname())} waits at {host} port {port} for {who}; come so far: {plan.nodes[0] - len(missing)} of "
         f"{plan.nodes[0]}. {elsewhere}The command on node {missing[0]}: {command_there(plan, int(missing[0]))}"
@@ -161,7 +161,7 @@ def _missing_by_number(plan: LaunchPlan, handler: Any) -> str:
 
 
 def _missing_by_arrival(plan: LaunchPlan, handler: Any) -> str:
-    """How many have not come of nodes that are numbered as they come; empty where enough have, or another came first."""
+    """How many nodes are missing that are numbered as they come; empty if enough have come, or if another node was first."""
     come = arrived_nodes(handler)
     if not come or come[0] != this_node(handler) or len(come) >= plan.nodes[0]:
         return ""

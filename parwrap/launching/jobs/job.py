@@ -1,6 +1,6 @@
-"""From a command line with ``--launcher`` to a job: which launcher, its options, and what to run on each node.
+"""From a command line with ``--launcher`` to a job: the launcher, its options, and the command to run on each node.
 
-Nothing is started here, and everything that can be known to be wrong is said: a job may wait for hours before a node would say it.
+Nothing starts here. Every mistake that can be found now is reported now, because a job may wait for hours before a node could report it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ MEETING = (
     *("nnodes", "node_rank", "master_addr", "master_port", "local_addr"),
     *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
 )
-"""Torchrun's options that say how nodes find each other, which is the launcher's part."""
+"""Torchrun's options for how nodes find each other; the launcher sets them."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a command line asks of a launcher.
+    """What a command line asks a launcher for.
 
     Attributes:
         launcher: its name.
-        nodes: on how many machines, or in how many workers, to each of which the next two apply.
-        gpus_per_node: how many GPUs each must have; ``None`` if that was not said.
-        ranks_per_node: ``--nproc-per-node`` as it was given, or as many as GPUs; ``None`` leaves it to the node.
+        nodes: the number of machines or workers.
+        gpus_per_node: the number of GPUs that each must have; ``None`` if not given.
+        ranks_per_node: ``--nproc-per-node`` as given, or the number of GPUs; ``None`` leaves it to the node.
         max_restarts: how often failed ranks are started again.
-        plan: what each node is to do, as far as it is known here.
-        command: what follows ``python -m parwrap.run`` on each node, but for where nodes meet.
-        options: the launcher's own.
-        dry_run: only show what would be done.
+        plan: the launch plan of a node, as far as it is known here.
+        command: what follows ``python -m parwrap.run`` on each node, without the rendezvous.
+        options: the launcher's own options.
+        dry_run: only print the job.
     """
 
     launcher: str
@@ -52,22 +52,22 @@ class Job:
 
 
 def job_asked(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Job | None:
-    """The job for ``python -m parwrap.run ARGV``; ``None`` where ``--launcher`` is none of its options but one of the script.
+    """The job for ``python -m parwrap.run ARGV``; ``None`` if ``--launcher`` is not given or belongs to the script.
 
     Args:
         argv: the command line without the program's name.
         environ: the environment variables.
-        cores: how many CPU cores a node has, as far as is known.
+        cores: the number of CPU cores of a node, if known.
 
     Raises:
-        UsageError: an option or a value that does not exist, is another launcher's or excludes another.
-        LaunchError: what is asked for is not there.
+        UsageError: an unknown option or value, an option of another launcher, or two that exclude each other.
+        LaunchError: the script or the launcher's package does not exist.
     """
     name = _first_name(argv)
     parser = command_parser()
     if name not in HOMES:
         parser.conflict_handler = "resolve"
-    for each in [name] if name in HOMES else HOMES:  # all of them tell options' values from the script, which the name may belong to
+    for each in [name] if name in HOMES else HOMES:  # the parser needs all their options to find where the script starts
         group = parser.add_argument_group(f"--launcher {each}")
         launcher_named(each).add_options(group)
     parser.set_defaults(nproc_per_node=None, **dict.fromkeys(MEETING))
@@ -75,7 +75,7 @@ def job_asked(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Jo
         ours, script = split_at_script(parser, argv)
     except UnknownOptionError as unknown:
         if name not in HOMES:
-            return None  # the name may be the script's, and the option is refused where there is no job
+            return None  # the name may belong to the script; without a job the option is refused
         raise UsageError(_not_its_option(name, str(unknown), parser)) from None
     arguments = parse_options(parser, ours, script)
     if arguments.launcher is None:
@@ -83,8 +83,8 @@ def job_asked(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Jo
     launcher = launcher_named(name)
     for given in [option for option in MEETING if getattr(arguments, option) is not None]:
         number = next(action.option_strings[0] for action in parser._actions if action.dest == "nodes")
-        instead = f"{number} N says how many there are" if given == "nnodes" else "leave it out"
-        raise UsageError(f"--{given.replace('_', '-')} is for --launcher {name} to set, which tells the nodes of each other: {instead}.")
+        instead = f"{number} N sets how many" if given == "nnodes" else "remove it"
+        raise UsageError(f"--{given.replace('_', '-')} is set by --launcher {name}, which connects the nodes: {instead}.")
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     launcher.add_options(own)
     own.add_argument("--launcher")
@@ -95,8 +95,8 @@ def job_asked(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Jo
     if ranks is None and options.gpus_per_node:
         ranks = str(options.gpus_per_node)
         command = ["--nproc-per-node", ranks, *command]
-    gpus = options.gpus_per_node or int(ranks == "gpu")  # unless it was said, only the node can know
-    meeting = ["--nnodes", str(options.nodes), "--master-addr", "first-node"]  # the launcher will know
+    gpus = options.gpus_per_node or int(ranks == "gpu")  # unless it was given, only the node knows
+    meeting = ["--nnodes", str(options.nodes), "--master-addr", "first-node"]  # the launcher fills in the address
     plan = plan_launch([*meeting, *command], environ, gpus, cores, here=launcher.SHARES_FILES)
     return Job(
         launcher=name,
@@ -121,7 +121,7 @@ def launch_job(job: Job) -> int:
 
 
 def say(what: str) -> None:
-    """Tell the user what becomes of a job, beside what its ranks write."""
+    """Report a job's progress to the user, apart from what its ranks write."""
     print(f"parwrap.run: {what}", file=sys.stderr, flush=True)
 
 
@@ -137,5 +137,5 @@ def _first_name(argv: Sequence[str]) -> str:
 def _not_its_option(name: str, option: str, parser: argparse.ArgumentParser) -> str:
     others = launchers_with(option.partition("=")[0])
     if others:
-        return f"{option} is an option of --launcher {' and '.join(others)}, not of {name}: leave it out, or choose that launcher."
+        return f"{option} is an option of --launcher {' and '.join(others)}, not of {name}: remove it, or choose that launcher."
     return unknown_option(option, parser)

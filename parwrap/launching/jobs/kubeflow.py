@@ -1,6 +1,6 @@
-"""``--launcher kubeflow``: the manifest of a job for Kubeflow on Kubernetes; handing it to the cluster is left to ``kubectl``.
+"""``--launcher kubeflow``: writes the manifest of a job for Kubeflow on Kubernetes. Submitting it is left to ``kubectl``.
 
-The operator tells every pod where the nodes meet, by torchrun's own variables ``PET_*``, which ``parwrap.run`` reads.
+The operator gives every pod the rendezvous address in torchrun's variables ``PET_*``, which ``parwrap.run`` reads.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from parwrap.launching.jobs.job import Job
 __all__ = ["SHARES_FILES", "add_options", "launch", "manifest"]
 
 SHARES_FILES = False
-KINDS = {"pytorchjob": "v1, of the Training Operator from 1.7", "trainjob": "v2, of Kubeflow Trainer"}
+KINDS = {"pytorchjob": "from v1, of the Training Operator from 1.7", "trainjob": "v2, of Kubeflow Trainer"}
 RUNTIME = "torch-distributed"
 LONGEST_NAME = 46
-"""A label holds 63 characters, and pods are called after the job, with a suffix such as ``-worker-99`` or ``-node-0-999-abcde``."""
+"""A label holds 63 characters, and pods are named after the job, with a suffix such as ``-worker-99`` or ``-node-0-999-abcde``."""
 LIKE_A_NUMBER = re.compile(r"[-+.]*[0-9]|[yYnN]$")
-"""What Kubernetes may read as a number or a truth value where it is not quoted: more than YAML 1.1, as ``1e-3``, ``08`` and ``y``."""
+"""What Kubernetes may parse as a number or a boolean unless it is quoted: more than YAML 1.1, as ``1e-3``, ``08`` and ``y``."""
 
 
 def add_options(group: argparse._ActionsContainer) -> None:
-    """Tell argparse of this launcher's options."""
+    """Add this launcher's options to argparse."""
     add_node_options(group)
     group.add_argument("--image", help="Container image, with parwrap and the script in it.")
     group.add_argument("--print", action="store_true", help="Print the manifest, for `kubectl apply -f -`.")
@@ -41,20 +41,20 @@ def launch(job: Job) -> int:
     """Print the manifest of ``job``.
 
     Raises:
-        UsageError: an option is missing, or its value is none that Kubernetes takes.
+        UsageError: an option is missing, or Kubernetes would reject its value.
         LaunchError: PyYAML is not installed.
     """
     if job.options.runtime and job.options.kind != "trainjob":
-        raise UsageError(f"--runtime {job.options.runtime} is of --kind trainjob: add that, or leave --runtime out.")
+        raise UsageError(f"--runtime {job.options.runtime} needs --kind trainjob: add that, or remove --runtime.")
     if not (job.options.print or job.dry_run):
         raise UsageError(
-            "--launcher kubeflow writes a manifest and submits nothing: add --print, and hand what it prints to `kubectl apply -f -`."
+            "--launcher kubeflow writes a manifest and submits nothing: add --print, and pipe the output into `kubectl apply -f -`."
         )
     try:
         import yaml
     except ImportError:
         raise LaunchError(
-            "--launcher kubeflow writes YAML with PyYAML, which is not installed: pip install PyYAML, which is what parwrap[kubeflow] adds."
+            "--launcher kubeflow writes YAML with PyYAML, which is not installed: pip install PyYAML, or install parwrap[kubeflow]."
         ) from None
 
     class Dumper(yaml.SafeDumper):
@@ -72,15 +72,16 @@ def manifest(job: Job) -> dict[str, Any]:
     """The manifest of ``job`` as plain dicts and lists.
 
     Raises:
-        UsageError: an option is missing, or its value is none that Kubernetes takes.
+        UsageError: an option is missing, or Kubernetes would reject its value.
     """
     options = job.options
     if not options.image:
-        raise UsageError("--launcher kubeflow needs --image, the container image that has parwrap and the script in it.")
+        raise UsageError("--launcher kubeflow needs --image, a container image with parwrap and the script in it.")
     name = options.name or _name_of(job.plan.script.target)
     if not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", name):
         raise UsageError(
-            f"--name {name} is no name for a job on Kubernetes: give up to {LONGEST_NAME} small letters, digits and '-', a letter first."
+            f"--name {name} is not a valid job name on Kubernetes: use up to {LONGEST_NAME} lowercase letters, digits and '-', starting "
+            "with a letter."
         )
     group, form = ("kubeflow.org/v1", _pytorchjob) if options.kind == "pytorchjob" else ("trainer.kubeflow.org/v1alpha1", _trainjob)
     return {
@@ -92,17 +93,17 @@ def manifest(job: Job) -> dict[str, Any]:
 
 
 def _name_of(script: str) -> str:
-    """What the job of ``script`` is called."""
+    """The job's name, made from the script's."""
     name = re.sub(r"[^a-z0-9]+", "-", Path(script).name.removesuffix(".py").lower()).lstrip("-0123456789")[:LONGEST_NAME].rstrip("-")
     if not name:
-        raise UsageError(f"no name for a job on Kubernetes can be made of the script's, {script}: add --name.")
+        raise UsageError(f"the script's name, {script}, cannot be turned into a job name on Kubernetes: add --name.")
     return name
 
 
 def _pytorchjob(job: Job) -> dict[str, Any]:
-    """Pods that all start again when one fails if ``--max-restarts`` asks for it, else a first one where the others meet it."""
+    """Pods that all restart when one fails if ``--max-restarts`` is given, else a master pod where the workers meet it."""
     common = {
-        "runPolicy": {"cleanPodPolicy": "Running"},  # pods that wait for one that has failed do not stay
+        "runPolicy": {"cleanPodPolicy": "Running"},  # pods that wait for a failed one do not stay
         "nprocPerNode": job.ranks_per_node or "1",
     }
     if job.max_restarts:
@@ -114,13 +115,13 @@ def _pytorchjob(job: Job) -> dict[str, Any]:
 
 def _pods(job: Job, replicas: int) -> dict[str, Any]:
     container = {
-        "name": "pytorch",  # the operator looks for this name
+        "name": "pytorch",  # the operator requires this container name
         "image": job.options.image,
         **_command(job),
         **_resources(job),
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
-    # a pod has 64 MB of shared memory by itself, too little for NCCL and for the workers of loaders
+    # a pod has 64 MB of shared memory by default, too little for NCCL and for loader workers
     shared_memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}
     return {
         "replicas": replicas,
@@ -132,11 +133,11 @@ def _pods(job: Job, replicas: int) -> dict[str, Any]:
 def _trainjob(job: Job) -> dict[str, Any]:
     if job.max_restarts:
         raise UsageError(
-            "--max-restarts has nothing to act on with --kind trainjob, whose nodes cannot start again together: leave it out, or choose "
-            "--kind pytorchjob."
+            "--max-restarts has no effect with --kind trainjob, whose nodes cannot restart together: remove it, or choose --kind "
+            "pytorchjob."
         )
     if not (job.ranks_per_node or "1").isdecimal():
-        raise UsageError(f"--nproc-per-node {job.ranks_per_node} is no number, as --kind trainjob needs it.")
+        raise UsageError(f"--nproc-per-node {job.ranks_per_node} is not a number, which --kind trainjob needs.")
     resources = {"resourcesPerNode": resources["resources"]} if (resources := _resources(job)) else {}
     return {
         "runtimeRef": {"name": job.options.runtime or RUNTIME},
@@ -151,7 +152,7 @@ def _trainjob(job: Job) -> dict[str, Any]:
 
 
 def _command(job: Job) -> dict[str, Any]:
-    """Kubernetes puts variables in for ``$(NAME)``, unless the dollar is written twice."""
+    """Kubernetes expands ``$(NAME)`` to a variable unless the dollar is doubled."""
     command = job.command if job.ranks_per_node else ("--nproc-per-node", "1", *job.command)
     return {"command": ["python", "-m", "parwrap.run"], "args": [argument.replace("$", "$$") for argument in command]}
 

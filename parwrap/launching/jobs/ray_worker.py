@@ -1,7 +1,7 @@
-"""A worker of Ray Train is one rank: it runs the script in a process of its own, and passes on what that writes and how it fails.
+"""A worker of Ray Train is one rank: it runs the script in a process, and forwards the script's output and failure.
 
-In a process, for Ray runs functions in a thread, where a script could handle no signal and would leave behind what it has imported. The
-process group is opened in it by the scope, from torch's variables, which are all that it knows of the others.
+Ray runs functions in a thread, where a script could handle no signal and would leave its imports behind: hence the process. The scope opens
+the process group there, from torch's variables.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def be_a_rank(script: Script, directory: str | None, output: Any) -> None:
 
     Args:
         script: what every rank runs.
-        directory: where; ``None`` for the one that the worker is in.
-        output: the ``ray.util.queue.Queue`` that is told what the script writes, as a stream's name and bytes; of its failure, as a dict;
-            and, with a dict that is empty, that ranks start.
+        directory: the working directory; ``None`` for the worker's.
+        output: the ``ray.util.queue.Queue`` for the script's output as a stream's name and bytes, for its failure as a dict, and for the
+        start of the ranks as an empty dict.
 
     Raises:
-        RuntimeError: it has failed, for Ray to know.
+        RuntimeError: the script failed, for Ray to know.
     """
     import ray
     from ray.train import get_context
@@ -56,7 +56,7 @@ def be_a_rank(script: Script, directory: str | None, output: Any) -> None:
     rank = context.get_world_rank()
     if rank == 0:
         output.put({})
-    address, port = broadcast_from_rank_zero(_meeting_place() if rank == 0 else None)
+    address, port = broadcast_from_rank_zero(_rendezvous_endpoint() if rank == 0 else None)
     size = context.get_world_size()
     environ = {"PYTHONHASHSEED": "0", **os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": port}
     environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = str(context.get_local_rank()), str(context.get_local_world_size())
@@ -64,21 +64,21 @@ def be_a_rank(script: Script, directory: str | None, output: Any) -> None:
     environ |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_ERROR_FILE": ""}  # Recorder reads these
     node = ""
     if context.get_local_world_size() < size:
-        interface = interface_of(ray.util.get_node_ip_address())  # else gloo takes what the name of the host leads to
+        interface = interface_of(ray.util.get_node_ip_address())  # else gloo takes the address that the host's name resolves to
         environ = {**(dict.fromkeys(LOOPBACK, interface) if interface else {}), **environ}
         node = node_name(context.get_node_rank(), socket.gethostname())
-    told = []
+    reported = []
     if directory and not os.path.isdir(directory):
-        there = f"{socket.gethostname()} has no directory {directory}: put it on a file system that all nodes see, or add --upload."
-        told = [Failure(rank, size, 0, time.time(), "exited", 2, f"parwrap.run: {there}")]
+        there = f"{socket.gethostname()} has no directory {directory}: put it on a file system that all nodes share, or add --upload."
+        reported = [Failure(rank, size, 0, time.time(), "exited", 2, f"parwrap.run: {there}")]
     else:
-        # in Ray's own temporary files, for this worker may be killed
+        # among Ray's own temporary files, because this worker may be killed
         with tempfile.TemporaryDirectory(prefix=".parwrap-", dir=os.getcwd()) as failures:
             code = _run(pickle.dumps((script, {}, None, failures)), directory, environ, output)
-            told = read_failures(Path(failures))
-        if code and not told:
-            told = [unexplained(environ, code, time.time())]
-    for failure in told:
+            reported = read_failures(Path(failures))
+        if code and not reported:
+            reported = [unexplained(environ, code, time.time())]
+    for failure in reported:
         output.put(asdict(replace(failure, node=node)))
         raise RuntimeError(failure.cause)
 
@@ -103,8 +103,8 @@ def _forward(pipe: IO[bytes], stream: str, output: Any) -> None:
         output.put((stream, text))
 
 
-def _meeting_place() -> tuple[str, str]:
-    """An address of this node, and a port that is free."""
+def _rendezvous_endpoint() -> tuple[str, str]:
+    """An address of this node and a free port."""
     import ray
 
     with socket.create_server(("", 0)) as listener:

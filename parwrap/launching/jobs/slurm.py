@@ -1,7 +1,7 @@
-"""``--launcher slurm``: the batch script of a job, and following the job from here to its end.
+"""``--launcher slurm``: writes a job's batch script, submits it and follows the job to its end.
 
-The text is a pure function of the job. What runs on each node is ``parwrap.run`` itself, one task a node; how a rank knows who it is when
-a user's own ``srun`` starts it is ``world.py``'s.
+The script is a pure function of the job. Each node runs ``parwrap.run``, one task a node. Ranks that your own ``srun`` starts are detected
+in ``world.py``.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["SHARES_FILES", "Status", "add_options", "batch_script", "launch", "r
 
 SHARES_FILES = True
 OPTIONS = {
-    "job-name": "Its name; by default the script's.",
+    "job-name": "Name of the job; by default the script's.",
     "partition": "Where to run.",
     "account": "Who is charged.",
     "qos": "Quality of service.",
-    "time": "How long it may run, as in 2:30:00.",
-    "cpus-per-task": "CPU cores of each node: there is one task on it, which starts the ranks.",
+    "time": "Time limit, as in 2:30:00.",
+    "cpus-per-task": "CPU cores of each node, where one task starts the ranks.",
     "mem": "Memory of each node, as in 64G.",
-    "output": "Its log; by default slurm-%%j.out in this directory.",
+    "output": "Log file; by default slurm-%%j.out in this directory.",
 }
-"""Those of sbatch that have a name here, with what they say."""
+"""Options of sbatch that are offered by name, with their help texts."""
 
 ENDED = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
@@ -42,11 +42,11 @@ ENDED = {
 }
 WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 LOOK = 0.5
-"""Seconds between two looks at the log."""
+"""Seconds between two reads of the log."""
 ASK = (1.0, 10.0)
-"""Seconds between two questions to SLURM, at the least and at the most: else a tenth of the time since it last said something new."""
+"""Least and most seconds between two queries to SLURM; between them a tenth of the time since the last change."""
 PATIENCE = 600.0
-"""Seconds for which SLURM may leave them unanswered, as while its controller is started again."""
+"""Seconds that SLURM may leave queries unanswered, as while its controller restarts."""
 
 ONE_NODE = """\
 srun --ntasks=1{cpus} {python} -m parwrap.run \\
@@ -69,11 +69,11 @@ ELASTIC = (
     '--rdzv-backend c10d --rdzv-endpoint "$1:$2" --rdzv-id "$SLURM_JOB_ID" --rdzv-conf "is_host=$((SLURM_NODEID == 0))" '
     '--local-addr "$SLURMD_NODENAME"'
 )
-"""Only with this do all nodes start again when a rank fails on one."""
+"""All nodes restart together after a failure only with this rendezvous."""
 
 
 def add_options(group: argparse._ActionsContainer) -> None:
-    """Tell argparse of this launcher's options."""
+    """Add this launcher's options to argparse."""
     add_node_options(group)
     for name, help in OPTIONS.items():
         group.add_argument(f"--{name}", metavar=name.upper(), help=help)
@@ -82,61 +82,65 @@ def add_options(group: argparse._ActionsContainer) -> None:
         action="append",
         default=[],
         metavar="OPTION",
-        help="Any other option of sbatch, as in --sbatch constraint=a100; may be given several times.",
+        help="Any other option of sbatch, as in --sbatch constraint=a100; may be repeated.",
     )
 
 
 def launch(job: Job) -> int:
-    """Submit ``job``, print its log as it grows, and return its exit code when it has ended; cancel it on Ctrl-C.
+    """Submit ``job``, print its log as it grows, and return its exit code; cancel it on Ctrl-C.
 
     Raises:
-        UsageError: it would be several jobs.
-        LaunchError: SLURM is not here, or does not take it.
+        UsageError: the options make several jobs.
+        LaunchError: SLURM is not installed here, or rejects the job.
     """
     text = batch_script(job, sys.executable, os.getcwd())
     if job.dry_run:
         print(text, end="")
         return 0
     if any(re.match(r"-*a(rray)?\b", option) for option in job.options.sbatch):
-        raise UsageError("--sbatch array makes several jobs, but only one is followed: give sbatch the script that --dry-run prints.")
+        raise UsageError(
+            "--sbatch array makes several jobs, but only one can be followed: submit the script that --dry-run prints with sbatch."
+        )
     for name, loopback in LOOPBACK.items():
         if job.nodes > 1 and os.environ.get(name) == loopback:
-            raise LaunchError(f"{name}={loopback} is set here and goes along with the job, whose nodes cannot meet there: unset it.")
+            raise LaunchError(f"{name}={loopback} is set here and is passed to the job, whose nodes cannot meet there: unset it.")
     submitted = time.time()
-    # also as options, for variables such as SBATCH_ACCOUNT go before what the script says
+    # also as options, because variables such as SBATCH_ACCOUNT override the script
     options = [word for directive in _directives(job, os.getcwd()) for word in shlex.split(directive)]
     try:
         number, _, cluster = _slurm("sbatch", "--parsable", *options, given=text).strip().partition(";")
     except _Refused as refused:
         raise LaunchError(
-            f"SLURM has not taken the job, of which sbatch says:\n{refused}\nIf it is an option, change that one; if no cluster answers, "
-            "run this where jobs are submitted, where `sinfo` lists its partitions. With --dry-run it prints the batch script."
+            f"SLURM rejected the job; sbatch printed:\n{refused}\nIf an option is wrong, change it; if no cluster answers, run this "
+            "where jobs are submitted and `sinfo` lists partitions. With --dry-run it prints the batch script."
         ) from None
     where = [f"--clusters={cluster}"] if cluster else []
-    say(f"job {number} is submitted; Ctrl-C cancels it")
+    say(f"submitted job {number}; Ctrl-C cancels it")
     try:
         return _follow(number, where, submitted)
     except KeyboardInterrupt:
         try:
             _slurm("scancel", *where, number)
         except _Refused as refused:
-            raise LaunchError(f"job {number} goes on, for scancel says: {refused}: cancel it with `scancel {number}`.") from None
-        say(f"job {number} is cancelled")
+            raise LaunchError(
+                f"job {number} is still running, because scancel failed: {refused}: cancel it with `scancel {number}`."
+            ) from None
+        say(f"cancelled job {number}")
         return 130
 
 
 def batch_script(job: Job, python: str, directory: str) -> str:
-    """The text that ``sbatch`` takes.
+    """The batch script for ``sbatch``.
 
     Args:
         job: what to run.
-        python: the interpreter, as the nodes find it.
+        python: path of the interpreter on the nodes.
         directory: where the command runs.
     """
     cpus = job.options.cpus_per_task
     form = ONE_NODE if job.nodes == 1 else MANY_NODES
     lines = form.format(
-        cpus=f" --cpus-per-task={shlex.quote(cpus)}" if cpus else "",  # srun does not take it over
+        cpus=f" --cpus-per-task={shlex.quote(cpus)}" if cpus else "",  # srun does not inherit it
         python=shlex.quote(python),
         command=shlex.join(job.command),
         nodes=job.nodes,
@@ -146,7 +150,7 @@ def batch_script(job: Job, python: str, directory: str) -> str:
 
 
 def _directives(job: Job, directory: str) -> list[str]:
-    """The options of sbatch, quoted, which it takes apart as a shell does."""
+    """The options of sbatch, quoted; sbatch splits them as a shell does."""
     asked = {name: getattr(job.options, name.replace("-", "_")) for name in OPTIONS}
     asked["job-name"] = asked["job-name"] or Path(job.plan.script.target).name.removesuffix(".py")
     return [
@@ -168,13 +172,13 @@ def _value_quoted(option: str) -> str:
 
 @dataclass(frozen=True)
 class Status:
-    """How a job stands.
+    """The state of a job.
 
     Attributes:
-        state: SLURM's word for it.
+        state: as SLURM names it.
         reason: why it waits.
         restarts: how often it was queued again.
-        code: its exit code as a shell has it, once it has ended; never 0 unless it was completed.
+        code: its exit code as in a shell, once it has ended; 0 only if it completed.
         log: the path of its output.
         ran: whether it has had nodes.
     """
@@ -188,15 +192,15 @@ class Status:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the job has ended."""
         return self.state in ENDED
 
 
-def read_status(told: str) -> Status:
-    """From what ``scontrol show job`` prints."""
+def read_status(text: str) -> Status:
+    """Parse what ``scontrol show job`` prints."""
 
     def value(name: str, form: str = r"\S*") -> str:
-        found = re.search(rf"^   (?:.* )?{name}=({form})", told, re.MULTILINE)  # the first line has what the user calls it
+        found = re.search(rf"^   (?:.* )?{name}=({form})", text, re.MULTILINE)  # the first line has the job's name, which the user chooses
         return found[1] if found else ""
 
     code, _, signal = value("ExitCode").partition(":")
@@ -212,12 +216,12 @@ def read_status(told: str) -> Status:
 
 
 def _follow(number: str, where: list[str], since: float) -> int:
-    """Print what job ``number`` writes to its log, and on stderr what becomes of it, until it has ended; returns its exit code."""
+    """Print the log of job ``number``, and its state on stderr, until it has ended; returns its exit code."""
     read = said = None
     news_at = 0.0
     while True:
         status = _status(number, where)
-        if read is None:  # SLURM adds to a log that is there already
+        if read is None:  # SLURM appends to an existing log
             older = os.path.exists(status.log) and os.path.getmtime(status.log) < since
             read = os.path.getsize(status.log) if older else 0
         news = _news(number, status)
@@ -230,10 +234,13 @@ def _follow(number: str, where: list[str], since: float) -> int:
             time.sleep(LOOK)
             read = _print_from(read, status.log)
         if status.ended:
-            time.sleep(LOOK)  # a shared file system may be behind
+            time.sleep(LOOK)  # a shared file system may lag behind
             _print_from(read, status.log)
             if status.ran and not os.path.exists(status.log):
-                say(f"the log of job {number} is not here: it is {status.log} on its first node; give --output a path that all see")
+                say(
+                    f"cannot read the log of job {number} from here: it is {status.log} on its first node; give --output a path that all "
+                    "nodes share"
+                )
             return status.code
 
 
@@ -244,21 +251,21 @@ def _status(number: str, where: list[str]) -> Status:
             return read_status(_slurm("scontrol", *where, "show", "job", number))
         except _Refused as error:
             if "Invalid job id" in str(error) or time.monotonic() > until:
-                raise LaunchError(f"job {number} cannot be followed any more, though it may go on: scontrol says: {error}") from None
+                raise LaunchError(f"cannot follow job {number} any longer, though it may still run: scontrol printed: {error}") from None
             time.sleep(ASK[0])
 
 
 def _news(number: str, status: Status) -> str:
     if status.ended:
-        return "" if status.state == "COMPLETED" else f"job {number} has ended: {status.state}, exit code {status.code}"
+        return "" if status.state == "COMPLETED" else f"job {number} ended: {status.state}, exit code {status.code}"
     again = " again" if status.restarts else ""
     if status.state in WAITING:
-        return f"job {number} is in the queue{again}" + (f": {status.reason}" if status.reason != "None" else "")
-    return f"job {number} runs{again}; its log is {status.log.removeprefix(f'{os.getcwd()}/')}"
+        return f"job {number} is queued{again}" + (f": {status.reason}" if status.reason != "None" else "")
+    return f"job {number} is running{again}; its log is {status.log.removeprefix(f'{os.getcwd()}/')}"
 
 
 def _print_from(position: int, log: str) -> int:
-    """Print what is in the file ``log`` after ``position``, if it can be read already; returns where it ends."""
+    """Print the file ``log`` from ``position`` on, if it can be read yet; returns where it ends."""
     try:
         with open(log, "rb") as file:
             file.seek(position)
@@ -271,21 +278,21 @@ def _print_from(position: int, log: str) -> int:
 
 
 class _Refused(Exception):
-    """What one of SLURM's programs has said against it."""
+    """One of SLURM's programs failed, with this message."""
 
 
 def _slurm(*command: str, given: str | None = None) -> str:
-    """What one of SLURM's programs prints.
+    """The output of one of SLURM's programs.
 
     Raises:
-        _Refused: it has failed.
-        LaunchError: it is not here.
+        _Refused: it failed.
+        LaunchError: it is not installed here.
     """
     try:
         done = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
     except FileNotFoundError:
         raise LaunchError(
-            f"there is no {command[0]} here: --launcher slurm runs where jobs are submitted. With --dry-run it prints the batch script."
+            f"no {command[0]} here: --launcher slurm runs where jobs are submitted. With --dry-run it prints the batch script."
         ) from None
     except subprocess.CalledProcessError as error:
         raise _Refused(error.stderr.strip()) from None

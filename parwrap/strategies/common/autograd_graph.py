@@ -1,4 +1,4 @@
-"""What a backward reaches: reading the autograd graph without changing it."""
+"""Finds what a backward reaches, by reading the autograd graph without changing it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reached(tensors: Iterable[torch.Tensor | GradientEdge]) -> list[torch.Tensor
 
 
 def sparsely_used(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
-    """The ids of the leaf tensors that would get a sparse gradient: they are used by embeddings with ``sparse=True`` and nothing else.
+    """The ids of the leaf tensors that would get a sparse gradient: only embeddings with ``sparse=True`` use them.
 
     >>> embedding = torch.nn.Embedding(5, 2, sparse=True)
     >>> sparsely_used([embedding(torch.tensor([1])).sum()]) == {id(embedding.weight)}
@@ -44,7 +44,7 @@ def sparsely_used(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
 
 
 def reenters(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
-    """Whether a backward of ``tensors`` calls others inside it, as re-entrant checkpointing does: its leaves are hidden.
+    """Whether a backward of ``tensors`` runs others inside it, as re-entrant checkpointing does: its leaves are hidden.
 
     >>> reenters([torch.nn.Parameter(torch.ones(2)).sum()])
     False
@@ -53,7 +53,7 @@ def reenters(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
 
 
 def leading_sizes(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
-    """The first dimensions of what a backward of ``tensors`` goes through, of which one is how many samples there are.
+    """The first dimensions of the tensors in a backward of ``tensors``; one of them is the number of samples.
 
     >>> x, weight = torch.ones(3, 2), torch.nn.Parameter(torch.ones(5, 2))
     >>> sorted(leading_sizes([(x @ weight.T).sum()]))
@@ -64,12 +64,12 @@ def leading_sizes(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
 
 
 def _is_view_of_leaf(node: Any) -> bool:
-    """Whether ``node`` only shows a parameter in another shape, as a layer does with its weight."""
+    """Whether ``node`` only reshapes a parameter, as a layer does with its weight."""
     return node.name().startswith(VIEWS) and all(hasattr(following, "variable") for following, _ in node.next_functions)
 
 
 def normalizes_by_torch(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
-    """Whether behind ``tensors`` is a batch normalization in training that torch has computed by itself, from one rank's batch.
+    """Whether the graph of ``tensors`` contains a batch normalization in training by torch itself, over one rank's batch.
 
     >>> normalizes_by_torch([torch.nn.BatchNorm1d(2)(torch.ones(3, 2))])
     True
@@ -78,14 +78,14 @@ def normalizes_by_torch(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
 
 
 def _of_several_samples(node: Any) -> bool:
-    """An instance normalization is a batch normalization of one sample that has the channels of all."""
-    with suppress(RuntimeError):  # what it has saved is freed by an earlier backward
+    """An instance normalization is a batch normalization of one sample with the channels of all."""
+    with suppress(RuntimeError):  # an earlier backward has freed what it saved
         return saved_training(node) and saved_input(node).shape[0] > 1
     return False
 
 
 def _nodes(tensors: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
-    """The nodes of the graph behind ``tensors``, each once, newest first as far as one path goes."""
+    """The nodes of the graph behind ``tensors``, each once; on a single path the newest come first."""
     nodes = [
         tensor.node if isinstance(tensor, GradientEdge) else get_gradient_edge(tensor).node for tensor in tensors if _differentiable(tensor)
     ]

@@ -1,4 +1,4 @@
-"""Sums of what the ranks count, such as tokens, at points where a rank that has left the loop counts nothing."""
+"""Sums of the ranks' counts, such as tokens; a rank that has left the loop counts nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Counts:
 
     Args:
         group: the process group.
-        loop: knows how much this rank's part of the running batch counts.
+        loop: knows the weight of this rank's part of the running batch.
     """
 
     def __init__(self, group: Group, loop: Loop) -> None:
@@ -30,8 +30,8 @@ class Counts:
         """Factor that makes the average of the ranks' loss sums the global mean, and the total count.
 
         Args:
-            count: tokens or samples that the sum is over.
-            loss_sum: that sum.
+            count: the number of tokens or samples in the sum.
+            loss_sum: the sum of their losses.
         """
         self._group.synchronize(COUNT)
         weight = self._loop.weights.upcoming(lambda: leading_sizes([loss_sum])).weight

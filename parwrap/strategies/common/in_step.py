@@ -1,6 +1,6 @@
-"""What else must be the same on all ranks, so that they go on in step: buffers, learning rates, the loss of a closure.
+"""Keeps other state equal on all ranks, so that they stay in step: buffers, learning rates, the loss of a closure.
 
-It intercepts the calls by which a loop decides something from numbers of its own rank. Gradients are a strategy's.
+It intercepts the calls in which a loop decides something from one rank's numbers. Gradients are left to the strategy.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ METRIC = "ReduceLROnPlateau.step"
 CLOSURE = "loss of a closure"
 
 Key = tuple[int, int, str]
-"""Of a buffer, the same on all ranks: the place of its module among those that are set to eval, or the module's number, and its path."""
+"""Identifies a buffer on all ranks: the position of its module among those that are set to eval, or the module's number, and its path."""
 
 
 class InStep(Interceptor):
-    """Keeps ranks in step where their own numbers would lead them apart.
+    """Keeps ranks in step where their different numbers would lead them apart.
 
     Args:
         group: the process group.
@@ -46,12 +46,12 @@ class InStep(Interceptor):
 
     @intercepts
     def metric(self, metric: Any) -> Any:
-        """The mean over ranks of what ``ReduceLROnPlateau`` looks at, or learning rates drift apart."""
+        """The mean over ranks of the metric of ``ReduceLROnPlateau``; otherwise learning rates drift apart."""
         return metric if is_alone() else self._mean(METRIC, float(metric))
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure whose loss is the mean over ranks: LBFGS decides by it how often it goes on."""
+        """A closure whose loss is the mean over ranks: LBFGS decides by it how long to continue."""
 
         def with_mean() -> Any:
             loss = closure()
@@ -75,7 +75,7 @@ class InStep(Interceptor):
             self.evaluation_begins()
 
     def evaluation_begins(self) -> None:
-        """The script begins to evaluate: models that no optimizer knows, such as moving averages, get rank 0's buffers too."""
+        """The script begins to evaluate: models outside all optimizers, such as moving averages, get rank 0's buffers too."""
         if is_alone() or not self._loop.backwards or self._loop.parts:
             return
         if any(self._values.get(module, 0) != _values(module) for module in self._loop.strangers().values()):
@@ -91,9 +91,9 @@ class InStep(Interceptor):
 
     @torch.no_grad()
     def _take_buffers(self, modules: list[nn.Module], present: list[int]) -> None:
-        """Take the buffers of the lowest rank that is there, of ``modules`` and of those that no optimizer knows.
+        """Copy the buffers of ``modules`` and of models outside all optimizers from the lowest rank present.
 
-        A rank that has come for something else lets them pass.
+        A rank that waits for something else ignores them.
         """
         source = min(present)
         here = self._group.world.rank in present
@@ -103,14 +103,14 @@ class InStep(Interceptor):
         for place, number, module in numbered:
             mine |= {(place, number, path): buffer for path, buffer in module.named_buffers() if _is_sendable(buffer)}
         layout = {key: (tuple(buffer.shape), buffer.dtype, fingerprint(buffer) if key[0] < 0 else 0) for key, buffer in mine.items()}
-        told = self._group.share("buffers at evaluation", layout, present)
-        # those of the modules are statistics, which differ; of the others most are constants
-        sent = [key for key in told[source] if key[0] >= 0 or any(view.get(key) != told[source][key] for view in told.values())]
-        kinds = [told[source][key][:2] for key in sent]
+        gathered = self._group.share("buffers at evaluation", layout, present)
+        # buffers of the modules are statistics, which differ; most others are constants
+        sent = [key for key in gathered[source] if key[0] >= 0 or any(view.get(key) != gathered[source][key] for view in gathered.values())]
+        kinds = [gathered[source][key][:2] for key in sent]
         for key, values in zip(sent, send(self._group, [mine.get(key) for key in sent], kinds, source), strict=True):
             buffer = mine.get(key)
             if buffer is not None and (buffer.shape, buffer.dtype) == (values.shape, values.dtype) and self._group.world.rank != source:
-                buffer.data.copy_(values)  # .data: it is no change by the script, which would be sent after the next backward
+                buffer.data.copy_(values)  # .data: not a change by the script, which would be sent after the next backward
         for module in modules:
             self._synced[module] = self._loop.backwards
         for module in strangers.values():
@@ -118,7 +118,7 @@ class InStep(Interceptor):
 
 
 def _is_sendable(buffer: torch.Tensor) -> bool:
-    """What a collective cannot carry (sparse, expanded, rare dtypes) is no running statistic."""
+    """Buffers that a collective cannot carry (sparse, expanded, rare dtypes) are no running statistics."""
     return buffer.layout == torch.strided and buffer.is_contiguous() and buffer.dtype in SENT
 
 

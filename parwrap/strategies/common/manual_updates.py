@@ -1,4 +1,4 @@
-"""The warning that weights change in another way than by the steps of optimizers, where only these are looked after."""
+"""Warns of weights that change outside of optimizer steps, if a strategy averages only what optimizers step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["ChangedByHand"]
 
 
 class ChangedByHand:
-    """Looks, ever more rarely, at the leaves of backwards that no optimizer owns.
+    """Checks, ever more rarely, the leaves of backwards that no optimizer owns.
 
     Args:
-        loop: knows the optimizers, and which batch it is.
+        loop: the loop state, which knows the optimizers and the batch.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -30,12 +30,12 @@ class ChangedByHand:
 
     @property
     def due(self) -> bool:
-        """Whether to look at the backward that comes."""
+        """Whether to check the next backward."""
         self._visits += 1
         return not self._warned and worth_a_look(self._visits) and not self._loop.evaluations
 
     def look(self, leaves: Iterable[torch.Tensor]) -> None:
-        """A backward reaches ``leaves``: warn if one was trained since an earlier one, which an input or a latent of one batch is not."""
+        """A backward reaches ``leaves``: warn if one was trained since an earlier one; an input or a latent of one batch is not."""
         owned = {id(p) for p in self._loop.once_owned().values()}
         for leaf in leaves:
             known, batch, before = self._seen.get(id(leaf), (None, 0, 0))
@@ -51,6 +51,6 @@ class ChangedByHand:
         self._warned = True
         warn(
             f"parwrap: a parameter of shape {tuple(leaf.shape)} that no optimizer owns has changed between two backwards. "
-            "strategy='local_sgd' averages what optimizers step, so each rank goes on with a value of its own. Give it to an optimizer of "
-            "torch.optim, or choose strategy='ddp'. This is said once."
+            "strategy='local_sgd' averages what optimizers step, so each rank continues with a different value. Give it to an optimizer "
+            "of torch.optim, or choose strategy='ddp'. This is shown once."
         )

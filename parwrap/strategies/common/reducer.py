@@ -1,6 +1,6 @@
-"""torch's ``DistributedDataParallel`` as an average of gradients of a list of parameters, armed by hand.
+"""Torch's ``DistributedDataParallel`` as an average of gradients of a list of parameters, armed by hand.
 
-It gets a holder of the parameters instead of the user's model. What is averaged when is left to ``gradient_averager.py``.
+It gets a holder of the parameters instead of the user's model. ``gradient_averager.py`` decides what to average when.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ __all__ = ["Reducer", "reducer_options"]
 
 
 def reducer_options(options: Options) -> dict[str, Any]:
-    """What :class:`Reducer` is given, of the options of a distributed function."""
-    # given 25, DDP would make the first bucket as large as the others; left to its default, it starts to send at 1 MB
+    """The options of a distributed function that :class:`Reducer` needs."""
+    # given 25, DDP would make the first bucket as large as the others; by default, it starts to send at 1 MB
     capacity = None if options.bucket_cap_mb == Options.bucket_cap_mb else options.bucket_cap_mb
     given = {"bucket_cap_mb": capacity, "gradient_as_bucket_view": options.gradient_as_bucket_view}
-    if options.compress:  # of torch's hooks, nothing is loaded that is not used
+    if options.compress:  # a compression hook is imported only if it is used
         given["compressed"] = resolve_name("parwrap.strategies.ddp.compression:compressed")(options)
     return given
 
 
 class Reducer(DistributedDataParallel):
-    """parwrap's own use of DDP, to be told from the user's.
+    """Parwrap's own DDP; a subclass, to distinguish it from the user's.
 
     Args:
-        parameters: the leaf tensors, those first whose gradients come last.
+        parameters: the leaf tensors; gradients come in reverse order.
         sparse: the ids of those that get sparse gradients.
-        signal: that of the parameters whose gradient must not be compressed.
-        compressed: makes what sends buckets in another way than DDP does, for a signal.
+        signal: the parameter whose gradient must not be compressed.
+        compressed: makes the compressor of buckets, for a signal; ``None`` sends them as DDP does.
         options: for ``DistributedDataParallel``, such as ``bucket_cap_mb``.
     """
 
@@ -63,7 +63,7 @@ class _SparselyUsed(nn.Embedding):
 class _Holder(nn.Module):
     def __init__(self, parameters: Sequence[torch.Tensor], sparse: frozenset[int]) -> None:
         super().__init__()
-        # register_parameter takes nothing but nn.Parameter, and a hand-written SGD has bare tensors
+        # register_parameter takes only nn.Parameter, and a hand-written SGD has bare tensors
         for index, parameter in enumerate(parameters):
             if id(parameter) in sparse:
                 self.add_module(f"sparse {index}", _SparselyUsed(parameter))

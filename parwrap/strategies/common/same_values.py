@@ -1,4 +1,4 @@
-"""Having one rank's values of parameters on all ranks, and telling real differences from those that rounding makes."""
+"""Copies one rank's values of parameters to all ranks, and separates real differences from rounding."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from parwrap.strategies.common.agreement import is_stand_in
 __all__ = ["BUILT_APART", "take_values"]
 
 ULPS = 256
-"""Roundings of a parameter's largest value that linear algebra in an initialisation (qr, svd, lstsq) may differ by between processes."""
+"""Roundings of a parameter's largest value by which linear algebra in an initialization (qr, svd, lstsq) may differ between processes."""
 
 BUILT_APART = (
-    "Build the model inside the decorated function, or seed before it is built. If you do, look for what is drawn from elsewhere: a "
-    "generator of its own that is seeded otherwise, the time, or the rank."
+    "Build the model inside the decorated function, or seed before it is built. If you do, look for other sources of its values: a "
+    "separate generator with another seed, the time, or the rank."
 )
-"""What to do where ranks have built different parameters."""
+"""Advice if ranks have built different parameters."""
 
 
 @torch.no_grad()
 def take_values(different: Sequence[torch.Tensor], source: int, group: Group) -> bool:
-    """Take rank ``source``'s values of the parameters that are ``different``; called on all ranks.
+    """Copy rank ``source``'s values of the parameters that are ``different``; called on all ranks.
 
     Returns:
         Whether they differ by more than rounding on any rank, the same on all.

@@ -1,4 +1,4 @@
-"""What a rank gives to a backward that it does not call itself, while it waits for the others."""
+"""What a rank contributes to a backward that it does not run itself, while it waits for the others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Share"]
 
 
 class Share(NamedTuple):
-    """A rank's share of a backward of the others: nothing, unless it was told otherwise.
+    """A rank's share of a backward of the others: nothing by default.
 
     Attributes:
-        weight: how much it counts.
-        gradients: what it gives, by the id of the parameter, multiplied by ``weight``.
-        averaged: called when the average is in ``.grad``; returns whether this rank goes on in step with the others.
+        weight: the weight of the share.
+        gradients: the gradients by the id of the parameter, multiplied by ``weight``.
+        averaged: called when the average is in ``.grad``; returns whether this rank is still in step with the others.
     """
 
     weight: float = 0.0

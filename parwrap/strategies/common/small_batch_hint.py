@@ -1,4 +1,4 @@
-"""The hint that BatchNorm suffers from a rank's batches: so few samples have statistics that are mostly noise."""
+"""The hint that a rank's batches are too small for BatchNorm: their statistics are mostly noise."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from parwrap.torch_private.modules import BatchNorm
 __all__ = ["warn_of_small_batches"]
 
 FEW = 2
-"""Samples by which nobody would normalize."""
+"""Batches up to this number of samples are too small to normalize by."""
 
 
 def warn_of_small_batches(batch_size: int | None) -> None:
     """Warn if this rank takes batches of ``batch_size`` samples, and a BatchNorm trains on each rank's alone.
 
-    Objects are only searched for one if the batches are that small.
+    Modules are searched for one only if the batches are that small.
     """
     if batch_size is None or batch_size > FEW or is_patched(functional.batch_norm):
         return

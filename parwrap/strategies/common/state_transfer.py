@@ -1,7 +1,7 @@
-"""Taking over another rank's state of training: what a rank needs that has missed steps and goes on with the others.
+"""Copies another rank's training state, for a rank that has missed steps and continues with the others.
 
-Parameters with their gradients, buffers of the models around them, optimizers and schedulers. What a script keeps in variables of its own
-(a step counter, a copy of the weights for averaging) is not known here. Rare, so it is simple rather than fast.
+It copies parameters with their gradients, buffers of the models around them, optimizers and schedulers. Variables of the script itself (a
+step counter, a copy of the weights for averaging) are unknown here. Rare, so it is simple rather than fast.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["alive", "optimizers_and_schedulers", "take_state", "tensors_by_name"
 @torch.inference_mode(False)
 @torch.no_grad()
 def take_state(group: Group, loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor], source: int, takes: bool = True) -> None:
-    """Make this rank's state that of rank ``source``; called on all ranks, and changes nothing on that one.
+    """Set this rank's state to that of rank ``source``; called on all ranks, and changes nothing on ``source``.
 
     Args:
         group: the process group.
-        loop: knows the optimizers.
+        loop: the loop state, which knows the optimizers.
         averaged: the parameters whose gradients are averaged, numbered alike on all ranks.
         source: a rank that has missed nothing.
-        takes: whether this rank takes it over, or only lets others do so.
+        takes: whether this rank copies the state, or only takes part.
     """
     sends = group.world.rank == source
     tensors = tensors_by_name(loop, averaged)
@@ -43,12 +43,12 @@ def take_state(group: Group, loop: Loop, averaged: Mapping[tuple[int, int], torc
         names.setdefault(id(named), []).append(name)
     mine = [(tensors[known[0]], known) for known in names.values()]
 
-    told: list[Any] = [None, None]
+    received: list[Any] = [None, None]
     if sends:
-        told = [[_Told(known, t.shape, t.dtype, t.grad is not None if t.is_leaf else False) for t, known in mine]]
-        told += [{name: each.state_dict() for name, each in objects.items()}]
-    dist.broadcast_object_list(told, source)
-    layout, states = told
+        received = [[_TensorDescription(known, t.shape, t.dtype, t.grad is not None if t.is_leaf else False) for t, known in mine]]
+        received += [{name: each.state_dict() for name, each in objects.items()}]
+    dist.broadcast_object_list(received, source)
+    layout, states = received
     for index, each in enumerate(layout):
         tensor: torch.Tensor | None = mine[index][0] if sends else next((tensors[name] for name in each.names if name in tensors), None)
         values = _broadcast(group, tensor if sends else None, each, source)
@@ -64,12 +64,12 @@ def take_state(group: Group, loop: Loop, averaged: Mapping[tuple[int, int], torc
 
 
 def _sizes(state: Mapping[str, Any]) -> list[int]:
-    """How many parameters there are in each group of an optimizer, which may have got more on another rank."""
+    """The number of parameters in each group of an optimizer, which may have got more on another rank."""
     return [len(group["params"]) for group in state.get("param_groups", ())]
 
 
-class _Told(NamedTuple):
-    """What is told of a tensor before it is sent; a rank knows it by one of its names, or not at all."""
+class _TensorDescription(NamedTuple):
+    """The description of a tensor that is sent first; a rank knows the tensor by one of its names, or not at all."""
 
     names: list[Any]
     shape: torch.Size
@@ -77,18 +77,20 @@ class _Told(NamedTuple):
     has_grad: bool
 
 
-def _broadcast(group: Group, tensor: torch.Tensor | None, told: _Told, source: int) -> torch.Tensor:
+def _broadcast(group: Group, tensor: torch.Tensor | None, received: _TensorDescription, source: int) -> torch.Tensor:
     """The values of ``tensor``, which is given on rank ``source``."""
     home = group.device if group.backend == "nccl" else CPU
-    values = torch.empty(told.shape, dtype=told.dtype, device=home) if tensor is None else tensor.detach().to_dense().to(home, copy=True)
+    values = (
+        torch.empty(received.shape, dtype=received.dtype, device=home) if tensor is None else tensor.detach().to_dense().to(home, copy=True)
+    )
     dist.broadcast(values, source)
     return values
 
 
 def tensors_by_name(loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor]) -> dict[Any, torch.Tensor]:
-    """Parameters and buffers by names that are the same on all ranks: by their place in a model, in an optimizer or in an average.
+    """Parameters and buffers by names that are the same on all ranks: by their position in a model, in an optimizer or in an average.
 
-    A model is known by the first of its parameters that an optimizer has had, for one rank may own more of it than another.
+    A model is identified by the first of its parameters that an optimizer has had, because one rank may own more of it than another.
     """
     owned = loop.once_owned()
     number_of = {id(p): number for number, p in owned.items()}
@@ -105,7 +107,7 @@ def tensors_by_name(loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor]
 
 
 def optimizers_and_schedulers(loop: Loop) -> dict[Any, Any]:
-    """Those that are alive, by the number of the optimizer, and of the scheduler among those of its optimizer, in the order of age."""
+    """The live ones, by the number of the optimizer; schedulers also by their age among those of their optimizer."""
     found: dict[Any, Any] = {}
     schedulers = alive(LRScheduler)
     for number, optimizer in loop.numbered_optimizers():
@@ -116,6 +118,6 @@ def optimizers_and_schedulers(loop: Loop) -> dict[Any, Any]:
 
 
 def alive(kind: type) -> list[Any]:
-    """Every living object of a class, the oldest first."""
-    gc.collect()  # which leaves all that is alive in one list, the oldest first
+    """Every live object of a class, the oldest first."""
+    gc.collect()  # leaves all live objects in one list, the oldest first
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]

@@ -1,6 +1,6 @@
-"""What a way to train in parallel is to the rest of parwrap: an interceptor, made when a distributed function starts.
+"""The base of all strategies: an interceptor, made when a distributed function starts, and its interface to the rest of parwrap.
 
-The base of all strategies, with what most have in common. What a strategy does in the calls that it intercepts is in its own file.
+It has what most strategies share. What a strategy does in the intercepted calls is in its own file.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ class Strategy(Interceptor, Participant):
     Args:
         group: the ranks.
         loop: what the training loop has done so far.
-        options: those of the innermost function that runs.
+        options: the options of the innermost running function.
 
     Attributes:
-        together: the ranks that train one model with this one, by whom data, files and evaluations are shared out; ``None`` if each trains
-            its own.
-        share: called for what this rank gives to a backward of others, while it does not call one itself.
+        together: the ranks that train one model with this one and divide data, files and evaluations; ``None`` if each trains its own.
+        share: called for this rank's share of a backward of others, while it runs none itself.
     """
 
     OPTIONS: tuple[str, ...] = ()
-    """Those options of ``distributed`` that only some strategies have."""
+    """The options of ``distributed`` that only some strategies have."""
 
     steps_together = True
-    """Whether each step is one of all ranks, on a batch that each has its share of; else every rank steps at its own pace, by itself."""
+    """Whether all ranks make each step together, each on its share of a batch; otherwise every rank steps at its own pace."""
 
     hands_over = False
-    """Whether it needs what the function has returned."""
+    """Whether it needs the function's result."""
 
     share: Callable[[], Share]
 
@@ -59,32 +58,32 @@ class Strategy(Interceptor, Participant):
 
     @classmethod
     def joining(cls, group: Group | None, options: Options) -> AbstractContextManager[Group | None]:
-        """The group of the ranks that run the loop, out of all; ``None`` for a single rank, and for one that does not run it."""
+        """The group of the ranks that run the loop, out of all; ``None`` for a single rank, and for one that does not run the loop."""
         return nullcontext(group)
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether backwards leave averages over the ranks now.
+        """Whether backwards now leave averages over the ranks.
 
-        Else they leave this rank's own gradients, also where ranks step together and it is weights that are averaged, or a server averages.
+        Otherwise they leave this rank's own gradients, also if ranks step together but average weights, or a server averages.
         """
         return self.steps_together
 
     @classmethod
-    def beside(cls, group: Group, options: Options, loop: Loop) -> Any:
-        """What a rank of ``group`` is that does not run the loop: see ``server.py``."""
+    def outside_loop(cls, group: Group, options: Options, loop: Loop) -> Any:
+        """The role of a rank of ``group`` that does not run the loop: see ``server.py``."""
         raise NotImplementedError
 
     def check_feature(self, name: str) -> None:
         """Raise :class:`UsageError` if the decorator of that name has no meaning with this strategy."""
         if name == "sync_bn" and not self.steps_together:
             raise UsageError(
-                f"parwrap.sync_bn has no shared batch: with strategy={self._options().strategy!r} every rank trains on its own batches. "
-                "Leave it out, or choose another strategy."
+                f"parwrap.sync_bn needs a shared batch: with strategy={self._options().strategy!r} every rank trains on separate "
+                "batches. Remove it, or choose another strategy."
             )
 
     def interceptors(self) -> list[Interceptor]:
-        """What intercepts calls for it, in the order in which they are installed."""
+        """The interceptors that it adds, in the order in which they are installed."""
         return [self]
 
     def described(self) -> str:
@@ -98,20 +97,20 @@ class Strategy(Interceptor, Participant):
         """This rank leaves with ``error``."""
 
     def apart(self) -> AbstractContextManager[None]:
-        """While this is held, ranks call models as often as each likes, as where an evaluation is shared out."""
+        """While this is open, ranks call models independently, as in a divided evaluation."""
         return nullcontext()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """While this is held, gradients are averages over the ranks already, whoever has made them."""
+        """While this is open, gradients are averages over the ranks already, whoever made them."""
         return nullcontext()
 
     def summed(self, sums: list[torch.Tensor], weight: float) -> tuple[list[torch.Tensor], float]:
-        """The sums over the ranks of what backwards have left that were not to be averaged, and of the ranks' ``weight``."""
+        """The sums over the ranks of local gradients from backwards, and of the ranks' ``weight``."""
         *totals, weights = all_reduced([*sums, torch.tensor(weight, dtype=torch.float64)], self._group)
         return totals, weights.item()
 
     def leave(self, returns: bool) -> None:
-        """All ranks have come to the end together; if it ``returns``, the user's objects must be as a single process would leave them."""
+        """All ranks have reached the end together; if it ``returns``, the user's objects must be as a single process would leave them."""
 
     def close(self) -> None:
-        """Let go of what is the user's; also after an error."""
+        """Release the user's objects; also after an error."""

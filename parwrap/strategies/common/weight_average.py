@@ -1,7 +1,7 @@
-"""The means over ranks of weights that each has trained by itself, in few collectives.
+"""The means over ranks of weights that each has trained separately, in few collectives.
 
-Ranks that come for it together have usually trained the same parameters, which is checked, and then all of them are sent at once. Where a
-rank has parted ways, they first tell each other what there is. When to average is not known here.
+Ranks that average together usually have trained the same parameters; this is checked, and then all of them are sent in one go. If a rank
+has left the common path, the ranks first exchange what they have. The caller decides when to average.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["AVERAGED", "Averaging"]
 AVERAGED = "weights to be averaged"
 
 LEAST = 1e-9
-"""How much a rank counts that has seen no sample: enough to divide by, where no other has."""
+"""The weight of a rank that has seen no sample: enough to divide by, if no other rank has."""
 
 Number = tuple[int, int]
 Kinds = dict[Number, tuple[tuple[int, ...], torch.dtype]]
@@ -32,12 +32,12 @@ class Averaging:
 
     Args:
         group: the ranks.
-        loop: numbers the parameters.
-        answered: called with the means where the others have averaged, and this rank has come for something else; and with whether it
-            has run as many backwards as they.
+        loop: the loop state, which numbers the parameters.
+        answered: called if the others have averaged while this rank waits for something else: with the means, and whether it has run as
+            many backwards as they.
 
     Attributes:
-        others_backwards: how many backwards this rank has not run itself, and has taken over what others have learned by them.
+        others_backwards: the number of backwards of others whose result this rank has copied.
     """
 
     def __init__(self, group: Group, loop: Loop, answered: Callable[[dict[Number, torch.Tensor], bool], None]) -> None:
@@ -47,15 +47,15 @@ class Averaging:
 
     @property
     def backwards(self) -> int:
-        """How many have formed this rank's state."""
+        """The number of backwards behind this rank's state."""
         return self._loop.backwards + self.others_backwards
 
     def means(self, trained: Mapping[Number, float], present: Sequence[int]) -> dict[Number, torch.Tensor]:
-        """The means of all parameters that a rank has trained, in no less than single precision.
+        """The means of all parameters that a rank has trained, in single precision or better.
 
         Args:
-            trained: those that this rank has, and how much it counts in each.
-            present: the ranks that average; on all of them this is called.
+            trained: this rank's trained parameters, with its weight for each.
+            present: the ranks that average; all of them call this.
         """
         parameters = self._loop.once_owned()
         mine: Kinds = {number: (tuple(p.shape), p.dtype) for number in sorted(trained) if (p := parameters.get(number)) is not None}
@@ -71,15 +71,15 @@ class Averaging:
     def _same(self, mine: Kinds) -> bool:
         """Whether all ranks have trained the same parameters; sums of halves of a checksum and of their squares are exact."""
         halves = divmod(zlib.crc32(repr(mine).encode()), 1 << 16)
-        told = torch.tensor([*halves, *(half**2 for half in halves)], dtype=torch.float64)
-        sums = [int(each) for each in all_reduced([told], self._group)[0].tolist()]
+        gathered = torch.tensor([*halves, *(half**2 for half in halves)], dtype=torch.float64)
+        sums = [int(each) for each in all_reduced([gathered], self._group)[0].tolist()]
         return all(total**2 == squares * self._group.world.size for total, squares in zip(sums[:2], sums[2:], strict=True))
 
     def _union(self, mine: Kinds | None, present: Sequence[int]) -> tuple[Kinds, int]:
-        """What any rank that is present has trained, in the same order on all ranks, and the most backwards that one has run."""
-        told = self._group.share(AVERAGED, (mine or {}, self.backwards), present).values()
-        kinds = {number: kind for each, _ in told for number, kind in each.items()}
-        return dict(sorted(kinds.items())), max(backwards for _, backwards in told)
+        """The parameters that any present rank has trained, in the same order on all ranks, and the most backwards that one has run."""
+        gathered = self._group.share(AVERAGED, (mine or {}, self.backwards), present).values()
+        kinds = {number: kind for each, _ in gathered for number, kind in each.items()}
+        return dict(sorted(kinds.items())), max(backwards for _, backwards in gathered)
 
     def _means(self, kinds: Kinds, weights: Mapping[Number, float]) -> dict[Number, torch.Tensor]:
         if not kinds:

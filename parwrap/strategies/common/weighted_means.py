@@ -1,8 +1,8 @@
-"""Classification losses with ``batch="global"`` that are divided by another number than the samples: weights of classes, ignored targets.
+"""Classification losses with ``batch="global"`` whose divisor is not the number of samples: class weights, ignored targets.
 
-The mean over a rank's part counts by its own divisor. Its gradient is multiplied by what makes the average over ranks that of the whole
-batch; its value stays this rank's. That takes the sum of the divisors, one number, at each such loss. A loss over one target for each
-sample, without weights, needs nothing.
+The mean over a rank's part is weighted by its own divisor: its gradient gets the factor that makes the average over ranks that of the whole
+batch; its value stays this rank's. Each such loss takes one collective of one number, the sum of the divisors. A loss over one target for
+each sample, without weights, needs nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ DIVISOR = "a cross entropy that is weighted or ignores targets"
 JUDGED = "the first cross entropy of its line"
 
 DEFAULT = -100
-"""torch's own ``ignore_index``, which most losses have and few targets."""
+"""Torch's own default of ``ignore_index``, which most losses have and few targets."""
 
 LEAST = 1e-30
-"""Where no rank counts a target, there is no gradient."""
+"""If no rank counts a target, the gradient is zero."""
 
 
 class WeightedMeans(Interceptor):
-    """Has those losses count by their divisors.
+    """Weights those losses by their divisors.
 
     Args:
         group: the ranks.
-        loop: knows which batch it is.
+        loop: the loop state, which knows the batch.
     """
 
     def __init__(self, group: Group, loop: Loop) -> None:
@@ -48,7 +48,7 @@ class WeightedMeans(Interceptor):
 
     @intercepts
     def criterion(self, call: Criterion) -> torch.Tensor:
-        """The loss of ``call``, with a gradient that counts by its divisor."""
+        """The loss of ``call``, with a gradient weighted by its divisor."""
         if is_transformed(call.loss):
             self._warn_of_transform(call)
             return call.loss
@@ -62,27 +62,27 @@ class WeightedMeans(Interceptor):
         factor = divisor * self._group.world.size / self._total(divisor).to(divisor).clamp(min=LEAST)
 
         def count(grad: torch.Tensor) -> torch.Tensor:
-            weight = self._loop.weight  # by which the strategy multiplies the whole loss
+            weight = self._loop.weight  # the strategy multiplies the whole loss by it
             return grad * (factor / weight).to(grad) if weight else grad
 
         call.loss.register_hook(count)
         return call.loss
 
     def _warn_of_transform(self, call: Criterion) -> None:
-        """In ``torch.func.grad`` and ``vmap`` there is no tensor that ranks could send, and no hook on the loss."""
+        """In ``torch.func.grad`` and ``vmap`` ranks cannot send tensors, and the loss has no hooks."""
         if not self._warned and call.weight is not None:
             self._warned = True
             warn(
-                f"parwrap: the loss at {location()} is divided by the weights of its targets inside torch.func, where ranks cannot compare "
-                "them: with batch='global' this rank's part counts by its samples. Divide by what all ranks count outside of it: "
-                "parwrap.mean_over_ranks(loss_sum, count), or use loss.backward(). This is said once."
+                f"parwrap: the loss at {location()} is divided by the weights of its targets inside torch.func, where ranks cannot "
+                "compare them: with batch='global' this rank's part is weighted by its samples. Divide by what all ranks count outside "
+                "of it: parwrap.mean_over_ranks(loss_sum, count), or use loss.backward(). This is shown once."
             )
 
     def _needs_divisor(self, call: Criterion, samples: int) -> bool:
-        """Whether the divisor may be another number than the samples, which all ranks judge alike: they agree on it for each line."""
+        """Whether the divisor may differ from the number of samples; all ranks decide alike, because they agree on it for each line."""
         if call.weight is not None or call.ignore_index != DEFAULT:
             return True
-        site, differs = call_site(), call.target.numel() != samples  # tokens or pixels: a part may have as many by chance
+        site, differs = call_site(), call.target.numel() != samples  # tokens or pixels: a part may have the same number by chance
         if site not in self._known:
             self._known[site] = any(self._group.exchange(JUDGED, differs).values())
         if self._known[site]:
@@ -92,9 +92,9 @@ class WeightedMeans(Interceptor):
         if differs or bool((call.target == call.ignore_index).any()):
             self._warned = True
             warn(
-                f"parwrap: some targets are ignored or more than one for a sample at {location()}, so this rank's part counts by another "
-                "number than its samples, which other ranks do not know. Say so by ignore_index=-1, or any other class than the default, "
-                "or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once."
+                f"parwrap: at {location()} some targets are ignored, or a sample has several, so the weight of this rank's part is not "
+                "its number of samples, and other ranks do not know this. Show it by ignore_index=-1, or any other class than the "
+                "default, or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is shown once."
             )
         return False
 

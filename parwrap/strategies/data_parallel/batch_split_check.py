@@ -1,7 +1,7 @@
-"""Whether the parts of a batch give what the whole does: a call is tried both ways on copies of its module, and what comes of it compared.
+"""Whether the parts of a batch give the same as the whole: tries a call both ways on copies of its module, and compares the results.
 
-Nothing of a trial stays: copies have buffers and attributes of their own, what is drawn at random is constant, and the streams go on as
-they would. Batch norms take their running statistics, since what they make of parts is ``sync_bn``'s. When to try is left to others.
+A trial leaves nothing behind: copies have separate buffers and attributes, random draws are constant, and the streams continue as they
+would. Batch norms use their running statistics, because ``sync_bn`` handles their parts. Callers decide when to try.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _here = threading.local()
 
 
 class Untried(str):
-    """A reason that is none of the parts': the whole batch has failed."""
+    """A reason that is not about parts: the whole batch has failed."""
 
 
 def why_not_in_parts(
     module: nn.Module, given: tuple[tuple, dict], sizes: Sequence[int], merge: Callable[[list[Any]], Any], loss: str | None
 ) -> str | None:
-    """Why a call of ``module`` must not be cut into parts; ``None`` if that gives the same.
+    """Why a call of ``module`` must not be cut into parts; ``None`` if the results are the same.
 
     Args:
-        given: its arguments, those without names and those with.
-        sizes: how many samples each part has.
-        merge: makes one output of those of the parts.
-        loss: what the numbers that it returns are said to be over the samples.
+        given: its positional and keyword arguments.
+        sizes: the number of samples of each part.
+        merge: merges the outputs of the parts.
+        loss: how the numbers that it returns combine the samples.
 
     Raises:
         torch.OutOfMemoryError: the whole batch does not fit.
@@ -60,7 +60,7 @@ def why_not_in_parts(
     device = next(module.parameters()).device
     given = tree_map_only(torch.Tensor, _detached, given)
     failed: Exception | None = None
-    for grad in dict.fromkeys((False, torch.is_grad_enabled())):  # some have a backward of their own inside
+    for grad in dict.fromkeys((False, torch.is_grad_enabled())):  # some run a backward inside
         with torch.set_grad_enabled(grad):
             try:
                 return _compared(module, given, sizes, merge, loss, device)
@@ -93,7 +93,7 @@ def _compared(
         joined = merge(outputs)
     except UsageError as error:
         return f"its outputs for parts of the batch cannot be put together ({error})" if not _numbers(whole) else _number(loss)
-    if loss is None and any(not number for number in _numbers(whole)):  # of which nobody knows what it is of
+    if loss is None and any(not number for number in _numbers(whole)):  # whose meaning is unknown
         return _number(loss)
     if not _alike(joined, whole, near):
         numbers_differ = _numbers(whole) and not all(_alike(*pair, near) for pair in zip(_numbers(joined), _numbers(whole), strict=False))
@@ -128,7 +128,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tried(module: nn.Module, given: tuple[tuple, dict], device: torch.device) -> tuple[Any, nn.Module]:
-    """What a copy of ``module`` makes of ``given``, and the copy."""
+    """The result of a copy of ``module`` for ``given``, and the copy."""
     _, copy = replicas(module, [device, device])
     for each in copy.modules():
         if isinstance(each, NormBase):
@@ -142,12 +142,12 @@ def _tried(module: nn.Module, given: tuple[tuple, dict], device: torch.device) -
 
 
 class _Foreign(BaseException):
-    """Raised out of a trial, past what a script catches."""
+    """Raised out of a trial, past the script's own handlers."""
 
 
 @contextmanager
 def _own_modules(copy: nn.Module) -> Iterator[None]:
-    """Meanwhile no module may be called in this thread that is not in ``copy``: it would be run, and changed, by all replicas."""
+    """In the block, this thread may call only modules in ``copy``: all replicas would run and change any other."""
     _here.own = {id(each) for each in copy.modules()}
     try:
         yield
@@ -156,7 +156,7 @@ def _own_modules(copy: nn.Module) -> Iterator[None]:
 
 
 def note_call(module: nn.Module) -> None:
-    """Told of each call of a module that is not divided."""
+    """Called for each undivided call of a module."""
     own = getattr(_here, "own", None)
     if own is not None and id(module) not in own and any(True for held in (module.parameters(), module.buffers()) for _ in held):
         raise _Foreign(f"it calls a {type(module).__name__} that is not registered in it, so its replicas would share that module")
@@ -164,7 +164,7 @@ def note_call(module: nn.Module) -> None:
 
 @contextmanager
 def _no_chance(device: torch.device) -> Iterator[None]:
-    """What is drawn meanwhile is always the same, and has not been drawn afterwards."""
+    """In the block, random draws are constant; afterwards the streams are as if nothing was drawn."""
     numpy: Any = sys.modules.get("numpy")
     drawn, drawn_by_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
@@ -177,7 +177,7 @@ def _no_chance(device: torch.device) -> Iterator[None]:
 
 
 class _Constant(TorchDispatchMode):
-    """Random tensors are constant, and nothing is dropped."""
+    """Random tensors are constant, and dropout is off."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -204,11 +204,11 @@ _DRAWS = (
 
 
 def _near(module: nn.Module, device: torch.device) -> float:
-    """How far numbers may be apart that were added in another order, relatively."""
+    """Relative difference allowed between numbers that were summed in another order."""
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
     if half or torch.is_autocast_enabled(device.type):
         return 5e-2
-    return 1e-2 if device.type == "cuda" else 1e-3  # where products of matrices may have 10 bits
+    return 1e-2 if device.type == "cuda" else 1e-3  # where matrix products may have 10 bits
 
 
 def _numbers(values: Any) -> list[Any]:
@@ -222,7 +222,7 @@ def _numbers(values: Any) -> list[Any]:
 
 
 def _alike(one: Any, other: Any, near: float) -> bool:
-    """Whether two nested values are the same, in floating-point numbers nearly so."""
+    """Whether two nested values are equal, up to rounding of floating-point numbers."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -250,17 +250,17 @@ def _alike_tensors(one: torch.Tensor, other: torch.Tensor, near: float) -> bool:
     if torch.equal(one, other.to(one.device)):
         return True
     if not (one.is_floating_point() or one.is_complex()):
-        enough = 0.9 if near and one.dim() else 1.0  # the largest of numbers that are nearly the same may be another
+        enough = 0.9 if near and one.dim() else 1.0  # the largest of nearly equal numbers may be another
         return not one.numel() or (one == other).double().mean().item() >= enough
     one, other = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (one, other.to(one.device)))
     sizes = other.abs().nan_to_num(0, 0, 0)
     if sizes.dim() and sizes.numel():
-        sizes = torch.maximum(sizes.amax(0, keepdim=True), sizes.amax() * 1e-3)  # each feature has a scale of its own
+        sizes = torch.maximum(sizes.amax(0, keepdim=True), sizes.amax() * 1e-3)  # each feature has its own scale
     return bool(((one == other) | ((one - other).abs() <= near * sizes) | (one.isnan() & other.isnan())).all())
 
 
 def _left_otherwise(copy: nn.Module, part: nn.Module, near: float) -> str | None:
-    """What a forward leaves in its module that is not the same after the whole batch and after a part."""
+    """The state that a forward leaves in its module and that differs between the whole batch and a part."""
     for (path, each), other in zip(copy.named_modules(), part.modules(), strict=False):
         for held, others in ((registry(each), registry(other)) for registry in (vars, registered_parameters, registered_buffers)):
             for name in {**held, **others}:

@@ -1,8 +1,8 @@
 """The interceptor of module calls that runs one on several devices of this process, each with a part of the batch.
 
-It decides which calls are divided, and what cannot be divided so that the numbers stay right runs as it would without, and says so. Cutting
-and putting together is ``scatter_gather.py``'s, replicas are ``replicas.py``'s, their threads ``replica_threads.py``'s, and whether the
-parts give what the whole does is looked at by ``batch_split_check.py``.
+It decides which calls to divide. A call that cannot be divided without changing its results runs unchanged, with a warning.
+``scatter_gather.py`` cuts and merges, ``replicas.py`` makes replicas, ``replica_threads.py`` runs them, and ``batch_split_check.py``
+compares the parts with the whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["DataParallel", "refuse_ranks"]
 
 
 class _Known:
-    """What is known of one module: how often it was divided, for which kinds of calls that was tried, and why it must not be."""
+    """The state of one module: how often it was divided, which kinds of calls were tried, and why it must not be divided."""
 
     def __init__(self) -> None:
         self.calls, self.kinds = 0, set[Any]()
@@ -49,11 +49,10 @@ class DataParallel(Interceptor):
     """Divides the calls of models over devices.
 
     Args:
-        devices: one replica on each; the first has the model. With a single one, calls run as they are.
-        gather: whether outputs are put together on the first.
-        loss: what a number that a model returns is over the samples: ``"mean"`` or ``"sum"``; a model that returns one runs whole if
-            nobody has said.
-        asked: whether the devices were named, rather than all that there are.
+        devices: one replica on each; the first has the model. With a single one, calls run unchanged.
+        gather: whether outputs are gathered on the first.
+        loss: how a number that a model returns combines the samples: ``"mean"`` or ``"sum"``; without it, such a model runs whole.
+        asked: whether the user named the devices.
     """
 
     def __init__(self, devices: Sequence[torch.device], gather: bool, loss: str | None, asked: bool) -> None:
@@ -63,7 +62,7 @@ class DataParallel(Interceptor):
 
     @intercepts
     def call(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
-        """Run the call of ``module``: on several devices if it is called from outside of any other, and has parameters."""
+        """Run the call of ``module``: on several devices if it is called from outside of any other module, and has parameters."""
         if is_undivided() or _is_aside(module):
             note_call(module)
             return run(*args, **kwargs)
@@ -72,7 +71,7 @@ class DataParallel(Interceptor):
                 return run(*args, **kwargs)
         if next(module.parameters(), None) is None:
             plain = type(module).__module__.startswith("torch.nn.") and compiled_call(module) is None
-            return run(*args, **kwargs) if plain else _on_whole(run, args, kwargs)  # those of torch take pieces as they are
+            return run(*args, **kwargs) if plain else _on_whole(run, args, kwargs)  # torch's modules accept pieces
         with undivided():
             return self._call(module, args, kwargs, run)
 
@@ -81,7 +80,7 @@ class DataParallel(Interceptor):
             if self._asked and len(self._devices) > 1:
                 refuse_ranks(self._devices, groups.world_size())
             return run(*args, **kwargs)
-        if len(self._devices) < 2 or any(is_lazy(p) for p in module.parameters()):  # whose shapes the first batch tells
+        if len(self._devices) < 2 or any(is_lazy(p) for p in module.parameters()):  # the first batch determines its shapes
             return run(*args, **kwargs)
         self._check_device(module)
         leaves = leaves_of((args, kwargs))
@@ -96,13 +95,13 @@ class DataParallel(Interceptor):
         if reason is not None and not isinstance(reason, Untried):
             self._say_whole(module, reason)
         outputs = _on_whole(run, args, kwargs)
-        if isinstance(reason, Untried):  # else this has failed too, and the script has heard of that alone
+        if isinstance(reason, Untried):  # otherwise the whole batch has failed too, and the script has seen only that error
             known.reason = reason
             self._say_whole(module, reason)
         return outputs
 
     def _why_not(self, known: _Known, module: nn.Module, given: tuple[tuple, dict], leaves: list[Any], sizes: list[int]) -> str | None:
-        """Why a call must not be divided; ``None`` if it may, or is too small to be."""
+        """Why a call must not be divided; ``None`` if it may be divided, or is too small."""
         rows = sum(sizes)
         known.reason = known.reason or why_not(leaves, rows)
         reason = known.reason or _why_whole(module) or items_of_samples([*given[0], *given[1].values()], rows)
@@ -159,12 +158,12 @@ class DataParallel(Interceptor):
         if (name, what) not in self._said:
             self._said.add((name, what))
             file, _, line = location().rpartition(":")
-            warnings.warn_explicit(f"parwrap: {name} {what}. This is said once.", UserWarning, file, int(line))
+            warnings.warn_explicit(f"parwrap: {name} {what}. This is shown once.", UserWarning, file, int(line))
 
 
 @functools.cache
 def _say_divided(model: str, devices: Sequence[torch.device], sizes: Sequence[int]) -> None:
-    """Said once, however often a function opens the scope."""
+    """Printed once, however often a function opens the scope."""
     each, parts = ", ".join(map(str, devices)), " + ".join(map(str, sizes))
     write_line(f"parwrap: 1 process on {each}, {model} is divided, batch {sum(sizes)} as {parts}")
 
@@ -175,26 +174,26 @@ def _on_whole(run: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def refuse_ranks(devices: Sequence[torch.device], ranks: int) -> None:
-    """Several devices were named, and each of the ranks has one."""
+    """Several devices were named, but each rank has one."""
     raise UsageError(
-        f"parwrap.data_parallel(device_ids={[str(device) for device in devices]}) is for one process, and there are {ranks} ranks, each of "
-        "which has one device. Leave device_ids out, and it does nothing on several ranks, or run one rank."
+        f"parwrap.data_parallel(device_ids={[str(device) for device in devices]}) is for one process, but there are {ranks} ranks, each "
+        "with one device. Remove device_ids, and it has no effect on several ranks, or run one rank."
     )
 
 
 def _is_aside(module: nn.Module) -> bool:
-    """Whether a call is one of a replica, or of a model that torch computes again, traces or transforms."""
+    """Whether a call belongs to a replica, or to a model that torch recomputes, traces or transforms."""
     return (
-        isinstance(module, nn.DataParallel)  # which calls its own replicas, or the model
+        isinstance(module, nn.DataParallel)  # it calls its own replicas, or the model
         or getattr(module, IS_REPLICA, False)
-        or current_graph_task_id() != NO_GRAPH_TASK  # a checkpoint computes its part again
+        or current_graph_task_id() != NO_GRAPH_TASK  # a checkpoint recomputes its part
         or tracing_state() is not None
         or current_transform() is not None
     )
 
 
 def _why_whole(module: nn.Module) -> str | None:
-    """Why ``module`` cannot have replicas, or what they do not be seen as of one."""
+    """Why ``module`` cannot have replicas, or what its replicas would not see."""
     for each in module.modules():
         if isinstance(each, torch.jit.ScriptModule):
             return "it, or a part of it, is compiled by TorchScript"
@@ -206,11 +205,11 @@ def _why_whole(module: nn.Module) -> str | None:
     modes = [mode for mode in function_modes() if not isinstance(mode, DeviceContext)]
     if modes or dispatch_mode_depth():
         return "it runs inside a mode of torch's, which the threads of replicas would not be in"
-    if not _are_known(innermost_saved_tensors_hooks() or ()):  # a checkpoint's change no numbers
+    if not _are_known(innermost_saved_tensors_hooks() or ()):  # a checkpoint's hooks change no numbers
         return "it runs inside hooks on saved tensors, which the threads of replicas would not call"
     return None
 
 
 def _are_known(hooks: Iterable[Any]) -> bool:
-    """Whether all are torch's or parwrap's own, which may see parts."""
+    """Whether all belong to torch or parwrap, which may see parts."""
     return all((getattr(hook, "__module__", None) or "").startswith(("torch.", "parwrap.")) for hook in hooks)

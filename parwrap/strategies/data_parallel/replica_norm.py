@@ -1,7 +1,7 @@
-"""Batch normalization of a batch that replicas in one process hold parts of.
+"""Batch normalization of a batch that is split over replicas in one process.
 
-The mean and the spread of each part go to the first replica's device, and those of the whole come back. All of it is in one autograd
-graph, so a backward needs no meeting: on a CPU a single thread runs it for all replicas.
+The mean and the spread of each part go to the first replica's device, and those of the whole come back. All of it is in one autograd graph,
+so a backward needs no synchronization: on a CPU a single thread runs it for all replicas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def shared_over_replicas(call: Norm, replica: Replica) -> torch.Tensor:
     """``torch.nn.functional.batch_norm`` in training, by the statistics of the whole batch.
 
     Raises:
-        ValueError: the whole batch has but one value for each channel.
+        ValueError: the whole batch has only one value for each channel.
         UsageError: other replicas are in another layer.
     """
     x = call.input if call.input.dtype == torch.float64 else call.input.float()
@@ -49,7 +49,7 @@ def _whole(parts: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
     device = parts[0][0].device
     variances, means = (torch.stack([part[which].to(device) for part in parts]) for which in (0, 1))
     weights = means.new_tensor([[number / max(count, 1)] for _, _, number in parts])
-    mean = (weights * means).sum(0)  # no product of matrices, which autocast would round
+    mean = (weights * means).sum(0)  # no matrix product, which autocast would round
     return (weights * (variances + (means - mean).square())).sum(0), mean, count
 
 
@@ -58,7 +58,7 @@ def _follow(running: torch.Tensor, value: torch.Tensor, momentum: float) -> None
 
 
 def _name(call: Norm, replica: Replica) -> str:
-    """Which layer it is, for replicas to know whether they are in the same."""
+    """The name of the layer, by which replicas check that they are in the same one."""
     if replica.names is None:
         replica.names = {}
         for path, module in replica.module.named_modules() if replica.module is not None else ():

@@ -1,8 +1,8 @@
-"""Replicas of one module that run at the same time, a thread each: the modes that go along, the errors that come back, and meetings.
+"""Replicas of one module that run at the same time, a thread each: passes on modes and errors, and synchronizes them.
 
-A meeting is for what replicas compute together in the midst of a forward. None waits for one that has failed or is through. Those on one
-device take turns, since they share its stream of random numbers, of which a checkpoint must find its own again. What the replicas are,
-and what they are called with, is left to others.
+Replicas synchronize for what they compute together within a forward. None waits for one that has failed or finished. Those on one device
+take turns, because they share its random stream, whose state a checkpoint must find again. Callers provide the replicas and their
+arguments.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _here = threading.local()
 
 
 class Replica:
-    """One of several replicas that run now.
+    """One of several running replicas.
 
     Attributes:
         index: its number, from 0.
-        device: where it runs.
-        module: what it runs.
-        names: of its layers by the ids of tensors in them, once somebody has looked.
+        device: its device.
+        module: its module.
+        names: the names of its layers by the ids of tensors in them, once computed.
     """
 
     def __init__(self, team: _Team, index: int, module: nn.Module | None) -> None:
@@ -39,15 +39,15 @@ class Replica:
         self._team, self._met = team, 0
 
     def meet(self, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
-        """What ``merge`` makes of the values of all replicas, in their order; the last one that comes calls it.
+        """The result of ``merge`` for the values of all replicas, in their order; the last one that comes calls it.
 
         Args:
-            what: what they meet for, the same in all.
+            what: the purpose, the same in all.
             value: this replica's own.
-            merge: what becomes of them; if it raises, it does so in all.
+            merge: merges the values; if it raises, it does so in all.
 
         Raises:
-            UsageError: another replica meets for something else, or will not come.
+            UsageError: another replica came for something else, or will not come.
         """
         self._met += 1
         return self._team.meet(self, self._met - 1, what, value, merge)
@@ -57,7 +57,7 @@ class Replica:
 
 
 class _Abandoned(Exception):
-    """Raised in a replica that waits for one that has failed; nobody gets to see it."""
+    """Raised in a replica that waits for one that has failed; never shown."""
 
 
 class _Meeting:
@@ -83,7 +83,7 @@ class _Team:
         self._news = threading.Condition()
 
     def run(self, replica: Replica, call: Callable[[], Any], modes: AbstractContextManager) -> None:
-        """What the thread of a replica does."""
+        """The body of a replica's thread."""
         _here.replica = replica
         self._take_turn(replica)
         try:
@@ -92,7 +92,7 @@ class _Team:
         except _Abandoned:
             self.stop()
         except BaseException as error:
-            # shown below the traceback; the error keeps its own type, which may not be built from a text
+            # shown below the traceback; the error keeps its type, which may not be built from a text
             error.__notes__ = [*getattr(error, "__notes__", []), f"in {replica} (parwrap.data_parallel)"]  # type: ignore[attr-defined]
             self.errors[replica.index] = error
             self.stop()
@@ -103,7 +103,7 @@ class _Team:
             self._end_turn(replica)
 
     def _take_turn(self, replica: Replica) -> None:
-        """Wait until no other replica runs on its device, and those before it there have begun."""
+        """Wait until no other replica runs on its device, and earlier ones there have begun."""
         before = {index for index in range(replica.index) if self.devices[index] == replica.device}
         with self._news:
             self._news.wait_for(lambda: replica.device not in self._turns and before <= self._begun)
@@ -117,7 +117,7 @@ class _Team:
             self._news.notify_all()
 
     def stop(self) -> None:
-        """Nobody is to wait for others any more."""
+        """Nobody may wait for others any longer."""
         with self._news:
             self._failed = True
             self._news.notify_all()
@@ -165,18 +165,18 @@ class _Team:
         raise UsageError(f"{replica} is in {what}, and replica {gone} on {self.devices[gone]} is through with its forward. {ADVICE}")
 
 
-ADVICE = "Have all replicas run the same layers in the same order, or leave parwrap.sync_bn out."
+ADVICE = "Have all replicas run the same layers in the same order, or remove parwrap.sync_bn."
 
 
 def run_together(
     devices: Sequence[torch.device], calls: Sequence[Callable[[], Any]], modules: Sequence[nn.Module | None] | None = None
 ) -> list[Any]:
-    """The results of ``calls``, run in a thread each, as the calling thread would on the device that each is for.
+    """The results of ``calls``, run in a thread each as in the calling thread, on the device for each.
 
     Args:
-        devices: where each runs.
-        calls: what to run.
-        modules: whose replicas they are, for those that meet.
+        devices: the device of each.
+        calls: the functions to run.
+        modules: their modules, for replicas that synchronize.
 
     Raises:
         BaseException: what was raised in the first replica that has failed.
@@ -203,7 +203,7 @@ def run_together(
         raise
     if team.errors:
         error = team.errors[min(team.errors)]
-        team.errors.clear()  # which its traceback leads to
+        team.errors.clear()  # its traceback refers to it
         try:
             raise error
         finally:
@@ -212,7 +212,7 @@ def run_together(
 
 
 def current_replica() -> Replica | None:
-    """The one that runs in this thread, among several.
+    """The replica that runs in this thread, among several.
 
     >>> current_replica() is None
     True
@@ -221,13 +221,13 @@ def current_replica() -> Replica | None:
 
 
 def is_undivided() -> bool:
-    """Whether what this thread runs is a part of a call that is dealt with already."""
+    """Whether this thread runs a part of a call that is handled already."""
     return current_replica() is not None or getattr(_here, "undivided", False)
 
 
 @contextmanager
 def undivided() -> Iterator[None]:
-    """While this is held, no call of this thread is divided."""
+    """While this is open, no call of this thread is divided."""
     before, _here.undivided = getattr(_here, "undivided", False), True
     try:
         yield
@@ -236,9 +236,9 @@ def undivided() -> Iterator[None]:
 
 
 def _modes(devices: Sequence[torch.device]) -> Callable[[torch.device], AbstractContextManager]:
-    """What makes a new thread compute as this one does: what torch keeps for each thread."""
+    """Gives a new thread the state that torch keeps per thread, from this one."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    # not by torch.autocast itself, which stands for the script's own to those that watch it
+    # not by torch.autocast itself, which interceptors take for the script's own
     autocasts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     cached = torch.is_autocast_cache_enabled()
     place = torch.get_default_device()

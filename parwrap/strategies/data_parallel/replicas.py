@@ -1,7 +1,7 @@
 """Replicas of a module on several devices: the module itself on the first, and copies whose gradients flow back to its parameters.
 
-Nothing that a forward changes in a copy outlives it; what it changes in the first replica, as the running statistics of a BatchNorm, is
-the module's own. torch's ``replicate`` serves only GPUs that differ, and gives parameters that no replica uses a gradient of zeros.
+Changes that a forward makes in a copy are lost; changes in the first replica, such as the running statistics of a BatchNorm, are the
+module's own. Torch's ``replicate`` supports only different GPUs, and gives unused parameters a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parwrap.torch_private.modules import FLAT_WEIGHTS, registered_buffers, regi
 __all__ = ["replicas"]
 
 SMALL = 2**18
-"""Tensors of at most so many elements are sent together, since each copy to another device takes a while to begin."""
+"""Tensors up to this number of elements are sent together, since each copy to another device takes a while to begin."""
 
 
 def replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
@@ -46,7 +46,7 @@ def replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Modu
 
 
 class _Copies(torch.autograd.Function):
-    """Copies of tensors on each of several devices, one device after the other. What no copy gives a gradient for gets none."""
+    """Copies of tensors on each of several devices, one device after the other. A tensor whose copies get no gradient gets none."""
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -68,7 +68,7 @@ class _Copies(torch.autograd.Function):
 
 
 def _sent(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], copying: bool = True) -> list[list[torch.Tensor]]:
-    """``tensors`` on each of ``devices``; unless ``copying``, themselves where they are there already."""
+    """``tensors`` on each of ``devices``; unless ``copying``, those that are there already are not copied."""
     together: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.numel() <= SMALL and tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter):
@@ -78,7 +78,7 @@ def _sent(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], copy
     for device in devices:
         there: dict[int, torch.Tensor] = {}
         for dtype, places in together.items():
-            # no views, so that what is changed in place is not what was saved for a backward of another
+            # no views, so that an in-place change does not affect a tensor saved for another's backward
             pieces = torch.unsafe_split_with_sizes(flat[dtype].to(device, copy=copying), [tensors[place].numel() for place in places])
             there |= {place: unsafe_view(piece, tensors[place].shape) for place, piece in zip(places, pieces, strict=True)}
         sent.append([there[place] if place in there else t.to(device, copy=copying) for place, t in enumerate(tensors)])
@@ -90,7 +90,7 @@ def _by_id(tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> dict[int,
 
 
 def _copy(module: nn.Module, known: dict[int, Any], device: torch.device) -> nn.Module:
-    """A copy of ``module`` and all in it, with the tensors ``known`` by the id of those that they stand for."""
+    """A copy of ``module`` and all in it, with the ``known`` tensors by the id of their originals."""
     pairs = [(each, shallow_replica(each)) for each in module.modules()]
     known |= {id(each): own for each, own in pairs}
     for each, own in pairs:
@@ -99,18 +99,18 @@ def _copy(module: nn.Module, known: dict[int, Any], device: torch.device) -> nn.
         registered_buffers(own).update({name: known.get(id(buffer)) for name, buffer in registered_buffers(each).items()})
         for name, p in registered_parameters(each).items():
             if p is not None:
-                setattr(own, name, known[id(p)])  # which recurrent layers note in a list of their own
+                setattr(own, name, known[id(p)])  # recurrent layers keep it in a separate list
                 vars(own).pop(name, None)
             registered_parameters(own)[name] = known.get(id(p))
     return pairs[0][1]
 
 
 _OWN = {*vars(nn.Module()), IS_REPLICA, FLAT_WEIGHTS}
-"""What a copy is given by other means, or shares."""
+"""Attributes that a copy gets by other means, or shares."""
 
 
 def _exchanged(value: Any, known: dict[int, Any], device: torch.device) -> Any:
-    """An attribute of a copy: other names of its modules and tensors are of the copy's own."""
+    """An attribute of a copy: other names of its modules and tensors refer to the copy's own."""
     if id(value) in known:
         return known[id(value)]
     if isinstance(value, torch.Tensor):

@@ -1,7 +1,7 @@
-"""Cutting what a module is called with into parts along the first dimension, and putting together what comes of the parts.
+"""Cuts the arguments of a module into parts along the first dimension, and merges the outputs of the parts.
 
-Arguments and outputs may be nested in tuples, lists, dicts and dataclasses. What cannot be cut so that the result is that of the whole is
-named, and what cannot be put together is an error.
+Arguments and outputs may be nested in tuples, lists, dicts and dataclasses. It names arguments that cannot be cut without changing the
+result; outputs that cannot be merged raise an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["cut", "is_number", "items_of_samples", "kinds_of", "leaves_of", "mer
 
 
 def leaves_of(values: Any) -> list[Any]:
-    """What is in nested ``values``."""
+    """The leaves of nested ``values``."""
     return tree_leaves(values, is_leaf=_is_packed)
 
 
@@ -33,7 +33,7 @@ def _is_packed(value: Any) -> bool:
 
 
 def rows_of(leaves: Iterable[Any]) -> int:
-    """How many samples there are: the first dimension of the first tensor that has one; 0 without such a tensor.
+    """The number of samples: the first dimension of the first tensor that has one; 0 without such a tensor.
 
     >>> rows_of([3, torch.ones(()), torch.ones(8, 2)])
     8
@@ -42,7 +42,7 @@ def rows_of(leaves: Iterable[Any]) -> int:
 
 
 def sizes_of(rows: int, parts: int) -> list[int]:
-    """How many samples each part gets, where none is empty.
+    """The number of samples of each part, where none is empty.
 
     >>> sizes_of(5, 3), sizes_of(2, 3)
     ([2, 2, 1], [1, 1])
@@ -58,14 +58,14 @@ def why_not(leaves: Iterable[Any], rows: int) -> str | None:
             if leaf.layout is not torch.strided or leaf.is_nested:
                 return "it is given a tensor that is sparse or nested"
             if leaf.dim() and rows > 1 and leaf.size(0) not in (1, rows):
-                return f"it is given tensors of {rows} and of {leaf.size(0)} rows, so that the samples are not to be told"
+                return f"it is given tensors of {rows} and of {leaf.size(0)} rows, so that the number of samples is unclear"
         elif _is_packed(leaf) or _holds_tensors(leaf):
             return f"it is given a {type(leaf).__name__}, which holds tensors of its own"
     return None
 
 
 def items_of_samples(values: Any, rows: int) -> str | None:
-    """Why what is no tensor in ``values`` may have to be cut too: there is an item in it for each of several samples.
+    """Why something in ``values`` other than a tensor may have to be cut too: it has an item for each of several samples.
 
     >>> items_of_samples((torch.ones(4, 2), [3, 1, 2, 2]), 4)
     'it is given a list of 4 items for 4 samples, which may have one for each'
@@ -81,7 +81,7 @@ def items_of_samples(values: Any, rows: int) -> str | None:
 
 
 def _items(value: Any) -> int | None:
-    """How many items a list or an array has that holds no tensors."""
+    """The number of items of a list or an array that holds no tensors."""
     if isinstance(value, (list, tuple)):
         return None if any(isinstance(leaf, (torch.Tensor, PackedSequence)) for leaf in tree_leaves(value)) else len(value)
     shape = getattr(value, "shape", None)
@@ -94,9 +94,9 @@ def _holds_tensors(leaf: Any) -> bool:
 
 
 def cut(values: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> list[Any]:
-    """``values`` for each part: of tensors that have a row for each sample its rows, of others all.
+    """``values`` for each part: of tensors with a row per sample its rows, everything else whole.
 
-    Tensors on the first of ``devices`` are moved to the part's; those elsewhere, as lengths on the CPU, stay where they are.
+    Tensors on the first of ``devices`` are moved to the part's; those elsewhere, such as lengths on the CPU, stay where they are.
     """
     leaves, structure = tree_flatten(values, is_leaf=_is_packed)
     parts = [_cut(leaf, sizes, devices) for leaf in leaves]
@@ -118,7 +118,7 @@ def _cut(leaf: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> Se
 
 
 def kinds_of(leaves: Iterable[Any], rows: int) -> tuple:
-    """Which of the ``leaves`` are cut: what tells one kind of call from another.
+    """The kind of each of the ``leaves``, which identifies the kind of a call.
 
     >>> kinds_of([torch.ones(4, 2), torch.ones(1, 2), 3], 4)
     ('cut', 'whole', 'int')
@@ -130,28 +130,28 @@ def kinds_of(leaves: Iterable[Any], rows: int) -> tuple:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether it is one number, as a loss or a count."""
+    """Whether it is one number, such as a loss or a count."""
     if isinstance(leaf, torch.Tensor):
         return not leaf.dim() and leaf.dtype is not torch.bool
     return isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
 
 
 Join = Callable[[list[torch.Tensor]], Any]
-"""What becomes of the tensors of all parts that have a row for each sample."""
+"""Joins the tensors of all parts that have a row for each sample."""
 
 
 def merged(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None, join: Join, who: str) -> Any:
     """One output from the ``outputs`` of parts.
 
     Args:
-        outputs: of each part.
-        sizes: how many samples each part had.
-        weights: what a number that stands for a whole part counts; ``None`` if nobody has said so, and it must be the same in all.
-        join: puts tensors together that have rows.
-        who: whose outputs they are, for error texts.
+        outputs: the outputs of each part.
+        sizes: the number of samples of each part.
+        weights: the weight of a number that belongs to a whole part; ``None`` if unknown, and then it must be the same in all.
+        join: joins tensors with rows.
+        who: the name of the module in errors.
 
     Raises:
-        UsageError: they cannot be put together.
+        UsageError: they cannot be merged.
     """
     flattened = [tree_flatten(output, is_leaf=_is_packed) for output in outputs]
     _, structure = flattened[0]
@@ -179,7 +179,7 @@ def _merged(parts: list[Any], sizes: Sequence[int], weights: Sequence[float] | N
         if is_dataclass(first) and not isinstance(first, type):
             given = [field.name for field in fields(first) if field.init]
             return _built(first, {name: [getattr(part, name) for part in parts] for name in given}, sizes, weights, join, who)
-        if isinstance(first, dict) and all(part.keys() == first.keys() for part in parts):  # of a class that torch does not know
+        if isinstance(first, dict) and all(part.keys() == first.keys() for part in parts):  # its class is unknown to torch
             return _built(first, {key: [part[key] for part in parts] for key in first}, sizes, weights, join, who)
         if all(part is first or _same(first, part) for part in parts):
             return first
@@ -190,7 +190,7 @@ def _merged(parts: list[Any], sizes: Sequence[int], weights: Sequence[float] | N
 
 
 def _built(first: Any, parts: dict[Any, list[Any]], sizes: Sequence[int], weights: Sequence[float] | None, join: Join, who: str) -> Any:
-    """A new object of the class of ``first``, which may make more of what it is built from."""
+    """A new object of the class of ``first``, which may process its arguments."""
     whole = {name: merged(each, sizes, weights, join, who) for name, each in parts.items()}
     try:
         made: Any = type(first)

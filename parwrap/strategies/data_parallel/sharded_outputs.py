@@ -1,7 +1,7 @@
-"""Outputs that stay on the devices of their replicas: a tensor in pieces, which losses take as it is.
+"""Outputs that stay on the devices of their replicas: a tensor in pieces, which losses use directly.
 
-To all else it is the whole tensor, put together on the first device when it is first looked at; from then on losses take that too, since
-it may have been changed. So whatever a script does with it, the numbers are those of one device.
+Any other operation sees the whole tensor, joined on the first device at its first use; from then on losses use that too, since it may have
+changed. So the numbers are always those of one device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Pieces", "are_different_gpus", "in_whole"]
 
 
 class _Joined(torch.autograd.Function):
-    """The tensor in pieces, whose gradients go to these where something takes it without asking, as an autograd function does."""
+    """Joins the pieces and sends gradients to them, for an operation that takes the tensor unasked, such as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, cls: type, shape: Sequence[int], *pieces: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """The whole of pieces that have no gradients, where the tensor has: it was made inside an autograd function, as a checkpoint."""
+    """Joins pieces without gradients although the tensor has them: it was made inside an autograd function, such as a checkpoint."""
 
     @staticmethod
     def forward(ctx: Any, pieces: Pieces) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Pieces(torch.Tensor):
     """A tensor whose rows are on several devices.
 
     Args:
-        pieces: its rows, in their order.
+        pieces: its rows, in order.
 
     >>> halves = Pieces([torch.zeros(2, 3), torch.ones(2, 3)])
     >>> halves.shape, halves.is_in_pieces
@@ -76,7 +76,7 @@ class Pieces(torch.Tensor):
 
     @property
     def is_in_pieces(self) -> bool:
-        """Whether nobody has looked at the whole yet."""
+        """Whether the whole has not been used yet."""
         return self._whole is None and not self._only_it_has_gradients
 
     @property
@@ -90,18 +90,18 @@ class Pieces(torch.Tensor):
 
     @property
     def sizes(self) -> list[int]:
-        """How many rows each piece has."""
+        """The number of rows of each piece."""
         return [len(piece) for piece in self.pieces]
 
     def taken(self) -> tuple[torch.Tensor, ...]:
-        """The pieces, for something whose gradients come to them and not to the whole."""
+        """The pieces, for an operation whose gradients go to them and not to the whole."""
         self._was_taken = True
         return self.pieces
 
     def whole(self) -> torch.Tensor:
-        """It, on the first device."""
+        """The whole tensor, on the first device."""
         if self._whole is None:
-            # in the modes that the model ran in: who looks first may do so under no_grad
+            # in the modes that the model ran in: the first use may be under no_grad
             with torch.inference_mode(self.pieces[0].is_inference()), torch.set_grad_enabled(self.requires_grad):
                 self._whole = _Whole.apply(self) if self._only_it_has_gradients else in_whole(self.pieces)
         return self._whole
@@ -115,9 +115,9 @@ class Pieces(torch.Tensor):
         watched = (args[0],) if function in _WATCHES_GRADIENTS else args[1] if function == torch.autograd.grad else ()
         if any(isinstance(each, Pieces) and each._was_taken for each in watched):
             raise UsageError(
-                f"{function.__name__} on the outputs of a model comes after their loss, whose gradients go to the pieces of them that "
-                "parwrap.data_parallel(gather=False) has left on their devices: take them as a whole before, as by outputs = 1 * outputs, "
-                "or leave gather=False out."
+                f"{function.__name__} on the outputs of a model comes after their loss, whose gradients go to the pieces that "
+                "parwrap.data_parallel(gather=False) has left on their devices: use them as a whole before, as by outputs = 1 * "
+                "outputs, or remove gather=False."
             )
         if function in _LOSSES and all(each.is_in_pieces for each in tree_leaves((args, kwargs)) if isinstance(each, Pieces)):
             loss = _LOSSES[function](function, inspect.signature(function).bind(*args, **kwargs).arguments)
@@ -157,7 +157,7 @@ def _mean_of_elements(function: Callable, given: dict[str, Any]) -> torch.Tensor
 
 
 def _mean_of_labels(function: Callable, given: dict[str, Any]) -> torch.Tensor | None:
-    """A loss whose mean is over the labels that count, by the weights of their classes."""
+    """A loss whose mean is over the counted labels, weighted by their classes."""
     input, target, weight = given["input"], given["target"], given.get("weight")
     if not _plain(given, "weight") or input.dim() < 2 or not target.dim() or len(target) != len(input) or isinstance(weight, Pieces):
         return None
@@ -165,7 +165,7 @@ def _mean_of_labels(function: Callable, given: dict[str, Any]) -> torch.Tensor |
     if reduction != "mean":
         values = _on_each(function, given)
         return Pieces(values) if reduction == "none" else _sum(values)
-    # sums of halves overflow where means would not
+    # sums in half precision overflow where means would not
     half = input.dtype in (torch.float16, torch.bfloat16) and not torch.is_autocast_enabled(input.device.type)
     sums = _on_each(function, {**given, "reduction": "sum"}, torch.Tensor.float if half else None)
     ignored = given.get("ignore_index", -100)
@@ -176,7 +176,7 @@ def _mean_of_labels(function: Callable, given: dict[str, Any]) -> torch.Tensor |
 
 
 def _count(piece: torch.Tensor, label: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> torch.Tensor:
-    """What the sum of a piece's losses is divided by for their mean."""
+    """The divisor of a piece's summed losses for their mean."""
     if label.is_floating_point():  # probabilities of classes
         return torch.tensor(piece.numel() / piece.size(1), device=piece.device)
     counts = label != ignored
@@ -195,7 +195,7 @@ _LOSSES: dict[Callable, Callable[[Callable, dict[str, Any]], torch.Tensor | None
 
 
 def _plain(given: dict[str, Any], *taken: str) -> bool:
-    """Whether the input of a loss is in pieces, its target fits them, and it has no argument that would have to be cut too."""
+    """Whether the input of a loss is in pieces, its target fits them, and no other argument would have to be cut too."""
     input, target = given["input"], given["target"]
     if not isinstance(input, Pieces) or given.get("reduction", "mean") not in ("mean", "sum", "none"):
         return False
@@ -205,7 +205,7 @@ def _plain(given: dict[str, Any], *taken: str) -> bool:
 
 
 def _on_each(function: Callable, given: dict[str, Any], cast: Callable | None = None) -> list[torch.Tensor]:
-    """What ``function`` gives for each piece of its input, with those of the target that belong to it."""
+    """The result of ``function`` for each piece of its input, with the matching piece of the target."""
     pieces = given["input"].taken()
     calls = []
     for piece, label in zip(pieces, _like(given["target"], given["input"]), strict=True):
@@ -219,7 +219,7 @@ _CUT = ("input", "target")
 
 
 def _like(target: torch.Tensor, input: Pieces) -> Sequence[torch.Tensor]:
-    """The pieces of ``target`` that belong to those of ``input``."""
+    """The pieces of ``target`` that match those of ``input``."""
     if isinstance(target, Pieces):
         return target.taken()
     return [part.to(piece.device) for part, piece in zip(target.split(input.sizes), input.pieces, strict=True)]
@@ -237,7 +237,7 @@ def in_whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def are_different_gpus(devices: Sequence[torch.device]) -> bool:
-    """Whether torch's own scatter and gather serve them.
+    """Whether torch's own scatter and gather support them.
 
     >>> are_different_gpus([torch.device("cuda", 0), torch.device("cuda", 0)])
     False

@@ -1,7 +1,7 @@
-"""The averagers that are in use, numbered alike on all ranks: finding the one of a set of parameters, or building it.
+"""The averagers in use, numbered alike on all ranks: finds the averager of a set of parameters, or builds it.
 
-Every rank builds the same ones in the same order. So does a rank that has left the training loop, with tensors that stand in for those that
-it does not have, and can take part in the others' backwards. When to agree on a set is left to ``call_sites.py``.
+Every rank builds the same ones in the same order. A rank that has left the training loop builds them with stand-in tensors, so that it can
+take part in the others' backwards. ``call_sites.py`` decides when to agree on a set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from parwrap.coordination.call_site import warn
 from parwrap.group.group import Group
 from parwrap.loop.loop_state import Loop
-from parwrap.strategies.common.agreement import Described, View, alike, checksums, differing, is_stand_in
+from parwrap.strategies.common.agreement import Described, SiteReport, alike, checksums, differing, is_stand_in
 from parwrap.strategies.common.same_values import BUILT_APART, take_values
 from parwrap.strategies.common.state_transfer import take_state
 from parwrap.strategies.ddp.following import Following
@@ -31,12 +31,12 @@ class AveragerRegistry:
     Args:
         group: the process group.
         loop: what the training loop has done so far.
-        options: gives what each ``Reducer`` shall get, such as ``bucket_cap_mb``.
+        options: returns the options of each ``Reducer``, such as ``bucket_cap_mb``.
         unaveraged: notes which gradients are averages.
-        while_taking: makes what is held while state is taken over.
+        while_taking: makes the context in which state is taken over.
 
     Attributes:
-        following: keeps weights the same that a script changes by itself.
+        following: synchronizes weights that a script changes directly.
     """
 
     def __init__(
@@ -63,63 +63,63 @@ class AveragerRegistry:
         return frozenset().union(*(averager.ids for averager in self._all.values()))
 
     def drop(self, number: int) -> None:
-        """Let go of that one."""
+        """Drop that averager."""
         self.keep(self._all.keys() - {number})
 
     def keep(self, numbers: Collection[int]) -> None:
-        """Let go of all but ``numbers``."""
+        """Drop all but ``numbers``."""
         self._all = {number: averager for number, averager in self._all.items() if number in numbers}
         self._shared = {number: which for number, which in self._shared.items() if number in numbers}
 
     def agree(
         self,
-        views: Mapping[int, View],
+        reports: Mapping[int, SiteReport],
         used: Collection[int],
         owned: Mapping[tuple[int, int], torch.Tensor],
         others: list[torch.Tensor],
         bare: list[torch.Tensor],
     ) -> tuple[GradientAverager | None, dict[int, torch.Tensor]]:
-        """The averager of what any rank reaches, and the leaf tensors in it that are no ``nn.Parameter``; the same on all ranks.
+        """The averager of the parameters that any rank reaches, and its leaf tensors that are no ``nn.Parameter``; the same on all ranks.
 
         Args:
-            views: of the ranks, by rank.
-            used: the numbers of the averagers that are used elsewhere too; the others are let go of.
+            reports: the ranks' reports, by rank.
+            used: the numbers of the averagers that other sites use too; the others are dropped.
             owned: this rank's parameters of optimizers, by number.
             others: its parameters that no optimizer owns.
             bare: its leaf tensors that are no ``nn.Parameter``.
         """
-        described = {number: each for view in views.values() for number, each in view.owned.items()}
+        described = {number: each for report in reports.values() for number, each in report.owned.items()}
         union = sorted(described)
         agreed = [*(self.own(number, described[number], owned) for number in union), *others]
-        self._take_same_values([agreed[place] for place in differing(views.values(), union)], len(agreed), min(views))
-        made_alike = [bare[place] for place in alike(views.values())]
-        if not (agreed or made_alike or any(view.owns for view in views.values())):
+        self._take_same_values([agreed[place] for place in differing(reports.values(), union)], len(agreed), min(reports))
+        made_alike = [bare[place] for place in alike(reports.values())]
+        if not (agreed or made_alike or any(report.owns for report in reports.values())):
             return None, {}
-        varies = any(len(view.owned) < len(union) for view in views.values())
-        sparsely = [all(number in view.sparse for view in views.values() if number in view.owned) for number in union]
+        varies = any(len(report.owned) < len(union) for report in reports.values())
+        sparsely = [all(number in report.sparse for report in reports.values() if number in report.owned) for number in union]
         sparse = frozenset(id(p) for p, is_sparse in zip(agreed, sparsely, strict=False) if is_sparse)
-        # sites that reach the same share an averager; which those are must be found alike by a rank that has stand-ins
+        # sites with the same parameters share an averager; a rank with stand-ins must find the same ones
         kinds = tuple((number, described[number].kind) for number in union)
-        which = None if others or made_alike or varies else (kinds, tuple(sparsely), next(iter(views.values())).generation)
+        which = None if others or made_alike or varies else (kinds, tuple(sparsely), next(iter(reports.values())).generation)
         averager = self.build([*agreed, *made_alike], sparse, varies, which)
-        averager.buffers_move = any(view.buffers for view in views.values())
+        averager.buffers_move = any(report.buffers for report in reports.values())
         self.keep({averager.number, *used})
         return averager, {id(leaf): leaf for leaf in made_alike}
 
     def own(self, number: tuple[int, int], described: Described, owned: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
-        """This rank's parameter of that number; where it has none like it (frozen, or not built), one that stands in for it."""
+        """This rank's parameter of that number, or a stand-in if it has none like it (frozen, or not built)."""
         mine = owned.get(number)
         if mine is None or (tuple(mine.shape), mine.dtype) != described.kind:
             return described.stand_in(self._group.device)
         return mine
 
-    def stand_ins(self, view: View) -> tuple[Mapping[tuple[int, int], torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """What a rank that has left has in the place of what another describes in ``view``."""
-        others, bare = ([each.stand_in(self._group.device) for each in tensors] for tensors in (view.others, view.bare))
-        return {number: p for number, p in self._loop.once_owned().items() if p.requires_grad}, others, bare  # DDP passes over frozen ones
+    def stand_ins(self, report: SiteReport) -> tuple[Mapping[tuple[int, int], torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """The stand-ins of a rank that has left, for the tensors in another rank's ``report``."""
+        others, bare = ([each.stand_in(self._group.device) for each in tensors] for tensors in (report.others, report.bare))
+        return {number: p for number, p in self._loop.once_owned().items() if p.requires_grad}, others, bare  # DDP skips frozen ones
 
     def _take_same_values(self, different: list[torch.Tensor], total: int, source: int) -> None:
-        """Take rank ``source``'s values of parameters that the ranks have built ``different``."""
+        """Copy rank ``source``'s values of the parameters that the ranks have built ``different``."""
         if not different:
             return
         apart = take_values(different, source, self._group)
@@ -127,14 +127,14 @@ class AveragerRegistry:
             self.following.drifted()
         elif apart:
             warn(
-                f"parwrap: {len(different)} of {total} parameters have different values on different ranks; rank {source}'s are taken. "
+                f"parwrap: {len(different)} of {total} parameters have different values on different ranks; rank {source}'s are used. "
                 f"{BUILT_APART}"
             )
         if apart and self._loop.backwards:
-            self.take_state(source)  # they have drifted apart, and so has what the optimizers keep
+            self.take_state(source)  # they have drifted apart, and so has the optimizers' state
 
     def build(self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool, which: Any = None) -> GradientAverager:
-        """An averager of ``parameters``; the one that is in use, if it is of ``which`` and that says all about them."""
+        """An averager of ``parameters``: the existing one, if it has the same ``which`` and covers everything about them."""
         shared = next((number for number, known in self._shared.items() if known == which), None)
         if shared is not None:
             return self._all[shared]
@@ -145,26 +145,28 @@ class AveragerRegistry:
         return self._all[self._built]
 
     def compare_at_end(self) -> None:
-        """All ranks leave: have rank 0's weights everywhere if a rank has taken steps of its own."""
+        """All ranks leave: copy rank 0's weights to all ranks if a rank has made separate steps."""
         owned = self._loop.once_owned()
         mine = dict(zip(owned, checksums(owned.values()), strict=True))
         gathered = self._group.share("weights at the end", mine, range(self._group.world.size)).values()
         different = [number for number, value in mine.items() if any(each.get(number, value) != value for each in gathered)]
-        # all ranks do this alike, whichever of the parameters they know
+        # all ranks do this alike, whichever of the parameters they have
         if any(len({each[number] for each in gathered if number in each}) > 1 for number in set().union(*gathered)):
             warn(
-                f"parwrap: {len(different)} parameters have different values on different ranks in the end, though their gradients were "
-                "averaged: an optimizer has stepped, or weights or a learning rate were changed, by a decision of one rank alone, such as "
-                "random.random() or its part of the loss. Rank 0's are taken. Have parwrap.broadcast(decision) decide for all."
+                f"parwrap: {len(different)} parameters have different values on different ranks at the end, though their gradients were "
+                "averaged: an optimizer has stepped, or weights or a learning rate were changed, by a decision of one rank alone, such "
+                "as random.random() or its part of the loss. Rank 0's are used. Use parwrap.broadcast(decision) to decide for all."
                 if self._loop.backwards
-                else f"parwrap: {len(different)} parameters have different values on different ranks in the end, and no gradient was "
-                "averaged: they were built differently, or changed by each rank alone. Rank 0's are taken. Seed before they are built, and "
-                "average what changes them: parwrap.reduce_mean(change)."
+                else (
+                    f"parwrap: {len(different)} parameters have different values on different ranks at the end, and no gradient was "
+                    "averaged: they were built differently, or changed by each rank alone. Rank 0's are used. Seed before they are "
+                    "built, and average the changes: parwrap.reduce_mean(change)."
+                )
             )
             self.take_state(0)
 
     def take_state(self, source: int, takes: bool = True) -> None:
-        """Take over the state of rank ``source``, if this rank ``takes`` it; called on all ranks."""
+        """Copy the state of rank ``source``, if this rank ``takes`` it; called on all ranks."""
         averaged = {(each.number, place): p for each in self._all.values() for place, p in enumerate(each.parameters)}
         with self._while_taking():
             take_state(self._group, self._loop, {where: p for where, p in averaged.items() if not is_stand_in(p)}, source, takes)

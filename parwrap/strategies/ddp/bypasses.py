@@ -1,7 +1,7 @@
-"""What goes around ``backward``, and would train each rank on gradients of its own: named at its first use.
+"""Updates that bypass ``backward`` and would use each rank's own gradients: reported at their first use.
 
-``torch.autograd.grad`` with updates by hand, and an optimizer that steps while a backward still runs. ``nn.DataParallel``, which
-would take the devices of other ranks, becomes a wrapper that does nothing. Nothing here averages anything.
+These are ``torch.autograd.grad`` with manual updates, and an optimizer that steps while a backward still runs. ``nn.DataParallel``, which
+would take the devices of other ranks, becomes a wrapper without effect. Nothing here averages anything.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["Bypasses"]
 GRAD = "torch.autograd.grad"
 
 MOST_SITES = 64
-"""A script that makes a new call site for every step must not fill the memory."""
+"""Limit of call sites, so that a script with a new one for every step does not fill the memory."""
 
 _TORCH = str(torch.__file__).removesuffix("__init__.py")
 
 
 MOST_REPLACED = 8
-"""A place where so many leaf tensors in a row were seen once and never again asks for gradients of inputs."""
+"""A place where so many leaf tensors in a row were seen only once asks for gradients of inputs."""
 
 
 @dataclass
@@ -42,12 +42,12 @@ class _Site:
     """One place in the script that calls ``torch.autograd.grad`` for leaf tensors.
 
     Attributes:
-        leaves: what it asked for when they were first seen.
+        leaves: the leaf tensors when they were first seen.
         before: their checksums then.
         batch: the number of the batch then.
-        visits: since then.
-        replaced: how many leaves in a row were not seen again.
-        known: whether there is nothing to find out any more.
+        visits: the number of visits since then.
+        replaced: the number of leaves in a row that were not seen again.
+        known: whether the site needs no more checks.
     """
 
     leaves: tuple[weakref.ref[torch.Tensor], ...] = ()
@@ -58,7 +58,7 @@ class _Site:
     known: bool = False
 
     def begin(self, leaves: list[torch.Tensor], batch: int) -> None:
-        """Other leaves than before, or the same after all that is known of them has changed."""
+        """Start over with other leaves, or with the same ones after all of them have changed."""
         self.replaced = self.replaced + 1 if self.visits == 1 else 0
         self.known = self.replaced > MOST_REPLACED
         self.leaves, self.before = tuple(map(weakref.ref, leaves)), _checksums(leaves)
@@ -66,7 +66,7 @@ class _Site:
 
 
 class Bypasses(Interceptor):
-    """Raises where an update would be made with gradients that are not averaged.
+    """Raises where an update would use gradients that are not averaged.
 
     Args:
         group: the ranks.
@@ -83,7 +83,7 @@ class Bypasses(Interceptor):
         """``torch.autograd.grad`` is asked for the gradients of ``leaves``.
 
         Raises:
-            UsageError: they were changed since the last time, to something else on each rank.
+            UsageError: they were changed since the last time, differently on each rank.
         """
         if is_alone() or _called_by_torch():
             return
@@ -98,15 +98,15 @@ class Bypasses(Interceptor):
 
     def _look(self, site: _Site, leaves: list[torch.Tensor]) -> None:
         if self._loop.evaluations and self._loop.backwards:
-            site.leaves = ()  # all ranks look at the same data, so that what becomes of it tells nothing
+            site.leaves = ()  # all ranks read the same data, so that their changes prove nothing
             return
         if len(leaves) != len(site.leaves) or any(known() is not leaf for known, leaf in zip(site.leaves, leaves, strict=True)):
             site.begin(leaves, self._loop.batches)
             return
         site.visits += 1
-        # a parameter is there from batch to batch; an input, an attack on one or a latent of one is changed by hand within a batch
+        # a parameter exists from batch to batch; an input, an attack on one or a latent of one is changed by hand within a batch
         lasting = [isinstance(leaf, nn.Parameter) or self._loop.batches > site.batch for leaf in leaves]
-        # all ranks come here alike; where nothing was changed yet, as while gradients are accumulated, ever more rarely
+        # all ranks come here alike; if nothing was changed yet, as while gradients are accumulated, ever more rarely
         if not any(lasting) or not worth_a_look(site.visits):
             return
         views = self._group.exchange(GRAD, (site.before, _checksums(leaves))).values()
@@ -116,7 +116,7 @@ class Bypasses(Interceptor):
         if now != before:
             site.known = True
             if self._loop.evaluations and not self._loop.backwards:
-                # trained by hand in a pass of which every rank sees all; the next one is shared out, and will tell
+                # manual updates in a pass that every rank reads whole; the next pass is split, and will show them
                 self._loop.ran_backward()
                 site.known = False
 
@@ -127,9 +127,9 @@ class Bypasses(Interceptor):
                 "the start. Seed before they are built, or build them inside the decorated function."
             )
         raise UsageError(
-            f"the parameters that torch.autograd.grad at {location()} asks gradients for were changed to other values on each rank: what "
-            "it returns is of this rank's loss alone, since only backward() averages. Average before the update: "
-            "grads = parwrap.reduce_mean(grads), or call loss.backward() and use .grad."
+            f"the parameters that torch.autograd.grad at {location()} asks gradients for were changed to different values on different "
+            "ranks: its results are of this rank's loss alone, since only backward() averages. Average before the update: grads = "
+            "parwrap.reduce_mean(grads), or call loss.backward() and use .grad."
         )
 
     @intercepts
@@ -148,17 +148,18 @@ class Bypasses(Interceptor):
 
     @intercepts
     def data_parallel(self, instance: nn.DataParallel, module: nn.Module, build: Callable[[Any], None]) -> None:
-        """``nn.DataParallel`` on this rank's device alone, whichever the script names."""
+        """``nn.DataParallel`` on this rank's device alone, whichever devices the script names."""
         if self._group.device.type == "cuda":
             build([self._group.device.index])
             return
-        # what torch does itself where there is no GPU; where there are some, it would move the module there
+        # as torch does without a GPU; with some, it would move the module there
         nn.Module.__init__(instance)
         instance.module, instance.device_ids = module, []
 
 
 def _called_by_torch() -> bool:
-    """Whether torch asks itself, as in a compilation or a functional transform; frames 0 to 2 are this, ``grad`` and the patch's."""
+    """Whether torch itself asks, as in a compilation or a functional transform; frames 0 to 2 are this function, ``grad`` and the
+    patch's."""
     frame = sys._getframe(3)
     while frame.f_back is not None and "wrapt" in frame.f_code.co_filename:
         frame = frame.f_back

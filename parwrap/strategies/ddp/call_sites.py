@@ -1,7 +1,7 @@
 """The call sites of backward in the user's script, and how the ranks agree on the parameters that one reaches.
 
-A parameter that a site never reaches is in no set of that site, so its ``grad`` stays ``None`` as in a single process. Building and sharing
-the averagers of agreed sets is left to ``averagers.py``.
+A parameter that a site never reaches is in no set of that site, so its ``grad`` stays ``None`` as in a single process. ``averagers.py``
+builds and shares the averagers of agreed sets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from parwrap.coordination.sync_points import BACKWARD, FIRST_BACKWARD
 from parwrap.group.group import Group
 from parwrap.intercept.backward import Backward
 from parwrap.loop.loop_state import Loop
-from parwrap.strategies.common.agreement import View, described, refuse_different_parameters
+from parwrap.strategies.common.agreement import SiteReport, described, refuse_different_parameters
 from parwrap.strategies.common.autograd_graph import reached, reenters, sparsely_used
 from parwrap.strategies.ddp.averagers import AveragerRegistry
 from parwrap.strategies.ddp.gradient_averager import GradientAverager
@@ -25,27 +25,27 @@ from parwrap.strategies.ddp.gradient_averager import GradientAverager
 __all__ = ["SETTLING", "CallSite", "CallSites"]
 
 SETTLING = 2
-"""Visits at which the ranks agree anew. The second tells a hand-made parameter, which is reached again, from an input."""
+"""Visits at which the ranks agree again. The second separates a hand-made parameter, which is reached again, from an input."""
 
 MOST_SITES = 64
-"""A script that makes a new call site for every step must not fill the memory with buckets."""
+"""Limit of call sites, so that a script with a new one for every step does not fill the memory with buckets."""
 
 
 @dataclass
 class CallSite:
-    """What is known of one place in the script that calls backward.
+    """The state of one place in the script that calls backward.
 
     Attributes:
-        visits: how often it was visited since the ranks last agreed from the start.
-        generation: the loop's, when the ranks agreed.
-        averager: of the parameters that it reaches; ``None`` where there is nothing to train.
-        trail: the lines that lead there, by which other ranks know it.
-        sync_point: of its next backward.
+        visits: the number of visits since the ranks last agreed from the start.
+        generation: the loop's generation when the ranks agreed.
+        averager: the averager of the parameters that it reaches; ``None`` if it trains nothing.
+        trail: the lines of code that lead there, which identify it on other ranks.
+        sync_point: the sync point of its next backward.
         bare: the leaf tensors among those parameters that are no ``nn.Parameter``, by id.
         frozen: parameters of optimizers that were frozen then.
         nested_on_any_rank: whether backwards run inside it, on any rank.
-        nested_here: whether this rank has run some inside it, which its graph need not show.
-        remakes: whether its parameters are leaf tensors that the script makes anew for each step.
+        nested_here: whether this rank has run some inside it, which its graph may not show.
+        remakes: whether its parameters are leaf tensors that the script makes again for each step.
     """
 
     visits: int = 0
@@ -60,7 +60,7 @@ class CallSite:
     remakes: bool = False
 
     def restart(self) -> None:
-        """The ranks agree from the start at its next visit."""
+        """Make the ranks agree from the start at its next visit."""
         self.averager, self.visits = None, 0
 
 
@@ -69,8 +69,8 @@ class CallSites(dict[tuple, CallSite]):
 
     Args:
         group: the ranks.
-        loop: numbers the parameters.
-        averagers: those that are in use.
+        loop: the loop state, which numbers the parameters.
+        averagers: the averagers in use.
     """
 
     def __init__(self, group: Group, loop: Loop, averagers: AveragerRegistry) -> None:
@@ -82,13 +82,13 @@ class CallSites(dict[tuple, CallSite]):
         return [site for site in self.values() if site.averager is averager]
 
     def drop(self, averager: GradientAverager) -> None:
-        """Let go of ``averager``, on all ranks: they agree anew at its sites."""
+        """Drop ``averager``, on all ranks: they agree again at its sites."""
         for site in self.of(averager):
             site.restart()
         self._averagers.drop(averager.number)
 
     def add(self, key: tuple) -> CallSite:
-        """A new site; the oldest makes room for it."""
+        """Add a site; the oldest makes room for it."""
         if len(self) >= MOST_SITES:
             del self[next(iter(self))]
         return self.setdefault(key, CallSite())
@@ -97,7 +97,7 @@ class CallSites(dict[tuple, CallSite]):
         """Agree with the other ranks on the parameters that ``call`` reaches at ``site``."""
         afresh = site.visits == 0 or site.generation != self._loop.generation
         known = () if afresh or site.averager is None else site.averager.parameters
-        # not by who is alive: whether an optimizer in a cycle of garbage still is differs between ranks
+        # not by live objects: an optimizer in a garbage cycle may be alive on some ranks only
         owned = {number: p for number, p in sorted(self._loop.once_owned().items()) if p.requires_grad}
         number_of = {id(p): number for number, p in owned.items()}
         leaves = {id(leaf): leaf for leaf in (*reached(call.roots), *call.existing_grads)}
@@ -114,7 +114,7 @@ class CallSites(dict[tuple, CallSite]):
         if remade:
             bare = list(reversed(leaves.values()))
         place, site.trail = location(), trail()
-        view = View(
+        report = SiteReport(
             place,
             site.trail,
             owned=dict(zip((number_of[id(p)] for p in numbered), described(numbered), strict=True)),
@@ -128,31 +128,31 @@ class CallSites(dict[tuple, CallSite]):
             buffers=afresh or (site.averager is not None and site.averager.buffers.moves()),
         )
         self._group.synchronize(FIRST_BACKWARD)
-        views, used = self._gathered_views(view, site)
-        refuse_different_parameters(views)
-        site.averager, site.bare = self._averagers.agree(views, used, owned, others, bare)
+        reports, used = self._gathered_reports(report, site)
+        refuse_different_parameters(reports)
+        site.averager, site.bare = self._averagers.agree(reports, used, owned, others, bare)
         site.generation = self._loop.generation
         site.visits = 0 if afresh else site.visits
-        site.nested_on_any_rank = any(each.reenters for each in views.values())
+        site.nested_on_any_rank = any(each.reenters for each in reports.values())
         site.remakes = remade and bool(site.bare)
         site.sync_point = SyncPoint(BACKWARD, place, site.averager.number) if site.averager else None
         site.frozen = tuple(p for p in self._loop.owned().values() if not p.requires_grad)
 
     @torch.inference_mode(False)
     def answer_agreement(self, detail: int, present: list[int]) -> None:
-        """Others agree on a site, and this rank has left: it only gets to know their averager."""
-        views, used = self._gathered_views(None)
-        theirs = next(iter(views.values()))
-        averager, _ = self._averagers.agree(views, used, *self._averagers.stand_ins(theirs))
+        """Others agree on a site, and this rank has left: it only learns their averager."""
+        reports, used = self._gathered_reports(None)
+        theirs = next(iter(reports.values()))
+        averager, _ = self._averagers.agree(reports, used, *self._averagers.stand_ins(theirs))
         for site in self.values():
-            # this rank has been there too, and need not ask again when it comes back
+            # this rank has been there too, and need not ask again when it returns
             if averager and site.sync_point and site.trail == theirs.trail and site.generation == theirs.generation:
                 site.averager, site.visits = averager, theirs.visits + 1
                 site.sync_point = SyncPoint(BACKWARD, theirs.location, averager.number)
 
-    def _gathered_views(self, mine: View | None, here: CallSite | None = None) -> tuple[dict[int, View], set[int]]:
-        """The views of those who are in a backward, and the numbers of the averagers that any rank uses elsewhere than ``here``."""
+    def _gathered_reports(self, mine: SiteReport | None, here: CallSite | None = None) -> tuple[dict[int, SiteReport], set[int]]:
+        """The reports of the ranks in a backward, and the numbers of the averagers that any rank uses elsewhere than ``here``."""
         used = {site.averager.number for site in self.values() if site.averager and site is not here}
         gathered = self._group.share(FIRST_BACKWARD, (mine, used), range(self._group.world.size))
-        views = {rank: view for rank, (view, _) in gathered.items() if view is not None}
-        return views, set().union(*(used for _, used in gathered.values()))
+        reports = {rank: report for rank, (report, _) in gathered.items() if report is not None}
+        return reports, set().union(*(used for _, used in gathered.values()))

@@ -1,7 +1,7 @@
-"""Gradients in fewer bytes: what a reducer sends in the place of a bucket, by torch's own communication hooks.
+"""Sends gradients in fewer bytes: replaces a reducer's buckets by means of torch's communication hooks.
 
-The facts that travel with the gradients, such as how much a rank counts, must arrive as they were sent. They are taken out of their bucket
-and summed by themselves, in full precision.
+The facts that travel with the gradients, such as a rank's weight, must arrive exactly. They are taken out of their bucket and summed
+separately, in full precision.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from parwrap.strategies.ddp.sparse_gradients import average_sparse
 __all__ = ["Compressed", "compressed"]
 
 START = 2
-"""Backwards of a set of parameters before PowerSGD begins: DDP puts its buckets together anew after the first."""
+"""Backwards of a set of parameters before PowerSGD begins, because DDP rebuilds its buckets after the first."""
 
 EPSILON = 1e-8
-"""What is added to the norm of a column, which is 0 where no rank has a gradient."""
+"""Added to the norm of a column, which is 0 if no rank has a gradient."""
 
 SPARK = 1e-6
-"""By this part of the largest number a factor of PowerSGD is kept from 0, which it would never leave again."""
+"""A factor of PowerSGD is kept at least this part of the largest number away from 0, which it could never leave."""
 
 
 def compressed(options: Options) -> Callable[[torch.Tensor], Compressed] | None:
-    """Makes what sends the buckets of one reducer, given the parameter whose gradient are the facts; ``None`` if all is sent as it is."""
+    """Makes the sender of one reducer's buckets, given the parameter whose gradient holds the facts; ``None`` without compression."""
     if options.compress is None:
         return None
     return lambda facts: Compressed(options.compress, facts, options.powersgd_rank)
@@ -44,8 +44,8 @@ class Compressed:
 
     Args:
         compress: ``"bf16"``, ``"fp16"`` or ``"powersgd"``.
-        facts: the parameter whose gradient is sent as it is.
-        rank: of the matrices that PowerSGD sends.
+        facts: the parameter whose gradient is sent unchanged.
+        rank: the rank of the matrices that PowerSGD sends.
     """
 
     def __init__(self, compress: Any, facts: torch.Tensor, rank: int) -> None:
@@ -54,8 +54,8 @@ class Compressed:
         half: dict[str, Any] = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
         self._hook: Callable[[dist.GradBucket], Future] = partial(half[compress], None) if compress in half else _PowerSGD(rank)
 
-    def send(self, state, bucket):  # DDP compares annotations with classes, and here they would be strings
-        """The hook: starts to send ``bucket``, and gives what will be its average over the ranks."""
+    def send(self, state, bucket):  # DDP compares annotations with classes, but here they would be strings
+        """The hook: starts to send ``bucket``, and returns a future of its average over the ranks."""
         if bucket.buffer().layout != torch.strided:
             return average_sparse(bucket)
         views = zip(bucket.parameters(), bucket.gradients(), strict=True)
@@ -77,15 +77,15 @@ class Compressed:
     def _started(self, bucket: dist.GradBucket) -> Future:
         sent = self._hook(bucket)
         if self._in_order:
-            # it goes on to send from another thread, and ranks must not differ in what comes first, this or the next bucket
+            # it continues sending from another thread, and ranks must not differ in the order of this bucket and the next
             sent.wait()
         return sent
 
 
 class _PowerSGD:
-    """Vogels et al. (2019): send matrices of a low rank for each gradient, and add the error to the next gradient.
+    """Vogels et al. (2019): sends low-rank matrices for each gradient, and adds the error to the next gradient.
 
-    The errors are kept in the order of the buckets, so each reducer has its own.
+    Errors are kept in the order of the buckets, so each reducer has separate ones.
     """
 
     def __init__(self, rank: int) -> None:
@@ -99,7 +99,7 @@ class _PowerSGD:
         return powerSGD_hook(self._state, bucket)
 
     def _mend(self, index: int) -> None:
-        """Keep what is remembered from being stuck: at 0 after a step without a gradient, or at what is not finite after an overflow."""
+        """Reset the stored state where it is stuck: at 0 after a step without a gradient, or at non-finite values after an overflow."""
         if (error := self._state.error_dict.get(index)) is not None:
             error.nan_to_num_(0.0, 0.0, 0.0)
         if (factor := self._state.q_memory_dict.get(index)) is not None and factor.numel():

@@ -1,8 +1,8 @@
 """Data parallelism: every rank holds the model, and each backward leaves the average gradient in ``.grad``.
 
-This file is the regular step: look up what the backward's call site reaches, enter the sync point, run the backward, check that it was a
-regular one on all ranks. The averaging is in ``gradient_averager.py``. What is rare is left to ``call_sites.py`` (ranks agree on a new
-site) and ``recovery.py`` (a rank has reported something, or takes part without a backward).
+This file is the regular step: look up the parameters of the backward's call site, enter the sync point, run the backward, check that it was
+regular on all ranks. ``gradient_averager.py`` does the averaging. Rare cases are left to ``call_sites.py`` (ranks agree on a new site) and
+``recovery.py`` (a rank has reported something, or takes part without a backward).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DDP(Strategy):
         self._unexpected = UnexpectedGradients(group, loop, self._sites, self._averagers, self.unaveraged)
         self._recovery = Recovery(group, self._sites, self._averagers, self.unaveraged, self._unexpected)
         with torch.inference_mode(False), torch.enable_grad():
-            # autograd runs nodes of the same age in any order, and those of signals have the age 0: the script's are to be newer
+            # autograd runs nodes of the same age in any order, and signal nodes have age 0: the script's nodes must be newer
             torch.zeros((), requires_grad=True).sum()
         self._coordinator.answer(MOVING, lambda detail, present: None)
         self._coordinator.answer(FIRST_BACKWARD, self._sites.answer_agreement)
@@ -67,7 +67,7 @@ class DDP(Strategy):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call`` and average what it leaves in the gradients."""
+        """Run ``call`` and average the gradients that it leaves."""
         alone = bool(self._group.alone_in)
         if not alone and self._threads.thread is not current_thread():
             self._threads.enter(self._running)
@@ -86,7 +86,7 @@ class DDP(Strategy):
         self._loop.ran_backward()
 
     def _average(self, call: Backward) -> None:
-        # look up the averager of what this call site reaches
+        # look up the averager of this call site
         site = self._sites.get(key := call_site()) or self._sites.add(key)
         self._loop.look_for_parameters()
         if self._coordinator.number >= self._averagers.following.due:
@@ -101,7 +101,7 @@ class DDP(Strategy):
         weighted = call.weight is None and self._loop.weights.drawn
         if weighted:
             call, weight = self._weighted(call)
-        if averager is None or sync_point is None:  # nothing to train here
+        if averager is None or sync_point is None:  # this site trains nothing
             call.run()
             return
         run: Callable[[Backward, float], None] = averager.run
@@ -135,21 +135,22 @@ class DDP(Strategy):
             self._coordinator.through()
 
     def _weighted(self, call: Backward) -> tuple[Backward, float]:
-        """``call`` multiplied by how much this rank's part of its batch counts, and that weight."""
+        """``call`` multiplied by the weight of this rank's part of its batch, and that weight."""
         weight, loss_factor, *_ = self._loop.weights.find(lambda: leading_sizes(call.tensors))
         scale = weight * loss_factor
         return (call.scaled(scale) if scale != 1.0 else call), weight
 
     def _then_average(self, call: Backward, site: CallSite, averager: GradientAverager) -> Callable[[Backward, float], None]:
-        """How to run ``call`` where gradients cannot be averaged while it runs."""
+        """How to run ``call`` if gradients cannot be averaged while it runs."""
         if site.remakes:
             averager.stand_for(reversed(reached(call.roots)))
         return averager.run_then_average
 
     def _answer(self, take_part: Callable[[GradientAverager, Share], None], number: int, present: list[int]) -> Callable[[], bool]:
-        """Others run a backward, and this rank waits for something else; returns what tells afterwards whether it has missed nothing."""
+        """Others run a backward, and this rank waits for something else; returns a function that tells afterwards whether it missed
+        nothing."""
         share = self.share()
-        self._running = True  # the backward in it is none of the user's
+        self._running = True  # the backward in it is not the user's
         try:
             goes_on = self._recovery.answer(number, take_part, share)
         finally:
@@ -160,7 +161,7 @@ class DDP(Strategy):
     def interceptors(self) -> list[Interceptor]:
         in_step = InStep(self._group, self._loop)
         self._loop.looking = in_step.evaluation_begins
-        # in a step gradients are averaged first: after that Zero1 hides some
+        # in a step gradients are averaged first, because Zero1 hides some afterwards
         return [self.unaveraged, self, in_step, Bypasses(self._group, self._loop)]
 
     def described(self) -> str:
@@ -172,7 +173,7 @@ class DDP(Strategy):
 
     @intercepts
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
-        """Give the parameters of ``module`` another device or dtype, once no rank trains them as they are any more."""
+        """Give the parameters of ``module`` another device or dtype, once no rank trains the old ones any more."""
         if not is_alone() and any(id(p) in self._averagers.ids() for p in module.parameters()):
             self._group.synchronize(MOVING)
         moved = apply()
@@ -181,18 +182,18 @@ class DDP(Strategy):
 
     @intercepts
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has stepped, so no graph of before is needed any more."""
+        """``optimizer`` has stepped, so earlier graphs are no longer needed."""
         if self._recovery.late_buffers:
             self._recovery.settle_buffers()
 
     def leave(self, returns: bool) -> None:
-        """All ranks have come to the end together."""
+        """All ranks have reached the end together."""
         self._threads.check()
         self._recovery.settle_buffers()
         self._averagers.compare_at_end()
 
     def close(self) -> None:
-        """Let go of the user's parameters: every hook on them is removed."""
+        """Release the user's parameters: remove every hook on them."""
         self._unexpected.unwatch()
         self._sites.clear()
         self._loop.drew = lambda: None
@@ -204,9 +205,9 @@ class DDP(Strategy):
         return self._loop.generation
 
     def take_state(self, source: int, takes: bool = True) -> None:
-        """Take over the state of rank ``source``, if this rank ``takes`` it; called on all ranks."""
+        """Copy the state of rank ``source``, if this rank ``takes`` it; called on all ranks."""
         self._averagers.take_state(source, takes)
 
     def _catching_up(self) -> AbstractContextManager[None]:
-        """Held while another rank's state is taken over."""
+        """Open while another rank's state is copied."""
         return nullcontext()

@@ -1,6 +1,7 @@
-"""Parameters take part in a backward with nothing: for those that this rank's loss does not reach, so that no other rank waits for them.
+"""Makes parameters take part in a backward without a gradient: those that this rank's loss does not reach, so that no other rank waits for
+them.
 
-Which parameters, and when, is left to ``gradient_averager.py``.
+``gradient_averager.py`` decides which parameters, and when.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from parwrap.torch_private.autograd import tensor_hooks
 __all__ = ["send_nothing", "send_nothing_once"]
 
 TWICE = "Expected to mark a variable ready only once"
-"""What torch says of a parameter that has taken part in a backward already."""
+"""Torch's error for a parameter that has taken part in a backward already."""
 
 BACKWARD = torch.autograd.backward
-"""torch's own, which is none of the user's calls."""
+"""Torch's own function, which bypasses the patches of the user's calls."""
 
 
 class _Nothing(torch.autograd.Function):
-    """Makes parameters take part in a backward with no gradient of their own."""
+    """Makes parameters take part in a backward without a gradient."""
 
     @staticmethod
     def forward(ctx: Any, sparse: frozenset[int], *parameters: torch.Tensor) -> torch.Tensor:
@@ -35,12 +36,12 @@ class _Nothing(torch.autograd.Function):
 
 
 def send_nothing(parameters: Sequence[torch.Tensor], sparse: frozenset[int], *roots: torch.Tensor) -> None:
-    """Have ``parameters``, frozen ones too, take part in a backward of ``roots`` with nothing.
+    """Make ``parameters``, including frozen ones, take part in a backward of ``roots`` without a gradient.
 
     Args:
         parameters: leaf tensors.
         sparse: the ids of those that get sparse gradients.
-        roots: what else the backward starts from.
+        roots: the other roots of the backward.
     """
     frozen = [p for p in parameters if not p.requires_grad]
     for p in frozen:
@@ -55,7 +56,8 @@ def send_nothing(parameters: Sequence[torch.Tensor], sparse: frozenset[int], *ro
 
 
 def send_nothing_once(parameters: Sequence[torch.Tensor], sparse: frozenset[int], *roots: torch.Tensor) -> bool:
-    """Like :func:`send_nothing`, without the hooks of the tensors, which may raise; returns false if they have taken part already."""
+    """Like :func:`send_nothing`, without the hooks of the tensors, which may raise; returns false if the tensors have taken part
+    already."""
     hooks = [(each, dict(each)) for p in parameters if (each := tensor_hooks(p))]
     for each, _ in hooks:
         each.clear()

@@ -1,9 +1,9 @@
-"""Weights that a script changes to other values on each rank, as by noise (SGLD) or by a learning rate: rank 0's are taken for each batch.
+"""Weights that a script changes differently on each rank, as by noise (SGLD) or by a learning rate: rank 0's are used for each batch.
 
-Gradients are averaged, so steps keep weights the same. What is added to weights or to gradients from random streams of each rank does not.
-Weights are compared at the second backward of each place, and from the 16th sync point on in backwards whose number is a power of two.
-Once they have drifted apart, all ranks take rank 0's with each batch of a training pass, so that its noise is everybody's. A loop by hand
-takes them in its backward, after the forward: that gradient is of each rank's own weights.
+Averaged gradients keep weights the same over steps. Values added to weights or gradients from each rank's random streams do not. Weights
+are compared at the second backward of each place, and from the 16th sync point on in backwards whose number is a power of two. Once they
+differ, all ranks copy rank 0's before each batch of a training pass, so that all use its noise. A hand-written loop copies them in its
+backward, after the forward: that gradient comes from each rank's own weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FOLLOWED = "rank 0's weights"
 RATES = "learning rates"
 
 FIRST_LOOK = 16
-"""The number of the sync point of ranks from which weights are compared; then at each power of two."""
+"""The number of the sync point from which weights are compared; then at each power of two."""
 
 Number = tuple[int, int]
 
@@ -37,12 +37,12 @@ Rates = dict[int, list[float]]
 
 
 class Following:
-    """Keeps weights the same that a script changes by itself.
+    """Synchronizes weights that a script changes directly.
 
     Args:
         group: the ranks.
-        loop: numbers the parameters.
-        take_state: has this rank take over all of another's state.
+        loop: the loop state, which numbers the parameters.
+        take_state: copies all of another rank's state to this rank.
 
     Attributes:
         due: the number of the sync point at which the next :meth:`look` is due.
@@ -55,14 +55,14 @@ class Following:
         group.coordinator.answer(FOLLOWED, lambda detail, present: self._take(present))
 
     def look(self) -> None:
-        """A backward is about to run, and it is :attr:`due`: compare weights, at a sync point that has the same number on all ranks."""
+        """A backward is about to run, and :attr:`due` is reached: compare weights, at a sync point with the same number on all ranks."""
         if not self._follows:
             self._compare(self._group.synchronize(COMPARED))
         if self._follows and not self._loop.passes:
             self._follow()
 
     def drifted(self) -> None:
-        """Weights were found to differ that had been the same."""
+        """Weights differ that were the same before."""
         if self._follows:
             return
         self._follows, self.due = True, 0
@@ -74,20 +74,20 @@ class Following:
             self._warn_of_rates(rates, *apart)
             return
         warn(
-            f"parwrap: weights have come to differ between ranks before the backward at {location()}, though gradients are averaged: noise "
-            "is added to weights or gradients that each rank draws itself (SGLD), or one rank alone takes a step, such as by "
-            "random.random(). From now on all ranks take rank 0's weights before each batch, which costs time. Draw noise from a generator "
-            "that is seeded alike on all ranks, g = torch.Generator().manual_seed(0) before the loop and torch.randn(p.shape, generator=g) "
-            "in it, and have parwrap.broadcast(decision) decide for all. This is said once."
+            f"parwrap: weights have come to differ between ranks before the backward at {location()}, though gradients are averaged: "
+            "each rank adds its own noise to weights or gradients (SGLD), or one rank alone takes a step, such as by random.random(). "
+            "From now on all ranks use rank 0's weights before each batch, which costs time. Draw noise from a generator that is seeded "
+            "alike on all ranks, g = torch.Generator().manual_seed(0) before the loop and torch.randn(p.shape, generator=g) in it, and "
+            "use parwrap.broadcast(decision) to decide for all. This is shown once."
         )
 
     def _warn_of_rates(self, rates: dict[int, Rates], number: int, group: int) -> None:
         each = ", ".join(f"{view[number][group]:.4g} on rank {rank}" for rank, view in rates.items() if len(view.get(number, ())) > group)
         warn(
-            f"parwrap: weights have come to differ between ranks before the backward at {location()}, because learning rates do: {each}. A "
-            "rank has set its own from what it alone has seen, such as its part of the loss. From now on all ranks take rank 0's weights "
-            "and learning rates before each batch, which costs time. Set it by parwrap.reduce_mean(loss), or parwrap.broadcast(lr). This "
-            "is said once."
+            f"parwrap: weights have come to differ between ranks before the backward at {location()}, because learning rates do: {each}. "
+            "A rank has set its own from what it alone has seen, such as its part of the loss. From now on all ranks use rank 0's "
+            "weights and learning rates before each batch, which costs time. Set it by parwrap.reduce_mean(loss), or "
+            "parwrap.broadcast(lr). This is shown once."
         )
 
     def _rates(self) -> Rates:
@@ -117,14 +117,14 @@ class Following:
         gathered = self._group.share(COMPARED, dict(zip(owned, described(owned.values()), strict=True)), present)
         by_number = {n: [view[n] for view in gathered.values()] for n in sorted(set.intersection(*map(set, gathered.values())))}
         different = [n for n, each in by_number.items() if len({of.checksum for of in each}) > 1 and len({of.kind for of in each}) == 1]
-        # a rank that has come for something else may have less
+        # a rank that waits for something else may have fewer
         if different and take_values([self._own(n, gathered[source][n], owned) for n in different], source, self._group):
             self.drifted()
             self._take_state(source)
 
     @torch.no_grad()
     def _take(self, present: list[int]) -> None:
-        """Take the weights of the lowest rank that is there, as many as it has: garbage may live longer on one rank than on another."""
+        """Copy the weights of the lowest rank present, as many as it has: garbage may live longer on one rank than on another."""
         source, owned = min(present), self._loop.once_owned()
         once = {id(p): number for number, p in sorted(owned.items(), reverse=True) if p.layout == torch.strided}
         mine = {number: owned[number].detach() for number in sorted(once.values())}
@@ -144,5 +144,5 @@ class Following:
 
 
 def _differ(rates: dict[int, Rates], number: int, group: int) -> bool:
-    """Whether ranks that have this group of that optimizer have other learning rates for it."""
+    """Whether ranks that have this group of that optimizer have different learning rates for it."""
     return len({view[number][group] for view in rates.values() if len(view.get(number, ())) > group}) > 1

@@ -1,11 +1,10 @@
 """One set of parameters whose gradients are averaged while a backward runs.
 
-The reducer is armed just before the backward; torch's hooks then average and overlap as usual. Which parameters belong to which
-backward is left to ``call_sites.py``, and what follows from a report to ``recovery.py``.
+The reducer is armed just before the backward; torch's hooks then average and overlap as usual. ``call_sites.py`` decides which parameters
+belong to which backward, and ``recovery.py`` what follows from a report.
 
-It averages one parameter more, the *signal*: what the ranks report to each other is its gradient, so the facts travel within the buckets
-and cost no collective. It comes last in every backward, so no bucket waits for it but its own, and it reports what was noticed during the
-backward as well.
+It averages one more parameter, the *signal*: its gradient holds the ranks' reports to each other, so they travel within the buckets and
+cost no collective. It comes last in every backward, so only its own bucket waits for it, and it can report events of the backward itself.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from parwrap.torch_private.tensors import foreach_mul_, version_of
 __all__ = ["GradientAverager", "Noted", "Reported", "divide", "has_timed_out", "note_gradients"]
 
 WEIGHT, UNEXPECTED, STALE_SET, FAILED, BUFFERS, ASKS = -6, -5, -4, -3, -2, -1
-"""The facts behind the flags that say which parameters this rank's loss reaches: how much this rank counts in the average; whether
-gradients came outside of the set; whether the set is stale, since this rank's losses reach others by now; whether its backward has raised;
-whether buffers have changed; whether the ranks must agree on which."""
+"""The entries behind the flags that say which parameters this rank's loss reaches: this rank's weight in the average; whether gradients
+came outside of the set; whether the set is stale, since this rank's losses now reach others; whether its backward has raised; whether
+buffers have changed; whether the ranks must agree on which."""
 
 EXACT = 1e-4
-"""Weights whose mean is this close to 1 are all there: less than what one of thousands of ranks is, and more than what float32 rounds."""
+"""Weights whose mean is this close to 1 are complete: less than the share of one rank in thousands, and more than float32 rounding."""
 
 NONE: frozenset[int] = frozenset()
 
 TIMED_OUT = "Timed out waiting"
-"""What gloo says of a rank that has sent nothing for as long as the timeout."""
+"""Gloo's message about a rank that has sent nothing within the timeout."""
 
 T = TypeVar("T")
 
@@ -66,19 +65,19 @@ class GradientAverager:
 
     Args:
         group: the process group.
-        number: by which the ranks tell their averagers apart.
+        number: identifies the averager on all ranks.
         parameters: the leaf tensors, in the order in which the forward uses them; the same on every rank.
         sparse: the ids of those that get sparse gradients.
-        varies: whether backwards are known to reach only some of the parameters now and then.
+        varies: whether some backwards reach only part of the parameters.
         options: for the ``Reducer``, such as ``bucket_cap_mb``.
 
     Attributes:
-        missed: the places of the parameters that this rank's last backward did not reach although it was expected to.
+        missed: the positions of the parameters that this rank's last backward unexpectedly did not reach.
         is_stale: whether the last backward has shown that the set is stale: it reaches others, or some are frozen.
-        at_once: whether what was reported must be known at the end of each backward, also on a GPU.
-        buffers: of the models around the parameters.
+        at_once: whether reports must be read at the end of each backward, also on a GPU.
+        buffers: the buffers of the models around the parameters.
         buffers_move: whether some change in training, as the ranks have agreed.
-        error: what the last backward has raised on this rank.
+        error: the exception of this rank's last backward.
     """
 
     def __init__(
@@ -96,8 +95,8 @@ class GradientAverager:
         self.number, self.parameters = number, tuple(parameters)
         self.ids = frozenset(id(p) for p in self.parameters)
         self._group, self.sparse, self._varies = group, sparse, varies
-        # of the first parameter's dtype if that can be: its bucket is the last, and so is the signal; in half precision a rank that
-        # is missing among 16 could not be told from rounding, so there the signal has a bucket of its own
+        # of the first parameter's dtype if possible: its bucket is the last, and so is the signal; in half precision one missing rank among
+        # 16 would look like rounding, so there the signal has a bucket to itself
         like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
         dtype, device = (torch.float32, group.device) if like is None else (torch.promote_types(like.dtype, torch.float32), like.device)
         self._sent_weight, self._sent_buffers = 1.0, False
@@ -106,7 +105,7 @@ class GradientAverager:
         facts[UNEXPECTED:] = 0
         self._signal = nn.Parameter(torch.zeros_like(facts))
         self._signal.register_hook(lambda grad: facts.clone())
-        # autograd takes the nodes of one device in the order of age, the newest first, and counts anew in each thread
+        # autograd takes the nodes of one device in the order of age, the newest first, and counts separately in each thread
         self._root = _in_new_thread(self._signal.sum)
         dense = [p for p in self.parameters if id(p) not in sparse]
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *dense]
@@ -114,7 +113,7 @@ class GradientAverager:
         self._reducer = Reducer(ordered, sparse, self._signal, **options)
 
     def note_buffers(self) -> None:
-        """Report in the backward that comes if buffers have changed on this rank."""
+        """In the next backward, report whether buffers have changed on this rank."""
         changed = self.buffers.known and self.buffers.changed()
         if changed or self._sent_buffers:
             self._sent_buffers = changed
@@ -124,11 +123,11 @@ class GradientAverager:
             self._group.coordinator.notify()
 
     def run(self, call: Backward, weight: float) -> None:
-        """Run the backward ``call`` and leave the averages in ``.grad``, for :meth:`reported` to finish if a rank has reported something.
+        """Run the backward ``call`` and leave the averages in ``.grad``; :meth:`reported` finishes if a rank has reported something.
 
         Args:
-            call: of a loss that was multiplied by ``weight`` already.
-            weight: how much this rank counts; 1 if all count the same.
+            call: a backward of a loss already multiplied by ``weight``.
+            weight: the weight of this rank; 1 if all are equal.
         """
         self._set_facts(call, weight)
         self._arm()
@@ -144,7 +143,7 @@ class GradientAverager:
             self._send_nothing_for_the_rest(call)
 
     def reported(self) -> Reported:
-        """Divide by what was contributed rather than by the number of ranks, and find out what was reported."""
+        """Divide by the sum of weights rather than by the number of ranks, and read the reports."""
         if self._facts.is_cuda and not self.at_once:
             return self._reported_later()
         weight, unexpected, stale_set, failed, buffers, asked = self._received()[WEIGHT:].tolist()
@@ -157,7 +156,7 @@ class GradientAverager:
         return Reported(unexpected > 0, stale_set > 0, failed > 0, buffers > 0, asked > 0)
 
     def _set_facts(self, call: Backward, weight: float) -> None:
-        """Set what this rank reports before the backward; ``.data``, because autograd may hold the facts of the last."""
+        """Set this rank's report before the backward; ``.data``, because autograd may hold that of the last one."""
         facts = self._facts.data
         if self._varies:
             leaves = {id(leaf) for leaf in (*reached(call.roots), *call.existing_grads)}
@@ -171,9 +170,9 @@ class GradientAverager:
         self.is_stale, self.error = False, None
 
     def _arm(self) -> None:
-        """Have the reducer expect every parameter in the next backward."""
+        """Make the reducer expect every parameter in the next backward."""
         if has_rebuilt_buckets(self._reducer):
-            # all that is left of DDP's forward then, and 40 us less
+            # does what remains of DDP's forward then, 40 us faster
             self._reducer.reducer.prepare_for_forward()
             self._reducer.reducer.prepare_for_backward([])
         else:
@@ -181,7 +180,7 @@ class GradientAverager:
                 self._reducer()
 
     def _has_finished(self) -> bool:
-        """Whether every parameter has taken part in the backward that has run."""
+        """Whether every parameter has taken part in the finished backward."""
         try:
             check_reducer_finalized(self._reducer.reducer)
         except RuntimeError:
@@ -189,11 +188,11 @@ class GradientAverager:
         return True
 
     def _received(self) -> torch.Tensor:
-        """The facts that the backward has brought; it reaches the signal always."""
+        """The reports of the backward; it always reaches the signal."""
         return cast(torch.Tensor, self._signal.grad)
 
     def _reported_later(self) -> Reported:
-        """The same for a GPU, which the host must not wait for: it divides by itself, and what was reported is known a step later."""
+        """The same for a GPU, which the host must not wait for: it divides on the device, and reads reports a step later."""
         facts = self._received()
         divide([p.grad.data for p in self.parameters if p.grad is not None], facts[WEIGHT])
         before, self._copied = self._copied, (torch.empty(-UNEXPECTED, dtype=facts.dtype, pin_memory=True), torch.cuda.Event())
@@ -207,21 +206,21 @@ class GradientAverager:
             self._forget()
         if unexpected or stale_set or failed or buffers:
             self._copied = None
-        # who has failed has missed a step, which cannot be undone
+        # a rank that failed has missed a step, which cannot be undone
         return Reported(unexpected > 0, stale_set + failed > 0, buffers=buffers > 0, asked=asked > 0)
 
     def _forget(self) -> None:
-        """All ranks know what this one had to report."""
+        """All ranks have read this rank's report."""
         self._facts.data[UNEXPECTED:BUFFERS] = 0
         self._has_news = False
 
     def note_unexpected(self) -> None:
-        """A gradient came outside of the set, in the backward that runs."""
+        """A gradient came outside of the set, in the running backward."""
         self._facts.data[UNEXPECTED] = 1
         self._group.coordinator.notify()
 
     def note_stale_set(self) -> None:
-        """The set is stale: this rank's losses reach other parameters by now. The next backward reports it."""
+        """The set is stale: this rank's losses now reach other parameters. The next backward reports it."""
         self._facts.data[STALE_SET] = 1
         self._has_news = True
 
@@ -230,17 +229,17 @@ class GradientAverager:
         return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in self.ids]
 
     def drop(self, unused: Collection[int]) -> None:
-        """What no rank has used keeps no gradient, as in a single process; ``unused`` are places."""
+        """Drop the gradients of parameters that no rank has used, as in a single process; ``unused`` are positions."""
         for place in self._without.intersection(unused):
             self.parameters[place].grad = None
 
     def _unused(self) -> frozenset[int]:
-        """The places of the parameters that no rank has used, as far as they have reported."""
+        """The positions of the parameters that no rank has used, according to the reports."""
         flags = self._received()[:WEIGHT].tolist()
         return frozenset(place for place, flag in enumerate(flags) if not flag)
 
     def _send_nothing_for_the_rest(self, call: Backward) -> None:
-        """This rank's loss did not reach every parameter: let the rest take part too, so that no rank waits for them."""
+        """This rank's loss did not reach every parameter: make the rest take part too, so that no rank waits for them."""
         leaves = {id(leaf): leaf for leaf in reached(call.roots)}
         held = {id(p) for p in call.existing_grads}
         rest = [(place, p) for place, p in enumerate(self.parameters) if id(p) not in leaves]
@@ -258,8 +257,8 @@ class GradientAverager:
             self.drop(self._unused())
 
     def _send_nothing(self, parameters: Sequence[torch.Tensor], *roots: torch.Tensor) -> None:
-        """Have ``parameters`` take part in a backward of ``roots`` with nothing."""
-        with self._group.coordinator.answering():  # the others may be in a layer that this rank has not come to in this backward
+        """Make ``parameters`` take part in a backward of ``roots`` without a gradient."""
+        with self._group.coordinator.answering():  # the others may be in a layer that this rank does not reach in this backward
             send_nothing(parameters, self.sparse, *roots)
 
     def _report_error(self, error: Exception) -> None:
@@ -269,27 +268,27 @@ class GradientAverager:
         self._group.coordinator.notify()
 
     def _complete(self, error: Exception) -> None:
-        """This rank's backward has raised ``error``: send what it has not sent, so that no rank waits for it."""
-        with self._group.coordinator.answering():  # the others may be in a layer that this rank has not come to
+        """This rank's backward has raised ``error``: send the missing buckets, so that no rank waits for them."""
+        with self._group.coordinator.answering():  # the others may be in a layer that this rank has not reached
             for p in self.parameters:
                 send_nothing_once((p,), self.sparse)
             completed = send_nothing_once((), self.sparse, self._root)
         if not completed:
             self.error = None
-            raise error  # in what is sent, or after it
+            raise error  # while it sends, or after it
 
     def stand_for(self, leaves: Iterable[torch.Tensor]) -> None:
-        """From now on average ``leaves``, which were made anew in the place of the parameters, in :meth:`run_then_average`."""
+        """From now on average ``leaves``, which were made again in place of the parameters, in :meth:`run_then_average`."""
         new = tuple(leaves)
         if [p.shape for p in new] != [p.shape for p in self.parameters]:
             raise UsageError(
-                f"a backward has reached {len(new)} leaf tensors in the place of {len(self.parameters)} of other shapes: the ranks cannot "
-                "tell which is which. Make them nn.Parameters of an optimizer, or change them in place under torch.no_grad()."
+                f"a backward has reached {len(new)} leaf tensors in place of {len(self.parameters)} of other shapes: the ranks cannot "
+                "match them. Make them nn.Parameters of an optimizer, or change them in place under torch.no_grad()."
             )
         self.parameters = new
 
     def run_then_average(self, call: Backward, weight: float) -> None:
-        """The same where gradients cannot go through a bucket: they get a graph of their own, or come several times."""
+        """The same if gradients cannot go through a bucket, because they have a graph or come several times."""
         self._set_facts(call, weight)
         try:
             call.with_root(self._root, self._signal).run()
@@ -299,10 +298,10 @@ class GradientAverager:
         self._average()
 
     def _average(self) -> None:
-        """Average the gradients there are, and the signal's, after a backward."""
+        """Average the existing gradients, and the signal's, after a backward."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in self.parameters]
         signal = self._received().detach()
-        signal[:WEIGHT] = signal.new_tensor([p.grad is not None for p in self.parameters])  # a checkpoint may hide what is reached
+        signal[:WEIGHT] = signal.new_tensor([p.grad is not None for p in self.parameters])  # a checkpoint may hide some of them
         with self._group.coordinator.answering():
             *sums, signal = all_reduced([*grads, signal], self._group)
         size = self._group.world.size
@@ -320,7 +319,7 @@ class GradientAverager:
                 p.grad.data.copy_(average)
 
     def answer(self, share: Share) -> None:
-        """Take part in the :meth:`run` of other ranks with no backward of its own."""
+        """Take part in the :meth:`run` of other ranks without a backward."""
         self._give(share)
         self._arm()
         self._send_nothing(self.parameters, self._root)
@@ -328,18 +327,18 @@ class GradientAverager:
         self.missed = self._without
 
     def answer_then_average(self, share: Share) -> None:
-        """Take part in the :meth:`run_then_average` of other ranks with no backward of its own."""
+        """Take part in the :meth:`run_then_average` of other ranks without a backward."""
         self._give(share)
         self._signal.grad = self._facts.clone()
         self._average()
 
     def _give(self, share: Share) -> None:
-        """Contribute nothing but ``share``: not even the gradients of before, which DDP would send."""
+        """Contribute only ``share``: not even earlier gradients, which DDP would send."""
         given = [id(p) in share.gradients for p in self.parameters]
         self._facts.data[:UNEXPECTED] = self._facts.new_tensor([*given, share.weight])
-        self._facts.data[BUFFERS], self._facts.data[ASKS] = 0, 1  # the others find out whose buffers they take
+        self._facts.data[BUFFERS], self._facts.data[ASKS] = 0, 1  # the others find out whose buffers they copy
         self._sent_buffers = True
-        self._varies, self._sent_weight = True, share.weight  # the flags must be set anew before this rank's next backward
+        self._varies, self._sent_weight = True, share.weight  # the flags must be set again before this rank's next backward
         self._signal.grad, self.is_stale, self.error = None, False, None
         self._without = frozenset(place for place, is_given in enumerate(given) if not is_given)
         for p in self.parameters:
@@ -347,7 +346,7 @@ class GradientAverager:
 
 
 def note_gradients(parameters: Iterable[torch.Tensor], noted: Noted) -> None:
-    """Note which gradients ``parameters`` have, and how often each was changed in place."""
+    """Record which gradients ``parameters`` have, and how often each was changed in place."""
     for p in parameters:
         if (grad := p.grad) is not None:
             noted[id(p)] = ref(grad), version_of(grad)
@@ -359,7 +358,7 @@ def has_timed_out(error: BaseException) -> bool:
 
 
 def divide(grads: Iterable[torch.Tensor], weight: torch.Tensor) -> None:
-    """Divide ``grads`` by ``weight``, which stays on its device; if it is 1, they stay bit for bit what they are."""
+    """Divide ``grads`` by ``weight``, which stays on its device; a weight of 1 leaves every bit unchanged."""
     factor = torch.where(((weight - 1).abs() > EXACT) & (weight != 0), 1 / weight, torch.ones_like(weight))
     dense: dict[torch.dtype, list[torch.Tensor]] = {}
     for grad in grads:
@@ -367,11 +366,11 @@ def divide(grads: Iterable[torch.Tensor], weight: torch.Tensor) -> None:
             grad.mul_(factor)
         else:
             dense.setdefault(grad.dtype, []).append(grad)
-    for dtype, same in dense.items():  # of another dtype than theirs, a factor would take a kernel for each
+    for dtype, same in dense.items():  # a factor of another dtype would take one kernel for each
         foreach_mul_(same, factor.to(dtype))
 
 
 def _in_new_thread(build: Callable[[], T]) -> T:
-    """What ``build`` returns when it is called where nothing was done before."""
+    """The result of ``build``, called in a context that is unaffected by the caller's."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(build).result()

@@ -1,4 +1,4 @@
-"""The error of a second thread that trains: ranks pair their backwards by order, and threads run in another order on each rank."""
+"""The error of a second training thread: ranks pair their backwards by order, and the order of threads differs between ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class OneThread:
     """Knows which thread trains.
 
     Attributes:
-        thread: that thread, which need not :meth:`enter` again; ``None`` if none has, or one was refused.
+        thread: the training thread, which need not :meth:`enter` again; ``None`` before the first, or after a refusal.
     """
 
     def __init__(self) -> None:
@@ -27,21 +27,21 @@ class OneThread:
         """A backward begins in this thread.
 
         Args:
-            running: whether another has not ended yet.
+            running: whether another backward is still running.
 
         Raises:
-            UsageError: that is one of another thread, which trains at the same time.
+            UsageError: that backward belongs to another thread, which trains at the same time.
         """
         if self._refused is not None:
             raise UsageError(*self._refused.args)
         if running and current_graph_task_id() != NO_GRAPH_TASK:
-            return  # inside the other, as for a checkpoint, where torch may use threads of its own
+            return  # inside the other, as for a checkpoint, where torch may use its own threads
         here = threading.current_thread()
         if running and self.thread is not None:
             self._refused = UsageError(
                 f"two threads train at the same time: {self.thread.name}, at {self._place}, and {here.name}, at {location()}. Ranks "
-                "average the backwards that come first, second and so on with each other, and threads take turns in another order on each "
-                "rank. Train one model after the other, call one backward() of the sum of the losses, or start a run for each model."
+                "average backwards in pairs by their order, and the order of threads differs between ranks. Train one model after the "
+                "other, call one backward() of the sum of the losses, or start a run for each model."
             )
             self.thread = None
             raise self._refused
@@ -51,7 +51,7 @@ class OneThread:
         """The training is over.
 
         Raises:
-            UsageError: a thread was refused, whose own error ends nothing but that thread.
+            UsageError: a thread was refused; its own error has ended only that thread.
         """
         if self._refused is not None:
             raise UsageError(*self._refused.args)

@@ -1,7 +1,7 @@
-"""What ranks do together when a backward was not a regular one for all of them, and how a rank takes part in a backward of others.
+"""What ranks do together after a backward that was not regular for all of them, and how a rank takes part in a backward of others.
 
-Entered from ``ddp.py`` after a backward in which a rank has reported something: unexpected gradients, a stale parameter set, an error that
-one rank has raised, buffers that have changed.
+``ddp.py`` calls it after a backward in which a rank has reported something: unexpected gradients, a stale parameter set, an exception, or
+changed buffers.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Recovery:
     Args:
         group: the ranks.
         sites: the call sites of backward.
-        averagers: those that are in use.
+        averagers: the averagers in use.
         unaveraged: notes which gradients are averages.
-        unexpected: the gradients that came outside of the averager's set.
+        unexpected: the gradients outside of the averager's set.
 
     Attributes:
-        immediate: whether all ranks know at the end of a backward what one has reported; else after the next one.
-        late_buffers: those that get their values once the graph is not needed any more.
+        immediate: whether all ranks read reports at the end of a backward; otherwise after the next one.
+        late_buffers: the buffers to set once the graph is no longer needed.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Recovery:
         """What all ranks do together after a backward in which one has reported something.
 
         Args:
-            averager: of the backward.
-            weight: of this rank.
+            averager: the averager of the backward.
+            weight: the weight of this rank.
             call: this rank's own backward, if it has contributed.
         """
         reported = averager.reported()
@@ -83,19 +83,19 @@ class Recovery:
         if stale_set:
             self._sites.drop(averager)
         elif reported.unexpected:
-            self._averagers.drop(averager.number)  # no site of any rank has it any more
-        if averager.error is not None:  # with a GPU the others know a step later, and have taken this one
+            self._averagers.drop(averager.number)  # no site of any rank uses it any more
+        if averager.error is not None:  # with a GPU the others learn of it a step later, and have taken this one
             self._coordinator.miss()
             raise averager.error
 
     def finish(self, call: Backward, site: CallSite, averager: GradientAverager, nested: bool) -> None:
-        """What is left to do on this rank after ``call``.
+        """Finish ``call`` on this rank.
 
         Args:
             call: a backward that has run.
-            site: where.
-            averager: that it has run with.
-            nested: whether there were backwards inside it: once all ranks know, they average after the whole.
+            site: its call site.
+            averager: its averager.
+            nested: whether it contained backwards: once all ranks know, they average after the whole.
         """
         if not _keeps_graph(call):
             self.settle_buffers()
@@ -104,16 +104,16 @@ class Recovery:
             averager.note_stale_set()
 
     def settle_buffers(self) -> None:
-        """No graph of before is needed any more: put the values of buffers in their places."""
+        """Earlier graphs are no longer needed: write the values of buffers in place."""
         for buffers in self.late_buffers:
             buffers.settle()
         self.late_buffers.clear()
 
     def restart(self, site: CallSite, error: BaseException) -> None:
-        """A backward at ``site`` has failed half way: start afresh there.
+        """A backward at ``site`` has failed halfway: start over there.
 
         Raises:
-            RankMismatchError: ``error`` says that a rank has waited for another until the timeout; this one names the missing rank.
+            RankMismatchError: ``error`` says that a rank has waited for another until the timeout; the new error names the missing rank.
         """
         site.restart()
         self._unexpected.forget()
@@ -125,18 +125,18 @@ class Recovery:
         """Take part in a backward of others.
 
         Args:
-            number: of their averager.
-            take_part: as a method of :class:`GradientAverager`.
-            share: what this rank contributes.
+            number: the number of their averager.
+            take_part: a method of :class:`GradientAverager`.
+            share: the share that this rank contributes.
 
         Returns:
-            What it does next, to find out whether it goes on in step with the others.
+            A function that finds out afterwards whether this rank is still in step with the others.
         """
         averager = self._averagers.get(number)
         if averager is None:
             raise RankMismatchError(
-                f"rank {self._group.world.rank} has left the training loop, and others train parameters that it does not know. "
-                "Build all optimizers before the loop, or let all ranks take the same number of steps."
+                f"rank {self._group.world.rank} has left the training loop, but others train parameters that it does not have. Build all "
+                "optimizers before the loop, or let all ranks take the same number of steps."
             )
         take_part(averager, share)
         self.handle(averager, share.weight, call=None)
@@ -144,10 +144,10 @@ class Recovery:
         return share.averaged
 
     def _fail_alike(self, averager: GradientAverager, call: Backward | None) -> None:
-        """A backward has raised on a rank: raise the same on all, so that a script that goes on skips the same step everywhere.
+        """A backward has raised on a rank: raise the same on all, so that a script that continues skips the same step everywhere.
 
         Args:
-            averager: of the backward.
+            averager: the averager of the backward.
             call: this rank's own backward, if it has contributed.
         """
         error, averager.error = averager.error, None
@@ -160,8 +160,8 @@ class Recovery:
         if len(failed) < len(gathered) and not self._warned:
             self._warned = True
             warn(
-                f"parwrap: the backward at {location()} has raised {in_one_line(again)} on rank {first}. All ranks raise the same, so that "
-                "all skip the step if the script goes on. This is said once."
+                f"parwrap: the backward at {location()} has raised {in_one_line(again)} on rank {first}. All ranks raise the same, so "
+                "that all skip the step if the script continues. This is shown once."
             )
         if error is not None or call is not None:
             raise error or again

@@ -1,6 +1,6 @@
-"""How a reducer averages a sparse gradient where nccl carries what is on GPUs: it has no sparse collective, so gloo's is taken, on the CPU.
+"""Averages sparse gradients of a GPU: nccl has no sparse collective, so gloo does it on the CPU.
 
-As a communication hook of torch's for a reducer that has sparse gradients. What is dense goes its usual way.
+It is a communication hook for a reducer that has sparse gradients. Dense gradients go the usual way.
 """
 
 from __future__ import annotations
@@ -27,6 +27,6 @@ def average_sparse(bucket: dist.GradBucket) -> Future:
     return sent
 
 
-def send(state, bucket):  # DDP compares annotations with classes, and here they would be strings
-    """The hook: starts to send ``bucket``, and gives what will be its average over the ranks."""
+def send(state, bucket):  # DDP compares annotations with classes, but here they would be strings
+    """The hook: starts to send ``bucket``, and returns a future of its average over the ranks."""
     return average_sparse(bucket) if bucket.buffer().layout != torch.strided else allreduce_hook(None, bucket)  # type: ignore[arg-type]

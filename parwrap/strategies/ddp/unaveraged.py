@@ -1,8 +1,8 @@
-"""Gradients that no averaged backward has left: averaged just before they are used.
+"""Averages gradients that no averaged backward has made, just before they are used.
 
-``torch.func.grad``, ``torch.autograd.grad`` and ``p.grad = ...`` go around ``backward``, so each rank would step with gradients of its own.
-An averaged backward leaves a note of its gradients. Whatever is not as noted when an optimizer steps, or gradients are clipped, is averaged
-then.
+``torch.func.grad``, ``torch.autograd.grad`` and ``p.grad = ...`` bypass ``backward``, so each rank would step with its own gradients. An
+averaged backward notes its gradients. When an optimizer steps or gradients are clipped, all gradients that do not match the notes are
+averaged.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["GRADIENTS", "Unaveraged"]
 GRADIENTS = "use of gradients that no backward made"
 
 REPLACED = -1
-"""In place of a number of changes: a gradient is a tensor that no averaged backward has left."""
+"""Replaces the number of changes: the gradient is a tensor that no averaged backward has made."""
 
 CLOSE = 1e-5
-"""Relative difference below which gradients are the same on all ranks but for rounding; in half precision that of one rounding."""
+"""Relative difference below which gradients count as equal on all ranks; in half precision that of one rounding."""
 
 Kinds = list[tuple[tuple[int, ...], torch.dtype]]
 """The shape and the dtype of each gradient."""
@@ -67,13 +67,13 @@ class Unaveraged(Interceptor):
         note_gradients(parameters, self.noted)
 
     def look_for_parameters(self) -> None:
-        """Forget the gradients of parameters that may be gone, once there are others."""
+        """Forget the gradients of parameters that may be gone, once others exist."""
         if self._generation != self._loop.generation:
             self._generation = self._loop.generation
             self.noted.clear()
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The same, where a rank has taken over another's state: it has used gradients less often, and all count from here."""
+        """The same after this rank has copied another's state: it has used gradients less often, and all ranks restart their count."""
         self._visits.clear()
         self._changed_in_place = False
         self.note(parameters)
@@ -84,7 +84,7 @@ class Unaveraged(Interceptor):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While this is held, all gradients are averages already."""
+        """While this is open, all gradients are averages already."""
         self._paused = True
         try:
             yield
@@ -98,7 +98,7 @@ class Unaveraged(Interceptor):
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that leaves averaged gradients, for a step that is about to begin."""
+        """A closure that leaves averaged gradients, for the step that is about to begin."""
 
         def then_average() -> Any:
             loss = closure()
@@ -110,7 +110,7 @@ class Unaveraged(Interceptor):
 
     @intercepts
     def clip(self, clip: Clip) -> Any:
-        """What is clipped is the mean, as in a single process."""
+        """Average before clipping, so that the mean is clipped as in a single process."""
         self._average(clip.parameters)
         norm = clip.run()
         if is_alone():
@@ -119,24 +119,24 @@ class Unaveraged(Interceptor):
 
     @intercepts
     def use_scaler(self, call: ScalerCall) -> Any:
-        """A script's own scaler looks for gradients that are not finite, which all ranks must see."""
+        """A script's own scaler checks gradients for non-finite values, which all ranks must see."""
         if call.optimizer is not None:
             self._average(parameters_of(call.optimizer))
         return call.run()
 
     def _average(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Average the gradients of ``parameters`` unless an averaged backward has left them.
+        """Average the gradients of ``parameters`` unless an averaged backward has made them.
 
         Raises:
-            RankMismatchError: other ranks use other gradients, or go on without.
+            RankMismatchError: other ranks use other gradients, or continue without any.
         """
         changes = self._changes(parameters)
-        if not changes or is_alone() or self._paused or self._group.coordinator.waits_for:  # it steps as others do, in what it answers
+        if not changes or is_alone() or self._paused or self._group.coordinator.waits_for:  # it steps with the others when it answers them
             return
         if current_graph_task_id() != NO_GRAPH_TASK:
             return  # a step inside a backward, which Bypasses refuses
         if changes != REPLACED and not self._changed_in_place:
-            # clipping and the like change them in place, alike on all ranks: that is looked at ever more rarely
+            # clipping and similar calls change them in place, alike on all ranks: that is checked ever more rarely
             self._visits[changes] += 1
             if not worth_a_look(self._visits[changes]):
                 return
@@ -149,7 +149,7 @@ class Unaveraged(Interceptor):
         self.note(parameters)
 
     def _changes(self, parameters: Sequence[torch.Tensor]) -> int:
-        """How often gradients were changed in place since they were noted, or ``REPLACED``."""
+        """The number of in-place changes of gradients since they were noted, or ``REPLACED``."""
         changes = 0
         for p in parameters:
             grad = p.grad
@@ -163,10 +163,9 @@ class Unaveraged(Interceptor):
 
     @torch.no_grad()
     def _take_means(self, parameters: Sequence[torch.Tensor], present: Sequence[int]) -> bool:
-        """Take the means over the ranks of the gradients of ``parameters``.
+        """Replace the gradients of ``parameters`` by their means over the ranks.
 
-        Returns:
-            Whether they were different on different ranks.
+        Whether the ranks' gradients were different.
         """
         kinds: Kinds = [(tuple(p.shape), p.dtype) for p in parameters]
         if len(present) < self._group.world.size:
@@ -183,7 +182,7 @@ class Unaveraged(Interceptor):
         return different
 
     def _answer(self, present: Sequence[int]) -> None:
-        """Others step with gradients of their own, and this rank has come for something else."""
+        """Others step with their own gradients, and this rank waits for something else."""
         kinds = next(iter(self._group.share(GRADIENTS, None, present).values()))
         nothing = [torch.zeros(shape, dtype=dtype, device=self._group.device) for shape, dtype in kinds]
         *_, different = self._means(kinds, nothing, [False] * len(kinds), 0.0)
@@ -197,9 +196,9 @@ class Unaveraged(Interceptor):
         """The means of ``grads`` over the ranks, which of them any rank has, and whether they were different on different ranks.
 
         Args:
-            kinds: of the gradients.
-            grads: this rank's; zeros where it has none.
-            there: which it has.
+            kinds: the shapes and dtypes of the gradients.
+            grads: this rank's gradients; zeros where it has none.
+            there: which of them it has.
             counts: 1 on a rank that takes part, and 0 on one that only answers.
         """
         size, weight = self._group.world.size, counts * self._loop.weight
@@ -220,7 +219,7 @@ class Unaveraged(Interceptor):
         differ = [counts > 0 and not each for each in alike]
         different = self._sum(differ)
         if weighed and any(different):
-            # what is the same on all ranks was made of averages, and counts alike
+            # equal gradients on all ranks come from averages, and all count alike
             chosen = [place for place, each in enumerate(different) if each]
             totals = all_reduced([wide[place] * factor for place in chosen], self._group)
             for place, total in zip(chosen, totals, strict=True):
@@ -234,7 +233,7 @@ class Unaveraged(Interceptor):
         if not self._warned:
             self._warned = True
             warn(
-                f"parwrap: the gradients that {location()} uses come from no backward() (torch.func.grad, torch.autograd.grad, "
-                "p.grad = ... or a change in place) and differ between ranks: their mean over the ranks is taken, here and wherever "
-                "else. This is said once."
+                f"parwrap: the gradients that {location()} uses come from no backward() (torch.func.grad, torch.autograd.grad, p.grad = "
+                "... or a change in place) and differ between ranks: parwrap uses their mean over the ranks, here and everywhere else. "
+                "This is shown once."
             )

@@ -1,7 +1,7 @@
-"""Gradients of parameters outside of the set that a backward averages: noticing them, and averaging them after it.
+"""Detects gradients of parameters outside of the set that a backward averages, and averages them after it.
 
 A call site may reach other parameters than before, and a checkpoint hides what it reaches. Hooks notice parameters of optimizers; others
-only show in the graph. When the ranks do this together is left to ``recovery.py``.
+only show in the graph. ``recovery.py`` decides when the ranks do this together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from parwrap.strategies.ddp.unaveraged import Unaveraged
 
 __all__ = ["UnexpectedGradients"]
 
-DIVERGED = "what was missed or not expected"
+DIVERGED = "missed or unexpected parameters"
 UNEXPECTED = "gradients outside of the known set"
 
 
@@ -35,13 +35,13 @@ class UnexpectedGradients:
 
     Args:
         group: the ranks.
-        loop: numbers the parameters.
+        loop: the loop state, which numbers the parameters.
         sites: the call sites of backward.
-        averagers: those that are in use.
+        averagers: the averagers in use.
         unaveraged: notes which gradients are averages.
 
     Attributes:
-        armed: the averager of the backward that runs, if one does.
+        armed: the averager of the running backward, if any.
     """
 
     def __init__(self, group: Group, loop: Loop, sites: CallSites, averagers: AveragerRegistry, unaveraged: Unaveraged) -> None:
@@ -51,7 +51,7 @@ class UnexpectedGradients:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def watch(self) -> None:
-        """Notice gradients of parameters of optimizers that are not in the set of every site."""
+        """Hook the parameters of optimizers that are not in the set of every site."""
         self.unwatch()
         sets = [site.averager.ids for site in self._sites.values() if site.averager]
         in_all = frozenset.intersection(*sets) if sets else frozenset()
@@ -68,22 +68,22 @@ class UnexpectedGradients:
         self._hooks.clear()
 
     def look(self, call: Backward, averager: GradientAverager, closely: bool) -> None:
-        """Notice what can be known before ``call`` runs: gradients that it adds to, and ``closely`` what its graph reaches."""
+        """Notice what is visible before ``call`` runs: gradients that it adds to, and if ``closely``, what its graph reaches."""
         for p in call.existing_grads:
             self._note(p)
         if closely and averager.others(reached(call.roots)):
-            self._group.coordinator.diverge()  # it has all of the set, and more that no hook is on
+            self._group.coordinator.diverge()  # it has all of the set, and more that has no hook
 
     def forget(self) -> None:
-        """The backward in which they came has failed."""
+        """The backward that left them has failed."""
         self._found.clear()
 
     def compare(self, averager: GradientAverager, weight: float, others: list[torch.Tensor]) -> bool:
-        """One rank has missed parameters, or reached others that no optimizer is known to own: find out, and average those.
+        """One rank has missed parameters, or reached others that belong to no known optimizer: find them, and average their gradients.
 
         Args:
-            averager: of the backward.
-            weight: of this rank.
+            averager: the averager of the backward.
+            weight: the weight of this rank.
             others: the parameters outside of the set that this rank's loss reaches.
 
         Returns:
@@ -96,8 +96,8 @@ class UnexpectedGradients:
         kinds: list[Any] = next((each for _, _, each in gathered if each), [])
         if any(each and each != kinds for _, _, each in gathered):
             raise RankMismatchError(
-                f"the ranks have reached different new parameters in one backward, of shapes {[each for _, _, each in gathered]}. "
-                "Give them to an optimizer, so that the ranks can tell which is which."
+                f"the ranks have reached different new parameters in one backward, of shapes {[each for _, _, each in gathered]}. Give "
+                "them to an optimizer, so that the ranks can match them."
             )
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in others]
         grads = grads or [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
@@ -108,11 +108,11 @@ class UnexpectedGradients:
         return bool(kinds) or any(is_stale for _, is_stale, _ in gathered)
 
     def average(self, averager: GradientAverager, weight: float) -> None:
-        """Average what this backward left in parameters outside of its set, and take them into the set.
+        """Average the gradients of this backward outside of its set, and add the parameters to the set.
 
         Args:
-            averager: of the backward.
-            weight: of this rank.
+            averager: the averager of the backward.
+            weight: the weight of this rank.
         """
         owned = self._loop.once_owned()
         own = {number: p for number, p in owned.items() if id(p) in self._found}
@@ -120,7 +120,7 @@ class UnexpectedGradients:
         mine = dict(zip(own, zip(described(own.values()), have_sparse, strict=True), strict=True))
         gathered = self._group.share(UNEXPECTED, mine, range(self._group.world.size))
         numbered = sorted({number: each for view in gathered.values() for number, each in view.items()}.items())
-        trained = {number: p for number, p in owned.items() if p.requires_grad}  # DDP passes over those that are frozen on this rank
+        trained = {number: p for number, p in owned.items() if p.requires_grad}  # DDP skips those that are frozen on this rank
         unexpected = [self._averagers.own(number, each, trained) for number, (each, _) in numbered]
         sparse = averager.sparse.union(id(p) for p, (_, (_, is_sparse)) in zip(unexpected, numbered, strict=True) if is_sparse)
         grads = [torch.zeros_like(p) if p.grad is None or not weight else p.grad.to_dense() for p in unexpected]

@@ -1,8 +1,8 @@
-"""Fully sharded data parallelism: each rank keeps a part of the parameters, of their gradients and of what the optimizer remembers.
+"""Fully sharded data parallelism: each rank keeps a part of the parameters, their gradients and the optimizer's state.
 
-The interceptor that has models sharded when an optimizer takes their parameters, and that lets ranks send each other nothing unless all are
-at the same point. Sharding is torch's ``fully_shard``; what it does to a model is in ``sharded_model.py``, what scripts do with parts in
-``sharded_tensors.py``, and states are ``sharded_state.py``'s.
+The interceptor that shards models when an optimizer takes their parameters, and that lets ranks communicate only when all are at the same
+point. Torch's ``fully_shard`` does the sharding. ``sharded_model.py`` applies it to a model, ``sharded_tensors.py`` handles a script's
+operations on parts, ``sharded_state.py`` handles states.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ BACKWARD = "backward"
 CLIPPING, USE = "clip_grad_norm_", "use of a sharded tensor"
 AVERAGING = "average of parameters that are not sharded"
 AT_ONCE = ("forward", BACKWARD, "gradients", AVERAGING, CLIPPING, USE)
-"""What ranks begin without waiting: it sends something, which counts on all others."""
+"""Calls that ranks begin without waiting: each sends something and relies on all other ranks."""
 
 FREED = "storage of size 0"
 
 ADVICE = (
-    "With strategy='fsdp' each forward, backward and state_dict() is one of all ranks: give all ranks the same number of steps "
-    "(uneven='pad' or 'drop') and the same way through the model, call state_dict() on all of them (rank 0 alone writes what is saved), "
-    "or take strategy='ddp', where they may part."
+    "With strategy='fsdp' all ranks make each forward, backward and state_dict() together: give all ranks the same number of steps "
+    "(uneven='pad' or 'drop') and the same path through the model, call state_dict() on all of them (rank 0 alone writes what is "
+    "saved), or use strategy='ddp', where they may differ."
 )
 
 
@@ -91,13 +91,13 @@ class FSDP(Strategy):
         super().check_feature(name)
         if name.startswith("amp(level="):
             raise UsageError(
-                f"{name} makes half precision copies of a model, and with strategy='fsdp' no rank has all of it: take amp(dtype='bf16') "
+                f"{name} makes half precision copies of a model, but with strategy='fsdp' no rank has all of it: use amp(dtype='bf16') "
                 "or amp(dtype='fp16'), or strategy='ddp'."
             )
 
     @intercepts
     def take_parameters(self, parameters: Any) -> Any:
-        """What an optimizer is given, after the models around it were sharded."""
+        """The parameters for an optimizer, after the models around them were sharded."""
         if is_alone() or not isinstance(parameters, (list, tuple)):
             return parameters
         named = [each if isinstance(each, tuple) else (None, each) for each in parameters]
@@ -114,7 +114,7 @@ class FSDP(Strategy):
 
     @intercepts
     def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[Any], None], state: Any) -> None:
-        """``optimizer`` keeps this rank's part of what it loads."""
+        """``optimizer`` keeps this rank's part of the state that it loads."""
         load(state)
         shard_state(optimizer)
 
@@ -122,7 +122,7 @@ class FSDP(Strategy):
     def module_state(self, module: nn.Module, state: Any) -> Any:
         """The whole weights of a module, under plain keys."""
         if not any(is_sharded(value) and not isinstance(value, nn.Parameter) for value in state.values()):
-            return state  # it is none of those that are sharded, or asked for its own variables
+            return state  # an unsharded module, or it is asked for its direct variables
         for name, value in self._whole(state, f"{type(module).__name__}.state_dict()").items():
             state[name] = value
         return state
@@ -132,12 +132,12 @@ class FSDP(Strategy):
         if assign and any(is_sharded(p) for p in module.parameters()):
             raise UsageError(
                 f"load_state_dict(assign=True) at {location()} would put whole parameters into a model that strategy='fsdp' has sharded: "
-                "leave assign out, or load before the optimizer is built."
+                "remove assign, or load before the optimizer is built."
             )
 
     @intercepts
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
-        """Give the parameters of ``module`` another device or dtype: they are whole meanwhile."""
+        """Give the parameters of ``module`` another device or dtype; they are whole meanwhile."""
         if is_alone() or not any(is_sharded(p) for p in module.parameters()):
             return apply()
         self._group.synchronize("a cast or move of the model")
@@ -149,13 +149,13 @@ class FSDP(Strategy):
 
     @intercepts
     def saved(self, thing: Any) -> Any:
-        """What ``torch.save`` writes for ``thing``: it is whole, and of the user's own classes."""
+        """What ``torch.save`` writes for ``thing``: whole tensors and the user's own classes."""
         models = [module for model in self._alive() if (module := model.root()) is not None]
         return copy.deepcopy(thing) if holds_sharded(thing, models) else thing
 
     @intercepts
     def clip(self, clip: Clip) -> Any:
-        """``clip_grad_norm_`` goes by the norm over all ranks, which it gives as a plain number."""
+        """``clip_grad_norm_`` with the norm over all ranks, which it returns as a plain number."""
         if clip.name != CLIPPING or not any(is_sharded(p.grad) for p in clip.parameters) or is_alone():
             return clip.run()
         self._enter(CLIPPING, location())
@@ -165,7 +165,7 @@ class FSDP(Strategy):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call``; torch reduces what it leaves in sharded parameters."""
+        """Run ``call``; torch reduces the gradients of sharded parameters."""
         if self._running or is_alone():
             call.run()
             return
@@ -192,17 +192,17 @@ class FSDP(Strategy):
         self._loop.ran_backward()
 
     def summed(self, sums: list[torch.Tensor], weight: float) -> tuple[list[torch.Tensor], float]:
-        """What is in gradients is a mean already."""
+        """Gradients are means already."""
         weights = self._sum_of(weight)
         return [total * self._group.world.size for total in sums], weights
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """While this is held, models are whole on every rank, and ranks may call them as often as they like."""
+        """While this is open, models are whole on every rank, and ranks may call them independently."""
         with ExitStack() as whole:
             for model in self._alive():
                 if (root := model.root()) is not None:
-                    self._in_step.set_mode(root, training=False)  # a whole model is not known by the parameters of its optimizer
+                    self._in_step.set_mode(root, training=False)  # a whole model is not identified by the parameters of its optimizer
                 whole.enter_context(model.whole())
             yield
 
@@ -211,38 +211,38 @@ class FSDP(Strategy):
             self._put_back()
 
     def _adopt_all(self) -> None:
-        """Shard what optimizers have that were built before."""
+        """Shard the models of optimizers that were built before."""
         for optimizer in self._loop.optimizers():
             self._shard(parameters_of(optimizer))
             adopt(optimizer, {id(old): p for model in self._alive() for p, old in model.sharded()})
 
     def _put_back(self) -> None:
         """All ranks are at the same point: models and optimizers become plain again."""
-        gc.collect()  # what is garbage may be found to be at other times by other ranks
+        gc.collect()  # other ranks may collect garbage at other times
         models = {number: model for number, known in enumerate(self._models) if (model := known()) and model.root() is not None}
         optimizers = dict(self._loop.numbered_optimizers())
-        told = self._group.share("models at the end", (set(models), set(optimizers)), range(self._group.world.size)).values()
+        gathered = self._group.share("models at the end", (set(models), set(optimizers)), range(self._group.world.size)).values()
         plain: dict[int, nn.Parameter] = {}
-        for number in sorted(set.intersection(*(each for each, _ in told))):
+        for number in sorted(set.intersection(*(each for each, _ in gathered))):
             plain |= {id(p): old for p, old in models[number].sharded()}
             models[number].put_back(self._tensors.whole)
-        for number in sorted(set.intersection(*(each for _, each in told))):
+        for number in sorted(set.intersection(*(each for _, each in gathered))):
             release(optimizers[number], plain, self._tensors.whole)
         self._models.clear()
         self._replicated.forget()
 
     def close(self) -> None:
-        """Take what is left off the modules; after an error their parameters stay this rank's parts."""
+        """Remove the hooks from the modules; after an error their parameters stay this rank's parts."""
         for model in self._alive():
             model.put_back(None)
         self._models.clear()
         gc.collect()
-        if self._mesh is not None:  # torch's caches know it for ever, and others would wait for a process group that somebody holds
+        if self._mesh is not None:  # torch's caches keep it forever, and others would wait for a process group that is still referenced
             forget_process_groups(self._mesh)
 
     def _weighted(self, call: Backward) -> Backward:
-        """``call`` with its loss scaled by this rank's weight: torch averages over ranks as if all counted the same."""
-        if not call.averaged:  # an interceptor adds up several, each a mean, and gives the weight with the last
+        """``call`` with its loss scaled by this rank's weight: torch averages over ranks with equal weights."""
+        if not call.averaged:  # an interceptor adds up several, each a mean, and passes the weight with the last
             return call
         batch = self._loop.weights.find(lambda: leading_sizes(call.tensors)) if call.weight is None else self._loop.weights.current
         weight = batch.weight if call.weight is None else call.weight
@@ -256,7 +256,7 @@ class FSDP(Strategy):
         return call if factor == 1.0 else call.scaled(factor)
 
     def _sum_of(self, weight: float) -> float:
-        """The sum of the ranks' weights, which is only asked for where they can differ."""
+        """The sum of the ranks' weights, exchanged only if they can differ."""
         options = self._options()
         if options.batch == "per_rank" and options.uneven != "join":
             return weight * self._group.world.size
@@ -269,7 +269,7 @@ class FSDP(Strategy):
         return whole_state(state, self._tensors.whole)
 
     def _sharded_ids(self) -> set[int]:
-        """The ids of all parameters whose gradients torch reduces, and of what stands for them in graphs."""
+        """The ids of all parameters whose gradients torch reduces, and of their stand-ins in graphs."""
         known = {number for model in self._alive() for number, _ in model.in_graphs()}
         return known | {id(p) for model in self._alive() for p, _ in model.sharded()}
 
@@ -277,7 +277,7 @@ class FSDP(Strategy):
         return [model for known in self._models if (model := known()) is not None]
 
     def _shard(self, parameters: list[torch.Tensor]) -> None:
-        """Shard the models that hold those of ``parameters`` that are in no sharded one; on all ranks together."""
+        """Shard the models that hold the unsharded ones of ``parameters``; on all ranks together."""
         within = {id(module) for model in self._alive() if (root := model.root()) is not None for module in root.modules()}
         new = [p for p in parameters if not (is_sharded(p) or isinstance(p, Moved) or self._replicated.has(p))]
         if not new:
@@ -294,7 +294,7 @@ class FSDP(Strategy):
             inside = units(root, self._options().wrap)
             left = unsharded(root, inside, self._group.device)
             if self._mesh is None:
-                if self._group.device.type == "cuda":  # else the mesh takes the GPU of the number LOCAL_RANK, and this rank sees one
+                if self._group.device.type == "cuda":  # else the mesh takes the GPU number LOCAL_RANK, but this rank sees only one
                     torch.cuda.set_device(self._group.device)
                 self._mesh = init_device_mesh(self._group.device.type, (self._group.world.size,))
             model = ShardedModel(root, inside, left, self._mesh, self._enter_unit, self._coordinator.past)
@@ -302,23 +302,25 @@ class FSDP(Strategy):
             self._replicated.add(left)
 
     def _make_alike(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        """All ranks are about to shard the same parameters: have them of the same values too."""
+        """All ranks are about to shard the same parameters: make their values equal too."""
         mine = [(name, tuple(p.shape), p.dtype) for name, p in named], checksums(p for _, p in named)
-        told = self._group.exchange(SHARDING, mine)
-        for rank, (kinds, _) in told.items():
-            if kinds != told[0][0]:
-                apart = next((pair for pair in zip(told[0][0], kinds, strict=False) if pair[0] != pair[1]), (len(told[0][0]), len(kinds)))
-                raise RankMismatchError(
-                    f"the ranks give other parameters to an optimizer at {location()}: {apart[0]} on rank 0 and {apart[1]} on rank {rank}. "
-                    "Build the same model on all ranks."
+        gathered = self._group.exchange(SHARDING, mine)
+        for rank, (kinds, _) in gathered.items():
+            if kinds != gathered[0][0]:
+                apart = next(
+                    (pair for pair in zip(gathered[0][0], kinds, strict=False) if pair[0] != pair[1]), (len(gathered[0][0]), len(kinds))
                 )
-        sums = [set(each) for each in zip(*(checksums for _, checksums in told.values()), strict=True)]
+                raise RankMismatchError(
+                    f"the ranks give different parameters to an optimizer at {location()}: {apart[0]} on rank 0 and {apart[1]} on rank "
+                    f"{rank}. Build the same model on all ranks."
+                )
+        sums = [set(each) for each in zip(*(checksums for _, checksums in gathered.values()), strict=True)]
         different = [p for (_, p), each in zip(named, sums, strict=True) if len(each) > 1]
         if not different:
             return
         if take_values(different, 0, self._group):
             warn(
-                f"parwrap: {len(different)} of {len(named)} parameters have different values on different ranks; rank 0's are taken. "
+                f"parwrap: {len(different)} of {len(named)} parameters have different values on different ranks; rank 0's are used. "
                 f"{BUILT_APART}"
             )
 
@@ -326,35 +328,35 @@ class FSDP(Strategy):
         self._enter(what, f"{unit}, {location()}", zlib.crc32(f"{unit}/{number}".encode()) & 0x7FFFFFFF)
 
     def _enter(self, what: str, place: str, detail: int = 0) -> None:
-        """This rank begins to send something, which counts on all others."""
+        """This rank begins to send something and relies on all other ranks."""
         if is_alone():
             _refuse_alone(what)
         try:
             self._coordinator.go_ahead(SyncPoint(what, place, detail))
         except RankMismatchError:
             raise RankMismatchError(
-                f"the ranks are at different points at the same time: {self._coordinator.rank_positions.told()} {ADVICE}"
+                f"the ranks are at different points at the same time: {self._coordinator.rank_positions.described()} {ADVICE}"
             ) from None
         self._coordinator.through(over=False)
 
     def _refuse_to_answer(self) -> NoReturn:
         rank = self._group.world.rank
         raise RankMismatchError(
-            f"rank {rank} has come to {self._coordinator.waits_for}, and others are not there yet: "
-            f"{self._coordinator.rank_positions.told(but=rank)} {ADVICE}"
+            f"rank {rank} waits at {self._coordinator.waits_for}, but others are not there: "
+            f"{self._coordinator.rank_positions.described(but=rank)} {ADVICE}"
         )
 
 
 def _refuse_alone(what: str) -> NoReturn:
     raise UsageError(
-        f"{what} at {location()} needs the other ranks, for with strategy='fsdp' each has a part of the model, and only this rank runs "
-        "what @parwrap.rank_zero_only guards. Call it outside of that function."
+        f"{what} at {location()} needs the other ranks, because with strategy='fsdp' each has a part of the model, but only this rank "
+        "runs what @parwrap.rank_zero_only guards. Call it outside of that function."
     )
 
 
 def _refuse_hidden(error: BaseException | None) -> NoReturn:
     raise UsageError(
         f"backward() at {location()} reaches a part of a sharded model without going through its outputs: a loss that a forward keeps in "
-        "an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With strategy='fsdp' weights are "
-        "available only while a backward goes through outputs: return that loss from forward(), or use strategy='ddp'."
+        "an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With strategy='fsdp' weights "
+        "are available only while a backward goes through outputs: return that loss from forward(), or use strategy='ddp'."
     ) from error

@@ -1,6 +1,6 @@
-"""What a strategy that shards leaves whole on every rank: its gradients are averaged after each backward.
+"""Averages the gradients of parameters that a sharding strategy leaves whole on every rank, after each backward.
 
-Scalars, sparse embeddings, parameters in no module, of no optimizer or of one that a model got later: few and small, so it is simple.
+Scalars, sparse embeddings, parameters in no module, of no optimizer or of one that a model got later: few and small, so the code is simple.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Replicated:
 
     Args:
         group: the ranks.
-        loop: knows the optimizers.
-        sharded: gives the ids of tensors whose gradients come averaged.
-        enter: called before the ranks send anything, with how much.
+        loop: the loop state, which knows the optimizers.
+        sharded: returns the ids of tensors whose gradients come averaged.
+        enter: called before the ranks send anything, with its size.
     """
 
     def __init__(self, group: Group, loop: Loop, sharded: Callable[[], set[int]], enter: Callable[[int], None]) -> None:
@@ -40,11 +40,11 @@ class Replicated:
         self._bare: dict[tuple, list[weakref.ref[torch.Tensor]]] = {}
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
-        """These are whole on every rank, and trained."""
+        """Record parameters that are whole on every rank, and trained."""
         self._known |= {id(p): weakref.ref(p) for p in parameters}
 
     def forget(self) -> None:
-        """Models are about to be sharded anew."""
+        """Models are about to be sharded again."""
         self._known.clear()
         self._generation = -1
 
@@ -54,10 +54,10 @@ class Replicated:
         return ref is not None and ref() is p
 
     def look(self, call: Backward) -> None:
-        """Find what ``call`` reaches of them; ever more rarely, from the same place.
+        """Find the replicated parameters that ``call`` reaches; ever more rarely, from the same place.
 
         Raises:
-            UsageError: it reaches the same leaf tensors again that no optimizer has: they are updated by hand.
+            UsageError: it reaches the same leaf tensors again without an optimizer: they are updated by hand.
         """
         self._loop.look_for_parameters()
         if self._generation != self._loop.generation:
@@ -76,13 +76,13 @@ class Replicated:
         if again or (bare and self._visits[key] > 1 and not any(True for _ in self._loop.optimizers())):
             raise UsageError(
                 f"backward() at {location()} reaches tensors that no optimizer has and that are updated by hand. strategy='fsdp' shards "
-                "and averages what an optimizer takes: give them to one, or take strategy='ddp'."
+                "and averages the parameters of optimizers: give them to one, or use strategy='ddp'."
             )
         self._bare[key] = [weakref.ref(leaf) for leaf in bare]
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average their gradients; what no rank has a gradient of keeps none."""
+        """Average their gradients; a gradient that no rank has stays ``None``."""
         known = [p for ref in self._known.values() if (p := ref()) is not None and p.requires_grad]
         if not known:
             return

@@ -1,7 +1,7 @@
-"""One model whose parameters are sharded by torch's ``fully_shard``, in place, and how it becomes a plain model again.
+"""One model whose parameters torch's ``fully_shard`` shards in place, and how it becomes a plain model again.
 
-The class of the modules stays the user's. What torch puts on them (hooks, states) is remembered, so that it can be taken off: for a copy or
-for good. Which modules become units is chosen in ``wrap_policy.py``, and what runs when in ``fsdp.py``.
+The class of the modules stays the user's. Hooks and states that torch adds are recorded, so that they can be removed, for a copy or for
+good. ``wrap_policy.py`` chooses the units, and ``fsdp.py`` decides what runs when.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from parwrap.torch_private.tensors import disable_torch_function
 __all__ = ["ShardedModel"]
 
 MOST_NAMED = 3
-"""Parameters without a gradient that are named where ranks are told apart by them."""
+"""The most parameters without a gradient to name in a unit's description."""
 
 
 class ShardedModel:
@@ -52,15 +52,15 @@ class ShardedModel:
 
     Args:
         root: the module.
-        units: the modules inside it that are gathered by themselves, inner ones first.
+        units: the modules inside it that are gathered separately, inner ones first.
         unsharded: parameters that stay whole.
         mesh: the ranks.
-        enter: called before the units of this model send anything: with what is done, the unit's name and a number that must be the
+        enter: called before the units of this model send anything: with the operation, the unit's name and a number that must be the
             same on all ranks.
-        past: called when a forward is through.
+        past: called when a forward has finished.
 
     Attributes:
-        root: gives the module while it is alive.
+        root: returns the module while it is alive.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class ShardedModel:
             fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=set(unsharded))
             unit.__class__ = kind
         self._states = [fully_shard.state(unit) for unit in (*units, root)]  # type: ignore[attr-defined]
-        initialize(self._states[-1])  # this is the root of them, whichever of its units is called first
+        initialize(self._states[-1])  # makes this the root, whichever of its units is called first
         self._watch(units, root, names)
-        for module in root.modules():  # which copy and pickle ask for
+        for module in root.modules():  # copy and pickle ask for these
             module.__dict__["__deepcopy__"] = functools.partial(self._copied, module)
             module.__dict__["__reduce_ex__"] = functools.partial(self._reduced, module)
         self._added = [(module, _added(before[module], _attachments(module))) for module in root.modules()]
@@ -95,11 +95,11 @@ class ShardedModel:
             _move(old, p.sharded_param)
 
     def sharded(self) -> list[tuple[DTensor, nn.Parameter]]:
-        """Each sharded parameter, and what was in its place before."""
+        """Each sharded parameter, and the parameter that it replaces."""
         return [(p.sharded_param, old) for p, old in self._moved]
 
     def in_graphs(self) -> Iterator[tuple[int, nn.Parameter]]:
-        """The whole parameters that graphs reach, by the ids of themselves and of what scripts know them by."""
+        """The whole parameters that graphs reach, by their own ids and those of the script's tensors for them."""
         for p, old in self._moved:
             if (whole := getattr(p, UNSHARDED_PARAM, None)) is not None:
                 for known in (p.sharded_param, whole, old):
@@ -110,11 +110,11 @@ class ShardedModel:
         return (group for state in self._states for group in param_groups(state))
 
     def parameters(self) -> Iterator[Any]:
-        """What torch keeps for each parameter."""
+        """Torch's own state for each parameter."""
         return (p for group in self.groups() for p in group.fsdp_params)
 
     def reset(self) -> None:
-        """A forward or a backward has failed half way: begin afresh."""
+        """A forward or a backward has failed halfway: start over."""
         self._inside = 0
         reset_iteration(self._states[-1])
         for p in self.parameters():
@@ -135,7 +135,7 @@ class ShardedModel:
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:
-        """While this is held, nothing of torch's is on the modules: they can be copied as plain ones."""
+        """While this is open, torch's hooks and states are off the modules: they can be copied as plain ones."""
         attributes = [(module, dict(module.__dict__)) for module, _ in self._added]
         orders = [(kept, list(kept.items())) for module, added in self._added for kept in _places(module, added)]
         self._take_off()
@@ -144,13 +144,13 @@ class ShardedModel:
         finally:
             for module, all_of_them in attributes:
                 module.__dict__.update(all_of_them)
-            for kept, items in orders:  # hooks run in the order in which they are there
+            for kept, items in orders:  # hooks run in their order in the dict
                 kept.clear()
                 kept.update(items)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """While this is held, the model is whole on every rank, and its forward sends nothing."""
+        """While this is open, the model is whole on every rank, and its forward sends nothing."""
         if self._apart:
             yield
             return
@@ -168,10 +168,10 @@ class ShardedModel:
             self._apart = []
 
     def put_back(self, whole: Callable[[DTensor], torch.Tensor] | None) -> None:
-        """Take off what was put on the modules.
+        """Remove the sharding from the modules.
 
         Args:
-            whole: gathers a tensor, on all ranks: parameters become the plain ones that they were. Without it they stay this rank's part.
+            whole: gathers a tensor, on all ranks: parameters become the original plain ones. Without it they stay this rank's part.
         """
         self._take_off()
         for state in self._states:
@@ -179,7 +179,7 @@ class ShardedModel:
         for p, old in self._moved if whole else ():
             _return(old, p.sharded_param, whole)  # type: ignore[arg-type]
             replace_on_modules(p, old)
-        for state in self._states:  # graphs may hold it, and a process group that is held does not tell other ranks that it has ended
+        for state in self._states:  # graphs may hold it, and a referenced process group does not signal its end to other ranks
             param_groups(state).clear()
             communication_context(state).post_forward_order.clear()
         for held in (self._states, self._moved, self._added):
@@ -204,7 +204,7 @@ class ShardedModel:
                 group.post_backward = functools.partial(self._reduce, group.post_backward, name, group)
 
     def _before(self, name: str, state: Any, module: nn.Module, args: Any) -> None:
-        if self._apart or current_graph_task_id() != NO_GRAPH_TASK:  # which a checkpoint computes again, in a backward
+        if self._apart or current_graph_task_id() != NO_GRAPH_TASK:  # a checkpoint computes it again, in a backward
             return
         if not self._inside and forward_root(self._states[-1]) is not None:
             self.reset()
@@ -223,15 +223,15 @@ class ShardedModel:
         there = [(whole := getattr(p, UNSHARDED_PARAM, None)) is not None and whole.grad is not None for p in group.fsdp_params]
         if any(there):
             without = [parameter_name(p) for p, has in zip(group.fsdp_params, there, strict=True) if not has]
-            told = f"{name} without {', '.join(without[:MOST_NAMED])}" if without else name
-            self._enter("gradients", told, zlib.crc32(bytes(there)))
+            unit = f"{name} without {', '.join(without[:MOST_NAMED])}" if without else name
+            self._enter("gradients", unit, zlib.crc32(bytes(there)))
         post_backward(*unused)
 
 
 def _gather_before_backward(state: Any, outputs: Any) -> Any:
-    """Have the weights of a unit gathered when a backward comes to its ``outputs``.
+    """Make a backward gather the weights of a unit when it reaches the unit's ``outputs``.
 
-    torch's own way forgets an output that is a view once a script changes it in place, as ``h += x`` does.
+    Torch's own way forgets an output that is a view once a script changes it in place, as ``h += x`` does.
     """
     for tensor in collect_grad_tensors(outputs) if torch.is_grad_enabled() else ():
         base = view_base(tensor)
@@ -248,21 +248,21 @@ def _refuse_exchanged(name: str, state: Any) -> None:
             info = module_info(p)
             if group.is_sharded and getattr(info.module, info.param_name, None) is not p.sharded_param:
                 raise UsageError(
-                    f"the parameter {info.param_name!r} of a {type(info.module).__name__} in {name} was exchanged after the optimizer was "
-                    "built, and strategy='fsdp' has sharded the one that it had then. Change the model before its optimizer is built, or "
-                    "copy values: p.data.copy_(values)."
+                    f"the parameter {info.param_name!r} of a {type(info.module).__name__} in {name} was replaced after the optimizer was "
+                    "built, but strategy='fsdp' has sharded the original. Change the model before its optimizer is built, or copy "
+                    "values: p.data.copy_(values)."
                 )
 
 
 def _move(old: nn.Parameter, new: Any) -> None:
-    """``old`` stands for ``new`` from now on, and takes no memory."""
+    """From now on ``old`` stands for ``new``, and takes no memory."""
     if old.grad is not None:
         new.grad = sharded_like(old.grad, new)
     old.grad = None
     old.data = torch.empty(0, dtype=old.dtype, device=old.device)
     old.__class__ = Moved
     old.__dict__["sharded"] = new
-    with disable_torch_function():  # a loss that uses it beside the forward, as a penalty, leaves gradients placed anyhow
+    with disable_torch_function():  # a loss that uses it outside the forward, such as a penalty, leaves gradients with any placement
         trained = new.requires_grad
         new.requires_grad_(True).register_hook(functools.partial(DTensor.redistribute, placements=new.placements))
         new.requires_grad_(trained)
@@ -280,7 +280,7 @@ def _return(old: nn.Parameter, new: Any, whole: Callable[[DTensor], torch.Tensor
 
 
 def _attachments(module: nn.Module) -> dict[str, set[Any] | None]:
-    """What hangs on a module: its attributes, and the keys in those that are dicts."""
+    """A module's attributes, and the keys in those that are dicts."""
     return {name: set(value) if isinstance(value, dict) else None for name, value in module.__dict__.items()}
 
 
@@ -296,5 +296,5 @@ def _added(before: dict[str, set[Any] | None], after: dict[str, set[Any] | None]
 
 
 def _places(module: nn.Module, added: dict[str, set[Any] | None]) -> list[dict]:
-    """The dicts of a module in which something was added."""
+    """The dicts of a module that have new entries."""
     return [module.__dict__[name] for name, keys in added.items() if keys is not None]

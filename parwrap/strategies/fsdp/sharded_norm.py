@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` over gradients of which each rank has a part: one number is reduced, whatever there are of them."""
+"""``clip_grad_norm_`` over sharded gradients: it reduces a single number."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["clip_by_norm"]
 def clip_by_norm(
     clip: Clip, device: torch.device, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> torch.Tensor:
-    """Clip, and give the norm over all ranks; on all of them.
+    """Clip, and return the norm over all ranks; called on all of them.
 
     Args:
-        clip: the call.
-        device: on which a number is reduced.
-        max_norm: as torch has it, like the rest.
+        clip: the intercepted call.
+        device: the device for the reduction.
+        max_norm: as in torch, like the rest.
     """
     grads: list[Any] = [p.grad for p in clip.parameters if p.grad is not None]
     parts = [grad.to_local() for grad in grads if hasattr(grad, "to_local")]

@@ -1,4 +1,4 @@
-"""Optimizers of sharded models, and what is saved of both: states are whole where a script sees them, and parts where they are used."""
+"""The state of sharded models and their optimizers: whole where a script sees it, and in parts where it is used."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["adopt", "holds_sharded", "release", "shard_state", "whole_state"]
 Whole = Callable[[Any], torch.Tensor]
 
 DEPTH, MOST = 4, 1000
-"""Containers inside each other that are looked into for a model that is saved, and how much of a list."""
+"""How deep to search nested containers for a model that is being saved, and how much of a list."""
 
 
 def whole_state(state: Mapping[str, Any], whole: Whole) -> dict[str, Any]:
-    """A state, of an optimizer or of a model, with whole tensors; one that is there several times stays one."""
+    """A state, of an optimizer or of a model, with whole tensors; an object that occurs several times stays one object."""
     seen: dict[Any, torch.Tensor] = {}
 
     def made(value: Any) -> Any:
         if isinstance(value, DTensor):
-            # the memory of a parameter is padded, so no rank's part of one is nowhere; a state's may be, and is there once
+            # the memory of a parameter is padded, so every rank has a part; a state's may not be, and exists once
             key = local_tensor(value).untyped_storage().data_ptr() or id(value)
             if key not in seen:
                 seen[key] = whole(value.detach())
@@ -41,7 +41,7 @@ def whole_state(state: Mapping[str, Any], whole: Whole) -> dict[str, Any]:
 
 
 def shard_state(optimizer: Optimizer) -> None:
-    """Keep this rank's part of the state that was loaded, or made before the model was sharded."""
+    """Keep this rank's part of a state that was loaded, or made before the model was sharded."""
     for p, state in optimizer.state.items():
         if is_sharded(p):
             for name, value in state.items():
@@ -50,7 +50,7 @@ def shard_state(optimizer: Optimizer) -> None:
 
 
 def adopt(optimizer: Optimizer, sharded: Mapping[int, torch.Tensor]) -> None:
-    """An optimizer that was built before takes the ``sharded`` parameters, known by the id of those that it had."""
+    """An earlier optimizer takes the ``sharded`` parameters, found by the ids of the originals."""
     _exchange(optimizer, lambda p: sharded.get(id(p), p))
     shard_state(optimizer)
 
@@ -62,7 +62,7 @@ def release(optimizer: Optimizer, plain: Mapping[int, nn.Parameter], whole: Whol
     def of(p: torch.Tensor) -> torch.Tensor:
         if not isinstance(p, DTensor):
             return p
-        if id(p) not in known:  # its model is gone
+        if id(p) not in known:  # its model no longer exists
             known[id(p)] = nn.Parameter(whole(p.detach()).clone(), p.requires_grad)
         return known[id(p)]
 
@@ -74,14 +74,14 @@ def release(optimizer: Optimizer, plain: Mapping[int, nn.Parameter], whole: Whol
 def _exchange(optimizer: Optimizer, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
     states = list(optimizer.state.items())
     for group in optimizer.param_groups:
-        group["params"][:] = [of(p) for p in group["params"]]  # the list stays, for an optimizer may know it by another name
+        group["params"][:] = [of(p) for p in group["params"]]  # keep the list object, because an optimizer may refer to it by another name
     optimizer.state.clear()
     for p, state in states:
         optimizer.state[of(p) if isinstance(p, torch.Tensor) else p] = state
 
 
 def holds_sharded(thing: Any, models: Iterable[nn.Module], depth: int = DEPTH) -> bool:
-    """Whether sharded tensors or one of the ``models`` are in ``thing``, which is about to be saved."""
+    """Whether ``thing``, which is about to be saved, contains sharded tensors or one of the ``models``."""
     if isinstance(thing, nn.Module):
         inside = {id(module) for module in thing.modules()}
         return any(id(module) in inside for model in models for module in model.modules())

@@ -1,8 +1,8 @@
-"""What a script does with sharded tensors beside training: each operation gives what it would with whole ones.
+"""Operations of a script on sharded tensors outside training: each returns what it would with whole ones.
 
-torch shards an operation where it can. Where a sharded tensor meets a whole one, or must be seen whole (printed, copied, pickled), it is
-gathered; gradients go back as the mean over ranks. What is written to a sharded tensor keeps this rank's part. When to shard a model is
-``fsdp.py``'s.
+Torch shards an operation where it can. If a sharded tensor is combined with a whole one, or must be whole (printed, copied, pickled), it is
+gathered; gradients go back as the mean over ranks. Values written to a sharded tensor keep this rank's part. ``fsdp.py`` decides when to
+shard a model.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ WHOLE = frozenset(
         *(torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, T.bernoulli, torch.normal, torch.dropout),
     }
 )
-"""What must see a tensor whole, or draws random numbers for it as for a whole one."""
+"""Operations that need a whole tensor, or draw random numbers for it as for a whole one."""
 
 DRAWING = frozenset((T.normal_, T.uniform_, T.random_, T.bernoulli_, T.exponential_, T.cauchy_, T.geometric_, T.log_normal_, T.__setitem__))
-"""What is written to a whole copy first: random numbers, and elements by index."""
+"""Operations that write to a whole copy first: random numbers, and elements by index."""
 
 IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")) | {
     "__setitem__"
@@ -45,7 +45,7 @@ IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv",
 VIEWS = frozenset(("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "detach")) | {
     *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 }
-"""Whose result shares memory with a whole tensor, and of a sharded one may be a copy."""
+"""Operations whose result shares memory with a whole tensor, but for a sharded one may be a copy."""
 
 GRAD = T.grad.__get__  # type: ignore[union-attr]
 SETTERS = T.data.__set__, T.grad.__set__  # type: ignore[attr-defined, union-attr]
@@ -57,7 +57,7 @@ def is_sharded(thing: Any) -> bool:
 
 
 def sharded_like(whole: torch.Tensor, like: Any) -> DTensor:
-    """This rank's part of ``whole``, which all ranks have, placed as ``like`` is; nothing is sent."""
+    """This rank's part of ``whole``, which all ranks have, placed like ``like``; nothing is sent."""
     whole = whole.detach().to(like.device)
     mesh = like.device_mesh
     part = DTensor.from_local(whole, mesh, [Replicate()], run_check=False).redistribute(placements=_settled(like)).to_local()
@@ -67,7 +67,7 @@ def sharded_like(whole: torch.Tensor, like: Any) -> DTensor:
 
 
 class Moved(nn.Parameter):
-    """What a parameter becomes whose module is sharded while a script still holds it: it stands for the sharded one."""
+    """Replaces a parameter whose module is sharded while a script still holds it: it stands for the sharded one."""
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -85,7 +85,7 @@ class Moved(nn.Parameter):
 
 
 class _Gathered(torch.autograd.Function):
-    """All of a sharded tensor; its gradient is the mean of those that ranks have for it, of which each keeps its part."""
+    """The whole of a sharded tensor; its gradient is the mean of the ranks' gradients, of which each keeps its part."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
@@ -101,11 +101,11 @@ class _Gathered(torch.autograd.Function):
 
 
 class ShardedTensors(Interceptor):
-    """Carries out operations in which a sharded tensor takes part.
+    """Carries out operations on sharded tensors.
 
     Args:
-        enter: called before ranks send each other what they hold.
-        past: called when they have.
+        enter: called before ranks exchange their parts.
+        past: called after the exchange.
     """
 
     def __init__(self, enter: Callable[[], None], past: Callable[[], None]) -> None:
@@ -165,7 +165,7 @@ class ShardedTensors(Interceptor):
         return repr(nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole)
 
     def whole(self, tensor: Any) -> torch.Tensor:
-        """All of ``tensor``, on every rank, as part of the graph; gradients that ranks have for it are averaged."""
+        """All of ``tensor``, on every rank, as part of the graph; the ranks' gradients for it are averaged."""
         self._enter()
         with disable_torch_function():
             whole = _Gathered.apply(tensor)
@@ -173,7 +173,7 @@ class ShardedTensors(Interceptor):
         return whole
 
     def _settled(self, result: Any) -> Any:
-        """``result``, with sums that ranks have a part of added up: torch does not always notice what is done to a part."""
+        """``result``, with partial sums of the ranks added up: torch does not always notice what is done to a part."""
         if isinstance(result, DTensor) and any(placement.is_partial() for placement in result.placements):
             self._enter()
             result = result.redistribute(placements=_settled(result))
@@ -233,7 +233,7 @@ class ShardedTensors(Interceptor):
         func(target, value)
 
     def _each_kind(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Lists in which some tensors are sharded and some are whole: run what is written to a whole one apart."""
+        """Lists in which some tensors are sharded and some are whole: run writes to whole ones separately."""
         length = len(args[0])
         of_first = [isinstance(each, DTensor) for each in args[0]]
         results: list[Any] = [None] * length
@@ -253,7 +253,7 @@ class ShardedTensors(Interceptor):
 
 
 def _parts_like(values: list[Any], like: list[Any]) -> list[Any]:
-    """Whole tensors of ``values`` as this rank's part, where they go with a sharded one."""
+    """Whole tensors of ``values`` as this rank's part, if they are used with a sharded one."""
     return [
         sharded_like(value, of) if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() else value
         for value, of in zip(values, like, strict=True)
@@ -273,7 +273,7 @@ def _tensors(args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
 
 
 def _mixed(args: tuple, kwargs: dict) -> bool:
-    """Whether a whole tensor is among them that is no plain number; a number is the same for all parts."""
+    """Whether they contain a whole tensor that is no plain number; a number is the same for all parts."""
     whole = numbers = False
     of_parts = 0
     for tensor in _tensors(args, kwargs):
@@ -296,13 +296,13 @@ def _writes(name: str, kwargs: dict) -> bool:
 
 
 def _about_sharding() -> bool:
-    """Whether the error that is handled says that torch cannot shard an operation, rather than that it is wrong."""
+    """Whether the handled error says that torch cannot shard an operation, rather than that it is wrong."""
     text = str(sys.exc_info()[1])
     return any(said in text for said in ("DTensor", "Sharding propagation", "shard", "sharding strategy", "is not supported"))
 
 
 def _current(values: Any) -> Any:
-    """``values`` with the sharded parameters that moved ones stand for."""
+    """``values`` with the sharded parameters for their stand-ins."""
     if isinstance(values, Moved):
         with disable_torch_function():
             return values.__dict__["sharded"]
@@ -312,14 +312,14 @@ def _current(values: Any) -> Any:
 
 
 def _replicated(result: Any, like: DTensor) -> Any:
-    """Whole tensors of ``result`` as sharded ones of which every rank has all, so that what is written to them is noticed."""
+    """Whole tensors of ``result`` as replicated sharded ones, so that writes to them are noticed."""
     if isinstance(result, (list, tuple)):
         return type(result)([_replicated(each, like) for each in result])
     return DTensor.from_local(result, like.device_mesh, [Replicate()], run_check=False)
 
 
 def _marked(result: Any, base: DTensor) -> Any:
-    """``result`` of a view of ``base``, marked where it is a copy: what is written there would be lost."""
+    """``result`` of a view of ``base``, marked if it is a copy: writes to it would be lost."""
     if isinstance(result, (list, tuple)):
         return type(result)([_marked(each, base) for each in result])
     if isinstance(result, DTensor) and "copy_of_sharded" not in result.__dict__:
@@ -332,8 +332,8 @@ def _marked(result: Any, base: DTensor) -> Any:
 def _refuse_lost_write(name: str, args: tuple) -> None:
     if args and isinstance(args[0], DTensor) and "copy_of_sharded" in args[0].__dict__:
         raise UsageError(
-            f"{name} at {location()} writes to rows or another shape of a tensor that strategy='fsdp' has sharded, and would be lost: what "
-            "it writes to is a copy. Assign by index to the tensor itself, as in p.data[i] = value, or take strategy='ddp'."
+            f"{name} at {location()} writes to rows or another shape of a tensor that strategy='fsdp' has sharded; the write would be "
+            "lost, because its target is a copy. Assign by index to the tensor itself, as in p.data[i] = value, or use strategy='ddp'."
         )
 
 
@@ -341,12 +341,12 @@ def refuse_hook(where: str) -> NoReturn:
     """Raise :class:`UsageError` for a hook that torch would not call."""
     raise UsageError(
         f"a hook {where} would never see a gradient: with strategy='fsdp' gradients are reduced before they are put there. Change p.grad "
-        "after backward(), or take strategy='ddp'."
+        "after backward(), or use strategy='ddp'."
     )
 
 
 def _refuse_grad() -> NoReturn:
     raise UsageError(
-        f"torch.autograd.grad at {location()} asks for gradients of sharded parameters, and with strategy='fsdp' these come from "
-        "backward() only: call loss.backward() and read p.grad, or take strategy='ddp'."
+        f"torch.autograd.grad at {location()} asks for gradients of sharded parameters, but with strategy='fsdp' only backward() makes "
+        "these: call loss.backward() and read p.grad, or use strategy='ddp'."
     )

@@ -1,6 +1,7 @@
-"""Which modules FSDP shards: the outermost ones that hold what an optimizer takes, and within these the units that are gathered one by one.
+"""Which modules FSDP shards: the outermost ones that hold an optimizer's parameters, and inside them the units that are gathered one by
+one.
 
-Here are only choices; ``sharded_model.py`` carries them out. What cannot be sharded is left out, and stays whole on every rank.
+This file only chooses; ``sharded_model.py`` carries it out. Parameters that cannot be sharded stay whole on every rank.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ Wrap = int | type | str | tuple[type | str, ...] | None
 """Elements that make a module a unit, or the classes of units, or ``None`` for repeated blocks."""
 
 BLOCK = 100_000
-"""Elements of a block that is worth a gathering of its own."""
+"""The least number of elements of a block that justifies a separate gathering."""
 
 
 def roots(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
     """The outermost modules that hold one of ``parameters`` and have a forward, in the order of ``parameters``.
 
-    Of two that share a parameter it is the larger one; the other computes with what this one holds.
+    Of two that share a parameter it is the larger one; the other computes with the parameters of this one.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> [each is model for each in roots(model[1].parameters())]
@@ -48,9 +49,9 @@ def roots(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
 
 
 def units(root: nn.Module, wrap: Wrap) -> list[nn.Module]:
-    """The modules inside ``root`` that are gathered and sharded by themselves, inner ones before those around them.
+    """The modules inside ``root`` that are gathered and sharded separately, inner ones before those around them.
 
-    Modules that share a parameter with what is outside of them are none.
+    Modules that share a parameter with modules outside of them are excluded.
 
     >>> blocks = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     >>> len(units(blocks, wrap="Linear")), len(units(blocks, wrap=7)), len(units(blocks, wrap=None))
@@ -72,8 +73,8 @@ def units(root: nn.Module, wrap: Wrap) -> list[nn.Module]:
 def unsharded(root: nn.Module, inside: Collection[nn.Module], device: torch.device) -> list[nn.Parameter]:
     """The parameters of ``root`` that cannot be sharded, with the units ``inside`` of it, on ranks that train on ``device``.
 
-    Scalars, what is elsewhere or not contiguous (as with ``channels_last``), sparse embeddings, and what is of another dtype than most of
-    its unit.
+    They are scalars, parameters on other devices or not contiguous (as with ``channels_last``), sparse embeddings, and those of another
+    dtype than most of their unit.
     """
     sparse = {id(p) for module in root.modules() if getattr(module, "sparse", False) for p in module.parameters(recurse=False)}
     of_unit: dict[int, dict[int, nn.Parameter]] = {}
@@ -99,7 +100,7 @@ def _can_be_sharded(p: nn.Parameter, device: torch.device) -> bool:
 
 
 def _wanted(root: nn.Module, wrap: Wrap) -> Iterator[nn.Module]:
-    """The modules that ``wrap`` asks for, inner ones first."""
+    """The modules that ``wrap`` selects, inner ones first."""
     if wrap is None:
         blocks = {id(block) for module in root.modules() for block in _blocks(module)}
         yield from (module for module in _inner_first(root) if id(module) in blocks)
@@ -132,7 +133,7 @@ def _inner_first(root: nn.Module) -> list[nn.Module]:
 
 
 def _held(root: nn.Module, chosen: Collection[int]) -> Iterator[tuple[nn.Parameter, int]]:
-    """Each parameter with the id of the innermost of the ``chosen`` modules around it, once for each way that leads to it."""
+    """Each parameter with the id of the innermost of the ``chosen`` modules around it, once for each path to it."""
 
     def below(module: nn.Module, home: int) -> Iterator[tuple[nn.Parameter, int]]:
         home = id(module) if id(module) in chosen else home
@@ -145,12 +146,12 @@ def _held(root: nn.Module, chosen: Collection[int]) -> Iterator[tuple[nn.Paramet
 
 
 def _has_forward(module: nn.Module) -> bool:
-    # which the base class has too, only to refuse
+    # the base class has it too, only to refuse
     return type(module).forward is not nn.Module.forward
 
 
 def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
-    """``module``, or where it cannot be called, the outermost below it that can."""
+    """``module``, or if it cannot be called, the outermost module below it that can."""
     if _has_forward(module):
         yield module
     else:
@@ -159,7 +160,7 @@ def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _first(module: nn.Module, place: dict[int, int]) -> int:
-    """The place of the first parameter that ``module`` holds, or one behind the last."""
+    """The position of the first parameter that ``module`` holds, or one past the last."""
     return min((place[id(p)] for p in module.parameters() if id(p) in place), default=len(place))
 
 

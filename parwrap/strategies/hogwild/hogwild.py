@@ -1,7 +1,7 @@
-"""Hogwild: every rank steps by itself, on parameters that all ranks of the node have in the memory that they share.
+"""Hogwild: every rank steps separately, on parameters in memory that all ranks of the node share.
 
-Nothing is averaged and no step waits for another, unless ``lock=True`` has them take turns. Buffers, gradients and the state of optimizers
-are each rank's own. Where the parameters are put is ``shared_parameters.py``'s.
+Nothing is averaged and no step waits for another, unless ``lock=True`` makes ranks take turns. Each rank has its own buffers, gradients and
+optimizer state. ``shared_parameters.py`` puts the parameters into shared memory.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = ["Hogwild"]
 GOING_ON = "training after an evaluation"
 
 LINE = 8
-"""The ranks' counters are so many numbers apart, or their caches would wait for each other."""
+"""The distance of the ranks' counters, in numbers, so that they are in separate cache lines."""
 
 
 class Hogwild(Strategy):
-    """Every rank takes steps of its own on parameters that all share."""
+    """Every rank steps separately on parameters that all share."""
 
     OPTIONS = ("lock",)
     steps_together = False
@@ -57,8 +57,7 @@ class Hogwild(Strategy):
         for name, default in (("batch", "per_rank"), ("lr", "keep"), ("loss", "mean")):
             if (value := getattr(options, name)) != default:
                 raise UsageError(
-                    f"{name}={value!r} says how ranks share a step, but with strategy='hogwild' each rank steps alone: leave one of them "
-                    "out."
+                    f"{name}={value!r} says how ranks share a step, but with strategy='hogwild' each rank steps alone: remove one of them."
                 )
         if options.uneven == "join":
             raise UsageError(
@@ -70,8 +69,8 @@ class Hogwild(Strategy):
     def joining(cls, group: Group | None, options: Options) -> AbstractContextManager[Group | None]:
         if group is not None and group.world.local_size < group.world.size:
             raise UsageError(
-                f"strategy='hogwild' shares the memory of one node, and the {group.world.size} ranks are on several: start them on one, or "
-                "choose another strategy."
+                f"strategy='hogwild' shares the memory of one node, but the {group.world.size} ranks are on several: start them on one, "
+                "or choose another strategy."
             )
         if group is not None and group.device.type != "cpu":
             raise UsageError(
@@ -85,7 +84,7 @@ class Hogwild(Strategy):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call``; first share what an optimizer has got since the last one."""
+        """Run ``call``, after sharing parameters that an optimizer has got since the last one."""
         if is_alone():
             call.run()
             return
@@ -99,13 +98,13 @@ class Hogwild(Strategy):
 
     @intercepts
     def stepped(self, optimizer: Optimizer) -> None:
-        """A step was taken; some put new tensors in the place of the parameters."""
+        """A step was taken; some steps replace the tensors of parameters."""
         self._parameters.put_back()
         self._progress.step()
 
     @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        """``module.train(training)`` was called: what all are to evaluate must be where all have it."""
+        """``module.train(training)`` was called: values for a common evaluation must be in shared memory."""
         self._parameters.put_back()
 
     def described(self) -> str:
@@ -123,12 +122,12 @@ class Hogwild(Strategy):
             self._lock.close()
 
     def _share(self) -> None:
-        """Not when an optimizer takes them: whatever sets them up, on any rank, is over when all have come to a backward."""
+        """Share parameters at a backward, not when an optimizer takes them: by then every rank has finished their initialization."""
         owned = self._loop.once_owned()
         if not owned:
             raise UsageError(
-                f"strategy='hogwild' shares the parameters of optimizers, and there is none at the backward at {location()}: build the "
-                "optimizer first, or choose another strategy for updates by hand."
+                f"strategy='hogwild' shares the parameters of optimizers, but none exists at the backward at {location()}: build the "
+                "optimizer first, or choose another strategy for manual updates."
             )
         if not self._parameters.holds(owned.values()):
             with self._lock.let_go() if self._lock else nullcontext():  # a closure's backward is in a step
@@ -137,9 +136,9 @@ class Hogwild(Strategy):
 
 
 class Evaluations(Interceptor):
-    """Has ranks evaluate the same model: they meet before it and after it, so that nobody trains meanwhile.
+    """Makes ranks evaluate the same model: they synchronize before it and after it, so that none trains meanwhile.
 
-    Buffers become rank 0's, as in DDP, and schedulers go by the mean over ranks.
+    Buffers become rank 0's, as in DDP, and schedulers use the mean over ranks.
     """
 
     def __init__(self, group: Group, loop: Loop) -> None:
@@ -168,7 +167,7 @@ class Evaluations(Interceptor):
 
 
 class Lock(Interceptor):
-    """Has one rank at a time take a step; a rank that ends, in whatever way, lets go of it.
+    """Lets one rank at a time take a step; a rank that ends, in whatever way, releases the lock.
 
     Args:
         group: the ranks.
@@ -186,25 +185,25 @@ class Lock(Interceptor):
 
     @intercepts
     def stepped(self, optimizer: Optimizer) -> None:
-        """``optimizer`` has stepped; after one that has raised, the next lets go."""
+        """``optimizer`` has stepped; if it raised, the next call releases the lock."""
         if steps_running() == 1:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
     @contextmanager
     def let_go(self) -> Iterator[None]:
-        """Nobody waits for this rank within the block; after it the step that runs, if one does, goes on alone."""
+        """In the block nobody waits for this rank; a running step continues alone after it."""
         fcntl.lockf(self._file, fcntl.LOCK_UN)
         yield
         if steps_running():
             fcntl.lockf(self._file, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        """Let go of it for good."""
+        """Release the lock for good."""
         os.close(self._file)
 
 
 class Progress:
-    """Who gets on: how many steps each rank has taken.
+    """Tracks progress: the number of steps of each rank.
 
     Args:
         group: the ranks.
@@ -217,11 +216,11 @@ class Progress:
         self._timeout = group.timeout.total_seconds()
 
     def step(self) -> None:
-        """This rank has taken one."""
+        """This rank has taken a step."""
         self._steps[self._mine] += 1
 
     def of_others(self) -> bool:
-        """Whether another rank has taken one within the timeout, as far as this one has looked."""
+        """Whether another rank has taken one within the timeout, as far as this rank has checked."""
         now = bytes(self._steps)
         if now != self._seen:
             self._seen, self._since = now, time.monotonic()

@@ -1,7 +1,7 @@
-"""Parameters in memory that all ranks of a node share: what one rank writes there, the others read.
+"""Parameters in memory that all ranks of a node share: values that one rank writes are seen by the others.
 
-A parameter stays the same object; only where its numbers are is exchanged. Ranks know it by the loop's number of it. When it is
-shared, and what is written, is the strategy's.
+A parameter stays the same object; only its storage is replaced. Ranks identify it by the loop's number. The strategy decides when to share
+it, and writes the values.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = ["SharedParameters"]
 KIND = "parameters that the ranks share"
 
 ALIGNED = 64
-"""Storages begin at multiples of so many bytes."""
+"""Storages begin at multiples of this number of bytes."""
 
 Number = tuple[int, int]
 
 
 class _Place(NamedTuple):
-    """Where a tensor is in the shared memory.
+    """The place of a tensor in the shared memory.
 
     Attributes:
-        begin, size: of its storage, in bytes; tensors that share a storage go on to do so.
+        begin, size: of its storage, in bytes; tensors keep sharing a storage.
         offset, stride: of the tensor in its storage, in elements.
-        described: what it is.
+        described: its description.
     """
 
     begin: int
@@ -47,7 +47,7 @@ class _Place(NamedTuple):
 
 
 class SharedParameters:
-    """Those of the ranks of ``group``."""
+    """The shared parameters of the ranks of ``group``."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -55,11 +55,11 @@ class SharedParameters:
         group.coordinator.answer(KIND, lambda detail, present: None)
 
     def holds(self, parameters: Collection[torch.Tensor]) -> bool:
-        """Whether all ``parameters`` are where they were put; one without elements need not be anywhere."""
+        """Whether all ``parameters`` are still in shared memory; an empty one need not be."""
         return all(self._holds(p) for p in parameters)
 
     def share(self, parameters: Mapping[Number, torch.Tensor]) -> None:
-        """Put those of ``parameters`` that are not there yet into shared memory, with the values of the lowest rank that does so too.
+        """Put ``parameters`` that are not there yet into shared memory, with the values of the lowest rank that does so too.
 
         Raises:
             UsageError: one cannot be shared.
@@ -70,15 +70,15 @@ class SharedParameters:
             _refuse_unshareable(p)
         present = sorted(self._group.synchronize(KIND))
         rank, source = self._group.world.rank, present[0]
-        told = self._group.share(KIND, (_laid_out(private), set(parameters)), present)
-        layout = told[source][0]
-        for other, (theirs, owned) in told.items():
-            _refuse_different((source, layout), (other, theirs), told[source][1] & owned)
+        gathered = self._group.share(KIND, (_laid_out(private), set(parameters)), present)
+        layout = gathered[source][0]
+        for other, (theirs, owned) in gathered.items():
+            _refuse_different((source, layout), (other, theirs), gathered[source][1] & owned)
         # the parameters of an optimizer that is garbage may have been collected on some ranks
         places = {number: place for number, place in layout.items() if number in private}
         if rank == source:
-            _warn_of_different(source, [theirs for theirs, _ in told.values()])
-        if any(layout for layout, _ in told.values()):
+            _warn_of_different(source, [theirs for theirs, _ in gathered.values()])
+        if any(layout for layout, _ in gathered.values()):
             self._put(private, places, max([place.begin + place.size for place in layout.values()], default=1), present)
 
     def _put(self, parameters: Mapping[Number, torch.Tensor], places: Mapping[Number, _Place], size: int, present: list[int]) -> None:
@@ -92,20 +92,19 @@ class SharedParameters:
             with torch.no_grad():
                 for number, place in places.items():
                     _view(storages[place.begin], place).copy_(parameters[number])
-        self._group.share("filled", None, present)  # nobody is to read it before
+        self._group.share("filled", None, present)  # nobody may read it before
         for number, place in places.items():
             p = parameters[number]
             p.data = shared = _view(storages[place.begin], place)
             self._shared[id(p)] = weakref.ref(p), shared, shared.data_ptr()
 
     def put_back(self) -> bool:
-        """Write what was put in the place of a shared parameter, by ``p.data = ...``, where all ranks read it.
+        """Write a tensor that replaced a shared parameter, by ``p.data = ...``, where all ranks read it.
 
-        Returns:
-            Whether all are shared then; one that is of another shape or dtype now must be shared anew.
+        Whether all are shared then; a parameter with a new shape or dtype must be shared again.
         """
         moved = [(p, shared) for known, shared, at in self._shared.values() if (p := known()) is not None and p.data_ptr() != at]
-        if not moved:  # as a rule, at every step
+        if not moved:  # usually true, at every step
             return True
         fitting = [(p, shared) for p, shared in moved if _kind(p) == _kind(shared)]
         with torch.no_grad():
@@ -122,7 +121,7 @@ class SharedParameters:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Give every parameter that is still there memory of its own, with the numbers that it has."""
+        """Give every parameter that is still there private memory, with its present values."""
         self.put_back()
         copies: dict[int, torch.UntypedStorage] = {}
         for known, _, at in self._shared.values():
@@ -165,25 +164,25 @@ def _refuse_unshareable(parameter: torch.Tensor) -> None:
         problem = f"is laid out as {parameter.layout}: only its gradients may be sparse"
     else:
         return
-    raise UsageError(f"a parameter of the optimizer that is trained at {location()} cannot be shared by the ranks, for it {problem}.")
+    raise UsageError(f"the ranks cannot share a parameter of the optimizer that is trained at {location()}, because it {problem}.")
 
 
 def _refuse_different(source: tuple[int, Mapping[Number, _Place]], other: tuple[int, Mapping[Number, _Place]], owned: set[Number]) -> None:
-    """Raise if what two ranks are to share differs, of the parameters that both have."""
+    """Raise if a parameter that two ranks have differs between them."""
     kinds = {
         rank: {number: place.described.kind for number, place in layout.items() if number in owned} for rank, layout in (source, other)
     }
     mine, theirs = kinds[source[0]], kinds[other[0]]
     if mine != theirs:
         number = min(number for number in owned if mine.get(number) != theirs.get(number))
-        has = " and ".join(f"rank {rank} has {_told(each.get(number))}" for rank, each in kinds.items())
+        has = " and ".join(f"rank {rank} has {_described(each.get(number))}" for rank, each in kinds.items())
         raise RankMismatchError(
             f"the ranks cannot share the parameters that they train at {location()}: of parameter {number[1]} of optimizer {number[0]}, "
-            f"{has}. Build, cast and move the same model on all ranks before it is trained."
+            f"{has}. Build, cast and move the same model on all ranks before training."
         )
 
 
-def _told(kind: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+def _described(kind: tuple[tuple[int, ...], torch.dtype] | None) -> str:
     return "one that is shared already" if kind is None else f"one of shape {kind[0]} and {kind[1]}"
 
 
@@ -192,6 +191,6 @@ def _warn_of_different(source: int, layouts: Collection[Mapping[Number, _Place]]
     different = [number for number, place in mine.items() if any(each.get(number, place).described != place.described for each in others)]
     if different:
         warn(
-            f"parwrap: {len(different)} of {len(mine)} parameters have different values on different ranks; rank {source}'s are taken. "
+            f"parwrap: {len(different)} of {len(mine)} parameters have different values on different ranks; rank {source}'s are used. "
             "Seed before the model is built, or build it inside the decorated function."
         )

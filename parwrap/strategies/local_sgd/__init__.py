@@ -1,1 +1,1 @@
-"""Local SGD and DiLoCo: ranks train apart and average their weights now and then. Start with ``local_sgd.py``."""
+"""Local SGD and DiLoCo: ranks train separately and average their weights every few steps. Start with ``local_sgd.py``."""

@@ -1,7 +1,7 @@
-"""The outer optimizer of DiLoCo (Douillard et al., 2023): what becomes of the weights when ranks put together what they have learned.
+"""The outer optimizer of DiLoCo (Douillard et al., 2023): it updates the weights when ranks merge their progress.
 
-What they have moved from where they all began is taken for a gradient, and applied by SGD with Nesterov momentum. It is torch's own, as a
-function: an optimizer of its own would be one of the user's to whoever watches optimizers.
+The change since the common start is used as a gradient for SGD with Nesterov momentum. It calls torch's function: an optimizer object would
+look like one of the user's to the interceptors.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Number = tuple[int, int]
 
 
 class DiLoCo:
-    """Steps on the differences of weights; parameters go by numbers that are the same on all ranks."""
+    """Steps on the differences of weights; parameters have numbers that are the same on all ranks."""
 
     def __init__(self) -> None:
         self._before: dict[Number, torch.Tensor] = {}
         self._momenta: dict[Number, torch.Tensor | None] = {}
 
     def begin(self, parameters: Mapping[Number, torch.Tensor]) -> None:
-        """All ranks hold the same ``parameters`` now, and go on by themselves."""
+        """All ranks hold the same ``parameters`` now, and continue separately."""
         for number, p in parameters.items():
             self._before[number] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
 
@@ -35,12 +35,12 @@ class DiLoCo:
         self._momenta = {number: momentum for number, momentum in self._momenta.items() if number in numbers}
 
     def step(self, means: Mapping[Number, torch.Tensor], lr: float, momentum: float) -> dict[Number, torch.Tensor]:
-        """The new weights, where the ranks' means are ``means``.
+        """The new weights from the ranks' ``means``.
 
         Args:
-            means: of what was given to :meth:`begin`; what was not is its mean afterwards.
-            lr: how much of what ranks have learned is taken over; 1 without momentum is the mean.
-            momentum: of the steps before.
+            means: the means of the parameters given to :meth:`begin`; others simply become their mean.
+            lr: the outer learning rate; 1 without momentum gives the mean.
+            momentum: the momentum of earlier steps.
         """
         numbers = [number for number in means if number in self._before]
         new = [self._before.pop(number) for number in numbers]
@@ -52,13 +52,13 @@ class DiLoCo:
         return {**means, **dict(zip(numbers, new, strict=True))}
 
     def state(self) -> Any:
-        """What another rank goes on from."""
+        """The state that another rank continues from."""
         return {number: p.cpu() for number, p in self._before.items()}, {
             number: None if momentum is None else momentum.cpu() for number, momentum in self._momenta.items()
         }
 
     def load(self, state: Any, device: torch.device) -> None:
-        """Go on from the :meth:`state` of another rank."""
+        """Continue from the :meth:`state` of another rank."""
         before, momenta = state
         self._before = {number: p.to(device) for number, p in before.items()}
         self._momenta = {number: None if momentum is None else momentum.to(device) for number, momentum in momenta.items()}

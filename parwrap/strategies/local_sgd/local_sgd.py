@@ -1,8 +1,8 @@
 """Local SGD: each rank steps on its own gradients, and every few steps the weights are averaged over the ranks.
 
 After Stich (2018); with synchronous steps first, after Lin et al. (2018), and with an outer optimizer, after Douillard et al. (2023). It
-intercepts the calls by which a loop trains and looks at what it has trained. The synchronous steps are those of the DDP strategy; local
-steps are counted in ``local_steps.py``.
+intercepts the calls by which a loop trains and evaluates. The synchronous steps are those of the DDP strategy; ``local_steps.py`` counts
+local steps.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class LocalSGD(Strategy):
         for name in DDP.OPTIONS:
             if not options.warmup and (value := getattr(options, name)) != getattr(Options, name):
                 raise UsageError(
-                    f"{name}={value!r} is for averaged gradients, as in the warm-up of strategy='local_sgd': leave it out, or give "
-                    "warmup= a number of steps."
+                    f"{name}={value!r} is for averaged gradients, as in the warm-up of strategy='local_sgd': remove it, or give warmup= "
+                    "a number of steps."
                 )
         if not options.outer:
             for name in ("outer_lr", "outer_momentum"):
                 if (value := getattr(options, name)) != getattr(Options, name):
-                    raise UsageError(f"{name}={value!r} is of the outer optimizer: give outer='nesterov' too, or leave it out.")
+                    raise UsageError(f"{name}={value!r} is an option of the outer optimizer: give outer='nesterov' too, or remove it.")
 
     @property
     def averages_gradients(self) -> bool:
@@ -84,7 +84,7 @@ class LocalSGD(Strategy):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call``, and leave this rank's own gradients unless these steps are synchronous."""
+        """Run ``call``, and leave this rank's own gradients unless steps are synchronous."""
         if self._warming:
             self._ddp.backward(call)
             return
@@ -115,7 +115,7 @@ class LocalSGD(Strategy):
         """``optimizer`` is about to step.
 
         Raises:
-            UsageError: a backward is running, which would go on with averaged weights.
+            UsageError: a backward is running, which would continue with averaged weights.
         """
         if is_alone():
             return
@@ -132,13 +132,13 @@ class LocalSGD(Strategy):
 
     @intercepts
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped: the weights are averaged if it was the last of a few."""
+        """It has stepped: the weights are averaged if it was the last of ``every`` steps."""
         if is_alone() or _is_part(optimizer):
             return
         if self._warming:
             self._ddp.took_step(optimizer)
         number = self._number(optimizer)
-        if number not in self._taken:  # it goes on from where another has come with the same parameters
+        if number not in self._taken:  # it continues from where another has come with the same parameters
             self._taken[number] = max((self._taken.get(each, 0) for each in self._loop.sharing(optimizer)), default=0)
         self._taken[number] += 1
         self._stepped = True
@@ -150,17 +150,17 @@ class LocalSGD(Strategy):
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure's loss is this rank's own, as the steps are that it decides about."""
+        """A closure's loss is this rank's own, like the steps that it controls."""
         return self._in_step.closure(self._ddp.unaveraged.closure(closure)) if self._warming else closure
 
     @intercepts
     def clip(self, clip: Clip) -> Any:
-        """What is clipped is the mean while these steps are synchronous, and then this rank's own."""
+        """Synchronous steps clip the mean; otherwise this rank's own gradients are clipped."""
         return self._ddp.unaveraged.clip(clip) if self._warming else clip.run()
 
     @intercepts
     def use_scaler(self, call: ScalerCall) -> Any:
-        """A script's own scaler looks at what its step takes."""
+        """A script's own scaler checks the gradients of its step."""
         return self._ddp.unaveraged.use_scaler(call) if self._warming else call.run()
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -168,7 +168,7 @@ class LocalSGD(Strategy):
 
     @intercepts
     def metric(self, metric: Any) -> Any:
-        """The mean over ranks of what ``ReduceLROnPlateau`` looks at."""
+        """The mean over ranks of the metric of ``ReduceLROnPlateau``."""
         return self._in_step.metric(metric)
 
     def _look(self) -> None:
@@ -184,17 +184,17 @@ class LocalSGD(Strategy):
 
     @intercepts
     def save(self, f: Any, write: Callable[[Any], None]) -> None:
-        """Saving never communicates, so what is saved are the weights as they are."""
+        """Saving never communicates, so the weights are saved as they are."""
         if self._steps.own and self._group.world.rank == 0 and not (self._warned or is_alone() or isinstance(f, io.BytesIO)):
             self._warned = True
             warn(
-                f"parwrap: torch.save at {location()} is called {self._steps.own} step(s) after the ranks last averaged their weights: if "
-                "it is given weights, they are rank 0's own. Call model.eval() before, which averages. This is said once."
+                f"parwrap: torch.save at {location()} is called {self._steps.own} step(s) after the ranks last averaged their weights: "
+                "if it saves weights, they are rank 0's own. Call model.eval() before, which averages. This is shown once."
             )
         write(f)
 
     def leave(self, returns: bool) -> None:
-        """All ranks have come to the end together: the last average."""
+        """All ranks have reached the end together: the last average."""
         if not any(self._group.share(TRAINED, self._loop.backwards or len(self._taken), range(self._group.world.size)).values()):
             return
         self._steps.average_at_end()
@@ -203,8 +203,8 @@ class LocalSGD(Strategy):
         self._ddp.leave(returns)
         if not self._taken:
             warn(
-                "parwrap: no optimizer of torch.optim has stepped, and strategy='local_sgd' averages what optimizers step: each rank has "
-                "trained by itself, if it has trained at all. With strategy='ddp' gradients are averaged, whatever is done with them."
+                "parwrap: no optimizer of torch.optim has stepped, and strategy='local_sgd' averages what optimizers step: each rank "
+                "has trained separately, if it has trained at all. With strategy='ddp' gradients are averaged, however they are used."
             )
 
     def close(self) -> None:
@@ -217,18 +217,18 @@ class LocalSGD(Strategy):
         batch = self._loop.weights.find(lambda: leading_sizes(call.tensors)) if call.weight is None else self._loop.weights.current
         weight = batch.weight if call.weight is None else call.weight
         if call.weight is not None:
-            self._weights = [weight]  # of all that has been added up for this backward
+            self._weights = [weight]  # of all losses added up for this backward
             call.run()
             if weight not in (0.0, 1.0):
                 _divide([*reached(call.roots), *call.existing_grads], weight)
             return
         self._weights.append(weight)
-        # where this rank is shown a sample that counts for nothing, it learns nothing from it
+        # a rank that is shown a sample of weight 0 learns nothing from it
         factor = batch.loss_factor if weight else 0.0
         (call.scaled(factor) if call.averaged and factor != 1.0 else call).run()
 
     def _number(self, optimizer: torch.optim.Optimizer) -> int:
-        """By which all ranks know ``optimizer``; a copy of one is known from its first step on."""
+        """The number of ``optimizer`` on all ranks; a copy of one gets a number at its first step."""
         for number, known in self._loop.numbered_optimizers():
             if known is optimizer:
                 return number
@@ -239,23 +239,23 @@ class LocalSGD(Strategy):
         return self._loop.generation
 
     def take_state(self, source: int) -> None:
-        """Have ranks that have missed something go on from rank ``source``; the others keep what they have learned by themselves."""
+        """Make ranks that have missed something continue from rank ``source``; the others keep their local progress."""
         takes = self._group.coordinator.stale
         self._ddp.take_state(source, takes)
-        told = [(self._taken, self._warming, self._steps.state()) if self._group.world.rank == source else None]
-        dist.broadcast_object_list(told, source)
-        if takes and told[0] is not None:
-            self._taken, self._warming, steps = told[0]
+        received = [(self._taken, self._warming, self._steps.state()) if self._group.world.rank == source else None]
+        dist.broadcast_object_list(received, source)
+        if takes and received[0] is not None:
+            self._taken, self._warming, steps = received[0]
             self._steps.load(steps)
 
 
 def _is_part(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step is a part of one that steps the same parameters, as inside Lookahead, which is the one that counts."""
+    """Whether its step is a part of one that steps the same parameters, as inside Lookahead, whose step counts."""
     around = [each for each in stepping() if each is not optimizer]
     return any({id(p) for p in parameters_of(optimizer)} <= {id(p) for p in parameters_of(each)} for each in around)
 
 
 def _divide(leaves: list[torch.Tensor], weight: float) -> None:
-    """Have the mean gradient of this rank, where its losses were multiplied by how much they count among the ranks."""
+    """Rescale to this rank's mean gradient, if its losses were multiplied by their weight among the ranks."""
     for grad in {id(leaf): leaf.grad for leaf in leaves if leaf.grad is not None}.values():
         grad.div_(weight)

@@ -1,7 +1,7 @@
-"""The steps that ranks take by themselves since they last held the same weights, and how they come to the same weights again.
+"""The steps of each rank since the ranks last held the same weights, and how they average the weights again.
 
-Steps are counted for each optimizer, which is known by its number, the same on all ranks. Who counts, and when to average, is
-``local_sgd.py``'s; how means are sent is ``weight_average.py``'s.
+Steps are counted for each optimizer, by its number, which is the same on all ranks. ``local_sgd.py`` decides when to average;
+``weight_average.py`` sends the means.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class _Own:
     """What an optimizer has done on this rank alone.
 
     Attributes:
-        steps: how many it has taken.
-        weight: how much their batches count in the average.
-        trained: the parameters that were to be trained when it began.
+        steps: the number of its steps.
+        weight: the weight of their batches in the average.
+        trained: the parameters that required gradients when it began.
     """
 
     steps: int = 0
@@ -44,12 +44,12 @@ class _Own:
 
 
 class LocalSteps:
-    """The own steps of this rank.
+    """The local steps of this rank.
 
     Args:
         group: the ranks.
-        loop: numbers optimizers and parameters.
-        options: of the innermost function that runs.
+        loop: the loop state, which numbers optimizers and parameters.
+        options: the options of the innermost running function.
     """
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
@@ -60,19 +60,19 @@ class LocalSteps:
         group.coordinator.answer(COMPARED, lambda detail, present: self._compare({}, present))
 
     def begin(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` is about to step; if the ranks hold the same weights, they do no more after this."""
+        """``optimizer`` is about to step; if the ranks hold the same weights, this ends it."""
         if number in self._own and self._own[number].steps:
             return
         pending = {other for other, own in self._own.items() if own.steps}
         if pending and (pending := pending & self._loop.sharing(optimizer)):
-            self._average(sorted(pending))  # those of an optimizer built before, of the same parameters
+            self._average(sorted(pending))  # those of an earlier optimizer of the same parameters
         parameters = {(number, place): p for place, p in enumerate(parameters_of(optimizer))}
         if self._sizes.get(number) != len(parameters):
             self._sizes[number] = len(parameters)
             trained = {which: p for which, p in parameters.items() if p.requires_grad}
-            told = dict(zip(trained, described(trained.values()), strict=True))
-            self._compare(told, self._group.synchronize(COMPARED))
-            others = self._loop.sharing(optimizer) - {number}  # whose momenta are not those of what begins now
+            descriptions = dict(zip(trained, described(trained.values()), strict=True))
+            self._compare(descriptions, self._group.synchronize(COMPARED))
+            others = self._loop.sharing(optimizer) - {number}  # whose momenta do not belong to the new one
             self._outer.keep([which for which in self._loop.once_owned() if which[0] not in others])
         trained = {which: p for which, p in parameters.items() if p.requires_grad}
         self._own[number] = _Own(trained=set(trained))
@@ -80,7 +80,7 @@ class LocalSteps:
             self._outer.begin(trained)
 
     def count(self, number: int, weight: float) -> None:
-        """It has stepped, on a batch that counts by ``weight`` on this rank; average if that are steps enough."""
+        """It has stepped, on a batch of this ``weight`` on this rank; average after enough steps."""
         own, every = self._own[number], self._options().every
         own.steps += 1
         own.weight += weight / every
@@ -88,12 +88,12 @@ class LocalSteps:
             self._average([number])
 
     def average(self) -> None:
-        """Have all ranks hold the same weights, if any has stepped by itself."""
+        """Make all ranks hold the same weights, if any has stepped separately."""
         if stepped := [number for number, own in self._own.items() if own.steps]:
             self._average(stepped)
 
     def average_at_end(self) -> None:
-        """The same where all ranks are together already, whether or not they have stepped."""
+        """The same if all ranks are together already, whether or not they have stepped."""
         self._take(self._averaging.means(self._trained(self._own), range(self._group.world.size)))
 
     @property
@@ -102,18 +102,18 @@ class LocalSteps:
         return max((own.steps for own in self._own.values()), default=0)
 
     def state(self) -> Any:
-        """What another rank goes on from."""
+        """The state that another rank continues from."""
         return self._own, self._sizes, self._outer.state(), self._averaging.backwards
 
     def load(self, state: Any) -> None:
-        """Go on from the :meth:`state` of another rank, whose own steps count only there."""
+        """Continue from the :meth:`state` of another rank, without its local steps."""
         own, self._sizes, outer, backwards = state
         self._averaging.others_backwards = backwards - self._loop.backwards
         self._own = {number: _Own(each.steps, 0.0, each.trained) for number, each in own.items()}
         self._outer.load(outer, self._group.device)
 
     def _answered(self, means: Mapping[Number, torch.Tensor], kept_up: bool) -> None:
-        """Others have averaged without this rank: it has missed steps, unless it just left out its own, as those of an overflow."""
+        """Others have averaged without this rank: it has missed steps, unless it just skipped its own, as in an overflow."""
         if kept_up and not any(number in self._own and self._own[number].steps for number, _ in means):
             self._take(means)
         else:
@@ -124,22 +124,22 @@ class LocalSteps:
         self._take(self._averaging.means(self._trained(numbers), present))
 
     def _trained(self, numbers: Iterable[int]) -> dict[Number, float]:
-        """The parameters that may have changed on this rank alone, and how much it counts in each."""
+        """The parameters that may have changed on this rank alone, with its weight for each."""
         trained = {which: own.weight for number in numbers if (own := self._own[number]).steps for which in own.trained}
         for (number, place), p in self._loop.once_owned().items():
             if p.requires_grad and number in numbers and (own := self._own[number]).steps:
-                trained[number, place] = own.weight  # one that was frozen when they began, or that came later
+                trained[number, place] = own.weight  # a parameter that was frozen when they began, or that came later
         return trained
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _take(self, means: Mapping[Number, torch.Tensor]) -> None:
-        """Go on from ``means``, which all ranks have; other ranks may have averaged more than this one came for."""
+        """Continue from ``means``, which all ranks have; other ranks may have averaged more than this one."""
         if not means:
             return
         parameters, options = self._loop.once_owned(), self._options()
         if options.outer:
-            # what this rank has not stepped on is as it was
+            # parameters that this rank has not stepped are unchanged
             idle = {which for which in means if which[0] not in self._own or not self._own[which[0]].steps}
             self._outer.begin({which: parameters[which] for which in idle if which in parameters})
             means = self._outer.step(means, options.outer_lr, options.outer_momentum)
@@ -153,15 +153,15 @@ class LocalSteps:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _compare(self, mine: Mapping[Number, Described], present: Sequence[int]) -> None:
-        """Have the ranks begin with the same weights: those of the lowest, where they were built differently."""
+        """Make the ranks begin with the same weights: those of the lowest rank, if they were built differently."""
         views = self._group.share(COMPARED, dict(mine), present)
-        told = {which: each for view in views.values() for which, each in view.items()}
-        different = [which for which in sorted(told) if len({view[which] for view in views.values() if which in view}) > 1]
+        descriptions = {which: each for view in views.values() for which, each in view.items()}
+        different = [which for which in sorted(descriptions) if len({view[which] for view in views.values() if which in view}) > 1]
         if not different:
             return
         warn(
-            f"parwrap: {len(different)} of {len(told)} parameters have different values on different ranks; "
-            f"rank {min(present)}'s are taken. Seed before the model is built, or build it inside the decorated function."
+            f"parwrap: {len(different)} of {len(descriptions)} parameters have different values on different ranks; rank "
+            f"{min(present)}'s are used. Seed before the model is built, or build it inside the decorated function."
         )
         parameters = self._loop.once_owned()
         for which in different:

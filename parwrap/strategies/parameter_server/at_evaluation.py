@@ -1,6 +1,6 @@
-"""What workers of parameter servers do together when evaluation starts: they have one model, that of the lowest rank that is there.
+"""What workers of parameter servers share when evaluation starts: one model, that of the lowest rank present.
 
-They do it by way of a server, and tell numbers by the store: nothing here is a collective, which a worker that has died would break.
+It goes through a server, and numbers through the store: a collective would break with a dead worker.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["AtEvaluation"]
 
 
 class AtEvaluation(InStep):
-    """Keeps workers in step where their own numbers would lead them apart.
+    """Keeps workers in step where their different numbers would lead them apart.
 
     Args:
         group: the workers.
         loop: what the training loop has done so far.
-        pushing: leads to the servers.
+        pushing: the connection to the servers.
     """
 
     def __init__(self, group: Group, loop: Loop, pushing: Worker) -> None:
@@ -41,7 +41,7 @@ class AtEvaluation(InStep):
 
     @intercepts
     def metric(self, metric: Any) -> Any:
-        """The mean over the workers that are there, or learning rates drift apart."""
+        """The mean over the workers present; otherwise learning rates drift apart."""
         if is_alone():
             return metric
         told = self._group.exchange(METRIC, float(metric))

@@ -1,4 +1,4 @@
-"""What worker 0 has in the end and the others take over: values, what optimizers and schedulers keep, and what the function returns."""
+"""The final state of worker 0, which the others copy: values, state of optimizers and schedulers, and the function's result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FinalState(NamedTuple):
     Attributes:
         tensors: parameters and buffers, by name.
         states: of optimizers and schedulers, by number, pickled.
-        result: of the function, pickled; ``None`` where that cannot be.
+        result: the function's result, pickled; ``None`` if it does not pickle.
     """
 
     tensors: dict[Any, torch.Tensor]
@@ -32,17 +32,17 @@ class FinalState(NamedTuple):
 
 
 def ending(loop: Loop, result: Any) -> FinalState:
-    """That of this process, whose optimizers have their state."""
+    """The end of this process's run, whose optimizers have their state."""
     tensors = {name: t.detach().cpu() for name, t in tensors_by_name(loop, {}).items() if t.layout == torch.strided}
     states = {}
     for name, each in optimizers_and_schedulers(loop).items():
-        with suppress(Exception):  # a scheduler may keep what does not pickle
+        with suppress(Exception):  # a scheduler may hold objects that do not pickle
             states[name] = pickle.dumps((state_of(each), options_of(each)) if isinstance(each, Optimizer) else each.state_dict())
     return FinalState(tensors, states, _pickled(result))
 
 
 def take_over(loop: Loop, end: FinalState, states: bool = False) -> None:
-    """Have this process's tensors take the values of those of the same names, and with ``states`` optimizers and schedulers theirs."""
+    """Copy the values to this process's tensors of the same names, and with ``states`` to its optimizers and schedulers."""
     mine = tensors_by_name(loop, {})
     with torch.no_grad():
         for name, value in end.tensors.items():

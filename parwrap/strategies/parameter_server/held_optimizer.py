@@ -1,4 +1,4 @@
-"""One optimizer on a parameter server, with those of its parameters that the server holds: steps with what workers push."""
+"""One optimizer on a parameter server, with the parameters that the server holds: steps with the workers' gradients."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["HeldOptimizer", "Pushed", "unobserved"]
 
 
 class Pushed(NamedTuple):
-    """What a worker pushes of one server's parameters, beside the buffer of gradients.
+    """What a worker pushes for one server's parameters, besides the buffer of gradients.
 
     Attributes:
-        present: the places in the server's layout of those that have a dense gradient.
+        present: the positions in the server's layout of parameters with a dense gradient.
         sparse: indices, values and size of the sparse gradients, by place.
-        options: of the optimizer's groups; ``None`` if they are what they were.
+        options: the options of the optimizer's groups; ``None`` if unchanged.
     """
 
     present: tuple[int, ...]
@@ -35,7 +35,7 @@ class HeldOptimizer:
 
     Args:
         optimizer: the user's own; the parameters of other servers have no values in it.
-        places: of the parameters that this one holds.
+        places: the positions of the parameters that this server holds.
         parameters: those.
     """
 
@@ -56,16 +56,16 @@ class HeldOptimizer:
         return buffer
 
     def set(self, places: Sequence[int], buffer: torch.Tensor) -> None:
-        """Take over values of the parameters at ``places`` in the layout."""
+        """Copy values to the parameters at ``places`` in the layout."""
         views = self.layout.views(buffer)
         for place in places:
             self.parameters[place].data.copy_(views[place])
 
     def step(self, pushes: Sequence[tuple[int, Pushed | None, torch.Tensor | None, float]]) -> None:
-        """Take one step with the average of what several workers have pushed.
+        """Take one step with the average of several workers' gradients.
 
         Args:
-            pushes: the worker, what it pushes beside the buffer if that is not as before, the buffer, and how much it counts.
+            pushes: the worker, its push besides the buffer if that has changed, the buffer, and its weight.
         """
         total = sum(weight for *_, weight in pushes)
         sums: dict[int, torch.Tensor] = {}
@@ -87,11 +87,11 @@ class HeldOptimizer:
             self._optimizer.step()
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """What the optimizer keeps of the parameters here, by their place in it."""
+        """The optimizer's state for the parameters here, by their position in it."""
         return state_of(self._optimizer, self._places)
 
     def load(self, state: dict[int, dict[str, Any]], options: list[dict[str, Any]]) -> None:
-        """Go on from what :meth:`state` has given."""
+        """Continue from the result of :meth:`state`."""
         set_options(self._optimizer, options)
         set_state(self._optimizer, state, self._places)
 

@@ -1,6 +1,6 @@
-"""An optimizer on its way from a worker to a parameter server: the user's own object, with other tensors in the place of its parameters.
+"""Sends an optimizer from a worker to a parameter server: the user's own object, with other tensors in place of its parameters.
 
-Its class is found by name on the other side, so the server must have come as far in the script. State goes back the same way.
+The server finds its class by name, so it must have reached the same place in the script. State is sent back in the same way.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ PARAMETER = "parameter"
 
 
 def packed(optimizer: Optimizer) -> bytes:
-    """``optimizer`` without the values of its parameters, and without hooks and what schedulers have put around its step.
+    """``optimizer`` without the values of its parameters, its hooks, and the wrappers that schedulers put around its step.
 
     Raises:
-        Exception: whatever pickle raises for something in it that it cannot carry, such as a local class or a lambda.
+        Exception: whatever pickle raises for an unpicklable object in it, such as a local class or a lambda.
     """
     place_of = {id(p): place for place, p in enumerate(parameters_of(optimizer))}
 
@@ -39,7 +39,7 @@ def packed(optimizer: Optimizer) -> bytes:
 
 
 def unpacked(sent: bytes, parameters: Sequence[torch.Tensor]) -> Optimizer:
-    """The optimizer that was ``packed``, of these ``parameters``."""
+    """The optimizer that was ``packed``, with these ``parameters``."""
 
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, identity: Any) -> torch.Tensor:
@@ -52,25 +52,25 @@ def unpacked(sent: bytes, parameters: Sequence[torch.Tensor]) -> Optimizer:
 
 
 def options_of(optimizer: Optimizer, lr_factor: float = 1.0) -> list[dict[str, Any]]:
-    """What is in each group of ``optimizer`` beside the parameters, with learning rates times ``lr_factor``."""
+    """The options of each group of ``optimizer``, with learning rates times ``lr_factor``."""
     groups = group_options(optimizer)
     return groups if lr_factor == 1.0 else [{**group, "lr": group["lr"] * lr_factor} if "lr" in group else group for group in groups]
 
 
 def set_options(optimizer: Optimizer, options: Sequence[dict[str, Any]]) -> None:
-    """Give the groups of ``optimizer`` what another's have."""
+    """Copy another optimizer's group options to the groups of ``optimizer``."""
     for group, given in zip(optimizer.param_groups, options, strict=True):
         group.update(given)
 
 
 def state_of(optimizer: Optimizer, places: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
-    """What ``optimizer`` keeps of its parameters, by their place in it; of those at ``places``, or of all."""
+    """The state of ``optimizer`` for its parameters, by position; at ``places``, or all."""
     kept = {place: optimizer.state.get(p) for place, p in enumerate(parameters_of(optimizer))}
     return {place: state for place, state in kept.items() if state and (places is None or place in places)}
 
 
 def set_state(optimizer: Optimizer, state: dict[int, dict[str, Any]], places: Sequence[int] | None = None) -> None:
-    """Have ``optimizer`` go on from ``state``, as far as it is of the parameters at ``places``; of all by default."""
+    """Make ``optimizer`` continue from ``state``, for the parameters at ``places``; all by default."""
     for place, p in enumerate(parameters_of(optimizer)):
         if places is None or place in places:
             optimizer.state.pop(p, None)
@@ -79,5 +79,5 @@ def set_state(optimizer: Optimizer, state: dict[int, dict[str, Any]], places: Se
 
 
 def _beside(value: Any, parameter: torch.Tensor) -> Any:
-    """What is as large as the parameter is kept on its device; counters stay where they were."""
+    """State as large as the parameter stays on its device; counters stay where they were."""
     return value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value

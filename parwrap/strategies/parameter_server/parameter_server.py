@@ -1,7 +1,7 @@
 """Parameter servers: some ranks hold the parameters and take the steps, the others compute gradients and push them.
 
-The strategy of a worker: its backwards are its own, its steps are the servers'. What a server does is ``server.py``'s, how the two come
-about and find each other ``roles.py``'s.
+The strategy of a worker: its backwards are its own, its steps are the servers'. ``server.py`` is the server, ``roles.py`` assigns the roles
+and connects them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = ["ParameterServer"]
 
 
 class ParameterServer(Strategy):
-    """What a worker of parameter servers does.
+    """The strategy of a worker of parameter servers.
 
     Args:
         group: the workers.
         loop: what the training loop has done so far.
-        options: those of the innermost function that runs.
+        options: the options of the innermost running function.
     """
 
     OPTIONS = ("servers", "staleness", "survive")
@@ -63,8 +63,8 @@ class ParameterServer(Strategy):
         for name, value in (("batch", "global"), ("uneven", "join"), ("lr", "linear"), ("lr", "sqrt")):
             if getattr(options, name) == value:
                 raise UsageError(
-                    f"{name}={value!r} is about a batch that all ranks take a step with, and workers of a parameter server step each by "
-                    "itself: leave it out, or give staleness=0, with which they step together."
+                    f"{name}={value!r} is about a batch that all ranks step with together, but workers of a parameter server step "
+                    "separately: remove it, or give staleness=0, with which they step together."
                 )
 
     @classmethod
@@ -72,8 +72,8 @@ class ParameterServer(Strategy):
         return joined(group, options)
 
     @classmethod
-    def beside(cls, group: Group, options: Options, loop: Loop) -> Server:
-        """What a rank is that does not run the loop, out of all those of ``group``."""
+    def outside_loop(cls, group: Group, options: Options, loop: Loop) -> Server:
+        """The role of a rank that does not run the loop, out of all those of ``group``."""
         split = the_split()
         first, workers = group.world.rank - split.workers, split.workers
         return Server(split.wire, group.world.rank, first, workers, options.staleness, options.survive, split.tell, loop)
@@ -88,7 +88,7 @@ class ParameterServer(Strategy):
     def check_feature(self, name: str) -> None:
         if name == "sync_bn" and not self.steps_together:
             raise UsageError(
-                "parwrap.sync_bn has no shared batch: each worker of a parameter server steps alone. Leave it out, or give staleness=0, "
+                "parwrap.sync_bn needs a shared batch: each worker of a parameter server steps alone. Remove it, or give staleness=0, "
                 "with which the workers step together."
             )
         if name == "amp with a loss scale":
@@ -96,13 +96,13 @@ class ParameterServer(Strategy):
         options = self._options()
         if name == "accumulate" and (options.batch == "global" or options.uneven == "join"):
             raise UsageError(
-                "parwrap.accumulate and a parameter server do not go together with batch='global' or uneven='join', by which a worker's "
-                "part of a window would have to be weighed: leave one of them out."
+                "parwrap.accumulate and a parameter server do not work together with batch='global' or uneven='join', which would have "
+                "to weight a worker's part of a window: remove one of them."
             )
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call``; what it leaves in gradients is this worker's."""
+        """Run ``call``; its gradients are this worker's."""
         tensors = call.tensors
         if call.averaged and call.weight is None and not is_alone():
             weight, loss_factor, *_ = self._loop.weights.find(lambda: leading_sizes(tensors))
@@ -132,13 +132,13 @@ class ParameterServer(Strategy):
 
     @intercepts
     def clip(self, clip: Clip) -> Any:
-        """Clip this worker's own gradients, which with ``staleness=0`` is not what one process does: say so once."""
+        """Clip this worker's own gradients; with ``staleness=0`` that differs from one process, which is reported once."""
         if self.steps_together and not (self._warned or is_alone()):
             self._warned = True
             warn(
                 f"parwrap: the clipping at {location()} is of each worker's own gradients, which the server then averages, so the numbers "
-                "are not those of DDP or of one process, which clip the average. For those, choose strategy='ddp' or 'zero1'. This is said "
-                "once."
+                "are not those of DDP or of one process, which clip the average. For those, choose strategy='ddp' or 'zero1'. This is "
+                "shown once."
             )
         return clip.run()
 
@@ -162,13 +162,13 @@ class ParameterServer(Strategy):
 
     @intercepts
     def optimizer_state(self, optimizer: Optimizer, save: Callable[[], Any]) -> Any:
-        """What the servers keep of the parameters of ``optimizer`` is in it."""
+        """Load the servers' state for the parameters of ``optimizer``."""
         with self._pushing.with_state(optimizer):
             return save()
 
     @intercepts
     def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[Any], None], state: Any) -> None:
-        """Servers go on from the ``state`` too."""
+        """Servers continue from the ``state`` too."""
         load(state)
         self._pushing.load(optimizer)
 
@@ -208,7 +208,7 @@ class ParameterServer(Strategy):
         self._pushing.end(self._result)
 
     def failed(self, error: BaseException) -> None:
-        """This worker has failed: tell the servers."""
+        """This worker has failed: notify the servers."""
         self._pushing.failed(error)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a launch as workers and parameter servers: the workers' own group, and the connections between the two."""
+"""The ranks of a launch as workers and parameter servers: the workers' own group, and the connections between both."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from parwrap.strategies.parameter_server.transport import Transport
 __all__ = ["Roles", "joined", "the_split"]
 
 LOOKING = 0.1
-"""Seconds between two looks for workers that have died."""
+"""Seconds between two checks for dead workers."""
 
 
 @dataclass
 class Roles:
-    """The ranks of a process group, taken apart.
+    """The ranks of a process group, divided by role.
 
     Attributes:
         group: of all ranks.
-        workers: how many there are; they have the first ranks.
+        workers: the number of workers; they have the first ranks.
         among_workers: their group; ``None`` on a server.
         process_group: torch's, of the workers.
-        connections: torch's, of all ranks, with nothing but point-to-point calls in it.
-        runs: how many there were.
-        survives: whether workers go on without those that die.
+        connections: torch's group of all ranks, for point-to-point calls only.
+        runs: the number of runs so far.
+        survives: whether workers continue without those that die.
         wires: one for each run, the last for the present one.
     """
 
@@ -61,11 +61,11 @@ class Roles:
         return range(self.workers, self.group.world.size)
 
     def tell(self, lost: set[int]) -> None:
-        """Those workers have died."""
+        """Record dead workers."""
         self.group.store.set(self._key, json.dumps(sorted(lost)))
 
     def lost(self) -> frozenset[int]:
-        """The workers that have died, as far as servers have told; without ``survives`` it is an error instead."""
+        """The workers that servers have reported dead; without ``survives`` they raise an error instead."""
         if self.survives and time.monotonic() > self._looked + LOOKING:
             self._looked = time.monotonic()
             if self.group.store.check([self._key]):
@@ -81,7 +81,7 @@ _current: Roles | None = None
 
 
 def the_split() -> Roles:
-    """That of the run that is open."""
+    """The wire of the open run."""
     assert _current is not None
     return _current
 
@@ -115,7 +115,7 @@ def joined(group: Group | None, options: Options) -> Iterator[Group | None]:
             yield split.among_workers
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
-            group.coordinator.fail(error)  # whoever comes to the next run first waits for this rank
+            group.coordinator.fail(error)  # the first rank in the next run waits for this one
         raise
     finally:
         _current = None
@@ -130,7 +130,7 @@ def _split(group: Group, workers: int) -> Iterator[Roles]:
     if world.rank >= workers:
         yield Roles(group, workers, None, process_group, connections)
         return
-    # launchers may deal ranks out over the nodes in any order
+    # launchers may assign ranks to the nodes in any order
     mine = replace(world, size=workers, local_size=workers if world.on_one_node else 0)
     store = dist.PrefixStore(f"workers/{workers}", group.store)
     with status_board.opened(mine, store) as entries:

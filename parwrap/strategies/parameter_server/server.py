@@ -1,7 +1,7 @@
-"""What a parameter server does from its first backward on: it receives what workers send, takes their steps and answers.
+"""A parameter server from its first backward on: it receives the workers' messages, takes their steps and answers.
 
-One thread for each worker waits for what it sends; everything else happens in the main thread, in the order in which it came. Who may go
-on when is ``staleness.py``'s, how a step is taken ``held_optimizer.py``'s.
+One thread for each worker receives its messages; everything else happens in the main thread, in the order of arrival. ``staleness.py``
+decides who may continue, ``held_optimizer.py`` takes a step.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ __all__ = ["Begun", "Served", "Server"]
 
 
 class Served(EarlyExit):
-    """All workers have come to the end, and so has the server: it leaves the user's function where it is, with what worker 0's returned.
+    """All workers have ended, and so has the server: it leaves the user's function where it is, with worker 0's result.
 
-    ``returns`` says whether that could be sent.
+    ``returns`` says whether that result could be sent.
     """
 
 
 class Begun(NamedTuple):
-    """What a worker sends of an optimizer that the server steps from now on.
+    """A worker's message about an optimizer that the server steps from now on.
 
     Attributes:
-        optimizer: packed; or why that cannot be.
+        optimizer: the packed optimizer; or why it cannot be packed.
         kinds: shape and dtype of all its parameters.
-        keys: by which each of these is known, the same in all optimizers that have it.
-        holders: by which server each is held.
-        options: of its groups.
+        keys: the key of each of these, the same in all optimizers that have it.
+        holders: the server that holds each.
+        options: the options of its groups.
     """
 
     optimizer: bytes | str
@@ -65,14 +65,14 @@ class Server(Interceptor):
     """Serves the workers of a run; the interceptor of backward in a server's own process.
 
     Args:
-        wire: leads to the workers.
-        rank: of this server.
-        place: of this server among them.
-        workers: how many there are.
+        wire: the connection to the workers.
+        rank: the rank of this server.
+        place: the position of this server among the servers.
+        workers: the number of workers.
         staleness: how many steps a worker may be ahead of the slowest.
-        survives: go on without workers that have died.
-        tell_lost: called with the ranks that have died.
-        loop: of this process.
+        survives: continue without dead workers.
+        tell_lost: called with the dead ranks.
+        loop: the loop state of this process.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Server(Interceptor):
 
     @contextmanager
     def quiet(self) -> Iterator[list[Interceptor]]:
-        """The interceptors of this process; while this is held, it is heard of no more than a rank above 0."""
+        """The interceptors of this process; while this is open, it is as silent as a rank above 0."""
         output, files = RankZeroOutput(self._rank), PrivateFiles(self._rank)
         with output.silenced():
             try:
@@ -121,14 +121,14 @@ class Server(Interceptor):
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """The function has ended: if it has never come to a backward, serve now."""
+        """The function has ended: if it never reached a backward, serve now."""
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.serve()
         else:
             self.failed(error)
 
     def serve(self) -> None:
-        """Serve until all workers have ended, and take over the final values."""
+        """Serve until all workers have ended, and copy the final values."""
         while self._there:
             self._handle(*self._told.get())
         if "end" in self._put and not self._served:
@@ -136,7 +136,7 @@ class Server(Interceptor):
             take_over(self._loop, pickle.loads(self._put["end"]), states=True)
 
     def failed(self, error: BaseException) -> None:
-        """This server has failed: whoever asks it for something is told."""
+        """This server has failed: whoever asks it gets the error."""
         text = f"rank {self._rank}, a parameter server, has failed with {in_one_line(error)}."
         if isinstance(error, RankMismatchError):
             text = str(error)
@@ -222,13 +222,13 @@ class Server(Interceptor):
             self._held[number].load({**self._held[number].state(), **before.state()}, begun.options)
 
     def _drop(self, numbers: set[int]) -> None:
-        """Let go of optimizers, and of the parameters that no other one has."""
+        """Drop optimizers, and the parameters that no other optimizer has."""
         self._held = {number: held for number, held in self._held.items() if number not in numbers}
         left = {id(p) for held in self._held.values() for p in held.parameters}
         self._parameters = {key: p for key, p in self._parameters.items() if id(p) in left}
 
     def _own(self, number: int, begun: Begun, parameters: list[nn.Parameter]) -> Optimizer:
-        """The optimizer of this process with that number, which was built as the workers' was; its parameters get other values."""
+        """The optimizer of this process with that number, built like the workers'; its parameters get other values."""
         optimizer = dict(self._loop.numbered_optimizers()).get(number)
         own = parameters_of(optimizer) if optimizer else []
         if optimizer is None or [(tuple(p.shape), p.dtype) for p in own] != begun.kinds:
@@ -251,7 +251,7 @@ class Server(Interceptor):
     def _send(self, worker: int, message: Message) -> None:
         try:
             self._wire.send(worker, message)
-        except RuntimeError as error:  # it has died: its thread tells how
+        except RuntimeError as error:  # it has died: its thread reports how
             if worker not in self._lost:
                 self._lose(worker, f"has died: {gone(error)}")
 

@@ -1,7 +1,7 @@
-"""Which workers of a parameter server may go on: at their own pace, at most some steps ahead of the slowest, or all together.
+"""Which workers of a parameter server may continue: at their own pace, at most some steps ahead of the slowest, or all together.
 
-Nothing is sent here. A worker that waits for others elsewhere, has ended or has died is not waited for. What it has missed when it goes on
-is not its to make up for.
+Nothing is sent here. A worker that waits for others elsewhere, has ended or has died is not waited for, and need not make up for missed
+steps.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["Staleness"]
 
 @dataclass
 class _Worker:
-    """What is known of a worker.
+    """The state of a worker.
 
     Attributes:
-        steps: that it has asked for, by optimizer.
+        steps: the steps that it has asked for, by optimizer.
         asks: the optimizer whose step it waits for, and the number of its next sync point with other workers.
-        step: how many it has asked for, of all optimizers.
+        step: the number of steps it has asked for, of all optimizers.
         waits_at: the number of the sync point at which it waits.
-        holds_up: the step of worker 0 that is held up where this one waits for a file of that; 0 if it does not.
+        holds_up: the step of worker 0 that is delayed while this one waits for its file; 0 otherwise.
         level: the optimizers in whose steps it was counted since it waited.
     """
 
@@ -73,7 +73,7 @@ class Staleness:
         worker.level.clear()
 
     def go_on(self, rank: int) -> None:
-        """It does not wait any more."""
+        """It no longer waits."""
         self._workers[rank].waits_at, self._workers[rank].holds_up = None, 0
 
     def end(self, rank: int) -> None:
@@ -81,10 +81,10 @@ class Staleness:
         self._workers.pop(rank, None)
 
     def released(self) -> list[list[int]]:
-        """The workers whose steps are due, each list of them to be taken as one; they ask no more.
+        """The workers whose steps are due; each list of them steps together and is removed.
 
         Raises:
-            RankMismatchError: none can ever be.
+            RankMismatchError: no step can ever become due.
         """
         asking = {rank: worker.asks for rank, worker in self._workers.items() if worker.asks}
         due = self._together(asking) if self._staleness == 0 else [[rank] for rank, asks in asking.items() if self._may(rank, *asks)]
@@ -119,9 +119,9 @@ class Staleness:
             )
 
     def _is_away(self, worker: _Worker, number: int) -> bool:
-        """Whether ``worker`` waits for those whose next sync point has that ``number``; it may have been there, and not yet told.
+        """Whether ``worker`` waits for those whose next sync point has that ``number``; it may have passed it without saying so yet.
 
-        One that waits for a file comes back at any time, unless worker 0 has to take this step before it writes that.
+        One that waits for a file continues at any time, unless worker 0 has to take this step before it writes that.
         """
         if worker.holds_up:
             first = self._workers.get(0)

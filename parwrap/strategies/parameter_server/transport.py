@@ -1,7 +1,7 @@
 """Messages between workers and parameter servers, over gloo's point-to-point calls: numbers, an object and a buffer of values.
 
-What they mean is known to who sends them. A call that waits for a process which has died raises at once. Values lie one after the other in
-a buffer, as ``Layout`` says.
+Callers define their meaning. A call that waits for a dead process raises immediately. Values are consecutive in a buffer, as ``Layout``
+says.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from parwrap.errors import RankMismatchError
 __all__ = ["Kind", "Layout", "Message", "Transport", "gone", "split_by_size"]
 
 ALIGNED = 16
-"""Bytes; each tensor of a buffer begins at a multiple of them, so that it can be looked at as one of its dtype."""
+"""The alignment in bytes: each tensor of a buffer begins at a multiple of it, so that it can be viewed in its dtype."""
 
 
 class Kind(IntEnum):
-    """What a message is for; those of servers are only the last two."""
+    """The purpose of a message; servers send only the last two."""
 
     BEGIN = 1
-    """An optimizer with its parameters, to be stepped from now on."""
+    """An optimizer with its parameters, to step from now on."""
     PUSH = 2
-    """Gradients, for one step; the answer has the new values."""
+    """Gradients for one step; the answer has the new values."""
     SET = 3
     """Values that were changed by hand."""
     PULL = 4
     STATE = 5
-    """Asks for what the optimizer keeps of its parameters."""
+    """Asks for the optimizer's state of its parameters."""
     LOAD = 6
-    """The same, to go on from."""
+    """The same state, to continue from."""
     WAIT = 7
-    """The worker waits for others, at the sync point of that number; or for a file of worker 0, who is held up in that step."""
+    """The worker waits for others, at the sync point of that number; or for a file of worker 0, which is delayed in that step."""
     GO_ON = 8
     PUT = 9
-    """An object for other workers, who ``TAKE`` it."""
+    """An object for other workers, which ``TAKE`` it."""
     TAKE = 10
     END = 11
     DROP = 12
-    """Optimizers that no worker has any more."""
+    """Optimizers that no worker has any longer."""
     ANSWER = 13
     FAILED = 14
     """The sender has failed, with that text."""
 
 
 class Message(NamedTuple):
-    """What is sent.
+    """A message.
 
     Attributes:
-        kind: what it is for.
-        optimizer: the number of the one that it is about.
-        number: of the worker's next sync point with other workers.
-        weight: how much the gradients count in an average.
+        kind: its purpose.
+        optimizer: the number of its optimizer.
+        number: the number of the worker's next sync point with other workers.
+        weight: the weight of the gradients in an average.
         content: an object, pickled; empty for none.
         values: a buffer, or ``None``.
-        step: how many the worker has asked for; with ``WAIT``, worker 0.
+        step: the number of steps that the worker has asked for; with ``WAIT``, those of worker 0.
     """
 
     kind: Kind
@@ -80,7 +80,7 @@ class Transport:
 
     Args:
         process_group: torch's, a gloo one.
-        tag: by which these messages are told from those of other runs in the same processes.
+        tag: separates these messages from those of other runs in the same processes.
     """
 
     def __init__(self, process_group: Any, tag: int) -> None:
@@ -88,7 +88,7 @@ class Transport:
         self._left: list[Any] = []
 
     def send(self, rank: int, message: Message, waits: bool = True) -> None:
-        """Send ``message`` to ``rank``; ``waits`` until it is on its way, since its values may change then."""
+        """Send ``message`` to ``rank``; ``waits`` until the data is sent, because values may change afterwards."""
         size = 0 if message.values is None else message.values.numel()
         head = [message.kind, message.optimizer, message.number, message.weight, len(message.content), size, message.step]
         works = [self._send(rank, torch.tensor(head, dtype=torch.float64))]
@@ -117,10 +117,10 @@ class Transport:
         return Message(Kind(int(kind)), int(optimizer), int(number), weight, pickled.numpy().tobytes(), values, int(step))
 
     def answer_of(self, server: int, into: torch.Tensor | None = None) -> Message:
-        """What ``server`` answers.
+        """The answer of ``server``.
 
         Raises:
-            RankMismatchError: it has died, or tells that somebody has failed.
+            RankMismatchError: it has died, or reports a failure.
         """
         try:
             message = self.receive(server, into)
@@ -146,18 +146,18 @@ class Transport:
 
 
 def lost(server: int, error: BaseException) -> RankMismatchError:
-    """The error of a server that cannot be reached any more."""
+    """The error of a server that cannot be reached."""
     return RankMismatchError(f"rank {server}, a parameter server, has died: {gone(error)}.")
 
 
 def gone(error: BaseException) -> str:
-    """Why a connection does not work any more, in a few words."""
+    """Why a connection has failed, in a few words."""
     text = str(error).partition("\n")[0]
     return "its connection is closed" if "closed by peer" in text or "reset by peer" in text else f"its connection fails with {text}"
 
 
 class Layout:
-    """Where tensors lie in a buffer.
+    """The layout of tensors in a buffer.
 
     Args:
         tensors: of any dtypes.
@@ -175,7 +175,7 @@ class Layout:
             self.size = -(-end // ALIGNED) * ALIGNED
 
     def buffer(self) -> torch.Tensor:
-        """A new one, with nothing but zeros in it."""
+        """A new buffer of zeros."""
         return torch.zeros(self.size, dtype=torch.uint8)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -184,7 +184,7 @@ class Layout:
 
 
 def split_by_size(sizes: Sequence[int], parts: int) -> list[int]:
-    """In which of ``parts`` each is, so that these are about equally large: the largest first, to the smallest part.
+    """The part of ``parts`` for each, so that these have about equal size: the largest first, to the smallest part.
 
     >>> split_by_size([10, 50, 30, 20], 2)
     [0, 0, 1, 1]

@@ -1,6 +1,6 @@
 """A worker's side of parameter servers: pushes gradients and pulls values, optimizer by optimizer.
 
-What it has last pulled stays in buffers, by which it is seen what a script has changed by hand.
+Buffers keep the last pulled values, to detect what a script has changed by hand.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = ["Worker"]
 
 @dataclass
 class _Part:
-    """Those parameters of one optimizer that one server holds.
+    """The parameters of one optimizer that one server holds.
 
     Attributes:
         server: its rank.
         parameters: those.
         layout: of the buffers.
-        gradients: what is pushed.
-        values: what was pulled.
+        gradients: the gradients to push.
+        values: the pulled values.
         known: the tensors in ``values``.
         told: what was pushed last beside the gradients, pickled.
     """
@@ -63,10 +63,10 @@ class Worker:
     """Has servers take the steps of this worker's optimizers.
 
     Args:
-        split: leads to the servers.
+        split: the connection to the servers.
         group: the workers.
-        loop: numbers optimizers alike on all of them.
-        lr_factor: what learning rates are multiplied by.
+        loop: the loop state, which numbers optimizers alike on all of them.
+        lr_factor: the factor of learning rates.
     """
 
     def __init__(self, split: Roles, group: Group, loop: Loop, lr_factor: Callable[[], float]) -> None:
@@ -83,7 +83,7 @@ class Worker:
         return id(parameter) in self._known
 
     def begin(self) -> None:
-        """Before a backward: have servers hold what optimizers have that was not known yet, the same on all workers."""
+        """Before a backward: register new parameters of optimizers with the servers, the same on all workers."""
         if self._generation == self._loop.generation:
             return
         new = {number: each for number, each in self._loop.numbered_optimizers() if self._is_new(number, each)}
@@ -98,11 +98,11 @@ class Worker:
         self._generation = self._loop.generation
 
     def push(self, optimizer: Optimizer, weight: float) -> None:
-        """Have the servers take a step of ``optimizer``, and take over the new values.
+        """Let the servers take a step of ``optimizer``, and copy the new values.
 
         Args:
             optimizer: one of this worker's.
-            weight: how much its gradients count, which were multiplied by it.
+            weight: the weight of its gradients, already multiplied by it.
         """
         self.begin()
         number = self._number(optimizer)
@@ -125,30 +125,30 @@ class Worker:
         self._group.coordinator.fetched()
 
     def pull(self) -> None:
-        """Take over the present values of all parameters that were not changed by hand."""
+        """Pull the present values of all parameters that were not changed by hand."""
         for number in self._parts:
             self._pull(number)
 
     def taken_over(self) -> None:
-        """Parameters have got values from another worker: those are no change by hand."""
+        """Parameters have got values from another worker: those are no manual change."""
         for parts in self._parts.values():
             for part in parts:
                 for p, known in zip(part.parameters, part.known, strict=True):
                     known.copy_(p.detach())
 
     def give(self, topic: str, content: Any, everywhere: bool = False) -> None:
-        """Put something there for the other workers, and with ``everywhere`` for all servers."""
+        """Store an object for the other workers, and with ``everywhere`` for all servers."""
         message = Message(Kind.PUT, content=pickle.dumps((topic, pickle.dumps(content))))
         for server in self._split.servers[: None if everywhere else 1]:
             self._send(server, message)
 
     def get(self, topic: str) -> Any:
-        """What another worker has put there, or will put."""
+        """An object that another worker has stored, or will store."""
         return self._wire.ask(self._split.servers[0], Message(Kind.TAKE, content=pickle.dumps(topic))).object
 
     @contextmanager
     def with_state(self, optimizer: Optimizer) -> Iterator[None]:
-        """While this is held, ``optimizer`` has the state that servers keep."""
+        """While this is open, ``optimizer`` has the servers' state."""
         number = self._number(optimizer)
         if number is None or self._ended:
             yield
@@ -160,7 +160,7 @@ class Worker:
             optimizer.state.clear()
 
     def load(self, optimizer: Optimizer) -> None:
-        """Have servers go on from the state that ``optimizer`` has got."""
+        """Make servers continue from the state that ``optimizer`` has got."""
         number = self._number(optimizer)
         if number is None or self._ended:
             return
@@ -171,10 +171,10 @@ class Worker:
         optimizer.state.clear()
 
     def end(self, result: Any) -> None:
-        """All workers have come to the end: have worker 0's values everywhere, and leave the servers.
+        """All workers have ended: copy worker 0's values everywhere, and leave the servers.
 
         Args:
-            result: of the function.
+            result: the result of the function.
         """
         first = self._group.world.rank == 0
         self.pull() if first else take_over(self._loop, self.get("end"))
@@ -196,14 +196,14 @@ class Worker:
         self._ended = True
 
     def close(self) -> None:
-        """Let go of the user's parameters."""
+        """Release the user's parameters."""
         self._ended = True
         self._parts.clear()
         self._places.clear()
         self._known.clear()
 
     def set_waiting(self, waiting: bool, step: int = 0) -> None:
-        """Notify the servers that this worker begins or ends to wait for others, in that ``step`` of another."""
+        """Notify the servers that this worker begins or stops waiting for others, in that ``step`` of another."""
         if not self._ended and (waiting, step) != self._waiting:
             self._waiting = waiting, step
             for server in self._split.servers:
@@ -213,7 +213,7 @@ class Worker:
         try:
             self._wire.send(server, message)
         except RuntimeError:
-            self._wire.answer_of(server)  # which says more
+            self._wire.answer_of(server)  # that exception says more
             raise
 
     def _is_new(self, number: int, optimizer: Optimizer) -> bool:
@@ -224,7 +224,7 @@ class Worker:
         return next((number for number, each in self._loop.numbered_optimizers() if each is optimizer and number in self._parts), None)
 
     def _agree(self, new: dict[int, Optimizer] | None) -> None:
-        """Have the lowest rank that is in a backward tell the servers of optimizers; ``None`` on one that is elsewhere."""
+        """The lowest rank in a backward sends optimizers to the servers; returns ``None`` on a rank that is elsewhere."""
         ranks = [rank for rank in range(self._group.world.size) if rank not in self._split.lost()]
         mine = None if new is None else {number: checksums(parameters_of(each)) for number, each in new.items()}
         own = dict(self._loop.numbered_optimizers())
@@ -245,7 +245,7 @@ class Worker:
         different = len({pickle.dumps(view) for view in told.values()}) > 1
         if different and self._group.world.rank == source:
             warn(
-                f"parwrap: the workers have built parameters with different values; rank {source}'s are taken. Seed before the model is "
+                f"parwrap: the workers have built parameters with different values; rank {source}'s are used. Seed before the model is "
                 "built, or build it inside the decorated function."
             )
         for number in set().union(*told.values()) & own.keys():
@@ -255,7 +255,7 @@ class Worker:
             own[number].state.clear()
 
     def _drop(self, numbers: set[int]) -> None:
-        """Let go of optimizers that no worker has any more; servers are told when all have taken over the last values."""
+        """Drop optimizers that no worker has any longer; servers are notified when all have copied the last values."""
         for number in numbers:
             self._pull(number, unseen=True)
             del self._parts[number]
@@ -290,7 +290,7 @@ class Worker:
             self._wire.ask(part.server, Message(Kind.BEGIN, number, content=pickle.dumps(begun), values=part.values))
 
     def _filled(self, part: _Part, options: list[dict[str, Any]]) -> bytes:
-        """Put gradients into the buffer; returns what has to be told with it."""
+        """Write gradients into the buffer; returns the data to send with it."""
         present, sparse = [], {}
         for place, (p, view) in enumerate(zip(part.parameters, part.layout.views(part.gradients), strict=True)):
             if p.grad is None:
@@ -308,7 +308,7 @@ class Worker:
         return told
 
     def _changed(self, part: _Part) -> list[int]:
-        """The places of the parameters that the script has changed by hand since they were pulled."""
+        """The positions of the parameters that the script has changed by hand since they were pulled."""
         return [place for place, p in enumerate(part.parameters) if not torch.equal(self._known[id(p)].view(p.shape), p.detach().to("cpu"))]
 
     def _push_changes(self, number: int, part: _Part) -> None:
@@ -320,7 +320,7 @@ class Worker:
             self._send(part.server, Message(Kind.SET, number, content=pickle.dumps(changed), values=buffer))
 
     def _take(self, part: _Part, unseen: bool = False, without: Collection[int] = ()) -> None:
-        """Have the parameters take the values that were pulled, but those at some places; ``unseen`` by a graph that has saved them."""
+        """Write the pulled values to the parameters, except at some positions; ``unseen`` by a graph that has saved them."""
         with torch.no_grad():
             for place, (p, known) in enumerate(zip(part.parameters, part.known, strict=True)):
                 if place not in without:
@@ -331,7 +331,7 @@ class Worker:
         for part in self._parts[number]:
             kept = {place: part.known[place].clone() for place in self._changed(part)}
             self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
-            for place, known in kept.items():  # a script that puts back what was there has changed nothing
+            for place, known in kept.items():  # a script that restores a value has changed nothing
                 part.known[place].copy_(known)
             self._take(part, unseen, without=kept)
 

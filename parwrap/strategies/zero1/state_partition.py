@@ -1,7 +1,7 @@
-"""Which rank holds the state of which parameters of one optimizer, and how that state is put together, kept apart and handed on.
+"""Which rank holds the state of which parameters of one optimizer, and how the state is merged, divided and passed on.
 
-Parameters are dealt out whole, the largest first, to the rank that has least, as torch's ``ZeroRedundancyOptimizer`` does. When
-optimizers step is left to ``zero1.py``.
+Parameters are dealt out whole, the largest first, to the rank that has least, as torch's ``ZeroRedundancyOptimizer`` does. ``zero1.py``
+decides when optimizers step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def dealt_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
 
     Args:
         sizes: their numbers of elements.
-        loads: how many elements each rank has already; they are added to.
+        loads: the number of elements that each rank has already; updated in place.
 
     >>> dealt_out([3, 5, 4], [0, 0])
     [1, 0, 1]
@@ -45,7 +45,7 @@ class StatePartition:
     """The shards of one optimizer.
 
     Args:
-        optimizer: whose state is held in shards.
+        optimizer: the optimizer whose state is sharded.
         group: the ranks.
     """
 
@@ -56,7 +56,7 @@ class StatePartition:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Which lives as long as somebody else holds it."""
+        """The optimizer, alive as long as someone else holds it."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
@@ -73,11 +73,11 @@ class StatePartition:
         return [p for p, owner in zip(parameters_of(self.optimizer), self.owners(), strict=True) if owner != self._group.world.rank]
 
     def settle(self, present: Collection[int], hands_on: bool = True) -> None:
-        """Agree on who holds what, and have nothing held by a rank that is not ``present`` any more; called on all ranks.
+        """Agree on the owners, without ranks that are no longer ``present``; called on all ranks.
 
         Args:
             present: the ranks that take a step or ask for the state.
-            hands_on: whether what others hold goes to the lowest of them.
+            hands_on: whether the shards of absent ranks go to the lowest present rank.
         """
         if not self._owners:
             self._find_holders()
@@ -85,12 +85,12 @@ class StatePartition:
             self._hand_on(present)
 
     def _find_holders(self) -> None:
-        """State that only some ranks have, as of a copy of an optimizer whose state was in shards already, stays where it is."""
+        """State that only some ranks have, as in a copy of an optimizer whose state was sharded already, stays where it is."""
         parameters, state = parameters_of(self.optimizer), self.optimizer.state
         mine = [bool(state.get(p)) for p in parameters]
         ranks = range(self._group.world.size)
-        told = self._group.share("who has state of an optimizer", mine, ranks)
-        holders = [[rank for rank in ranks if told[rank][place]] for place in range(len(parameters))]
+        gathered = self._group.share("who has state of an optimizer", mine, ranks)
+        holders = [[rank for rank in ranks if gathered[rank][place]] for place in range(len(parameters))]
         given = {place: those[0] for place, those in enumerate(holders) if 0 < len(those) < len(ranks)}
         for place, owner in given.items():
             self._loads[owner] += parameters[place].numel()
@@ -101,7 +101,7 @@ class StatePartition:
         self._let_go(parameters)
 
     def _let_go(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Drop the state of those of ``parameters`` that others hold."""
+        """Drop the state of those of ``parameters`` that others own."""
         others = {id(p) for p in self.others()}
         for p in parameters:
             if id(p) in others:
@@ -110,19 +110,19 @@ class StatePartition:
     def _hand_on(self, present: Collection[int]) -> None:
         heir = min(present)
         for absent in sorted(set(self.owners()) - set(present)):
-            told = [sent(self._own()) if self._group.world.rank == absent else None]
-            dist.broadcast_object_list(told, absent)
+            gathered = [sent(self._own()) if self._group.world.rank == absent else None]
+            dist.broadcast_object_list(gathered, absent)
             self._owners = [heir if owner == absent else owner for owner in self._owners]
             if self._group.world.rank == heir:
                 parameters = parameters_of(self.optimizer)
-                for place, state in arrived(told[0], self._group.device).items():
+                for place, state in arrived(gathered[0], self._group.device).items():
                     self.optimizer.state[parameters[place]] = state
             elif self._group.world.rank == absent:
                 self._let_go(parameters_of(self.optimizer))
 
     @torch.no_grad()
     def send(self) -> None:
-        """Every rank gets the values that the owners have; called on all ranks."""
+        """Send the owners' values to every rank; called on all ranks."""
         parameters = parameters_of(self.optimizer)
         for owner in sorted(set(self.owners())):
             for bucket in _buckets(p for p, each in zip(parameters, self._owners, strict=True) if each == owner):
@@ -137,7 +137,7 @@ class StatePartition:
                         p.copy_(values.view_as(p))
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The ``state`` of this rank's optimizer with that of all shards, on the CPU; called on all ranks."""
+        """The ``state`` of this rank's optimizer merged with all shards, on the CPU; called on all ranks."""
         return {**state, "state": {**self.without(state)["state"], **arrived(self._gathered(), CPU)}}
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -151,11 +151,11 @@ class StatePartition:
         return {**state, "state": {key: each for key, each in state["state"].items() if key not in places}}
 
     def kept(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` with what this rank holds itself."""
+        """``state`` with this rank's own part."""
         return {**state, "state": {**self.without(state)["state"], **self._own()}}
 
     def join(self) -> None:
-        """Every rank holds the state of all, if that was in shards; called on all ranks."""
+        """Give every rank the whole state, if it was sharded; called on all ranks."""
         if self._owners:
             states = {**arrived(self._gathered(), self._group.device), **self._own()}
             for place, p in enumerate(parameters_of(self.optimizer)):
@@ -170,7 +170,7 @@ class StatePartition:
         return {place: whole[place] for place in sorted(whole)}
 
     def _own(self) -> dict[int, Any]:
-        """What this rank holds, by the place of the parameter."""
+        """This rank's part of the state, by the position of the parameter."""
         state, owned = self.optimizer.state, zip(parameters_of(self.optimizer), self.owners(), strict=True)
         return {place: state[p] for place, (p, owner) in enumerate(owned) if owner == self._group.world.rank and p in state}
 

@@ -1,8 +1,8 @@
-"""ZeRO stage 1: gradients are averaged as in DDP, and each rank holds the optimizer's state of a part of the parameters only.
+"""ZeRO stage 1: gradients are averaged as in DDP, and each rank holds the optimizer's state for only a part of the parameters.
 
 The optimizer stays the user's object, with all of its parameter groups. A rank steps the parameters whose state it holds, by hiding the
-gradients of the others, and sends them to the others. Which those are, and how states become whole, is ``state_partition.py``'s.
-(Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054; ``torch.distributed.optim.ZeroRedundancyOptimizer``.)
+gradients of the others, and sends them to the other ranks. ``state_partition.py`` chooses them, and merges states. (Rajbhandari et al.,
+2020, https://arxiv.org/abs/1910.02054; ``torch.distributed.optim.ZeroRedundancyOptimizer``.)
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Zero1(DDP):
         """``optimizer`` is being built, or got another group."""
         if isinstance(optimizer, LBFGS):
             raise UsageError(
-                "LBFGS steps all parameters as one vector, so its state cannot be held in shards: choose a strategy other than 'zero1', "
-                "or another optimizer."
+                "LBFGS steps all parameters as one vector, so its state cannot be sharded: choose a strategy other than 'zero1', or "
+                "another optimizer."
             )
         if optimizer not in self._shards and not is_alone():
             number = self._number(optimizer)
@@ -62,9 +62,9 @@ class Zero1(DDP):
     @intercepts
     def takes_step(self, optimizer: Optimizer) -> None:
         """Synchronize with the other ranks, and skip the parameters whose state they hold."""
-        self._hidden.clear()  # a step that has raised was not seen to end
+        self._hidden.clear()  # a step that raised never ended
         calls_closure, self._calls_closure = self._calls_closure, False
-        if is_alone() or has_inner(optimizer):  # whose own part of the step all ranks take alike
+        if is_alone() or has_inner(optimizer):  # all ranks take this step alike
             return
         number = self._number(optimizer)
         self._hold(number, optimizer)
@@ -75,7 +75,7 @@ class Zero1(DDP):
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that hides what it leaves in gradients, for a step that is about to begin."""
+        """A closure that hides the gradients that it leaves, for the step that is about to begin."""
         self._calls_closure = True
 
         def then_hide() -> Any:
@@ -87,7 +87,7 @@ class Zero1(DDP):
 
     @intercepts
     def took_step(self, optimizer: Optimizer) -> None:
-        """Send what was stepped here, and get what was stepped elsewhere."""
+        """Send the parameters stepped here, and receive those stepped elsewhere."""
         super().took_step(optimizer)
         if self._stepping is not None:
             self._show()
@@ -104,8 +104,8 @@ class Zero1(DDP):
             return self._shards[optimizer].without(state)
         if is_alone():
             raise UsageError(
-                f"{type(optimizer).__name__}.state_dict() needs all ranks with strategy='zero1', since each holds a part, and only "
-                "this rank runs what @parwrap.rank_zero_only guards: call it outside of that function, and save there what it returns."
+                f"{type(optimizer).__name__}.state_dict() needs all ranks with strategy='zero1', since each holds a part, but only this "
+                "rank runs what @parwrap.rank_zero_only guards: call it outside of that function, and save its result there."
             )
         number = self._number(optimizer)
         self._shards[optimizer].settle(self._group.synchronize(_state(number)), hands_on=False)
@@ -127,10 +127,10 @@ class Zero1(DDP):
             self._join()
 
     def _join(self) -> None:
-        """Have the state of all optimizers whole on every rank."""
+        """Give every rank the whole state of all optimizers."""
         alive = dict(self._loop.numbered_optimizers())
-        told = self._group.share("optimizers that are still used", set(alive), range(self._group.world.size)).values()
-        for number in sorted(set.intersection(*told)):
+        gathered = self._group.share("optimizers that are still used", set(alive), range(self._group.world.size)).values()
+        for number in sorted(set.intersection(*gathered)):
             if not has_inner(alive[number]):
                 self._shards[alive[number]].join()
 
@@ -140,7 +140,7 @@ class Zero1(DDP):
         super().close()
 
     def _number(self, optimizer: Optimizer) -> int:
-        """By which ranks know ``optimizer``; a copy of one is known from its first use on."""
+        """The number of ``optimizer`` on all ranks; a copy of one gets a number at its first use."""
         for number, known in self._loop.numbered_optimizers():
             if known is optimizer:
                 return number
@@ -149,7 +149,7 @@ class Zero1(DDP):
         return self._number(optimizer)
 
     def _hold(self, number: int, optimizer: Optimizer) -> None:
-        """Keep ``optimizer`` until one that is built later steps: a rank that has left must still have its shard when others step."""
+        """Keep ``optimizer`` until a later one steps: a rank that has left must still have its shard when others step."""
         if number not in self._held:
             for former in self._former:
                 self._held.pop(former, None)
@@ -161,26 +161,27 @@ class Zero1(DDP):
         optimizer = dict(self._loop.numbered_optimizers()).get(number)
         if optimizer is None:
             raise RankMismatchError(
-                f"rank {self._group.world.rank} has left the training loop and its optimizer is gone, with a part of the state that others "
-                "step by. Keep the optimizer until all ranks are through, or let all ranks take the same number of steps."
+                f"rank {self._group.world.rank} has left the training loop and its optimizer no longer exists, with a part of the state "
+                "that others need to step. Keep the optimizer until all ranks have finished, or let all ranks take the same number of "
+                "steps."
             )
         return self._shards[optimizer]
 
     def _answer_step(self, number: int, present: list[int]) -> None:
-        """Others step, and this rank has come for something else: its shard goes to one of them."""
+        """Others step, and this rank waits for something else: its shard goes to one of them."""
         shards = self._known(number)
         shards.settle(present)
         shards.send()
 
     def _answer_state(self, number: int, present: list[int]) -> None:
-        """Others ask for the whole state, and this rank has come for something else."""
+        """Others ask for the whole state, and this rank waits for something else."""
         shards = self._known(number)
         shards.settle(present, hands_on=False)
         shards.whole({"state": {}})
 
     @contextmanager
     def _catching_up(self) -> Iterator[None]:
-        """Another rank's state is taken over, but for the shards, which every rank has kept in step."""
+        """Another rank's state is copied, except the shards, which every rank has kept in step."""
         self._catches_up = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""What is said, once, when a script does a part of mixed precision itself."""
+"""The message when a script does a part of mixed precision itself, shown once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["stand_aside", "warn_once"]
 
 @functools.cache
 def stand_aside(what: str, consequence: str) -> None:
-    """Said once, however often a script does it."""
+    """Shown once, however often a script does it."""
     warn_once(f"this script uses {what} itself, so parwrap.amp stands aside: {consequence}. Remove the script's own to have parwrap do it.")
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """``text`` on rank 0's stderr."""
+    """Print ``text`` on rank 0's stderr."""
     if is_rank_zero():
         write_line(f"parwrap: {text}")

@@ -1,4 +1,4 @@
-"""How training data is to be shared out, and what was; how it is done is ``training_share.py``'s."""
+"""The options for splitting training data, and facts about data that was split; ``training_share.py`` does the splitting."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from parwrap.group.group import is_alone
 __all__ = ["OwnPart", "Sharing", "TrainingData", "is_private", "replicated"]
 
 replicated: weakref.WeakSet[DataLoader] = weakref.WeakSet()
-"""Loaders of which every rank is to see all; what users say holds in every scope."""
+"""Loaders that every rank reads whole; this holds in every scope."""
 
 
 class OwnPart(Subset):
-    """A part of a dataset that is this rank's own already, so that its loaders are not shared out."""
+    """A part of a dataset that already belongs to this rank, so that its loaders are not split."""
 
 
 class Sharing(NamedTuple):
-    """How training data is to be shared out, in the words of :class:`parwrap.distributed`.
+    """The options for splitting training data, named as in :class:`parwrap.distributed`.
 
     Attributes:
         batch: ``"per_rank"`` or ``"global"``.
@@ -34,22 +34,22 @@ class Sharing(NamedTuple):
 
     @property
     def weighs_streams(self) -> bool:
-        """Whether the batches of a stream count by their samples."""
+        """Whether the batches of a stream are weighted by their samples."""
         return self.loss == "mean" and (self.batch == "global" or self.uneven == "join")
 
     def loss_factor(self, weight: float, size: int) -> float:
-        """What the loss of a batch is to be multiplied by, beside its ``weight``: a sum weighs by samples as it is."""
+        """The factor of a batch's loss besides its ``weight``: a sum is weighted by samples already."""
         if self.loss == "mean" or not weight:
             return 1.0
         return (size if self.batch == "global" else 1) / weight
 
 
 class TrainingData(NamedTuple):
-    """What the first training pass is over, for the line that says so.
+    """The data of the first training pass, for the line at the start of training.
 
     Attributes:
-        samples: in the whole dataset; ``None`` where it has no length.
-        batch_size: per rank; ``None`` where batches are of no fixed size.
+        samples: the size of the whole dataset; ``None`` if it has no length.
+        batch_size: per rank; ``None`` if batches have no fixed size.
         global_batch: of all ranks together.
     """
 
@@ -59,5 +59,5 @@ class TrainingData(NamedTuple):
 
 
 def is_private() -> bool:
-    """Whether a loader is read by a worker process or by a lone rank, so that all of it is read."""
+    """Whether a worker process or a single rank reads a loader, so that all of it is read."""
     return get_worker_info() is not None or is_alone()
