@@ -1,7 +1,7 @@
-"""Shared batch normalization in compiled models: two operators that a graph calls, for a compiler cannot trace what ranks send each other.
+"""Shared batch normalization in compiled models: two operators that a graph calls, because a compiler cannot trace communication.
 
-``traced`` is what ``torch.compile`` reads in the place of ``torch.nn.functional.batch_norm``. Its operators find out each time they run who
-shares the batch, by the scopes that are open. So no graph holds anything of a scope, and one that torch has cached on disk fits any run.
+``torch.compile`` reads ``traced`` instead of ``torch.nn.functional.batch_norm``. At each run its operators find out from the open scopes
+which ranks share the batch. So a graph holds nothing of a scope, and one that torch has cached on disk fits any run.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from parwrap.intercept.norm import Norm
 __all__ = ["scopes", "traced"]
 
 BATCH_NORM = functional.batch_norm
-"""torch's own."""
+"""Torch's own function."""
 
 FORWARD = (
     "(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, float momentum, float eps) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-"""Gives the output, the statistics of the whole batch in the kernels' form, the new running ones, and the facts for the backward."""
+"""Returns the output, the statistics of the whole batch in the kernels' form, the new running ones, and the facts for the backward."""
 
 BACKWARD = (
     "(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor spread, Tensor facts, float eps, bool[] needed) -> "
@@ -47,10 +47,10 @@ class _Alone:
 
 
 class _Scopes:
-    """The scopes of ``sync_bn`` that are open in this process.
+    """The open scopes of ``sync_bn`` in this process.
 
     Attributes:
-        shared: whether ranks can share a batch now. Compiled code depends on it, so torch compiles again when it changes.
+        shared: whether ranks can now share a batch. Compiled code depends on it, so torch compiles again when it changes.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class _Scopes:
 
     @contextmanager
     def opened(self, exchange: Callable[[Norm], Exchange | None], shared: bool) -> Iterator[None]:
-        """While this is held, ``exchange`` gives how the ranks share a layer, or ``None`` if this rank normalizes by itself."""
+        """While this is open, ``exchange`` returns how the ranks share a layer, or ``None`` if this rank normalizes separately."""
         before = self.shared
         if not self._exchanges:
             self._used.clear()
@@ -76,12 +76,12 @@ class _Scopes:
             self.shared = before
 
     def share(self) -> None:
-        """There are several ranks."""
+        """Record that there are several ranks."""
         _define_operators()
         self.shared = True
 
     def exchange(self, call: Norm) -> Exchange:
-        """How the ranks share the layer of ``call`` now."""
+        """How the ranks now share the layer of ``call``."""
         found = (self._exchanges[-1](call) if self._exchanges else None) or self._alone
         self._used[id(found)] = found
         return found
@@ -126,7 +126,7 @@ def traced(
 
 @functools.cache
 def _define_operators() -> None:
-    """Make ``torch.ops.parwrap`` known to torch, which keeps it for the life of the process."""
+    """Register ``torch.ops.parwrap``, which torch keeps for the life of the process."""
     unsafe = (torch.Tag.cudagraph_unsafe,)
     forward = torch.library.custom_op("parwrap::batch_norm", _forward, mutates_args=(), schema=FORWARD, tags=unsafe)
     forward.register_fake(_fake_forward)
@@ -148,7 +148,7 @@ def _forward(
     running = tuple(None if each is None else each.clone() for each in (running_mean, running_var))
     normalized, merged, total = normalize(exchange, input, weight, bias, running[0], running[1], momentum, eps)
     out, *empty = _fake_forward(input, weight, bias, None, None, momentum, eps)
-    out.copy_(normalized)  # in the layout that the compiler counts on
+    out.copy_(normalized)  # in the layout that the compiler relies on
     mean, spread = merged[:2] or empty[:2]
     facts = torch.tensor([int(total), id(exchange)], dtype=torch.int64)
     return out, mean, spread, *(input.new_empty(0) if each is None else each for each in running), facts
@@ -163,7 +163,7 @@ def _fake_forward(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """Tensors like those that ``_forward`` gives."""
+    """Tensors like the results of ``_forward``."""
     statistics = [input.new_empty(input.size(1), dtype=_accumulated(input)) for _ in range(2)]
     running = [input.new_empty(0) if each is None else torch.empty_like(each) for each in (running_mean, running_var)]
     return torch.empty_like(input), *statistics, *running, torch.empty(2, dtype=torch.int64, device="cpu")
@@ -200,7 +200,7 @@ def _fake_backward(
     eps: float,
     needed: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
-    """Tensors like those that ``_backward`` gives."""
+    """Tensors like the results of ``_backward``."""
     of = zip((input, weight, bias), needed, strict=True)
     return tuple(torch.empty_like(each) if need and each is not None else input.new_empty(0) for each, need in of)
 

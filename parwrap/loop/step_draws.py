@@ -1,8 +1,8 @@
-"""Random draws of a loop without a ``for`` statement over a loader: what is drawn for every step differs by rank, all else is shared.
+"""Random draws of a loop without a ``for`` statement over a loader: draws for every step differ by rank, all others are shared.
 
 A line of the script that draws before each of several consecutive steps draws data or noise, and from then on draws from the rank's
-generators. A line that draws less often arranges something: it splits, permutes or searches, and all ranks must get the same. So it is
-with a line that is new. Forwards in training mode draw from the rank's generators too, since that is dropout.
+generators. A line that draws less often splits, permutes or searches, and all ranks must get the same; a new line counts as such. Forwards
+in training mode draw from the rank's generators too, because of dropout.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
 __all__ = ["StepDraws"]
 
 STEPS = 2
-"""Consecutive steps that a line must have drawn for; it draws from the rank's generators at the next."""
+"""The number of consecutive steps that a line must have drawn for; at the next it draws from the rank's generators."""
 
 MOST_LINES = 4096
-"""A script that makes a new line for every draw must not fill the memory."""
+"""Limit of lines, so that a script with a new one for every draw does not fill the memory."""
 
 
 @dataclass
 class _Line:
-    """What is known of one line that draws, with the calls that lead there.
+    """The state of one line that draws, with the calls that lead to it.
 
     Attributes:
-        codes: keeps the code objects alive by whose ids the line is known.
-        streak: for how many consecutive steps it has drawn.
-        backwards, forwards, generation: the loop's, when it drew last.
+        codes: keeps the code objects alive whose ids identify the line.
+        streak: the number of consecutive steps that it has drawn for.
+        backwards, forwards, generation: the loop's values at its last draw.
         optimizer: the first that has taken a step since.
-        steps: how many that had taken before.
+        steps: the number of steps of that optimizer before.
     """
 
     codes: list[CodeType] = field(default_factory=list)
@@ -110,7 +110,7 @@ class StepDraws(Interceptor):
         self._backwards_before_step = self._loop.backwards
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has taken a step; one that calls a closure may train a whole fold, so it counts as several."""
+        """``optimizer`` has stepped; a step that calls a closure may train a whole fold, so it counts as several."""
         key = id(optimizer)
         for line in self._since_step:
             line.optimizer, line.steps = key, self._steps[key]
@@ -118,12 +118,12 @@ class StepDraws(Interceptor):
         self._steps[key] += 1 if self._loop.backwards == self._backwards_before_step else 2
 
     def ran_backward(self) -> None:
-        """Ranks that may have drawn different numbers from the shared streams are put in step again."""
+        """Put ranks in step again that may have drawn different numbers from the shared streams."""
         if self._ranks_differ and self._streams.may_draw_own:
             self._streams.renew(self._loop.backwards)
 
     def _may_differ(self) -> bool:
-        """Whether draws may be the rank's now; a checkpoint that computes again in a backward must draw what it drew before."""
+        """Whether draws may now be the rank's; a checkpoint that recomputes in a backward must repeat its draws."""
         return (
             (self._in_forward or self._streams.may_draw_own)
             and not self._loop.evaluations
@@ -149,11 +149,11 @@ class StepDraws(Interceptor):
         return self._lines.get(key)
 
     def _draws_for_each_step(self, line: _Line) -> bool:
-        """Whether ``line``, which draws now, has drawn for each of the last steps; takes note of this draw."""
+        """Whether ``line``, which draws now, has drawn for each of the last steps; records this draw."""
         loop = self._loop
         backwards, forwards = loop.backwards - line.backwards, self._forwards - line.forwards
         if not (backwards or forwards or line.optimizer):
-            return line.streak >= STEPS  # one more draw for the same step
+            return line.streak >= STEPS  # another draw for the same step
         times = backwards if line.optimizer is None else self._steps[line.optimizer] - line.steps
         if times > 1 or (line.generation != loop.generation and line.streak < STEPS):
             line.streak = 0
@@ -165,7 +165,7 @@ class StepDraws(Interceptor):
 
 
 def _in_checkpoint() -> bool:
-    """Whether a checkpoint calls, which has kept the state of the streams that ran before."""
+    """Whether the caller is a checkpoint, which has kept the state of the streams that ran before."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename == checkpoint.__file__:

@@ -108,7 +108,7 @@ class HalfForGood(_Halving):
 
 @torch.no_grad()
 def _take_over(p: torch.Tensor, half: torch.Tensor) -> None:
-    """The elements that a forward has changed in the copy of a parameter, as ``max_norm`` of an embedding does."""
+    """Copy back the elements that a forward has changed in the copy of a parameter, as ``max_norm`` of an embedding does."""
     p.copy_(torch.where(half == p.to(HALF), p, half.to(p.dtype)))
 
 

@@ -244,7 +244,7 @@ class Session(Interceptor):
             self._announce()
 
     def _ran_by_hand(self) -> None:
-        """The first backward outside a ``for`` statement over a loader: from now on each draw is checked."""
+        """The first backward ran outside a ``for`` statement over a loader: from now on each draw is checked."""
         self._step_draws = draws = StepDraws(self._loop, self._streams)
         self._loop.ran_by_hand = draws.ran_backward
         self._undo.enter_context(intercepting([draws], self._module))
@@ -266,7 +266,7 @@ class Session(Interceptor):
         self._data = self._data or data
 
     def _announce(self) -> None:
-        """The one line at the start of training."""
+        """Print the one line at the start of training."""
         self._announced = True
         group, data = self._group, self._data
         if group is None or self.strategy is None or group.world.rank > 0:

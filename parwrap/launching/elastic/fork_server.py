@@ -51,7 +51,7 @@ def start(modules: Sequence[str]) -> None:
 
 
 def _find_place_for_sockets() -> None:
-    """A short directory for sockets, here and in ranks: the name of the default one may be too long."""
+    """Choose a short directory for sockets, here and in ranks: the name of the default one may be too long."""
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST:
         directory = tempfile.mkdtemp(prefix="parwrap-", dir="/tmp")
         util.Finalize(None, shutil.rmtree, args=(directory, True), exitpriority=-100)

@@ -1,10 +1,9 @@
 """Buffers that training changes and forwards read, such as codebooks and running normalizers: rank 0's on every rank, as in DDP.
 
-DDP sends all buffers before each forward. Here those that have changed are sent after the backward, where all ranks are together anyway: to
-the next forward it is the same. A change shows by the version of a buffer, or because another tensor has its place; one by ``.data`` or by
-numpy only by its values, which are looked at in the first backwards, and later ever more rarely. What the ranks must know of each other
-for this travels with the gradients, so nothing is sent where nothing changes. BatchNorm reads its statistics only in evaluation, which is
-``in_step.py``'s.
+DDP sends all buffers before each forward. Here changed buffers are sent after the backward, where all ranks are together anyway; for the
+next forward that is the same. A change shows in the version of a buffer, or in another tensor in its place. A change by ``.data`` or numpy
+shows only in the values, which are checked in the first backwards, and later ever more rarely. The ranks' reports travel with the
+gradients, so nothing is sent if nothing changes. BatchNorm reads its statistics only in evaluation, which ``in_step.py`` handles.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from parwrap.torch_private.tensors import version_of
 __all__ = ["SENT", "TrainingBuffers", "fingerprint", "send"]
 
 SENT = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
-"""What collectives can carry."""
+"""Dtypes that collectives support."""
 
 Name = tuple[int, str]
-"""Of a buffer, the same on all ranks: the place of the first parameter of its model in the averaged set, and its path in the model."""
+"""Identifies a buffer on all ranks: the position of its model's first parameter in the averaged set, and its path in the model."""
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 
@@ -44,10 +43,10 @@ class _Buffer:
 
     Attributes:
         of: the buffers of its module, which holds it by its ``key``.
-        seen: the tensor that was there when it was last the same on all ranks; ``None`` before.
+        seen: the tensor when it was last the same on all ranks; ``None`` before.
         version: of that tensor then.
-        values: the fingerprint of its values then, or later; ``None`` where it is not known.
-        by_values: whether it has changed without another version.
+        values: the fingerprint of its values then, or later; ``None`` if unknown.
+        by_values: whether it has changed without a new version.
     """
 
     of: dict[str, Any]
@@ -63,7 +62,7 @@ class _Buffer:
         if tensor is None or tensor.is_inference() or is_lazy(tensor) or tensor.dtype not in SENT or tensor.layout != torch.strided:
             return None
         expanded = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return None if expanded else tensor  # several elements in one place cannot take values
+        return None if expanded else tensor  # several elements share memory, so values cannot be copied there
 
     def held(self) -> torch.Tensor | None:
         return self.of[self.key] if self.key in self.of else None  # noqa: SIM401 - what TorchScript has here knows no get
@@ -79,14 +78,14 @@ class _Buffer:
 
 
 class TrainingBuffers:
-    """The buffers of the models around ``parameters``, but BatchNorm's.
+    """The buffers of the models around ``parameters``, except BatchNorm's.
 
     Args:
         group: the ranks.
-        parameters: whose gradients are averaged together; in the same order on all ranks.
+        parameters: the parameters whose gradients are averaged together, in the same order on all ranks.
 
     Attributes:
-        known: whether there are any, on this rank or on rank 0.
+        known: whether this rank or rank 0 has any.
     """
 
     def __init__(self, group: Group, parameters: Sequence[torch.Tensor]) -> None:
@@ -100,7 +99,7 @@ class TrainingBuffers:
         self._find()
 
     def changed(self) -> bool:
-        """Whether a buffer of this rank has changed since all ranks had the same; asked once in each backward."""
+        """Whether a buffer of this rank has changed since all ranks had the same; called once in each backward."""
         self._looks += 1
         if worth_a_look(self._looks):
             self._find()
@@ -108,11 +107,11 @@ class TrainingBuffers:
         return self._lacks_agreed() or any(buffer.changed() for buffer in self._buffers.values())
 
     def moves(self) -> bool:
-        """Whether one changes in training, as far as is known."""
+        """Whether a buffer is known to change in training."""
         return any(buffer.changed() for buffer in self._buffers.values()) or bool(self._agreed)
 
     def asks(self) -> bool:
-        """Whether the ranks must tell each other what they have: something has changed here that they have not agreed on."""
+        """Whether the ranks must exchange their buffers: a buffer has changed here that they have not agreed on."""
         agreed = self._agreed
         return (
             agreed is None
@@ -121,7 +120,7 @@ class TrainingBuffers:
         )
 
     def _lacks_agreed(self) -> bool:
-        """Whether this rank is the one to send, and has not all that was agreed on any more, as where a module was replaced."""
+        """Whether this rank has to send but lacks a buffer that was agreed on, as after a module was replaced."""
         return self._group.world.rank == 0 and any(
             (buffer := self._buffers.get(name)) is None or _kind(buffer.now()) != kind for name, kind in (self._agreed or {}).items()
         )
@@ -129,11 +128,11 @@ class TrainingBuffers:
     @torch.inference_mode(False)
     @torch.no_grad()
     def take(self, asked: bool, contributes: bool, late: bool) -> bool:
-        """Take rank 0's values of what has changed on any rank; called on all ranks.
+        """Copy rank 0's values of the buffers that have changed on any rank; called on all ranks.
 
         Args:
-            asked: whether a rank asks for all to tell what they have.
-            contributes: whether this rank has run the backward itself. The lowest that has is taken for rank 0.
+            asked: whether a rank asks all to describe their buffers.
+            contributes: whether this rank has run the backward itself. The lowest such rank stands for rank 0.
             late: whether the graph of the running step is needed again, so that values wait for :meth:`settle`.
 
         Returns:
@@ -156,13 +155,13 @@ class TrainingBuffers:
             if asked and (tensor := placed.get(id(buffer), buffer.now())) is not None:
                 buffer.values = fingerprint(tensor)
             elif name in names:
-                buffer.values = None  # what was taken is no change by the script
+                buffer.values = None  # copied values are no change by the script
         return move
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def settle(self) -> None:
-        """Put the values that were taken in their places."""
+        """Write the copied values in place."""
         for buffer, values in self._late:
             tensor = buffer.now()
             if _kind(tensor) == _kind(values):
@@ -173,7 +172,7 @@ class TrainingBuffers:
         self._late.clear()
 
     def _agree(self, contributes: bool) -> tuple[int, dict[Name, Kind], bool]:
-        """Have the ranks tell each other what they have: the rank whose values are taken, what it is to send, and whether any differ."""
+        """Exchange descriptions: returns the rank whose values are used, what it has to send, and whether any differ."""
         first = not self._taken
         self._taken += 1
         mine = {name: (_kind(tensor), fingerprint(tensor)) for name, each in self._buffers.items() if (tensor := each.now()) is not None}
@@ -184,13 +183,13 @@ class TrainingBuffers:
         theirs = told[source][1]
         differ = {name for name, each in theirs.items() if any(view.get(name, each) != each for _, view, _ in told.values())}
         names = {name: kind for name, (kind, _) in sorted(theirs.items()) if name in all_moved | differ}
-        # which of them change in each step is known from the second time on
+        # which of them change in each step is known from the second exchange on
         self._agreed = None if first else {name: theirs[name][0] for name in {**(self._agreed or {}), **names} if name in theirs}
         self.known = bool(self._buffers or self._agreed)
         return source, names if first else self._agreed or {}, bool(differ)
 
     def _find(self) -> None:
-        """Find the buffers, also those that were registered since."""
+        """Find the buffers, including those registered since."""
         found: dict[Name, _Buffer] = {}
         for model in (model for ref in self._models if (model := ref()) is not None):
             place = min((self._places[id(p)] for p in model.parameters() if id(p) in self._places), default=-1)
@@ -204,7 +203,7 @@ class TrainingBuffers:
         self.known = bool(found or self._agreed)
 
     def _look_at_values(self) -> None:
-        """Notice what changes by ``.data`` or by numpy, which give a tensor no other version."""
+        """Detect changes by ``.data`` or numpy, which give a tensor no new version."""
         for buffer in self._buffers.values():
             tensor = buffer.now()
             if tensor is None or buffer.by_values:
@@ -218,7 +217,7 @@ def send(group: Group, tensors: Sequence[torch.Tensor | None], kinds: Sequence[K
 
     Args:
         group: the ranks.
-        tensors: this rank's, of which only those on ``source`` must be there.
+        tensors: this rank's tensors; only ``source`` must have them.
         kinds: their shapes and dtypes there.
         source: the rank that sends.
     """
@@ -243,7 +242,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """A number that is the same for the same values, and almost surely another for others."""
+    """A fingerprint: equal for equal values, and almost surely different for others."""
     values: Any = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
     return zlib.crc32(values)
 
