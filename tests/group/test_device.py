@@ -58,7 +58,7 @@ def test_a_launcher_may_have_given_each_rank_gpus_of_its_own(gpus, visible, laun
 
 def test_torchrun_has_not_so_more_ranks_than_gpus_are_refused(gpus):
     gpus("6")
-    with pytest.raises(LaunchError, match="local rank 2 has no GPU of its own"):
+    with pytest.raises(LaunchError, match="local rank 2 has no GPU to itself"):
         choose_device(World(2, 4, 2, 4, launcher="torchrun"), None)
 
 
