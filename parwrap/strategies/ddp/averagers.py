@@ -139,7 +139,9 @@ class AveragerRegistry:
         if shared is not None:
             return self._all[shared]
         self._built += 1
-        self._all[self._built] = GradientAverager(self._group, self._built, parameters, sparse, varies, **self._options())
+        self._all[self._built] = GradientAverager(
+            self._group, self._built, parameters, sparse, varies, self._loop.tensors_of_one_batch, **self._options()
+        )
         if which is not None:
             self._shared[self._built] = which
         return self._all[self._built]

@@ -94,7 +94,7 @@ class Unaveraged(Interceptor):
     @intercepts
     def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` is about to step."""
-        self._average(parameters_of(optimizer))
+        self._average_of(optimizer)
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -103,7 +103,7 @@ class Unaveraged(Interceptor):
         def then_average() -> Any:
             loss = closure()
             for optimizer in stepping()[:1]:
-                self._average(parameters_of(optimizer))
+                self._average_of(optimizer)
             return loss
 
         return then_average
@@ -121,8 +121,12 @@ class Unaveraged(Interceptor):
     def use_scaler(self, call: ScalerCall) -> Any:
         """A script's own scaler looks for gradients that are not finite, which all ranks must see."""
         if call.optimizer is not None:
-            self._average(parameters_of(call.optimizer))
+            self._average_of(call.optimizer)
         return call.run()
+
+    def _average_of(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._loop.is_of_one_batch(optimizer):
+            self._average(parameters_of(optimizer))
 
     def _average(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average the gradients of ``parameters`` unless an averaged backward has left them.

@@ -103,7 +103,8 @@ class FSDP(Strategy):
         named = [each if isinstance(each, tuple) else (None, each) for each in parameters]
         if not all(len(each) == 2 and isinstance(each[1], torch.Tensor) for each in named):
             return parameters
-        self._shard([p for _, p in named])
+        if not self._loop.are_of_one_batch(p for _, p in named):
+            self._shard([p for _, p in named])
         sharded = [(name, p.__dict__["sharded"] if isinstance(p, Moved) else p) for name, p in named]
         return [p if name is None else (name, p) for name, p in sharded]
 

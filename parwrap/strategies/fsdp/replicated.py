@@ -68,7 +68,7 @@ class Replicated:
         self._visits[key] = self._visits.get(key, 0) + 1
         if not worth_a_look(self._visits[key]):
             return
-        known = self._sharded() | {number for number, ref in self._known.items() if ref() is not None}
+        known = self._sharded() | self._loop.tensors_of_one_batch() | {number for number, ref in self._known.items() if ref() is not None}
         leaves = [leaf for leaf in reached(call.roots) if id(leaf) not in known]
         self.add(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))
         bare = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter)]

@@ -117,7 +117,7 @@ class LocalSGD(Strategy):
         Raises:
             UsageError: a backward is running, which would go on with averaged weights.
         """
-        if is_alone():
+        if is_alone() or self._loop.is_of_one_batch(optimizer):
             return
         if current_graph_task_id() != NO_GRAPH_TASK:
             raise UsageError(
@@ -133,7 +133,7 @@ class LocalSGD(Strategy):
     @intercepts
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped: the weights are averaged if it was the last of a few."""
-        if is_alone() or _is_part(optimizer):
+        if is_alone() or _is_part(optimizer) or self._loop.is_of_one_batch(optimizer):
             return
         if self._warming:
             self._ddp.took_step(optimizer)

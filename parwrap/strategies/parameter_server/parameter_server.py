@@ -153,7 +153,7 @@ class ParameterServer(Strategy):
     @intercepts
     def skips(self, optimizer: Optimizer) -> bool:
         """Every step is left to the servers: they get the gradients, and this worker the new values."""
-        if is_alone():
+        if is_alone() or self._loop.is_of_one_batch(optimizer):
             return False
         if self._weights:
             self._weight, self._weights = fmean(self._weights), []

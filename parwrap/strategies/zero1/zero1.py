@@ -52,7 +52,7 @@ class Zero1(DDP):
                 "LBFGS steps all parameters as one vector, so its state cannot be held in shards: choose a strategy other than 'zero1', "
                 "or another optimizer."
             )
-        if optimizer not in self._shards and not is_alone():
+        if optimizer not in self._shards and not (is_alone() or self._loop.is_of_one_batch(optimizer)):
             number = self._number(optimizer)
             self._shards[optimizer] = StatePartition(optimizer, self._group)
             self._coordinator.answer(_step(number), lambda detail, present: self._answer_step(number, present))
@@ -64,8 +64,9 @@ class Zero1(DDP):
         """Synchronize with the other ranks, and skip the parameters whose state they hold."""
         self._hidden.clear()  # a step that has raised was not seen to end
         calls_closure, self._calls_closure = self._calls_closure, False
-        if is_alone() or has_inner(optimizer):  # whose own part of the step all ranks take alike
+        if self._is_whole(optimizer):
             return
+        self.own_parameters(optimizer)  # unless it was of one batch, it has done this when it was built
         number = self._number(optimizer)
         self._hold(number, optimizer)
         self._stepping = self._shards[optimizer]
@@ -98,7 +99,7 @@ class Zero1(DDP):
     def optimizer_state(self, optimizer: Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state of a single process, on every rank."""
         state = save()
-        if has_inner(optimizer):
+        if has_inner(optimizer) or self._loop.is_of_one_batch(optimizer):
             return state
         if self._catches_up:
             return self._shards[optimizer].without(state)
@@ -114,7 +115,7 @@ class Zero1(DDP):
     @intercepts
     def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
         """Load the part of a whole ``state`` that this rank holds."""
-        if not (is_alone() or has_inner(optimizer)):
+        if not self._is_whole(optimizer):
             self._number(optimizer)
             shards = self._shards[optimizer]
             state = shards.kept(state) if self._catches_up else shards.own(state)
@@ -138,6 +139,10 @@ class Zero1(DDP):
         self._show()
         self._held.clear()
         super().close()
+
+    def _is_whole(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` steps here as it does in a single process; all ranks step the part that an outer one has alike."""
+        return is_alone() or has_inner(optimizer) or self._loop.is_of_one_batch(optimizer)
 
     def _number(self, optimizer: Optimizer) -> int:
         """By which ranks know ``optimizer``; a copy of one is known from its first use on."""
