@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from parwrap.coordination.call_site import location, warn
 from parwrap.coordination.status_board import SyncPoint
 from parwrap.errors import RankMismatchError, UsageError
-from parwrap.group.collectives import all_reduced
+from parwrap.group.collectives import sums_of
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.clipping import Clip
@@ -263,7 +263,7 @@ class FSDP(Strategy):
         options = self._options()
         if options.batch == "per_rank" and options.uneven != "join":
             return weight * self._group.world.size
-        return all_reduced([torch.tensor([weight], dtype=torch.float64)], self._group)[0].item()
+        return sums_of([weight], self._group)[0]
 
     def _whole(self, state: Any, what: str) -> dict[str, Any]:
         if is_alone():

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parwrap.coordination.call_site import warn
-from parwrap.group.collectives import all_reduced
+from parwrap.group.collectives import all_reduced, sums_of
 from parwrap.group.group import Group
 from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.options import Options
@@ -231,8 +231,7 @@ class _Averaging:
     def _same(self, mine: Kinds) -> bool:
         """Whether all ranks have trained the same parameters; sums of halves of a checksum and of their squares are exact."""
         halves = divmod(zlib.crc32(repr(mine).encode()), 1 << 16)
-        told = torch.tensor([*halves, *(half**2 for half in halves)], dtype=torch.float64)
-        sums = [int(each) for each in all_reduced([told], self._group)[0].tolist()]
+        sums = [int(each) for each in sums_of([*halves, *(half**2 for half in halves)], self._group)]
         return all(total**2 == squares * self._group.world.size for total, squares in zip(sums[:2], sums[2:], strict=True))
 
     def _union(self, mine: Kinds | None, present: Sequence[int]) -> tuple[Kinds, int]:
