@@ -37,7 +37,6 @@ class Loop(Interceptor):
         by_hand: whether the last backward was in no ``for`` statement over a loader.
         evaluations: how many passes are open that only look at data, which all ranks do alike.
         parts: whether what is looked at is shared out already, each rank having a part of its own.
-        looped: whether there has been a training pass at all.
         weights: how much this rank's parts of batches count in an average over ranks.
         generation: how many times an optimizer has got new parameters, or a module was moved or cast.
         looking: called with no arguments when a pass begins that only looks at data.
@@ -56,7 +55,6 @@ class Loop(Interceptor):
         self.evaluations = 0
         self.parts = False
         self._whole = False
-        self.looped = False
         self.weights = BatchWeights()
         self.generation = 0
         self.looking: Callable[[], None] = lambda: None
@@ -140,7 +138,7 @@ class Loop(Interceptor):
         if not any(known() is optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
         self._remember_parameters()
-        self._sizes = {number: _size(each) for number, each in self.numbered_optimizers()}
+        self._sizes = {number: len(parameters_of(each)) for number, each in self.numbered_optimizers()}
         self.trained = False
         self.generation += 1
         self.changed()
@@ -221,7 +219,6 @@ class Loop(Interceptor):
 
     def opened_pass(self) -> None:
         self.passes += 1
-        self.looped = True
         self.changed()
 
     def closed_pass(self) -> None:
@@ -341,11 +338,6 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """What is in each of its groups beside the parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in getattr(optimizer, "param_groups", ())]
-
-
-def _size(optimizer: torch.optim.Optimizer) -> int:
-    """How many parameters there are in all its groups."""
-    return sum([len(group["params"]) for group in optimizer.param_groups])
 
 
 def _kinds(kind: Any) -> Iterator[Any]:

@@ -2,8 +2,8 @@
 
 The interceptor multiplies losses by the scale, looks at the gradients after each backward, and skips the steps of optimizers whose
 gradients are not finite. Since ranks average, a gradient that is not finite on one rank is so on all, and all of them skip.
-How gradients come to be true-scale is in ``unscaling.py``, how they are looked at in ``finite.py``, the scale in ``state.py``, and when
-it changes in ``iterations.py``.
+How gradients come to be true-scale is in ``unscaling.py``, how they are looked at in ``finite.py``, and the scale and when it changes
+in ``loss_scale.py``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.precision.aside import stand_aside, warn_once
 from parwrap.precision.finite import Found
-from parwrap.precision.iterations import Iterations
-from parwrap.precision.loss_scale import AmpState, Policy
+from parwrap.precision.loss_scale import AmpState, Iterations, Policy
 from parwrap.precision.unscaling import Unscaling
 
 __all__ = ["Scaling"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parwrap.group.collectives import all_reduced
+from parwrap.group.collectives import sums_of
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
@@ -42,7 +42,7 @@ class InStep(Interceptor):
         self._values: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         group.coordinator.answer(EVALUATION, lambda detail, present: self._take_buffers([], present))
         for kind in (METRIC, CLOSURE):
-            group.coordinator.answer(kind, lambda detail, present: self._weighted_sum(0.0, weight=0.0))
+            group.coordinator.answer(kind, lambda detail, present: sums_of([0.0, 0.0], group))
 
     @intercepts
     def metric(self, metric: Any) -> Any:
@@ -83,11 +83,8 @@ class InStep(Interceptor):
 
     def _mean(self, kind: str, weighted: float, weight: float = 1.0) -> float:
         self._group.synchronize(kind)
-        total, weights = self._weighted_sum(weighted, weight)
+        total, weights = sums_of([weighted, weight], self._group)
         return total / weights
-
-    def _weighted_sum(self, value: float, weight: float) -> list[float]:
-        return all_reduced([torch.tensor([value, weight], dtype=torch.float64)], self._group)[0].tolist()
 
     @torch.no_grad()
     def _take_buffers(self, modules: list[nn.Module], present: list[int]) -> None:

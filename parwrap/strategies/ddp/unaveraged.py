@@ -17,7 +17,7 @@ import torch
 
 from parwrap.coordination.call_site import location, warn, worth_a_look
 from parwrap.errors import RankMismatchError
-from parwrap.group.collectives import all_reduced
+from parwrap.group.collectives import all_reduced, sums_of
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.clipping import Clip
 from parwrap.intercept.interceptor import Interceptor, intercepts
@@ -210,7 +210,7 @@ class Unaveraged(Interceptor):
         factor = weight * self._loop.loss_factor
         half, rest = divmod(zlib.crc32(repr(kinds).encode()), 1 << 16)  # sums of halves and of their squares are exact
         facts = [half, rest, half**2, rest**2, counts, weight, float(counts > 0 and (weight, factor) != (1.0, 1.0))]
-        *sums, present, weights, weighed = self._sum(facts)
+        *sums, present, weights, weighed = sums_of(facts, self._group)
         if any(total**2 != squares * size for total, squares in zip(sums[:2], sums[2:], strict=True)):
             raise RankMismatchError(
                 f"at {location()} rank {self._group.world.rank} uses gradients that no backward made, of {len(kinds)} parameters, and "
@@ -222,7 +222,7 @@ class Unaveraged(Interceptor):
         close = [max(CLOSE, torch.finfo(grad.dtype).eps) for grad in grads]
         alike = (torch.allclose(mean.to(own), own, rtol, 0.0, equal_nan=True) for mean, own, rtol in zip(means, wide, close, strict=True))
         differ = [counts > 0 and not each for each in alike]
-        different = self._sum(differ)
+        different = sums_of(differ, self._group)
         if weighed and any(different):
             # what is the same on all ranks was made of averages, and counts alike
             chosen = [place for place, each in enumerate(different) if each]
@@ -230,9 +230,6 @@ class Unaveraged(Interceptor):
             for place, total in zip(chosen, totals, strict=True):
                 means[place] = total / weights
         return means, [each > 0 for each in some.tolist()], any(different)
-
-    def _sum(self, numbers: Sequence[float]) -> list[float]:
-        return all_reduced([torch.tensor(numbers, dtype=torch.float64)], self._group)[0].tolist()
 
     def _warn(self) -> None:
         if not self._warned:

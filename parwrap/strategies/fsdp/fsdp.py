@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,14 +17,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import utils
 from torch.optim import Optimizer
 
 from parwrap.coordination.call_site import location, warn
 from parwrap.coordination.status_board import SyncPoint
 from parwrap.errors import RankMismatchError, UsageError
-from parwrap.group.collectives import all_reduced
+from parwrap.group.collectives import sums_of
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.clipping import Clip
@@ -37,12 +40,12 @@ from parwrap.strategies.common.same_values import BUILT_APART, take_values
 from parwrap.strategies.common.strategy import Strategy
 from parwrap.strategies.fsdp.replicated import Replicated
 from parwrap.strategies.fsdp.sharded_model import ShardedModel
-from parwrap.strategies.fsdp.sharded_norm import clip_by_norm
 from parwrap.strategies.fsdp.sharded_state import adopt, holds_sharded, release, shard_state, whole_state
 from parwrap.strategies.fsdp.sharded_tensors import Moved, ShardedTensors, is_sharded, refuse_hook
 from parwrap.strategies.fsdp.wrap_policy import roots, units, unsharded
 from parwrap.torch_private.autograd import tensor_hooks
 from parwrap.torch_private.distributed import forget_process_groups
+from parwrap.torch_private.fsdp import clip_grads_with_norm_
 
 __all__ = ["FSDP"]
 
@@ -160,7 +163,7 @@ class FSDP(Strategy):
         if clip.name != CLIPPING or not any(is_sharded(p.grad) for p in clip.parameters) or is_alone():
             return clip.run()
         self._enter(CLIPPING, location())
-        norm = clip_by_norm(clip, self._group.device, *clip.args, **clip.kwargs)
+        norm = _clip_by_norm(clip, self._group.device, *clip.args, **clip.kwargs)
         self._coordinator.past()
         return norm
 
@@ -261,7 +264,7 @@ class FSDP(Strategy):
         options = self._options()
         if options.batch == "per_rank" and options.uneven != "join":
             return weight * self._group.world.size
-        return all_reduced([torch.tensor([weight], dtype=torch.float64)], self._group)[0].item()
+        return sums_of([weight], self._group)[0]
 
     def _whole(self, state: Any, what: str) -> dict[str, Any]:
         if is_alone():
@@ -359,3 +362,33 @@ def _refuse_hidden(error: BaseException | None) -> NoReturn:
         "an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With strategy='fsdp' weights are "
         "available only while a backward goes through outputs: return that loss from forward(), or use strategy='ddp'."
     ) from error
+
+
+def _clip_by_norm(
+    clip: Clip, device: torch.device, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> torch.Tensor:
+    """Clip gradients of which each rank has a part, and give the norm over all ranks; on all of them. One number is reduced.
+
+    Args:
+        clip: the call.
+        device: on which a number is reduced.
+        max_norm: as torch has it, like the rest.
+    """
+    grads: list[Any] = [p.grad for p in clip.parameters if p.grad is not None]
+    parts = [grad.to_local() for grad in grads if hasattr(grad, "to_local")]
+    whole = [grad for grad in grads if not hasattr(grad, "to_local")]
+    largest, norm_type = norm_type == math.inf, float(norm_type)
+    local = utils.get_total_norm([part for part in parts if part.numel()], norm_type, foreach=foreach).to(device, torch.float64)
+    reduced = local if largest else local**norm_type
+    dist.all_reduce(reduced, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    norms = [reduced if largest else reduced ** (1 / norm_type)]
+    if whole:
+        norms.append(utils.get_total_norm(whole, norm_type, foreach=foreach).to(norms[0]))
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(parts[0])
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable this "
+            "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    clip_grads_with_norm_(clip.parameters, max_norm, norm, foreach)
+    return norm

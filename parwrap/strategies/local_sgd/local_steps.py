@@ -1,11 +1,12 @@
 """The steps that ranks take by themselves since they last held the same weights, and how they come to the same weights again.
 
 Steps are counted for each optimizer, which is known by its number, the same on all ranks. Who counts, and when to average, is
-``local_sgd.py``'s; how means are sent is ``weight_average.py``'s.
+``local_sgd.py``'s.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from parwrap.coordination.call_site import warn
+from parwrap.group.collectives import all_reduced, sums_of
 from parwrap.group.group import Group
 from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.options import Options
 from parwrap.strategies.common.agreement import Described, described
-from parwrap.strategies.common.weight_average import AVERAGED, Averaging
 from parwrap.strategies.local_sgd.diloco import DiLoCo
 
 __all__ = ["LocalSteps"]
@@ -26,6 +27,14 @@ __all__ = ["LocalSteps"]
 COMPARED = "weights to be compared before a first step"
 
 Number = tuple[int, int]
+
+AVERAGED = "weights to be averaged"
+
+LEAST = 1e-9
+"""How much a rank counts that has seen no sample: enough to divide by, where no other has."""
+
+Kinds = dict[Number, tuple[tuple[int, ...], torch.dtype]]
+"""The shape and the dtype of each parameter."""
 
 
 @dataclass
@@ -54,7 +63,7 @@ class LocalSteps:
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         self._group, self._loop, self._options = group, loop, options
-        self._averaging, self._outer = Averaging(group, loop, self._answered), DiLoCo()
+        self._averaging, self._outer = _Averaging(group, loop, self._answered), DiLoCo()
         self._own: dict[int, _Own] = {}
         self._sizes: dict[int, int] = {}
         group.coordinator.answer(COMPARED, lambda detail, present: self._compare({}, present))
@@ -173,3 +182,74 @@ class LocalSteps:
             dist.broadcast(values, source)
             if same:
                 p.copy_(values)  # type: ignore[union-attr]
+
+
+class _Averaging:
+    """The means over ranks of weights that each has trained by itself, in few collectives.
+
+    Ranks that come for it together have usually trained the same parameters, which is checked, and then all of them are sent at once. Where
+    a rank has parted ways, they first tell each other what there is. When to average is not known here.
+
+    Args:
+        group: the ranks.
+        loop: numbers the parameters.
+        answered: called with the means where the others have averaged, and this rank has come for something else; and with whether it
+            has run as many backwards as they.
+
+    Attributes:
+        others_backwards: how many backwards this rank has not run itself, and has taken over what others have learned by them.
+    """
+
+    def __init__(self, group: Group, loop: Loop, answered: Callable[[dict[Number, torch.Tensor], bool], None]) -> None:
+        self._group, self._loop, self._answered = group, loop, answered
+        self.others_backwards = 0
+        group.coordinator.answer(AVERAGED, lambda detail, present: self._answer(present))
+
+    @property
+    def backwards(self) -> int:
+        """How many have formed this rank's state."""
+        return self._loop.backwards + self.others_backwards
+
+    def means(self, trained: Mapping[Number, float], present: Sequence[int]) -> dict[Number, torch.Tensor]:
+        """The means of all parameters that a rank has trained, in no less than single precision.
+
+        Args:
+            trained: those that this rank has, and how much it counts in each.
+            present: the ranks that average; on all of them this is called.
+        """
+        parameters = self._loop.once_owned()
+        mine: Kinds = {number: (tuple(p.shape), p.dtype) for number in sorted(trained) if (p := parameters.get(number)) is not None}
+        everybodys = len(present) == self._group.world.size and self._same(mine)
+        kinds = mine if everybodys else self._union(mine, present)[0]
+        return self._means(kinds, {number: max(weight, LEAST) for number, weight in trained.items()})
+
+    def _answer(self, present: Sequence[int]) -> None:
+        kinds, backwards = self._union(None, present)
+        if kinds:
+            self._answered(self._means(kinds, {}), self.backwards >= backwards)
+
+    def _same(self, mine: Kinds) -> bool:
+        """Whether all ranks have trained the same parameters; sums of halves of a checksum and of their squares are exact."""
+        halves = divmod(zlib.crc32(repr(mine).encode()), 1 << 16)
+        sums = [int(each) for each in sums_of([*halves, *(half**2 for half in halves)], self._group)]
+        return all(total**2 == squares * self._group.world.size for total, squares in zip(sums[:2], sums[2:], strict=True))
+
+    def _union(self, mine: Kinds | None, present: Sequence[int]) -> tuple[Kinds, int]:
+        """What any rank that is present has trained, in the same order on all ranks, and the most backwards that one has run."""
+        told = self._group.share(AVERAGED, (mine or {}, self.backwards), present).values()
+        kinds = {number: kind for each, _ in told for number, kind in each.items()}
+        return dict(sorted(kinds.items())), max(backwards for _, backwards in told)
+
+    def _means(self, kinds: Kinds, weights: Mapping[Number, float]) -> dict[Number, torch.Tensor]:
+        if not kinds:
+            return {}
+        parameters, counts, leaves = self._loop.once_owned(), [], []
+        for number, (shape, dtype) in kinds.items():
+            p, wide = parameters.get(number), torch.promote_types(dtype, torch.float32)
+            counts.append(weights.get(number, 0.0) if p is not None and tuple(p.shape) == shape else 0.0)
+            if p is None or not counts[-1]:
+                leaves.append(torch.zeros(shape, dtype=wide, device=self._group.device))
+            else:
+                leaves.append(p.detach().to(wide) * counts[-1] if counts[-1] != 1.0 else p.detach().to(wide))
+        *sums, totals = all_reduced([*leaves, torch.tensor(counts, dtype=torch.float32)], self._group)
+        return {number: total / count for number, total, count in zip(kinds, sums, totals.tolist(), strict=True)}

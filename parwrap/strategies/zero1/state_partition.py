@@ -25,11 +25,11 @@ BUCKET = 2**20
 
 
 def dealt_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """The rank that each of several parameters goes to.
+    """The rank that each of several parameters goes to: the largest first, to the rank that has least.
 
     Args:
-        sizes: their numbers of elements.
-        loads: how many elements each rank has already; they are added to.
+        sizes: of the parameters.
+        loads: how much each rank has already; they are added to.
 
     >>> dealt_out([3, 5, 4], [0, 0])
     [1, 0, 1]
