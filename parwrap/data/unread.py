@@ -106,7 +106,7 @@ class _UnreadDealt(Unread):
 
     def uneven_after(self, read: int) -> bool:
         dealt = self._drawn_from()
-        drawn, size = dealt.batches.drawn or (), dealt.size
+        drawn, size = dealt.batches.drawn or [], dealt.size
         return read > 1 and dealt.batches.ended and len(drawn) % size != 0 and read == len(drawn) // size + 1
 
     def rest(self, read: int) -> list:
@@ -131,7 +131,7 @@ class _UnreadParts(_UnreadDealt):
 
     def uneven_after(self, read: int) -> bool:
         split, size = self._drawn_from(), self._own_size()
-        drawn = split.batches.drawn or ()
+        drawn = split.batches.drawn or []
         return size is not None and read > 1 and read == len(drawn) and len(drawn[-1]) < size * split.size
 
     def rest(self, read: int) -> list:
