@@ -35,7 +35,7 @@ class Loop(Interceptor):
         by_hand: whether the last backward was in no ``for`` statement over a loader.
         evaluations: how many passes are open that only look at data, which all ranks do alike.
         parts: whether what is looked at is shared out already, each rank having a part of its own.
-        looped: whether there has been a training pass at all.
+        begun: how many passes have begun that may train, so that ranks read different samples.
         weights: how much this rank's parts of batches count in an average over ranks.
         generation: how many times an optimizer has got new parameters, or a module was moved or cast.
         looking: called with no arguments when a pass begins that only looks at data.
@@ -54,7 +54,7 @@ class Loop(Interceptor):
         self.evaluations = 0
         self.parts = False
         self._whole = False
-        self.looped = False
+        self.begun = 0
         self.weights = BatchWeights()
         self.generation = 0
         self.looking: Callable[[], None] = lambda: None
@@ -168,7 +168,7 @@ class Loop(Interceptor):
 
     def opened_pass(self) -> None:
         self.passes += 1
-        self.looped = True
+        self.begun += 1
         self.changed()
 
     def closed_pass(self) -> None:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import sys
+import warnings
 
 import pytest
 import torch
@@ -529,3 +530,30 @@ def test_modules_are_searched_for_again_for_another_optimizer_over_the_same_para
         train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
         assert 1 == len({tuple(each) for each in parwrap.gather(model.normalizer.mean.tolist())})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("has_parameters", [False, True])
+@pytest.mark.parametrize("backwards", [0, 2])
+def test_buffers_that_are_trained_without_a_backward_are_the_same_once_they_are_evaluated(has_parameters, backwards):
+    """As where a codebook is initialized by passes over the data, or ``update_bn`` is written by hand, with gradients on."""
+    torch.manual_seed(0)
+    with parwrap.distributed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = buffered.Normalized() if has_parameters else buffered.Normalizer()
+        normalizer = model.normalizer if has_parameters else model
+        head = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+        for _ in range(backwards):
+            head(torch.randn(4, 4)).sum().backward()
+            optimizer.step()
+        parts = nn.ModuleList([model, head])
+        parts.eval()
+        parts.train()
+        for (x,) in buffered.loader(shuffle=True):
+            model(x)
+        before = parwrap.gather(normalizer.mean.tolist())
+        parts.eval() if has_parameters else model.eval()
+
+        assert [before[0]] * 2 == parwrap.gather(normalizer.mean.tolist())
+        assert before[0] != before[1]
