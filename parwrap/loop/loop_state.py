@@ -37,6 +37,7 @@ class Loop(Interceptor):
         by_hand: whether the last backward was in no ``for`` statement over a loader.
         evaluations: how many passes are open that only look at data, which all ranks do alike.
         parts: whether what is looked at is shared out already, each rank having a part of its own.
+        begun: how many passes have begun that may train, so that ranks read different samples.
         weights: how much this rank's parts of batches count in an average over ranks.
         generation: how many times an optimizer has got new parameters, or a module was moved or cast.
         looking: called with no arguments when a pass begins that only looks at data.
@@ -55,6 +56,7 @@ class Loop(Interceptor):
         self.evaluations = 0
         self.parts = False
         self._whole = False
+        self.begun = 0
         self.weights = BatchWeights()
         self.generation = 0
         self.looking: Callable[[], None] = lambda: None
@@ -219,6 +221,7 @@ class Loop(Interceptor):
 
     def opened_pass(self) -> None:
         self.passes += 1
+        self.begun += 1
         self.changed()
 
     def closed_pass(self) -> None:

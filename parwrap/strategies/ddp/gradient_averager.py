@@ -70,6 +70,7 @@ class GradientAverager:
         parameters: the leaf tensors, in the order in which the forward uses them; the same on every rank.
         sparse: the ids of those that get sparse gradients.
         varies: whether backwards are known to reach only some of the parameters now and then.
+        models: the outermost modules around the parameters.
         of_one_batch: gives the ids of tensors that each rank trains by itself.
         options: for the ``Reducer``, such as ``bucket_cap_mb``.
 
@@ -89,6 +90,7 @@ class GradientAverager:
         parameters: Sequence[torch.Tensor],
         sparse: frozenset[int],
         varies: bool,
+        models: Iterable[nn.Module] = (),
         of_one_batch: Callable[[], Collection[int]] = frozenset,
         **options: Any,
     ) -> None:
@@ -113,7 +115,7 @@ class GradientAverager:
         self._root = _in_new_thread(self._signal.sum)
         dense = [p for p in self.parameters if id(p) not in sparse]
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *dense]
-        self.buffers = TrainingBuffers(group, self.parameters)
+        self.buffers = TrainingBuffers(group, self.parameters, models)
         self._reducer = Reducer(ordered, sparse, self._signal, **options)
 
     def note_buffers(self) -> None:

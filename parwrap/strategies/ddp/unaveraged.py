@@ -48,13 +48,14 @@ class Unaveraged(Interceptor):
     Args:
         group: the ranks.
         loop: what the training loop has done so far.
+        leaves_out: whether the gradient of a parameter is no business of this one.
 
     Attributes:
         noted: the gradients that are the same on all ranks.
     """
 
-    def __init__(self, group: Group, loop: Loop) -> None:
-        self._group, self._loop = group, loop
+    def __init__(self, group: Group, loop: Loop, leaves_out: Callable[[torch.Tensor], bool] | None = None) -> None:
+        self._group, self._loop, self._leaves_out = group, loop, leaves_out
         self.noted: Noted = {}
         self._generation = -1
         self._visits: Counter[int] = Counter()
@@ -134,6 +135,8 @@ class Unaveraged(Interceptor):
         Raises:
             RankMismatchError: other ranks use other gradients, or go on without.
         """
+        if self._leaves_out:
+            parameters = [p for p in parameters if not self._leaves_out(p)]
         changes = self._changes(parameters)
         if not changes or is_alone() or self._paused or self._group.coordinator.waits_for:  # it steps as others do, in what it answers
             return

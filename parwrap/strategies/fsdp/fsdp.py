@@ -38,6 +38,7 @@ from parwrap.strategies.common.autograd_graph import leading_sizes
 from parwrap.strategies.common.in_step import InStep
 from parwrap.strategies.common.same_values import BUILT_APART, take_values
 from parwrap.strategies.common.strategy import Strategy
+from parwrap.strategies.ddp.unaveraged import Unaveraged
 from parwrap.strategies.fsdp.replicated import Replicated
 from parwrap.strategies.fsdp.sharded_model import ShardedModel
 from parwrap.strategies.fsdp.sharded_state import adopt, holds_sharded, release, shard_state, whole_state
@@ -76,7 +77,9 @@ class FSDP(Strategy):
         self._models: list[weakref.ref[ShardedModel]] = []
         self._tensors = ShardedTensors(lambda: self._enter(USE, location()), self._coordinator.past)
         self._replicated = Replicated(group, loop, self._sharded_ids, lambda size: self._enter(AVERAGING, location(), size))
+        self._unaveraged = Unaveraged(group, loop, leaves_out=is_sharded)
         self._in_step = InStep(group, loop)
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[int, weakref.ref[torch.Tensor]]] = weakref.WeakKeyDictionary()
         self._mesh: DeviceMesh | None = None
         self._running = False
         for kind in AT_ONCE:
@@ -85,7 +88,7 @@ class FSDP(Strategy):
     def interceptors(self) -> list[Interceptor]:
         self._adopt_all()
         self._loop.looking = self._in_step.evaluation_begins
-        return [self, self._tensors, self._in_step]
+        return [self, self._tensors, self._unaveraged, self._in_step]
 
     def described(self) -> str:
         return "strategy fsdp: parameters, gradients and optimizer states are sharded"
@@ -191,9 +194,27 @@ class FSDP(Strategy):
             self._running = False
         if any(model.left_over() for model in self._alive()):
             _refuse_hidden(None)
-        self._replicated.average()
+        self._unaveraged.note(self._replicated.average())
         self._coordinator.past()
         self._loop.ran_backward()
+
+    @intercepts
+    def takes_step(self, optimizer: Optimizer) -> None:
+        """``optimizer`` is about to step.
+
+        Raises:
+            UsageError: by gradients that no backward has left: each rank would have made them of its own data, and each has another part.
+        """
+        grad = next((p.grad for p in parameters_of(optimizer) if is_sharded(p) and p.grad is not None), None)
+        if grad is None or is_alone():
+            return
+        backwards, used = self._stepped.get(optimizer, (0, lambda: None))
+        if backwards == self._loop.backwards and used() is not grad:
+            raise UsageError(
+                f"the gradients that {location()} steps by come from no backward(), and with strategy='fsdp' each rank has another part of "
+                "them, so that they cannot be averaged: call loss.backward(), or take strategy='ddp'."
+            )
+        self._stepped[optimizer] = self._loop.backwards, weakref.ref(grad)
 
     def summed(self, sums: list[torch.Tensor], weight: float) -> tuple[list[torch.Tensor], float]:
         """What is in gradients is a mean already."""
@@ -234,6 +255,7 @@ class FSDP(Strategy):
             release(optimizers[number], plain, self._tensors.whole)
         self._models.clear()
         self._replicated.forget()
+        self._unaveraged.forget()
 
     def close(self) -> None:
         """Take what is left off the modules; after an error their parameters stay this rank's parts."""

@@ -81,11 +81,11 @@ class Replicated:
         self._bare[key] = [weakref.ref(leaf) for leaf in bare]
 
     @torch.no_grad()
-    def average(self) -> None:
-        """Average their gradients; what no rank has a gradient of keeps none."""
+    def average(self) -> list[torch.Tensor]:
+        """Average their gradients; what no rank has a gradient of keeps none. Gives all of them."""
         known = [p for ref in self._known.values() if (p := ref()) is not None and p.requires_grad]
         if not known:
-            return
+            return []
         self._enter(sum(p.numel() for p in known))
         there = torch.tensor([p.grad is not None for p in known], dtype=torch.int32)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in known]
@@ -94,3 +94,4 @@ class Replicated:
             if by:
                 mean = (total / self._group.world.size).to(p)
                 p.grad = mean.to_sparse(1) if p.grad is not None and p.grad.is_sparse else mean
+        return known

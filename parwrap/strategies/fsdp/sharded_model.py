@@ -250,7 +250,7 @@ def _refuse_exchanged(name: str, state: Any) -> None:
                 raise UsageError(
                     f"the parameter {info.param_name!r} of a {type(info.module).__name__} in {name} was exchanged after the optimizer was "
                     "built, and strategy='fsdp' has sharded the one that it had then. Change the model before its optimizer is built, or "
-                    "copy values: p.data.copy_(values)."
+                    "copy values: p.data.copy_(values). torch.func.functional_call exchanges them too: gradients come from backward() only."
                 )
 
 
