@@ -18,11 +18,12 @@ from torch.optim import LBFGS, Optimizer
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.interceptor import Interceptor, intercepts
-from parwrap.intercept.skipping import has_inner
+from parwrap.intercept.skipping import handed_on, has_inner, is_image
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
 from parwrap.strategies.ddp.ddp import DDP
 from parwrap.strategies.zero1.state_partition import StatePartition
+from parwrap.torch_private.optimizer import step_hooks
 
 __all__ = ["Zero1"]
 
@@ -38,6 +39,7 @@ class Zero1(DDP):
         self._stepping: StatePartition | None = None
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._calls_closure = self._catches_up = False
+        self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def interceptors(self) -> list[Interceptor]:
         for optimizer in self._loop.optimizers():
@@ -73,6 +75,7 @@ class Zero1(DDP):
         self._stepping.settle(self._group.synchronize(_step(number)))
         if not calls_closure:
             self._hide()
+        self._exchange_before_hooks(optimizer)
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -90,10 +93,27 @@ class Zero1(DDP):
     def took_step(self, optimizer: Optimizer) -> None:
         """Send what was stepped here, and get what was stepped elsewhere."""
         super().took_step(optimizer)
+        self._exchange()
+
+    def _exchange(self) -> None:
         if self._stepping is not None:
             self._show()
             self._stepping.send()
             self._stepping = None
+
+    def _exchange_before_hooks(self, optimizer: Optimizer) -> None:
+        """Hooks of the script's on this optimizer run before those on all, and may read the weights, as for a moving average."""
+        _, hooks = step_hooks(optimizer)
+        if not hooks or id(self) in hooks:
+            return
+
+        def exchange(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+            if not (is_image(args[0]) or handed_on(optimizer)):
+                self._exchange()
+
+        hooks[id(self)] = exchange
+        hooks.move_to_end(id(self), last=False)
+        self._hooked.add(optimizer)
 
     @intercepts
     def optimizer_state(self, optimizer: Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -138,6 +158,8 @@ class Zero1(DDP):
     def close(self) -> None:
         self._show()
         self._held.clear()
+        for optimizer in self._hooked:
+            step_hooks(optimizer)[1].pop(id(self), None)
         super().close()
 
     def _is_whole(self, optimizer: Optimizer) -> bool:
