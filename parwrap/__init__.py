@@ -8,7 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parwrap.api import amp as _amp
+    from parwrap.api import data_parallel as _data_parallel
+    from parwrap.api import evaluate as _evaluate
+    from parwrap.api import every_rank_writes as _every_rank_writes
+    from parwrap.api import hogwild as _hogwild
+    from parwrap.api import rank_zero as _rank_zero
     from parwrap.api import signatures
+    from parwrap.api import sync_bn as _sync_bn
+    from parwrap.api import uniform_length as _uniform_length
     from parwrap.api.amp import amp_state
     from parwrap.api.gather_with_grad import gather_with_grad
     from parwrap.api.launch import launch
@@ -21,16 +29,16 @@ if TYPE_CHECKING:
     from parwrap.group.group import is_rank_zero, local_rank, rank, world_size
 
     accumulate: signatures.Accumulate
-    amp: signatures.Amp
-    data_parallel: signatures.DataParallel
     distributed: signatures.Distributed
-    evaluate: signatures.Evaluate
-    every_rank_writes: signatures.WithoutOptions
-    hogwild: signatures.Hogwild
-    rank_zero_first: signatures.RankZeroFirst
-    rank_zero_only: signatures.RankZeroOnly
-    sync_bn: signatures.SyncBN
-    uniform_length: signatures.UniformLength
+    amp = signatures.decorator(_amp.amp.__init__)
+    data_parallel = signatures.decorator(_data_parallel.data_parallel.__init__)
+    evaluate = signatures.decorator(_evaluate.evaluate.__init__)
+    every_rank_writes = signatures.decorator(_every_rank_writes.every_rank_writes.__init__)
+    hogwild = signatures.decorator(_hogwild.hogwild.__init__)
+    rank_zero_first = signatures.decorator(_rank_zero.rank_zero_first.__init__)
+    rank_zero_only = signatures.decorator(_rank_zero.rank_zero_only.__init__)
+    sync_bn = signatures.decorator(_sync_bn.sync_bn.__init__)
+    uniform_length = signatures.decorator(_uniform_length.uniform_length.__init__)
 
 __version__ = "0.1.0"
 

@@ -25,10 +25,15 @@ DECORATORS = {
 
 
 def seen_by_a_type_checker(name):
-    """The options of a decorator, as :mod:`parwrap.api.signatures` has them: names, whether by name alone, and defaults."""
-    parwrap_types = ast.parse(inspect.getsource(parwrap)).body
-    annotations = [node for each in parwrap_types if isinstance(each, ast.If) for node in each.body if isinstance(node, ast.AnnAssign)]
-    (kind,) = [node.annotation.attr for node in annotations if node.target.id == name]
+    """The options of a decorator, as :mod:`parwrap` declares them: names, whether by name alone, and defaults."""
+    declared = [node for each in ast.parse(inspect.getsource(parwrap)).body if isinstance(each, ast.If) for node in each.body]
+    taken = {ast.unparse(node.targets[0]): ast.unparse(node.value) for node in declared if isinstance(node, ast.Assign)}
+    if name in taken:
+        home = parwrap._HOME_OF[name].removeprefix("parwrap.api.")
+        assert f"signatures.decorator(_{home}.{name}.__init__)" == taken[name]
+        options = list(inspect.signature(DECORATORS[name].__init__).parameters.values())[1:]
+        return [(each.name, each.kind is each.KEYWORD_ONLY, each.default) for each in options]
+    (kind,) = [node.annotation.attr for node in declared if isinstance(node, ast.AnnAssign) and node.target.id == name]
     call = ast.parse(inspect.getsource(getattr(signatures, kind))).body[0].body[-1].args
     first = zip(call.args[1:], [ast.unparse(default) for default in call.defaults] or ["None"] * len(call.args), strict=False)
     by_name = zip(call.kwonlyargs, map(ast.unparse, call.kw_defaults), strict=True)

@@ -10,7 +10,5 @@ It may import the strategies and all below. Start with ``accumulation.py``.
     open_window.py    a window that ends without a backward
     over_ranks.py     windows that are open on some ranks only
     by_hand.py        a loop that accumulates by hand: its gradients are averaged once a step
-    pattern.py        which backwards such a loop runs between two steps
-    changes.py        gradients that a loop changes between a backward and its step
     at_work.py        marks calls that are made here, and are not the user's
 """

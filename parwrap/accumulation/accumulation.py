@@ -17,7 +17,6 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from parwrap.accumulation.at_work import AtWork
-from parwrap.accumulation.changes import ChangesByHand
 from parwrap.accumulation.open_window import Applied, clips_of, mean_of
 from parwrap.accumulation.over_ranks import OverRanks
 from parwrap.accumulation.position import Position
@@ -36,8 +35,12 @@ from parwrap.loop.loop_state import parameters_of
 from parwrap.strategies.common.autograd_graph import reached
 from parwrap.strategies.common.share import Share
 from parwrap.torch_private.dataloader import INDEX_SAMPLER
+from parwrap.torch_private.tensors import version_of
 
 __all__ = ["Accumulation"]
+
+LOOKS = 8
+"""The number of skipped steps to check before a loop is trusted."""
 
 
 @dataclass
@@ -76,7 +79,7 @@ class Accumulation(AtWork):
         self._readings: list[_Reading] = []
         self._ended = self._has_stepped = self._due = self._warned = False
         self._scaler: torch.amp.GradScaler | None = None
-        self._changes = ChangesByHand()
+        self._changes = _ChangesByHand()
         self._failure: BaseException | None = None
         self._thread = threading.get_ident()
 
@@ -342,3 +345,40 @@ class Accumulation(AtWork):
             f"called in {batches} {'batch' if batches == 1 else 'batches'}: the loop updates its weights by hand, or accumulates by hand "
             "over more batches than that. Remove parwrap.accumulate, or let the loop step in every batch."
         )
+
+
+class _ChangesByHand:
+    """Compares gradients at a step with what the last backward has left; warns once, of a loop that changes them in between.
+
+    Inside a window such a change applies to the gradient of a part of it, and in the last batch once more to all.
+    """
+
+    def __init__(self) -> None:
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._left: dict[int, tuple[torch.Tensor, int]] = {}
+        self._looks = LOOKS
+
+    def remember(self) -> None:
+        """A backward has run."""
+        if self._looks:
+            parameters = [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
+            self._left = {id(p): (p.grad, version_of(p.grad)) for p in parameters if p.grad is not None}
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of ``optimizer`` is about to be skipped."""
+        if not self._looks:
+            return
+        self._looks -= 1
+        self._optimizers.add(optimizer)
+        left, self._left = self._left, {}
+        for p in parameters_of(optimizer):
+            grad, version = left.get(id(p), (None, 0))
+            if grad is not None and p.grad is not None and (p.grad is not grad or version_of(p.grad) != version):
+                self._looks = 0
+                warn(
+                    f"parwrap: gradients were changed between backward() and the step at {location()}. Inside a window of "
+                    "parwrap.accumulate this changes the part of each batch, and in the last batch once more all of it: a mask is "
+                    "right, a weight decay is applied several times. torch.nn.utils.clip_grad_norm_ and similar functions act only on "
+                    "gradients that a step uses. This is shown once."
+                )
+                return

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 
@@ -65,7 +64,7 @@ class amp(FeatureDecorator):
 
     def __init__(
         self,
-        dtype: Any = "auto",
+        dtype: str | torch.dtype = "auto",
         level: str | None = None,
         *,
         device: str | None = None,

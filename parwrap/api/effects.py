@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from parwrap.data.evaluation.evaluation import refuse_unreadable, refused_backward
 from parwrap.group.group import together
 from parwrap.intercept.backward import Backward
+from parwrap.intercept.disk import Opening
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.patching.patch import Patch
 from parwrap.rank_zero.open_files import writes
@@ -76,10 +77,10 @@ class Onlooker(Interceptor):
         raise refused_backward()
 
     @intercepts
-    def open(self, original: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if writes(mode):
-            self._wrote(file)
-        return original(file, mode, *args, **kwargs)
+    def open(self, call: Opening) -> Any:
+        if writes(call.mode):
+            self._wrote(call.file)
+        return call.run()
 
     @intercepts
     def save(self, file: Any, write: Callable[[Any], None]) -> None:

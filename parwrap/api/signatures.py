@@ -1,63 +1,38 @@
 """The decorators as editors and type checkers see them: ``@f``, ``@f(option=value)`` and ``with f():``, with every option.
 
-A type checker does not understand how :class:`ScopeDecorator` serves all three. Nothing here is imported when a program runs; a test
-compares each signature with that of its class.
+A type checker does not understand how :class:`ScopeDecorator` serves all three. Nothing here is imported when a program runs. The options
+are those of each class's ``__init__``; only ``distributed`` collects them here, and a test compares those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeVar, overload
-
-import torch
-import torch.distributed as dist
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from parwrap.decorator import ScopeDecorator
 
+P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class WithoutOptions(Protocol):
+class Decorator(Protocol[P]):
     @overload
-    def __call__(self, function: F, /) -> F: ...
+    def __call__(self, function: F, /) -> F: ...  # type: ignore[overload-overlap]  # no option of ours is a function
 
     @overload
-    def __call__(self) -> ScopeDecorator: ...
+    def __call__(self, *args: P.args, **options: P.kwargs) -> ScopeDecorator: ...
+
+
+def decorator(init: Callable[Concatenate[Any, P], None]) -> Decorator[P]:
+    """The decorator of a class with this ``__init__``."""
+    raise NotImplementedError
 
 
 class Accumulate(Protocol):
     """Used with the number of steps: ``@accumulate(4)``."""
 
     def __call__(self, steps: int | Literal["auto"]) -> ScopeDecorator: ...
-
-
-class Amp(Protocol):
-    @overload
-    def __call__(self, function: F, /) -> F: ...
-
-    @overload
-    def __call__(
-        self,
-        dtype: str | torch.dtype = "auto",
-        level: str | None = None,
-        *,
-        device: str | None = None,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-    ) -> ScopeDecorator: ...
-
-
-class DataParallel(Protocol):
-    @overload
-    def __call__(self, function: F, /) -> F: ...
-
-    @overload
-    def __call__(
-        self, *, device_ids: Sequence[int | str | torch.device] | None = None, gather: bool = True, loss: str | None = None
-    ) -> ScopeDecorator: ...
 
 
 class Distributed(Protocol):
@@ -94,56 +69,4 @@ class Distributed(Protocol):
         nprocs: int | str | None = None,
         returns: str = "rank0",
         start_method: str | None = None,
-    ) -> ScopeDecorator: ...
-
-
-class Evaluate(Protocol):
-    @overload
-    def __call__(self, function: F, /) -> F: ...
-
-    @overload
-    def __call__(self, *, reduce: Any = "mean", check: bool = True) -> ScopeDecorator: ...
-
-
-class Hogwild(Protocol):
-    @overload
-    def __call__(self, function: F, /) -> F: ...
-
-    @overload
-    def __call__(
-        self, *, workers: int | None = None, lock: bool = False, timeout: float | timedelta | None = None, seed: int | None = None
-    ) -> ScopeDecorator: ...
-
-
-class RankZeroFirst(Protocol):
-    @overload
-    def __call__(self, function: F, /) -> F: ...
-
-    @overload
-    def __call__(self, *, local: bool = False) -> ScopeDecorator: ...
-
-
-class RankZeroOnly(Protocol):
-    @overload
-    def __call__(self, function: F, /) -> F: ...
-
-    @overload
-    def __call__(self, *, local: bool = False, broadcast: bool = False) -> ScopeDecorator: ...
-
-
-class SyncBN(Protocol):
-    @overload
-    def __call__(self, function: F, /) -> F: ...
-
-    @overload
-    def __call__(self, *, process_group: dist.ProcessGroup | None = None, group_size: int | None = None) -> ScopeDecorator: ...
-
-
-class UniformLength(Protocol):
-    @overload
-    def __call__(self, function: F, /) -> F: ...
-
-    @overload
-    def __call__(
-        self, *, length: Any = None, pad_value: float | None = None, max_tokens: int | None = None, multiple_of: int = 1
     ) -> ScopeDecorator: ...

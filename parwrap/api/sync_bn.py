@@ -49,7 +49,7 @@ class sync_bn(FeatureDecorator):
 
     layer = 10
 
-    def __init__(self, *, process_group: Any = None, group_size: int | None = None) -> None:
+    def __init__(self, *, process_group: dist.ProcessGroup | None = None, group_size: int | None = None) -> None:
         super().__init__()
         self._process_group, self._group_size = process_group, group_size
         _check(self._process_group, self._group_size)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from parwrap.batch_norm.kernels import Whole, kernels_for
+from parwrap.batch_norm.kernels import Running, Whole, kernels_for
 
 __all__ = ["BatchNorm", "Exchange", "differentiable", "gradients", "normalize"]
 
@@ -95,7 +95,7 @@ def normalize(
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()} on one of the ranks")
     if not total:
         return input.clone(), (), total
-    merged = kernels.merged(x, rows, total, running_mean, running_var, momentum, eps)
+    merged = kernels.merged(x, rows, total, Running(running_mean, running_var, momentum), eps)
     whole = Whole(merged, total, eps)
     out = kernels.normalized(x, weight, bias, whole).to(input.dtype) if input.numel() else torch.empty_like(input)
     return out, merged, total

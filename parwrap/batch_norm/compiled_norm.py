@@ -7,6 +7,7 @@ which ranks share the batch. So a graph holds nothing of a scope, and one that t
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -57,13 +58,16 @@ class _Scopes:
         self.shared = False
         self._exchanges: list[Callable[[Norm], Exchange | None]] = []
         self._alone = _Alone()
+        self._numbers: dict[Exchange, int] = {}
         self._used: dict[int, Exchange] = {}
+        self._count = itertools.count()
 
     @contextmanager
     def opened(self, exchange: Callable[[Norm], Exchange | None], shared: bool) -> Iterator[None]:
         """While this is open, ``exchange`` returns how the ranks share a layer, or ``None`` if this rank normalizes separately."""
         before = self.shared
-        if not self._exchanges:
+        if not self._exchanges:  # a backward may come after its scope, until there is another
+            self._numbers.clear()
             self._used.clear()
         self._exchanges.append(exchange)
         self.shared = False
@@ -80,14 +84,17 @@ class _Scopes:
         _define_operators()
         self.shared = True
 
-    def exchange(self, call: Norm) -> Exchange:
-        """How the ranks now share the layer of ``call``."""
+    def exchange(self, call: Norm) -> tuple[Exchange, int]:
+        """How the ranks now share the layer of ``call``, and a number for :meth:`used` that no other exchange ever gets."""
         found = (self._exchanges[-1](call) if self._exchanges else None) or self._alone
-        self._used[id(found)] = found
-        return found
+        number = self._numbers.get(found)
+        if number is None:
+            number = self._numbers[found] = next(self._count)
+            self._used[number] = found
+        return found, number
 
     def used(self, number: int) -> Exchange:
-        """The exchange with that id."""
+        """The exchange of that number, which a backward gets from its forward: operators take and give only tensors and numbers."""
         if number not in self._used:
             raise UsageError("the backward of a compiled batch norm runs after its parwrap.sync_bn has ended: call it inside.")
         return self._used[number]
@@ -144,13 +151,13 @@ def _forward(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    exchange = scopes.exchange(Norm(BATCH_NORM, input, running_mean, running_var, weight, bias, True, momentum, eps))
+    exchange, number = scopes.exchange(Norm(BATCH_NORM, input, running_mean, running_var, weight, bias, True, momentum, eps))
     running = tuple(None if each is None else each.clone() for each in (running_mean, running_var))
     normalized, merged, total = normalize(exchange, input, weight, bias, running[0], running[1], momentum, eps)
     out, *empty = _fake_forward(input, weight, bias, None, None, momentum, eps)
     out.copy_(normalized)  # in the layout that the compiler relies on
     mean, spread = merged[:2] or empty[:2]
-    facts = torch.tensor([int(total), id(exchange)], dtype=torch.int64)
+    facts = torch.tensor([int(total), number], dtype=torch.int64)
     return out, mean, spread, *(input.new_empty(0) if each is None else each for each in running), facts
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Kernels", "Reduced", "Whole", "kernels_for"]
+__all__ = ["Kernels", "Reduced", "Running", "Whole", "kernels_for"]
 
 
 class Whole(NamedTuple):
@@ -25,6 +25,14 @@ class Whole(NamedTuple):
     merged: tuple[torch.Tensor, ...]
     total: float
     eps: float
+
+
+class Running(NamedTuple):
+    """The running statistics of a layer, if it has any, and how much a batch counts in them."""
+
+    mean: torch.Tensor | None
+    var: torch.Tensor | None
+    momentum: float
 
 
 class Reduced(NamedTuple):
@@ -52,16 +60,7 @@ class Kernels(Protocol):
     def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
         """Two numbers for each channel, and the number of values of each channel in ``x``."""
 
-    def merged(
-        self,
-        x: torch.Tensor,
-        rows: torch.Tensor,
-        total: float,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        momentum: float,
-        eps: float,
-    ) -> tuple[torch.Tensor, ...]:
+    def merged(self, x: torch.Tensor, rows: torch.Tensor, total: float, running: Running, eps: float) -> tuple[torch.Tensor, ...]:
         """The statistics of the whole batch from the ranks' own; updates the running ones."""
 
     def restored(self, mean: torch.Tensor, spread: torch.Tensor, total: float) -> tuple[torch.Tensor, ...]:
@@ -92,23 +91,14 @@ class _OnCPU:
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
         return torch.cat([mean, var, torch.tensor([x.numel() // x.size(1)], dtype=torch.float64)])
 
-    def merged(
-        self,
-        x: torch.Tensor,
-        rows: torch.Tensor,
-        total: float,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        momentum: float,
-        eps: float,
-    ) -> tuple[torch.Tensor, ...]:
+    def merged(self, x: torch.Tensor, rows: torch.Tensor, total: float, running: Running, eps: float) -> tuple[torch.Tensor, ...]:
         channels = x.size(1)
         parts = rows[:, -1] / total
         mean, var, _ = (parts @ rows).split([channels, channels, 1])
         mean, var = mean.to(x.dtype), (var + parts @ (rows[:, :channels] - mean).square_()).to(x.dtype)
-        if running_mean is not None and running_var is not None:
-            running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
-            running_var.mul_(1 - momentum).add_(var, alpha=momentum * total / (total - 1))
+        if running.mean is not None and running.var is not None:
+            running.mean.mul_(1 - running.momentum).add_(mean, alpha=running.momentum)
+            running.var.mul_(1 - running.momentum).add_(var, alpha=running.momentum * total / (total - 1))
         return mean, var
 
     def restored(self, mean: torch.Tensor, spread: torch.Tensor, total: float) -> tuple[torch.Tensor, ...]:
@@ -153,23 +143,12 @@ class _OnGPU:
         mean, invstd = torch.batch_norm_stats(x, eps)
         return torch.cat([mean, invstd, mean.new_full((1,), x.numel() // x.size(1))])
 
-    def merged(
-        self,
-        x: torch.Tensor,
-        rows: torch.Tensor,
-        total: float,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        momentum: float,
-        eps: float,
-    ) -> tuple[torch.Tensor, ...]:
+    def merged(self, x: torch.Tensor, rows: torch.Tensor, total: float, running: Running, eps: float) -> tuple[torch.Tensor, ...]:
         rows = rows[rows[:, -1] >= 1]  # the kernel divides by each count
         means, invstds, counts = rows.split([x.size(1), x.size(1), 1], dim=1)
         counts = counts.reshape(-1)
-        totals = counts if running_mean is None else counts.to(running_mean.dtype)
-        mean, invstd = torch.batch_norm_gather_stats_with_counts(
-            x, means.contiguous(), invstds.contiguous(), running_mean, running_var, momentum, eps, totals
-        )
+        totals = counts if running.mean is None else counts.to(running.mean.dtype)
+        mean, invstd = torch.batch_norm_gather_stats_with_counts(x, means.contiguous(), invstds.contiguous(), *running, eps, totals)
         return mean, invstd, counts.to(torch.int32)
 
     def restored(self, mean: torch.Tensor, spread: torch.Tensor, total: float) -> tuple[torch.Tensor, ...]:

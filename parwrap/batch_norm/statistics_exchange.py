@@ -7,7 +7,6 @@ which do not count.
 
 from __future__ import annotations
 
-import gc
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from parwrap.coordination import status_board
 from parwrap.coordination.call_site import worth_a_look
@@ -28,9 +26,10 @@ from parwrap.group.collectives import CPU
 from parwrap.group.device import uses_nccl
 from parwrap.group.group import Group
 from parwrap.intercept.norm import Norm
+from parwrap.strategies.common.state_transfer import outermost_modules
 from parwrap.system.shared_memory import shared_memory
 from parwrap.system.shared_vectors import CAPACITY, SharedVectors
-from parwrap.torch_private.modules import is_initialized, registered_buffers, registered_parameters
+from parwrap.torch_private.modules import registered_buffers, registered_parameters
 
 __all__ = ["SUM", "StatisticsExchange", "new_group", "own_group", "shared_among"]
 
@@ -171,12 +170,9 @@ class _FirstUses:
 
 def _named_layers() -> dict[int, tuple[torch.Tensor, str]]:
     """A tensor of each layer of all modules, by its id, and the path of the layer in the outermost module."""
-    gc.collect()
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and is_initialized(thing)]
-    inner = {id(child) for module in modules for child in module.children()}
     names: dict[int, tuple[torch.Tensor, str]] = {}
-    for root in modules:
-        for path, module in root.named_modules() if id(root) not in inner else ():
+    for root in outermost_modules():
+        for path, module in root.named_modules():
             if "running_mean" in registered_buffers(module):
                 for tensor in (registered_buffers(module)["running_mean"], registered_parameters(module).get("weight")):
                     if tensor is not None:

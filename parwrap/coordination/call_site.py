@@ -87,14 +87,14 @@ def outside(frame: FrameType, level: int) -> int:
     return level
 
 
-def warn(text: str, category: type[Warning] = UserWarning) -> None:
+def warn(text: str) -> None:
     """Warn at the script's innermost line in the running call; at the script's last line once it has ended."""
     frame = _script_frame(sys._getframe(1)) or _script_frame(sys._current_frames().get(threading.main_thread().ident or 0))
     if frame is None:
-        warnings.warn_explicit(text, category, sys.argv[0], len(linecache.getlines(sys.argv[0])))
+        warnings.warn_explicit(text, UserWarning, sys.argv[0], len(linecache.getlines(sys.argv[0])))
         return
     registry = frame.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, frame.f_globals["__name__"], registry)
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals["__name__"], registry)
 
 
 def _script_frame(frame: FrameType | None) -> FrameType | None:

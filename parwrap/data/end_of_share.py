@@ -72,14 +72,15 @@ class EndOfShare:
             return None  # by torch.autograd.grad and manual updates
         stepped = loop.versions() != training.versions
         trains = history.draws_ahead or stepped or (waits and not self._histories.only_looks(history))
-        looks = self._shares.all_look(trains) if training.unread else not (trains or self._shares.shares_out_itself(training.loader))
+        unread = training.unread if training.unread and training.unread.known() else None
+        looks = self._shares.all_look(trains) if unread else not (trains or self._shares.shares_out_itself(training.loader))
         if not looks:
             history.has_trained |= stepped
             if trains and not stepped:
                 self._doubts.taken_for_training(training)
             return None
         history.trains, place = False, location()
-        if training.unread is None:
+        if unread is None:
             history.reads_whole = True
             self._say(
                 f"a DataLoader was read to its end at {place} without training, and each rank saw only its share. From its next pass on "
@@ -87,7 +88,7 @@ class EndOfShare:
             )
             return None
         self._begin_to_look(training)
-        rest = training.unread.rest(read)
+        rest = unread.rest(read)
         self._say_that_it_looks(training, place, read + len(rest))
         return self._shares.rest(training.loader, training.original, rest)
 

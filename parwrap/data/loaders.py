@@ -130,7 +130,8 @@ class Loaders(Interceptor):
 
     def _drew(self, training: OpenPass, batch: Any) -> None:
         """Hand out a batch of a pass that may train."""
-        self._loop.drew_batch()
+        samples = samples_in(batch)
+        self._loop.drew_batch(samples=samples)
         if training.looks:
             return
         training.position.drew()
@@ -139,7 +140,7 @@ class Loaders(Interceptor):
         if training.weights is not None:
             weight, sharing = training.weights.popleft(), training.sharing
             factor, split = sharing.loss_factor(weight, self._size), sharing.batch == "global"
-            self._loop.weights.draw(training.weighed, Weighed(weight, factor, samples_in(batch), split), first_tensor(batch))
+            self._loop.weights.draw(training.weighed, Weighed(weight, factor, samples, split), first_tensor(batch))
 
     def _ended(self, training: OpenPass, exhausted: bool) -> None:
         """A pass that may train has ended, failed or was dropped."""

@@ -115,6 +115,8 @@ class ShareThenRest:
         """Whether the pass looks, so that the rest comes next."""
         self._rest = self._looks(self.read, self.first_waits())
         self.looked, self.trains = self._rest is not None, self._rest is None
+        if self._unread is not None:
+            self._unread.forget()
         return self.looked
 
     def _note_graph(self) -> None:

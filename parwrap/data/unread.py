@@ -7,36 +7,52 @@ and a last incomplete batch comes at the end. Only indices are handled here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from parwrap.data.dataset_summaries import length_of
 from parwrap.data.evaluation_blocks import block
 from parwrap.data.samplers import DealtBatches, SplitBatches
 
 __all__ = ["Recorded", "Unread", "unread_of"]
 
 
+MOST_SAMPLES = 2**20
+"""What is kept of a pass, some 40 MB, where the dataset has not more; a pass that draws more may have no end."""
+
+
 class Recorded:
     """The draws of a sampler in a pass, kept as ``drawn`` until that is set to ``None``; ``ended`` tells whether they are complete.
 
-    >>> recorded = Recorded("ab")
+    Args:
+        batches: what it draws.
+        most: samples to keep: of a pass that draws more nothing is kept.
+
+    >>> recorded = Recorded(["ab", "c"], most=3)
     >>> list(recorded), recorded.drawn, recorded.ended
-    (['a', 'b'], ['a', 'b'], True)
+    (['ab', 'c'], ['ab', 'c'], True)
+    >>> recorded = Recorded(["ab", "cd"], most=3)
+    >>> list(recorded), recorded.drawn
+    (['ab', 'cd'], None)
     """
 
-    def __init__(self, batches: Iterable) -> None:
-        self.within = batches
+    def __init__(self, batches: Iterable, most: int) -> None:
+        self.within, self._most = batches, most
         self.drawn: list | None = None
         self.ended = False
 
     def __iter__(self) -> Iterator:
         self.drawn, self.ended = [], False
+        samples = 0
         for batch in self.within:
             if self.drawn is not None:
                 self.drawn.append(batch)
+                samples += len(batch) if isinstance(batch, Sized) else 1
+                if samples > self._most:
+                    self.drawn = None
             yield batch
         self.ended = True
 
@@ -74,8 +90,12 @@ class Unread:
         rest = [order[place] for place in (*own, *sorted(others))][: max(whole - len(seen), 0)]
         return _chunks(rest, size) if size else rest
 
+    def known(self) -> bool:
+        """Whether what the pass has drawn is known, so that there is a rest; the same on all ranks at the end of their shares."""
+        return True
+
     def forget(self) -> None:
-        """The pass trains: nothing needs to be kept any more."""
+        """The purpose of the pass is known: nothing needs to be kept any more."""
 
     def _drawn_from(self) -> Any:
         return self._shard.sampler if self._shard.batch_sampler is None else self._shard.batch_sampler
@@ -86,7 +106,7 @@ class _UnreadDealt(Unread):
 
     def uneven_after(self, read: int) -> bool:
         dealt = self._drawn_from()
-        drawn, size = dealt.batches.drawn, dealt.size
+        drawn, size = dealt.batches.drawn or [], dealt.size
         return read > 1 and dealt.batches.ended and len(drawn) % size != 0 and read == len(drawn) // size + 1
 
     def rest(self, read: int) -> list:
@@ -99,6 +119,9 @@ class _UnreadDealt(Unread):
         others = [place for place in range(len(drawn)) if place not in seen and place not in own]
         return [drawn[place] for place in (*own, *others)]
 
+    def known(self) -> bool:
+        return self._drawn_from().batches.drawn is not None
+
     def forget(self) -> None:
         self._drawn_from().batches.drawn = None
 
@@ -108,7 +131,7 @@ class _UnreadParts(_UnreadDealt):
 
     def uneven_after(self, read: int) -> bool:
         split, size = self._drawn_from(), self._own_size()
-        drawn = split.batches.drawn
+        drawn = split.batches.drawn or []
         return size is not None and read > 1 and read == len(drawn) and len(drawn[-1]) < size * split.size
 
     def rest(self, read: int) -> list:
@@ -134,7 +157,7 @@ def unread_of(shard: DataLoader) -> Unread | None:
     drawn: Any = shard.sampler if shard.batch_sampler is None else shard.batch_sampler
     if isinstance(drawn, (DealtBatches, SplitBatches)):
         if not isinstance(drawn.batches, Recorded):
-            drawn.batches = Recorded(drawn.batches)
+            drawn.batches = Recorded(drawn.batches, max(MOST_SAMPLES, length_of(shard.dataset)))
         return _UnreadDealt(shard) if isinstance(drawn, DealtBatches) else _UnreadParts(shard)
     return Unread(shard) if isinstance(shard.sampler, DistributedSampler) else None
 

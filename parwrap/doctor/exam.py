@@ -17,13 +17,13 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from parwrap.doctor.facts import Clock, Examination, Facts, Row, SelfTest
 from parwrap.doctor.measure import all_reduces, clocks
 from parwrap.errors import ParwrapError
 from parwrap.group import group as groups
+from parwrap.group.collectives import home
 from parwrap.inline.launching import run_on_ranks
 from parwrap.system.background import in_background
 from parwrap.world.world import World
@@ -122,7 +122,7 @@ class ForkedExam(Exam):
         def tell(stage: str) -> None:
             mine[:] = stage.encode()[:LONGEST_STAGE].ljust(LONGEST_STAGE, b"\0")
 
-        rows = list(all_reduces(group.world.rank, group.world.size, _device(group), tell))
+        rows = list(all_reduces(group.world.rank, group.world.size, home(group), tell))
         tell("through")
         return rows
 
@@ -196,7 +196,7 @@ class LaunchedExam(Exam):
         self.tell("starting the process group")
         with groups.opened(world, backend, self.patience) as group:
             assert group is not None
-            device = _device(group)
+            device = home(group)
             self.device = device.type
             for row in all_reduces(world.rank, world.size, device, self.tell):
                 self.rows.append(row)
@@ -236,10 +236,6 @@ def in_time(exam: Exam, give_up: Callable[[], None]) -> Iterator[None]:
 
     with in_background(watch, "parwrap doctor"):
         yield
-
-
-def _device(group: groups.Group) -> torch.device:
-    return group.device if group.backend == "nccl" else torch.device("cpu")
 
 
 def _in_a_line(error: Exception) -> str:

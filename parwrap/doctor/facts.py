@@ -7,28 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from parwrap.world.world import World
+
 __all__ = ["Clock", "Cores", "Examination", "Facts", "Gpu", "Gpus", "Launch", "Limits", "Memory", "Network", "Row", "SelfTest", "Versions"]
 
 
 @dataclass(frozen=True)
-class Launch:
-    """How this process was started.
+class Launch(World):
+    """How this process was started, beside its place.
 
     Attributes:
-        launcher: the launch family; ``None`` for a process started by hand.
-        rank, size, local_rank, local_size, node_rank: its place, as in :class:`parwrap.world.world.World`.
-        init_method: the rendezvous; ``None`` if unknown.
         variables: the launch variables that are set.
         error: why the ranks cannot be identified, if so.
     """
 
-    launcher: str | None = None
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    node_rank: int | None = 0
-    init_method: str | None = "env://"
     variables: dict[str, str] = field(default_factory=dict)
     error: str | None = None
 

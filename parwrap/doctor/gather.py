@@ -10,28 +10,36 @@ import os
 import platform
 import re
 import resource
+import shutil
 import socket
+import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import metadata
+from itertools import combinations
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 
 from parwrap import __version__
-from parwrap.doctor.facts import Cores, Facts, Launch, Limits, Memory, Versions
-from parwrap.doctor.gpus import find_gpus
-from parwrap.doctor.network import find_network
+from parwrap.doctor.facts import Cores, Facts, Gpu, Gpus, Launch, Limits, Memory, Network, Versions
 from parwrap.errors import LaunchError
 from parwrap.group.device import choose_backend, cores, visible_gpu
+from parwrap.launching.elastic.network_interfaces import interface_of, interfaces
 from parwrap.world.world import World, detect, launch_variables
 
-__all__ = ["gather", "place"]
+__all__ = ["find_gpus", "find_network", "gather", "place"]
 
 EXTRAS = ("cloudpickle", "datasets", "torchdata", "nvidia-dali-cuda120", "PyYAML", "ray")
 """Optional packages that parwrap works with."""
+
+
+PATIENCE = 30
+"""Seconds for a driver to answer."""
 
 
 def place(environ: Mapping[str, str]) -> tuple[World, str | None]:
@@ -144,3 +152,118 @@ def _limits() -> Limits:
         return tuple(None if value == resource.RLIM_INFINITY else value for value in (soft, hard))  # type: ignore[return-value]
 
     return Limits(*limit(resource.RLIMIT_NOFILE), limit(resource.RLIMIT_MEMLOCK)[0])
+
+
+def find_gpus(environ: Mapping[str, str]) -> Gpus:
+    """The GPUs that this process would see, with ``environ`` for its environment variables.
+
+    torch is asked in a process of its own: CUDA must not start in one that is to fork or to hide GPUs, and may hang.
+    """
+    answer: dict[str, Any] = {}
+    if torch.version.cuda or getattr(torch.version, "hip", None):
+        answer = _asked()
+    return Gpus(
+        **answer,
+        present=_is_present(),
+        driver=_driver(),
+        visible=environ.get("CUDA_VISIBLE_DEVICES"),
+        topology=_topology() if len(answer.get("seen", [])) > 1 else None,
+    )
+
+
+def _asked() -> dict[str, Any]:
+    """Torch's answer from a child process."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_tell, args=(theirs,), daemon=True)
+    with theirs:
+        process.start()
+    try:
+        if not ours.poll(PATIENCE):
+            return {"error": f"the driver does not answer in {PATIENCE} s"}
+        return ours.recv()
+    except EOFError:
+        process.join()
+        return {"error": f"the process that started CUDA ended with exit code {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join(1)
+        ours.close()
+
+
+def _tell(answer: Connection) -> None:
+    try:
+        torch.cuda.init()
+        numbers = range(torch.cuda.device_count())
+        properties = [torch.cuda.get_device_properties(number) for number in numbers]
+        apart = [(one, other) for one, other in combinations(numbers, 2) if not torch.cuda.can_device_access_peer(one, other)]
+        answer.send({"seen": [Gpu(each.name, each.total_memory) for each in properties], "apart": apart})
+    except Exception as error:
+        answer.send({"error": str(error).strip().partition("\n")[0]})
+
+
+def _is_present() -> bool:
+    """Whether an NVIDIA display controller is on the bus."""
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        with suppress(OSError):
+            if (device / "vendor").read_text().strip() == "0x10de" and (device / "class").read_text().startswith("0x03"):
+                return True
+    return False
+
+
+def _driver() -> str | None:
+    with suppress(OSError):
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        return found[1] if found else "of an unknown version"
+    return None
+
+
+def _topology() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    with suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=PATIENCE, check=True)
+        return re.sub(r"\x1b\[\d*m", "", told.stdout).partition("\n\nLegend")[0].strip("\n")  # underlined in a terminal
+    return None
+
+
+def find_network(environ: Mapping[str, str]) -> Network:
+    """The network, with ``environ`` for the environment variables.
+
+    gloo would listen at the interface that ``GLOO_SOCKET_IFNAME`` names, else at the first address that the host's own name leads to and
+    that this machine can bind, else at the loopback, where no other machine reaches it (torch's ``ProcessGroupGloo.cpp``).
+    """
+    known = interfaces()
+    addresses = _addresses(socket.gethostname())
+    gloo = environ.get("GLOO_SOCKET_IFNAME")
+    interface: str | None
+    if gloo:
+        interface = gloo.split(",")[0]
+        address = next(iter(known.get(interface, [])), None)
+    else:
+        address = next((address for address in addresses if _can_bind(address)), None)
+        interface = interface_of(address) if address else None
+    return Network(
+        addresses=addresses,
+        interfaces=known,
+        infiniband=sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
+        gloo=gloo,
+        nccl=environ.get("NCCL_SOCKET_IFNAME"),
+        address=address,
+        interface=interface,
+    )
+
+
+def _addresses(host: str) -> list[str]:
+    with suppress(OSError, UnicodeError):  # the latter for a name that no name server could have
+        told = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in told))
+    return []
+
+
+def _can_bind(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((address, 0))
+        return True
+    return False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ __all__ = [
     "reduce_sum",
     "refuse_difference",
     "sent",
+    "sums_of",
 ]
 
 CPU = torch.device("cpu")
@@ -321,6 +322,11 @@ def all_reduced(leaves: list[torch.Tensor], group: Group) -> list[torch.Tensor]:
         for index, part in zip(where, flat.split([leaves[index].numel() for index in where]), strict=True):
             reduced[index] = part.view(leaves[index].shape)
     return reduced
+
+
+def sums_of(numbers: Sequence[float], group: Group) -> list[float]:
+    """The sums over the ranks of each of ``numbers``."""
+    return all_reduced([torch.tensor(numbers, dtype=torch.float64)], group)[0].tolist()
 
 
 def home(group: Group) -> torch.device:

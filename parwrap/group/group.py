@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from parwrap.coordination import status_board
 from parwrap.coordination.sync_points import Coordinator
 from parwrap.group.device import choose_backend, choose_device, torch_backend, uses_nccl
-from parwrap.group.first_failure import naming_first_failure
 from parwrap.group.rendezvous import on_loopback, placed
 from parwrap.system.background import in_background
+from parwrap.system.remote_exception import in_one_line
 from parwrap.torch_private.distributed import collective_count, set_default_group
 from parwrap.world.world import World, detect
 
@@ -174,7 +174,7 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
                 dist.init_process_group(torch_backend(backend), store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
             with status_board.opened(world, store) as entries:
                 _current = Group(world, backend, device, store, waiting, Coordinator(entries, waiting))
-                with _current._ends, naming_first_failure(world, store):
+                with _current._ends, _naming_first_failure(world, store):
                     yield _current
         finally:
             _current = None
@@ -315,3 +315,28 @@ def open_group() -> Group | None:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     backend = "nccl" if uses_nccl() else dist.get_backend()
     return Group(World(dist.get_rank(), dist.get_world_size()), backend, device, store=None, timeout=PATIENCE, coordinator=None)
+
+
+@contextmanager
+def _naming_first_failure(world: World, store: dist.Store) -> Iterator[None]:
+    """An exception that leaves the block after another rank has failed gets a note about that failure, on Python 3.11 and later.
+
+    Most launchers show what each rank raises, in any order.
+
+    Args:
+        world: this rank's place.
+        store: the store of the process group.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
+        cause = in_one_line(error)
+        first = f"{world.rank} {cause}"
+        with suppress(RuntimeError):  # the store has ended with the rank that kept it
+            first = store.compare_set("first failure", "", first).decode()
+        rank, _, firsts_cause = first.partition(" ")
+        if firsts_cause != cause and isinstance(error, Exception) and hasattr(error, "add_note"):
+            error.add_note(f"parwrap: rank {rank} of {world.size} had failed before: {firsts_cause}")
+        raise

@@ -25,6 +25,7 @@ from parwrap.patching.patch import Patch
 __all__ = [
     "WRITING",
     "Change",
+    "Opening",
     "attribute_patches",
     "change_patches",
     "close_descriptor_patches",
@@ -41,6 +42,24 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 OPENS = ((builtins, "open"), (io, "open"), (tarfile, "bltn_open"), (bz2, "_builtin_open"))
 LOOKS = ("stat", "lstat", "access", "readlink", "chdir", "statvfs", "getxattr", "listxattr")
 ATTRIBUTES = ("chmod", "lchmod", "chown", "lchown", "utime", "setxattr", "removexattr", "chflags", "lchflags")
+
+
+class Opening(NamedTuple):
+    """A call of ``open``, with its arguments by their names."""
+
+    original: Callable
+    file: Any
+    mode: str = "r"
+    buffering: int = -1
+    encoding: Any = None
+    errors: Any = None
+    newline: Any = None
+    closefd: bool = True
+    opener: Any = None
+
+    def run(self) -> Any:
+        """Do what ``open`` does."""
+        return self.original(*self[1:])
 
 
 class Change(NamedTuple):
@@ -68,7 +87,7 @@ class Change(NamedTuple):
 
 def open_patches(interceptor: Interceptor) -> list[Patch]:
     def open(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-        return interceptor.open(wrapped, *args, **kwargs)
+        return interceptor.open(Opening(wrapped, *args, **kwargs))
 
     def opener(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Callable:
         found = wrapped(*args, **kwargs)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from parwrap.intercept.backward import Backward
     from parwrap.intercept.clipping import Clip
     from parwrap.intercept.criterion import Criterion
-    from parwrap.intercept.disk import Change
+    from parwrap.intercept.disk import Change, Opening
     from parwrap.intercept.norm import Norm
     from parwrap.intercept.scaler import ScalerCall
 
@@ -232,8 +232,8 @@ class Interceptor:
     def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
         """``torch.load(..., map_location=location)`` was called. Returns the result of ``read``, given a location."""
 
-    def open(self, original: Callable, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """``open(file, mode)`` was called. Returns the open file."""
+    def open(self, call: Opening) -> Any:
+        """``open`` was called. Returns the open file."""
 
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         """``os.open`` was called. Returns the descriptor."""

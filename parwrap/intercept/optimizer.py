@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
-__all__ = ["closure_patches", "own_parameters_patches", "step_patches", "stepped_patches", "take_parameters_patches"]
+__all__ = ["closure_patches", "hooked", "own_parameters_patches", "step_patches", "stepped_patches", "take_parameters_patches"]
 
 
 def take_parameters_patches(interceptor: Interceptor) -> list[Patch]:
@@ -53,19 +53,20 @@ def closure_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
             return args, {**kwargs, "closure": interceptor.closure(kwargs["closure"])}
         return None
 
-    return [_hooked(exchange)]
+    return [hooked(exchange)]
 
 
 def step_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
-    return [_hooked(lambda optimizer, args, kwargs: interceptor.step(optimizer))]
+    return [hooked(lambda optimizer, args, kwargs: interceptor.step(optimizer))]
 
 
 def stepped_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
-    return [_hooked(lambda optimizer, args, kwargs: interceptor.stepped(optimizer), register_optimizer_step_post_hook)]
+    return [hooked(lambda optimizer, args, kwargs: interceptor.stepped(optimizer), register_optimizer_step_post_hook)]
 
 
 @contextmanager
-def _hooked(hook: Callable[[Optimizer, tuple, dict], Any], register: Callable = register_optimizer_step_pre_hook) -> Iterator[None]:
+def hooked(hook: Callable[[Optimizer, tuple, dict], Any], register: Callable = register_optimizer_step_pre_hook) -> Iterator[None]:
+    """torch calls ``hook`` at each step of any optimizer in the block."""
     handle = register(hook)
     try:
         yield

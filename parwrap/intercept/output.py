@@ -10,12 +10,14 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
 from typing import Any
 
 from parwrap.intercept.interceptor import Interceptor
-from parwrap.patching.patch import Patch
+from parwrap.patching.patch import Patch, is_patched, when_imported
+from parwrap.torch_private.jit import FIND_BUILTIN, SCRIPTING
 
 __all__ = ["log_patches", "speak_patches", "stacklevel_patches", "warning_patches"]
 
@@ -38,7 +40,7 @@ def log_patches(interceptor: Interceptor) -> list[Patch]:
     return [Patch(logging.Logger, "handle", handle)]
 
 
-def stacklevel_patches(interceptor: Interceptor) -> list[Patch]:
+def stacklevel_patches(interceptor: Interceptor) -> list[Patch | AbstractContextManager]:
     def moved(
         wrapped: Callable, caller: FrameType, message: Any, category: Any = None, stacklevel: int = 1, source: Any = None, **others: Any
     ) -> None:
@@ -47,7 +49,12 @@ def stacklevel_patches(interceptor: Interceptor) -> list[Patch]:
     def warn(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
         moved(wrapped, sys._getframe(1), *args, **kwargs)
 
-    return [Patch(warnings, "warn", warn)]
+    def find_builtin(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        function = args[0]
+        return wrapped(function.__wrapped__ if is_patched(function) else function) or wrapped(function)
+
+    # TorchScript knows ``warnings.warn`` by its identity, and torch's own functions that it compiles call it
+    return [Patch(warnings, "warn", warn), when_imported(SCRIPTING, lambda module: [Patch(module, FIND_BUILTIN, find_builtin)])]
 
 
 def warning_patches(interceptor: Interceptor) -> list[Patch]:

@@ -5,14 +5,13 @@ A skipped step does not count, and one that a class forwards to its base class c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.optimizer import hooked
 from parwrap.intercept.skipping import handed_on, is_image
 
 __all__ = ["takes_patches", "took_patches"]
@@ -23,7 +22,7 @@ def takes_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
         if not (is_image(args[0]) or handed_on(optimizer)):
             interceptor.takes_step(optimizer)
 
-    return [_hooked(takes, register_optimizer_step_pre_hook)]
+    return [hooked(takes)]
 
 
 def took_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
@@ -31,13 +30,4 @@ def took_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
         if not (is_image(args[0]) or handed_on(optimizer)):
             interceptor.took_step(optimizer)
 
-    return [_hooked(took, register_optimizer_step_post_hook)]
-
-
-@contextmanager
-def _hooked(hook: Any, register: Callable) -> Iterator[None]:
-    handle = register(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return [hooked(took, register_optimizer_step_post_hook)]

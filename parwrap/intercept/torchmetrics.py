@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import ModuleType
 from typing import Any
 
 from parwrap.intercept.interceptor import Interceptor
@@ -31,10 +30,7 @@ def update_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
 
         return noted
 
-    def patches(module: ModuleType) -> list[Patch]:
-        return [Patch(module.Metric, "_wrap_update", make_update)]
-
-    return [when_imported(MODULE, patches)]
+    return [when_imported(MODULE, lambda module: [Patch(module.Metric, "_wrap_update", make_update)])]
 
 
 def collection_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
@@ -43,10 +39,7 @@ def collection_patches(interceptor: Interceptor) -> list[AbstractContextManager]
             interceptor.share_states([registered_modules(collection)[name] for name in names])
         return wrapped(*args, **kwargs)
 
-    def patches(module: ModuleType) -> list[Patch]:
-        return [Patch(module.MetricCollection, "compute", compute)]
-
-    return [when_imported(COLLECTIONS, patches)]
+    return [when_imported(COLLECTIONS, lambda module: [Patch(module.MetricCollection, "compute", compute)])]
 
 
 def sync_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
@@ -55,7 +48,4 @@ def sync_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
             return wrapped(*args, **kwargs)
         return wrapped(*args[:3], **{**kwargs, "distributed_available": lambda: False})
 
-    def patches(module: ModuleType) -> list[Patch]:
-        return [Patch(module.Metric, "sync", sync)]
-
-    return [when_imported(MODULE, patches)]
+    return [when_imported(MODULE, lambda module: [Patch(module.Metric, "sync", sync)])]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,12 +31,13 @@ class Loop(Interceptor):
         steps: the number of optimizer steps.
         trained: whether one has run since the last optimizer was built.
         batches: the number of batches that passes over loaders have yielded.
+        samples: the number of samples in this rank's part of the last batch; 0 if unknown.
         passes: the number of open training passes over loaders.
         passes_in_for: how many of those a ``for`` statement reads; others may stay open after their loop.
         by_hand: whether the last backward was outside any ``for`` statement over a loader.
         evaluations: the number of open passes that only look at data, alike on all ranks.
         parts: whether that data is split already, so that each rank has its own part.
-        looped: whether there has been a training pass at all.
+        begun: the number of passes that may train and so give ranks different samples, open or not.
         weights: the weights of this rank's parts of batches in an average over ranks.
         generation: how often an optimizer has got new parameters, or a module was moved or cast.
         looking: called with no arguments when a pass begins that only looks at data.
@@ -47,14 +49,14 @@ class Loop(Interceptor):
     def __init__(self) -> None:
         self.backwards = self.steps = 0
         self.trained = False
-        self.batches = 0
+        self.batches = self.samples = 0
         self.passes = 0
         self.passes_in_for = 0
         self.by_hand = False
         self.evaluations = 0
         self.parts = False
         self._whole = False
-        self.looped = False
+        self.begun = 0
         self.weights = BatchWeights()
         self.generation = 0
         self.looking: Callable[[], None] = lambda: None
@@ -64,6 +66,7 @@ class Loop(Interceptor):
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._parameters: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
         self._sizes: dict[int, int] = {}
+        self._of_one_batch: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._training: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._known = 0
@@ -81,14 +84,63 @@ class Loop(Interceptor):
 
     @intercepts
     def own_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` owns new parameters: it is being built, or it got another group; an optimizer that only this rank builds has no
-        number."""
+        """``optimizer`` owns new parameters: it is being built, or it got another group.
+
+        An optimizer that only this rank builds has no number, nor has one that trains on one batch only: see :meth:`are_of_one_batch`.
+        """
         if is_alone():
             return
+        is_new = not any(known() is optimizer for known in self._optimizers)
+        if is_new and self.are_of_one_batch(parameters_of(optimizer)):
+            self._of_one_batch[optimizer] = self.batches
+            return
+        self._number(optimizer)
+
+    def are_of_one_batch(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether an optimizer of ``parameters`` that is built now trains them on this batch only, which is another one on each rank.
+
+        That is so while a ``for`` statement reads a training pass, of latents and perturbations, which are bare tensors or have a row for
+        each sample, and of a copy of a model that another optimizer trains, as meta-learning makes one for each task.
+        """
+        if not self.passes_in_for:
+            return False
+        rest = [p for p in parameters if isinstance(p, nn.Parameter) and not self.has_row_for_each_sample(p)]
+        return not rest or self._are_copies(rest)
+
+    def _are_copies(self, parameters: list[nn.Parameter]) -> bool:
+        """Whether most of ``parameters`` have the values of parameters that another optimizer owns, and none is one of those."""
+        owned = list(self.once_owned().values())
+        if not {id(p) for p in owned}.isdisjoint(id(p) for p in parameters):
+            return False
+        kinds = defaultdict(list)
+        for p in owned:
+            kinds[p.shape, p.dtype, p.device].append(p)
+        copied = [p.numel() for p in parameters if any(torch.equal(p, other) for other in kinds[p.shape, p.dtype, p.device])]
+        return 2 * sum(copied) > sum(p.numel() for p in parameters)
+
+    def has_row_for_each_sample(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is as long as this rank's part of the current batch."""
+        return self.samples > 1 and tensor.ndim > 0 and tensor.shape[0] == self.samples
+
+    def is_of_one_batch(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the tensors of ``optimizer`` are each rank's own. It gets a number like others once it steps in a later batch."""
+        if (batch := self._of_one_batch.get(optimizer)) is None:  # as a rule
+            return False
+        if batch == self.batches:
+            return True
+        self._number(optimizer)
+        return False
+
+    def tensors_of_one_batch(self) -> set[int]:
+        """The ids of the tensors of such optimizers."""
+        return {id(p) for optimizer in self._of_one_batch for p in parameters_of(optimizer)}
+
+    def _number(self, optimizer: torch.optim.Optimizer) -> None:
+        self._of_one_batch.pop(optimizer, None)
         if not any(known() is optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
         self._remember_parameters()
-        self._sizes = {number: _size(each) for number, each in self.numbered_optimizers()}
+        self._sizes = {number: len(parameters_of(each)) for number, each in self.numbered_optimizers()}
         self.trained = False
         self.generation += 1
         self.changed()
@@ -169,7 +221,7 @@ class Loop(Interceptor):
 
     def opened_pass(self) -> None:
         self.passes += 1
-        self.looped = True
+        self.begun += 1
         self.changed()
 
     def closed_pass(self) -> None:
@@ -181,9 +233,10 @@ class Loop(Interceptor):
         self.passes_in_for += 1 if begins else -1
         self.changed()
 
-    def drew_batch(self, whole: bool = False) -> None:
-        """A pass has yielded a batch; ``whole`` if all ranks have the same batch."""
+    def drew_batch(self, whole: bool = False, samples: int = 0) -> None:
+        """A pass has yielded a batch of ``samples`` samples; ``whole`` if all ranks have the same batch."""
         self.batches += 1
+        self.samples = samples
         self._whole = whole
         self.drew()
 
@@ -288,11 +341,6 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Everything in its groups except the parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in getattr(optimizer, "param_groups", ())]
-
-
-def _size(optimizer: torch.optim.Optimizer) -> int:
-    """The number of parameters in all its groups."""
-    return sum([len(group["params"]) for group in optimizer.param_groups])
 
 
 def _kinds(kind: Any) -> Iterator[Any]:

@@ -100,24 +100,24 @@ class RandomStreams:
         """Whether a single draw may come from the rank's own streams: the shared ones run, and not in a block of :meth:`shared`."""
         return not (self._own or self._kept_shared)
 
-    @contextmanager
-    def own_torch(self) -> Iterator[Callable[[], bool]]:
-        """Run torch's part of the rank's own streams in the block, which is cheaper than all of them.
+    def with_own_torch(self, function: Callable, args: tuple, kwargs: dict) -> tuple[Any, Callable[[], bool]]:
+        """Call ``function`` while torch draws from the rank's own streams, which is cheaper than switching all of them.
 
-        Yields:
-            A function that says, after the block, whether it has drawn.
+        Returns:
+            What it returns, and a function that says whether it has drawn.
         """
-        own = self._seeded()
+        own, shared = self._seeded(), _torch_state()
         before = dict(own)
-        shared = _torch_state()
         _set_torch_state(own)
         if "cuda" in shared and "cuda" not in own:  # the GPU started after the rank's streams
             torch.cuda.manual_seed(((self._seeded_from or 0) + self._rank) % 2**63)
         try:
-            yield lambda: any(not torch.equal(before[name], own[name]) for name in before if name in ("torch", "cuda"))
+            result = function(*args, **kwargs)
         finally:
-            own.update(_torch_state())
+            after = _torch_state()
+            own.update(after)
             _set_torch_state(shared)
+        return result, lambda: any(not torch.equal(before[name], after[name]) for name in after if name in before)
 
     def own_generator(self, library: str) -> np.random.RandomState | random.Random:
         """A generator of this rank's own, with the methods of those of ``"numpy.random"`` or ``"random"``."""

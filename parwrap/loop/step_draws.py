@@ -8,6 +8,7 @@ in training mode draw from the rank's generators too, because of dropout.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
-from parwrap.coordination.call_site import DEPTH, is_ours
+from parwrap.coordination.call_site import call_site
 from parwrap.group.group import is_alone
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
@@ -34,7 +35,7 @@ MOST_LINES = 4096
 """Limit of lines, so that a script with a new one for every draw does not fill the memory."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Line:
     """The state of one line that draws, with the calls that lead to it.
 
@@ -66,7 +67,7 @@ class StepDraws(Interceptor):
     def __init__(self, loop: Loop, streams: RandomStreams) -> None:
         self._loop, self._streams = loop, streams
         self._lines: dict[tuple[int, ...], _Line] = {}
-        self._since_step: list[_Line] = []
+        self._since_step: set[_Line] = set()
         self._steps: defaultdict[int, int] = defaultdict(int)
         self._forwards = self._backwards_before_step = 0
         self._in_forward = self._ranks_differ = False
@@ -74,19 +75,19 @@ class StepDraws(Interceptor):
     @intercepts
     def draw(self, library: str, name: str, original: Callable, args: tuple, kwargs: dict) -> Any:
         """A call of the function ``name`` of ``library``."""
-        if not self._may_differ() or (not self._in_forward and _in_checkpoint()):
+        if self._in_forward and library == "torch":  # whose own streams run
+            self._ranks_differ = True
+            return original(*args, **kwargs)
+        if not self._may_differ():
             return original(*args, **kwargs)
         if not self._in_forward:
             line = self._line()
-            if line is None or not self._draws_for_each_step(line):
+            if line is None or not self._draws_for_each_step(line) or _in_checkpoint():
                 return original(*args, **kwargs)
         self._ranks_differ = True
         if library != "torch":
             return getattr(self._streams.own_generator(library), name)(*args, **kwargs)
-        if self._in_forward:
-            return original(*args, **kwargs)
-        with self._streams.own_torch():
-            return original(*args, **kwargs)
+        return self._streams.with_own_torch(original, args, kwargs)[0]
 
     @intercepts
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
@@ -98,8 +99,7 @@ class StepDraws(Interceptor):
             return original(*args, **kwargs)
         self._in_forward = True
         try:
-            with self._streams.own_torch() as drew:
-                result = original(*args, **kwargs)
+            result, drew = self._streams.with_own_torch(original, args, kwargs)
         finally:
             self._in_forward = False
         self._ranks_differ = self._ranks_differ or drew()
@@ -133,20 +133,11 @@ class StepDraws(Interceptor):
 
     def _line(self) -> _Line | None:
         """The line that draws now; ``None`` if there are too many."""
-        codes: list[CodeType] = []
-        places: list[int] = []
-        frame = sys._getframe(2)
-        while is_ours(frame) and frame.f_back is not None:
-            frame = frame.f_back
-        walked: Any = frame
-        while walked is not None and len(codes) < DEPTH:
-            codes.append(walked.f_code)
-            places += (id(walked.f_code), walked.f_lasti)
-            walked = walked.f_back
-        key = tuple(places)
-        if key not in self._lines and len(self._lines) < MOST_LINES:
-            self._lines[key] = _Line(codes)
-        return self._lines.get(key)
+        key = call_site()
+        line = self._lines.get(key)
+        if line is None and len(self._lines) < MOST_LINES:
+            line = self._lines[key] = _Line([frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1))])
+        return line
 
     def _draws_for_each_step(self, line: _Line) -> bool:
         """Whether ``line``, which draws now, has drawn for each of the last steps; records this draw."""
@@ -160,7 +151,7 @@ class StepDraws(Interceptor):
         elif line.generation == loop.generation:
             line.streak += 1
         line.backwards, line.forwards, line.generation, line.optimizer = loop.backwards, self._forwards, loop.generation, None
-        self._since_step.append(line)
+        self._since_step.add(line)
         return line.streak >= STEPS
 
 

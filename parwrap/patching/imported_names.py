@@ -46,9 +46,10 @@ class Namespaces:
     """
 
     def __init__(self, module: str | None = None) -> None:
-        self._package = (module or "").partition(".")[0]
+        package = (module or "").partition(".")[0]
         self._names = tuple(sys.modules)
-        self._looked_through = _namespaces(_users(self._names, self._package))
+        by_owner = _by_owner(self._names)
+        self._looked_through = _namespaces([*by_owner.get("", ()), *(by_owner.get(package, ()) if package else ())])
 
     def exchange(self, instead: Mapping[int, Any]) -> None:
         """Replace objects, given by their ids."""
@@ -62,27 +63,28 @@ class Namespaces:
 
 
 @functools.lru_cache(maxsize=8)
-def _users(names: tuple[str, ...], package: str) -> tuple[str, ...]:
-    """The loaded modules ``names`` that have to be searched; computed again only when others are loaded."""
-    return tuple(name for name in names if _is_users(name, package))
-
-
-def _is_users(name: str, package: str) -> bool:
-    if name == "__main__":
-        return True  # it has no file in a notebook
-    top = name.partition(".")[0]
-    if top in _NEVER:
-        return False
-    file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
-    if not isinstance(file, str):
-        return False
-    installed, standard = _home(file)
-    return top == package if installed else not standard
+def _by_owner(names: tuple[str, ...]) -> dict[str, list[str]]:
+    """The loaded modules ``names`` that may have to be searched: the user's under ``""``, installed ones by package."""
+    by_owner: dict[str, list[str]] = {}
+    for name in names:
+        owner = _owner(name, id(sys.modules.get(name)))
+        if owner is not None:
+            by_owner.setdefault(owner, []).append(name)
+    return by_owner
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _home(file: str) -> tuple[bool, bool]:
-    return is_installed(file), is_standard(file)
+def _owner(name: str, module_id: int) -> str | None:
+    """Who owns the module ``name``; ``None`` if it is never looked through. A module is looked at once, not at each start."""
+    if name == "__main__":
+        return ""  # it has no file in a notebook
+    package = name.partition(".")[0]
+    file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
+    if package in _NEVER or not isinstance(file, str):
+        return None
+    if is_installed(file):
+        return package
+    return None if file.startswith(_STANDARD) else ""
 
 
 def _namespaces(names: Iterable[str]) -> list[dict[str, Any]]:

@@ -7,8 +7,7 @@ It may import the loop and all below. Start with ``scaling.py``.
     choice.py        the requested precision: a dtype, or one of Apex's levels
     autocasting.py   autocast around the user's code
     scaling.py       dynamic loss scaling for fp16: intercepts backward, clipping and steps
-    loss_scale.py    the loss scale: when it grows and shrinks, and how many steps were skipped
-    iterations.py    when an iteration of the user's loop ends
+    loss_scale.py    the loss scale: when it grows and shrinks, how many steps were skipped, and when an iteration ends
     unscaling.py     true-scale gradients from a scaled loss
     finite.py        whether gradients are finite
     halving.py       models in float16 without autocast: Apex's O2 and O3

@@ -6,7 +6,6 @@ weights would stay those of the first step.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -20,7 +19,7 @@ from parwrap.coordination.call_site import location
 from parwrap.data.passes import Pass
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.interceptor import Interceptor, intercepts
-from parwrap.intercept.skipping import STEP
+from parwrap.intercept.skipping import steps_running
 from parwrap.precision.user_managed import stand_aside, warn_once
 from parwrap.torch_private.amp import autocast_enabled
 
@@ -121,7 +120,7 @@ class Autocasting(Interceptor):
         """The end of a step that raises is not seen, so when a module is called, check that a step is really running."""
 
         def before_forward(module: torch.nn.Module, args: tuple) -> None:
-            if not _in_step():
+            if not steps_running():
                 self._on_again()
 
         self._watching.callback(register_module_forward_pre_hook(before_forward).remove)
@@ -157,11 +156,3 @@ class _Drawn(Pass):
     def last(self) -> bool:
         with self._casting.off_for_data():
             return super().last()
-
-
-def _in_step() -> bool:
-    """Whether an optimizer's ``step`` is running."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not STEP:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None

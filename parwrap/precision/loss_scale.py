@@ -7,14 +7,17 @@ on the CPU for every device, so that reading the scale never waits.
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from parwrap.errors import ParwrapError
 
-__all__ = ["FLOOR", "AmpState", "Policy"]
+__all__ = ["FLOOR", "AmpState", "Iterations", "Policy"]
 
 FLOOR = 2.0**-24
 """The smallest positive number of float16: a loss of 1 with a smaller scale is 0."""
@@ -88,6 +91,50 @@ class AmpState:
 
     def __repr__(self) -> str:
         return f"AmpState(scale={self.scale}, skipped_steps={self.skipped_steps})"
+
+
+class Iterations:
+    """Calls ``over(found)`` when an iteration of the user's loop is over, told by the steps of its optimizers.
+
+    ``GradScaler.update`` is called once an iteration by hand. Nobody calls anything here, so it is over when every optimizer has stepped.
+    Optimizers that do not step in every iteration (a critic has more steps than a generator) are found out when another one steps a second
+    time: from then on those that had stepped before make an iteration.
+
+    Args:
+        over: called with whether one of the iteration's steps was skipped.
+    """
+
+    def __init__(self, over: Callable[[bool], None]) -> None:
+        self._over = over
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._taking_part: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+
+    def expect(self, optimizer: Optimizer) -> None:
+        """``optimizer`` exists; a new one may step in each iteration."""
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            self._taking_part.add(optimizer)
+
+    def forget(self) -> None:
+        """Another training begins, with other optimizers."""
+        self._known.clear()
+        self._taking_part.clear()
+        self._stepped.clear()
+
+    def stepped(self, optimizer: Optimizer, found: bool) -> None:
+        """``optimizer`` steps, or would without the non-finite gradient that was ``found``."""
+        if optimizer in self._stepped:
+            self._taking_part = weakref.WeakSet(self._stepped)
+            self._end()
+        self._stepped[optimizer] = found
+        if set(self._taking_part) <= set(self._stepped):
+            self._end()
+
+    def _end(self) -> None:
+        found = any(self._stepped.values())
+        self._stepped.clear()
+        self._over(found)
 
 
 def _number(value: float) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 The interceptor multiplies losses by the scale, checks the gradients after each backward, and skips the steps of optimizers with non-finite
 gradients. Since ranks average, a non-finite gradient on one rank becomes non-finite on all, and all of them skip. ``unscaling.py`` restores
-true-scale gradients, ``finite.py`` checks them, ``loss_scale.py`` holds the scale, and ``iterations.py`` decides when it changes.
+true-scale gradients, ``finite.py`` checks them, and ``loss_scale.py`` holds the scale and decides when it changes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from parwrap.intercept.clipping import Clip
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.precision.finite import Found
-from parwrap.precision.iterations import Iterations
-from parwrap.precision.loss_scale import AmpState, Policy
+from parwrap.precision.loss_scale import AmpState, Iterations, Policy
 from parwrap.precision.unscaling import Unscaling
 from parwrap.precision.user_managed import stand_aside, warn_once
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from parwrap.intercept.disk import Opening
+
 __all__ = ["is_too_large", "is_valid", "opened", "writes"]
 
 MOST_UPDATED = 2**28
@@ -51,27 +53,24 @@ def is_too_large(path: Any) -> bool:
     return False
 
 
-def is_valid(mode: str, encoding: Any, errors: Any, newline: Any) -> bool:
-    """Whether ``open`` accepts these arguments together."""
-    kinds = set(mode)
+def is_valid(call: Opening) -> bool:
+    """Whether ``open`` accepts the arguments of ``call`` together."""
+    kinds = set(call.mode)
     return (
-        len(kinds) == len(mode)
+        len(kinds) == len(call.mode)
         and kinds <= set("rwaxbt+")
         and len(kinds & set("rwax")) == 1
         and not {"b", "t"} <= kinds
-        and ("b" not in kinds or (encoding, errors, newline) == (None, None, None))
+        and ("b" not in kinds or (call.encoding, call.errors, call.newline) == (None, None, None))
     )
 
 
-def opened(file: Any, name: Any, closed: Callable[[], None], mode: str, buffering: int, encoding: Any, errors: Any, newline: Any) -> Any:
-    """The result of ``open(file, mode, ...)`` under another ``name``; it calls ``closed`` after it was closed.
+def opened(call: Opening, file: Any, closed: Callable[[], None]) -> Any:
+    """The result of ``call`` for the path or file descriptor ``file``; it calls ``closed`` after it was closed.
 
-    Args:
-        file: the path or file descriptor to open.
-        name: the file's ``name``.
-        closed: called with no arguments.
-        mode: as for ``open``, like the remaining arguments.
+    Its ``name`` is that of ``call``.
     """
+    mode, buffering = call.mode, call.buffering
     text = "b" not in mode
     raw = _Watched(file, mode.replace("t", ""))
     stream: Any = raw
@@ -82,10 +81,10 @@ def opened(file: Any, name: Any, closed: Callable[[], None], mode: str, bufferin
             size = buffering if buffering > 1 else max(getattr(raw, "_blksize", 0), io.DEFAULT_BUFFER_SIZE)
             stream = io.BufferedRandom(raw, size) if "+" in mode else io.BufferedWriter(raw, size)
         if text:
-            stream = io.TextIOWrapper(stream, encoding, errors, newline, line_buffering=buffering == 1 or raw.isatty())
+            stream = io.TextIOWrapper(stream, call.encoding, call.errors, call.newline, line_buffering=buffering == 1 or raw.isatty())
             stream.mode = mode
     except BaseException:
         raw.close()
         raise
-    raw.watch(closed, name)
+    raw.watch(closed, call.file)
     return stream

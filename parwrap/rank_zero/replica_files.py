@@ -15,7 +15,7 @@ from typing import Any
 
 from parwrap.coordination.call_site import location
 from parwrap.group.group import Group
-from parwrap.intercept.disk import WRITING, Change
+from parwrap.intercept.disk import WRITING, Change, Opening
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.rank_zero.atomic_save import on_own_gpu
 from parwrap.rank_zero.directory_listing import Entries, seen, seen_entries
@@ -130,41 +130,30 @@ class ReplicaFiles(Interceptor):
         return read(on_own_gpu(location))
 
     @intercepts
-    def open(
-        self,
-        original: Callable,
-        file: Any,
-        mode: str = "r",
-        buffering: int = -1,
-        encoding: Any = None,
-        errors: Any = None,
-        newline: Any = None,
-        closefd: bool = True,
-        opener: Any = None,
-    ) -> Any:
+    def open(self, call: Opening) -> Any:
         """``open``: writes a scratch file, reads what rank 0 has at the same point."""
-        rest = buffering, encoding, errors, newline
+        file, mode = call.file, call.mode
         if not writes(mode):
-            if isinstance(file, int) or opener is not None:
-                return original(file, mode, *rest, closefd, opener)
+            if isinstance(file, int) or call.opener is not None:
+                return call.run()
             if not self._may_differ(file):
                 with suppress(FileNotFoundError):
-                    stream = original(file, mode, *rest)
+                    stream = call.run()
                     if os.fstat(stream.fileno()).st_ctime < self._overlay.since:
                         return stream
                     stream.close()
-            return self._read(file, lambda path: original(path, mode, *rest))
-        if opener is not None or not is_valid(mode, encoding, errors, newline):
-            return original(file, mode, *rest, closefd, opener)
+            return self._read(file, lambda path: call._replace(file=path).run())
+        if call.opener is not None or not is_valid(call):
+            return call.run()
         if isinstance(file, int):
-            known = self._descriptors.pop(file, None) if closefd else None
-            return opened(file, file, partial(self._finish, known), mode, *rest) if known else original(file, mode, *rest, closefd)
+            known = self._descriptors.pop(file, None) if call.closefd else None
+            return opened(call, file, partial(self._finish, known)) if known else call.run()
         known = self._written(file)
         if known is None:
-            return original(file, mode, *rest)
+            return call.run()
         key, scratch = self._begin(known, file, keep="a" in mode or "r" in mode, new="x" in mode, must_exist="r" in mode)
         try:
-            return opened(scratch, file, partial(self._finish, key), mode.replace("x", "w"), *rest)
+            return opened(call._replace(mode=mode.replace("x", "w")), scratch, partial(self._finish, key))
         except BaseException:
             self._overlay.finish(key, failed=True)
             raise

@@ -10,7 +10,7 @@ from typing import Any
 
 from parwrap.coordination.call_site import location, warn
 from parwrap.group.group import Group
-from parwrap.intercept.disk import WRITING, Change
+from parwrap.intercept.disk import WRITING, Change, Opening
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.rank_zero.atomic_save import on_own_gpu, write_atomically
 from parwrap.rank_zero.child_processes import Processes
@@ -92,29 +92,18 @@ class WriterFiles(Interceptor):
         return read(on_own_gpu(location))
 
     @intercepts
-    def open(
-        self,
-        original: Callable,
-        file: Any,
-        mode: str = "r",
-        buffering: int = -1,
-        encoding: Any = None,
-        errors: Any = None,
-        newline: Any = None,
-        closefd: bool = True,
-        opener: Any = None,
-    ) -> Any:
+    def open(self, call: Opening) -> Any:
         """``open``: a written file is announced when it is closed."""
         # an opener may open another path: tempfile passes the folder
-        if not writes(mode) or opener is not None or not is_valid(mode, encoding, errors, newline):
-            return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        key = self._descriptors.pop(file, None) if isinstance(file, int) and closefd else self._written(file)
+        if not writes(call.mode) or call.opener is not None or not is_valid(call):
+            return call.run()
+        key = self._descriptors.pop(call.file, None) if isinstance(call.file, int) and call.closefd else self._written(call.file)
         if key is None:
-            return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        if isinstance(file, int):
-            return opened(file, file, partial(self._finish, key), mode, buffering, encoding, errors, newline)
-        with self._begun(key, replaces="w" in mode, in_place=True):
-            return opened(file, file, partial(self._finish, key), mode, buffering, encoding, errors, newline)
+            return call.run()
+        if isinstance(call.file, int):
+            return opened(call, call.file, partial(self._finish, key))
+        with self._begun(key, replaces="w" in call.mode, in_place=True):
+            return opened(call, call.file, partial(self._finish, key))
 
     @intercepts
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:

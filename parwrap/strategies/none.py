@@ -11,7 +11,6 @@ from parwrap.intercept.interceptor import intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
 from parwrap.strategies.common.strategy import Strategy
-from parwrap.strategies.single import Single
 
 __all__ = ["NoStrategy"]
 
@@ -24,7 +23,6 @@ class NoStrategy(Strategy):
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         super().__init__(group, loop, options)
         self.together = None
-        self._single = Single(loop)
 
     @classmethod
     def check(cls, options: Options) -> None:
@@ -37,7 +35,8 @@ class NoStrategy(Strategy):
     @intercepts
     def backward(self, call: Backward) -> None:
         """Run ``call`` as it is."""
-        self._single.backward(call)
+        call.run()
+        self._loop.ran_backward()
 
     def described(self) -> str:
         return "strategy none: gradients are not averaged, every rank trains a separate model"

@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
     """Start the fork server before a module that needs it is imported, so that both import torch at the same time."""
     if b"mark.ranks" in module_path.read_bytes() and not parent.config.getoption("--collect-only"):
-        start_fork_server(parent.config.getini("ranks_preload"))
+        start_fork_server(parent.config.getini("ranks_preload"), _pytest_options(parent.config))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -120,14 +120,19 @@ def _run(item: pytest.Function, size: int, timeout: float) -> None:
                 _attach_output(item, task)
 
 
-def _tasks(item: pytest.Function, size: int, folder: Path) -> list[Task]:
-    values = _pickled_values(item)
-    environ = rank_environ()
-    config = item.config
+def _pytest_options(config: pytest.Config) -> tuple[str, ...]:
+    """The command line by which asserts are rewritten and failures are shown in the ranks as here."""
     options = ["--noconftest", "-c", os.devnull, f"--rootdir={config.rootpath}"]
     options += ["-o", f"consider_namespace_packages={config.getini('consider_namespace_packages')}"]
     options += [f"{name}={config.getoption(name)}" for name in ("--import-mode", "--assert", "--tb", "--verbosity")]
     options += ["--showlocals"] * config.getoption("--showlocals")
+    return tuple(options)
+
+
+def _tasks(item: pytest.Function, size: int, folder: Path) -> list[Task]:
+    values = _pickled_values(item)
+    environ = rank_environ()
+    pytest_options = _pytest_options(item.config)
     return [
         Task(
             rank=rank,
@@ -136,10 +141,10 @@ def _tasks(item: pytest.Function, size: int, folder: Path) -> list[Task]:
             module=item.path,
             names=(*(node.name for node in item.listchain() if isinstance(node, pytest.Class)), item.originalname),
             values=values,
-            pytest_options=options,
+            pytest_options=pytest_options,
             environ=environ,
             start_method=multiprocessing.get_start_method(allow_none=True),
-            capture=config.getoption("--capture") != "no",
+            capture=item.config.getoption("--capture") != "no",
         )
         for rank in range(size)
     ]

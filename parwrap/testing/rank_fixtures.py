@@ -9,7 +9,6 @@ import logging
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,73 +20,61 @@ from _pytest.recwarn import WarningsRecorder
 __all__ = ["opened", "sent"]
 
 
-@dataclass(frozen=True)
-class _Captured:
+class _StandIn:
+    """What is sent in the place of a fixture.
+
+    Args:
+        make: makes that of a rank, given pytest's configuration, the rank and ``known``.
+        known: of the fixture in the pytest process.
+    """
+
+    def __init__(self, make: Callable[..., AbstractContextManager[Any]], *known: Any) -> None:
+        self.make, self.known = make, known
+
+
+@contextmanager
+def _captured(config: pytest.Config, rank: int, capture_class: type) -> Iterator[CaptureFixture[Any]]:
     """``capsys``, ``capfd`` and the two that capture bytes."""
-
-    capture_class: type
-
-    @contextmanager
-    def opened(self, config: pytest.Config, rank: int) -> Iterator[CaptureFixture[Any]]:
-        if not config.pluginmanager.hasplugin("capturemanager"):
-            config.pluginmanager.register(CaptureManager("no"), "capturemanager")  # disabled() needs it
-        manager: Any = config.pluginmanager.getplugin("capturemanager")
-        fixture = CaptureFixture(self.capture_class, types.SimpleNamespace(config=config), _ispytest=True)  # type: ignore[arg-type]
-        manager.set_fixture(fixture)
-        fixture._start()
-        try:
-            yield fixture
-        finally:
-            fixture.close()  # unread output goes to the output of the rank
-            manager.unset_fixture()
+    if not config.pluginmanager.hasplugin("capturemanager"):
+        config.pluginmanager.register(CaptureManager("no"), "capturemanager")  # disabled() needs it
+    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    fixture = CaptureFixture(capture_class, types.SimpleNamespace(config=config), _ispytest=True)  # type: ignore[arg-type]
+    manager.set_fixture(fixture)
+    fixture._start()
+    try:
+        yield fixture
+    finally:
+        fixture.close()  # unread output goes to the output of the rank
+        manager.unset_fixture()
 
 
-@dataclass(frozen=True)
-class _Logged:
+@contextmanager
+def _logged(config: pytest.Config, rank: int, level: int) -> Iterator[pytest.LogCaptureFixture]:
     """``caplog``."""
-
-    level: int
-
-    @contextmanager
-    def opened(self, config: pytest.Config, rank: int) -> Iterator[pytest.LogCaptureFixture]:
-        with catching_logs(LogCaptureHandler(), level=self.level or None) as handler:
-            records: dict[str, list[Any]] = {"call": handler.records}
-            item = types.SimpleNamespace(stash={caplog_handler_key: handler, caplog_records_key: records})
-            fixture = pytest.LogCaptureFixture(item, _ispytest=True)  # type: ignore[arg-type]
-            yield fixture
-            fixture._finalize()
+    with catching_logs(LogCaptureHandler(), level=level or None) as handler:
+        records: dict[str, list[Any]] = {"call": handler.records}
+        item = types.SimpleNamespace(stash={caplog_handler_key: handler, caplog_records_key: records})
+        fixture = pytest.LogCaptureFixture(item, _ispytest=True)  # type: ignore[arg-type]
+        yield fixture
+        fixture._finalize()
 
 
-@dataclass(frozen=True)
-class _Warned:
+def _warned(config: pytest.Config, rank: int) -> AbstractContextManager[WarningsRecorder]:
     """``recwarn``."""
-
-    def opened(self, config: pytest.Config, rank: int) -> AbstractContextManager[WarningsRecorder]:
-        return WarningsRecorder(_ispytest=True)
+    return WarningsRecorder(_ispytest=True)
 
 
-@dataclass(frozen=True)
-class _Folders:
+@contextmanager
+def _folders(config: pytest.Config, rank: int, base: Path) -> Iterator[pytest.TempPathFactory]:
     """``tmp_path_factory``: each rank makes folders below a separate one."""
-
-    base: Path
-
-    @contextmanager
-    def opened(self, config: pytest.Config, rank: int) -> Iterator[pytest.TempPathFactory]:
-        (base := self.base / f"rank{rank}").mkdir(exist_ok=True)
-        yield pytest.TempPathFactory(None, 0, "all", lambda *args: None, base, _ispytest=True)
+    (own := base / f"rank{rank}").mkdir(exist_ok=True)
+    yield pytest.TempPathFactory(None, 0, "all", lambda *args: None, own, _ispytest=True)
 
 
-@dataclass(frozen=True)
-class _Asked:
+@contextmanager
+def _asked(config: pytest.Config, rank: int, known: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Any]:
     """The parts of ``request`` that can be sent."""
-
-    known: Mapping[str, Any]
-    node: Mapping[str, Any]
-
-    @contextmanager
-    def opened(self, config: pytest.Config, rank: int) -> Iterator[Any]:
-        yield _Request(self.known, _Known("request.node", self.node))
+    yield _Known("request", {**known, "node": _Known("request.node", node)})
 
 
 class _Known:
@@ -107,13 +94,6 @@ class _Known:
         )
 
 
-class _Request(_Known):
-    """``request`` in a rank."""
-
-    def __init__(self, known: Mapping[str, Any], node: _Known) -> None:
-        super().__init__("request", {**known, "node": node})
-
-
 def sent(value: Any, item: pytest.Function) -> Any:
     """What is sent to the ranks instead of ``value``, an argument of the test ``item``."""
     stand_in = _STAND_INS.get(type(value))
@@ -124,24 +104,23 @@ def sent(value: Any, item: pytest.Function) -> Any:
 def opened(arguments: Mapping[str, Any], config: pytest.Config, rank: int) -> Iterator[dict[str, Any]]:
     """The arguments of a test in a rank, with this rank's fixtures instead of their placeholders."""
     with ExitStack() as stack:
-        kinds = (_Captured, _Logged, _Warned, _Folders, _Asked)
         yield {
-            name: stack.enter_context(value.opened(config, rank)) if isinstance(value, kinds) else value
+            name: stack.enter_context(value.make(config, rank, *value.known)) if isinstance(value, _StandIn) else value
             for name, value in arguments.items()
         }
 
 
-def _asked(request: Any, item: pytest.Function) -> _Asked:
+def _of_request(request: Any, item: pytest.Function) -> _StandIn:
     known = {"fixturenames": list(request.fixturenames), "path": item.path, "scope": request.scope, "keywords": list(item.keywords)}
     if hasattr(request, "param"):
         known["param"] = request.param
-    return _Asked(known, {"name": item.name, "nodeid": item.nodeid, "originalname": item.originalname, "path": item.path})
+    return _StandIn(_asked, known, {"name": item.name, "nodeid": item.nodeid, "originalname": item.originalname, "path": item.path})
 
 
 _STAND_INS: dict[Any, Callable[[Any, pytest.Function], Any]] = {
-    CaptureFixture: lambda value, item: _Captured(value.captureclass),
-    pytest.LogCaptureFixture: lambda value, item: _Logged(logging.root.level),
-    WarningsRecorder: lambda value, item: _Warned(),
-    pytest.TempPathFactory: lambda value, item: _Folders(value.getbasetemp()),
-    **dict.fromkeys((pytest.FixtureRequest, *pytest.FixtureRequest.__subclasses__()), _asked),
+    CaptureFixture: lambda value, item: _StandIn(_captured, value.captureclass),
+    pytest.LogCaptureFixture: lambda value, item: _StandIn(_logged, logging.root.level),
+    WarningsRecorder: lambda value, item: _StandIn(_warned),
+    pytest.TempPathFactory: lambda value, item: _StandIn(_folders, value.getbasetemp()),
+    **dict.fromkeys((pytest.FixtureRequest, *pytest.FixtureRequest.__subclasses__()), _of_request),
 }

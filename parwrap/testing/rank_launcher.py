@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ from _pytest.config import builtin_plugins
 
 from parwrap.system.processes import how_ended
 from parwrap.testing import rank_process
+from parwrap.testing.preloaded import PYTEST_OPTIONS
 from parwrap.testing.rank_process import Report, Task
 from parwrap.torch_private.dynamo import DYNAMO
 from parwrap.world.world import launch_variables
@@ -35,7 +37,7 @@ GRACE = 2.0
 PRELOADED = [
     *("numpy", "torch", "torch.distributed", "torch.utils.serialization", DYNAMO),
     *("pytest", *sorted(f"_pytest.{name}" for name in builtin_plugins)),
-    *("parwrap.group.collectives", "parwrap.api.distributed", "parwrap.strategies.ddp.ddp", "parwrap.testing.rank_process"),
+    *("parwrap.group.collectives", "parwrap.api.distributed", "parwrap.strategies.ddp.ddp", "parwrap.testing.preloaded"),
 ]
 """Modules that the fork server imports once for all ranks; a process's first optimizer imports ``torch._dynamo``, which takes a second."""
 
@@ -91,15 +93,17 @@ def rank_environ() -> dict[str, str]:
     return environ
 
 
-def start_fork_server(preload: Sequence[str] = ()) -> None:
+def start_fork_server(preload: Sequence[str] = (), pytest_options: Sequence[str] = ()) -> None:
     """Start multiprocessing's fork server unless it runs; its imports continue after the return.
 
     Args:
         preload: names of modules to import besides its own.
+        pytest_options: pytest's options in the ranks.
     """
     with _default_start_method_kept(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", rank_environ()["OMP_NUM_THREADS"])  # torch reads it on import, so not in a rank
-        forkserver.set_forkserver_preload([*PRELOADED, *preload])
+        patch.setenv(PYTEST_OPTIONS, json.dumps(pytest_options))
+        forkserver.set_forkserver_preload([*preload, *PRELOADED])
         forkserver.ensure_running()
 
 

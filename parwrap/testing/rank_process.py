@@ -7,6 +7,7 @@ the ranks. Every pytest run of every user loads this file, so it imports torch l
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import io
 import multiprocessing
@@ -29,12 +30,13 @@ from typing import Any, Literal
 import pytest
 from _pytest import assertion
 from _pytest._io import TerminalWriter
+from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.python import importtestmodule
 from _pytest.terminal import TerminalReporter
 
 from parwrap.testing.rank_fixtures import opened
 
-__all__ = ["Report", "Task", "run"]
+__all__ = ["Report", "Task", "minimal_pytest", "run"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Task:
     module: Path
     names: tuple[str, ...]
     values: bytes
-    pytest_options: list[str]
+    pytest_options: tuple[str, ...]
     environ: dict[str, str]
     start_method: str | None
     capture: bool
@@ -115,7 +117,7 @@ def run(task: Task, connection: Connection) -> None:
         _redirect_output(task)
     task.dump_stacks(task.stacks)
     os.register_at_fork(after_in_child=lambda: task.dump_stacks(task.stacks_of(os.getpid())))
-    config = _minimal_pytest(task.pytest_options)
+    config = minimal_pytest(task.pytest_options)
     os.environ.clear()
     os.environ.update(task.environ)
     tempfile.tempdir = None  # the module may be there, and the fork server has searched elsewhere
@@ -154,11 +156,17 @@ def _redirect_output(task: Task) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _minimal_pytest(options: list[str]) -> pytest.Config:
-    """As much of pytest as is needed to rewrite asserts and to show failures: the user's options, without plugins and conftest files."""
-    os.environ.pop("PYTEST_PLUGINS", None)
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    config = pytest.Config.fromdictargs({}, options)
+@functools.lru_cache(maxsize=1)
+def minimal_pytest(options: tuple[str, ...]) -> pytest.Config:
+    """As much of pytest as is needed to rewrite asserts and to show failures: the user's options, without plugins and conftest files.
+
+    The fork server makes it once for all ranks, see ``preloaded.py``; with other options it is made again here.
+    """
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AssertionRewritingHook)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_PLUGINS", raising=False)
+        patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        config = pytest.Config.fromdictargs({}, list(options))
     config.pluginmanager.register(TerminalReporter(config, io.StringIO()), "terminalreporter")  # pytest 8 asks for it to compare
     return config
 

@@ -1,6 +1,7 @@
 """Compiled models under ``sync_bn``, against one process that has the whole batch."""
 
 import copy
+import threading
 import warnings
 
 import pytest
@@ -9,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import parwrap
+from parwrap.batch_norm.compiled_norm import scopes
+from parwrap.errors import UsageError
 from parwrap.group.group import alone
 
 SHAPES = {nn.BatchNorm1d: (4,), nn.BatchNorm2d: (4, 3, 3), nn.BatchNorm3d: (4, 2, 2, 2)}
@@ -223,3 +226,53 @@ def test_batch_norms_out_of_reach_are_said_to_be_of_one_rank(kind):
 @pytest.mark.parametrize("kind", WITHIN)
 def test_others_are_not(kind):
     assert 0 == said_in_backwards(WITHIN[kind])
+
+
+class Alone:
+    """The exchange of a rank that shares with no other, a new one for each scope."""
+
+    def gathered(self, numbers):
+        return numbers.view(1, -1)
+
+    def summed(self, numbers):
+        return numbers
+
+
+def forward_of(x):
+    """The output, and the number of the exchange that the backward will ask for."""
+    out, *_, facts = torch.ops.parwrap.batch_norm(x, None, None, None, None, 0.1, 1e-5)
+    return out, facts[1].item()
+
+
+def test_a_backward_never_finds_the_exchange_of_a_later_scope():
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    found = []
+    for _ in range(100):
+        with scopes.opened(lambda _, own=Alone(): own, shared=True):  # noqa: B008 - a new one each time
+            found.append(forward_of(x))
+
+    assert 100 == len({number for _, number in found})
+    found[-1][0].square().sum().backward()
+    with pytest.raises(UsageError, match=r"runs after its parwrap\.sync_bn has ended"):
+        found[0][0].square().sum().backward()
+
+
+def test_two_models_in_two_threads_each_have_their_own_exchange():
+    own = {2: Alone(), 3: Alone()}
+    found = []
+
+    def train(channels):
+        x = torch.randn(4, channels, dtype=torch.float64, requires_grad=True)
+        for _ in range(50):
+            out, number = forward_of(x)
+            found.append(scopes.used(number) is own[channels])
+            out.square().sum().backward()
+
+    with scopes.opened(lambda call: own[call.input.size(1)], shared=True):
+        threads = [threading.Thread(target=train, args=(channels,)) for channels in own]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert [True] * 100 == found

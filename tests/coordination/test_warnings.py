@@ -6,8 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import parwrap
 from parwrap.coordination import call_site
 
 TRAINING = """
@@ -114,9 +116,9 @@ def test_the_line_is_the_scripts_also_behind_torch_and_in_another_thread():
     with warnings.catch_warnings(record=True) as caught, ThreadPoolExecutor(1) as pool:
         warnings.simplefilter("always")
         module()
-        pool.submit(call_site.warn, "in a thread", FutureWarning).result()
+        pool.submit(call_site.warn, "in a thread").result()
 
-    assert [("in a hook", UserWarning, __file__), ("in a thread", FutureWarning, __file__)] == [
+    assert [("in a hook", UserWarning, __file__), ("in a thread", UserWarning, __file__)] == [
         (str(each.message), each.category, each.filename) for each in caught
     ]
 
@@ -150,3 +152,20 @@ def test_a_script_may_put_functions_of_its_own_in_place_of_those_of_warnings(rep
     source = f"{TRAINING}import logging, warnings\n{replaced}\nmodel(torch.ones(2, 4)).sum().backward()\nprint('trained')"
 
     assert (0, "trained\n") == parwrap_run("--nproc-per-node", "2", script(source))[:2]
+
+
+@pytest.mark.ranks(2)
+def test_torchscript_compiles_functions_of_torch_that_warn():
+    def script(logits, weights):
+        @torch.jit.script
+        def loss(logits, labels, weights):
+            return F.cross_entropy(logits, labels, weight=weights)
+
+        return loss(logits, torch.tensor([0, 1, 2, 0]), weights)
+
+    logits, weights = torch.arange(12.0).reshape(4, 3), torch.tensor([1.0, 2.0, 3.0])
+    with parwrap.distributed():
+        inside = script(logits, weights)
+
+    assert torch.equal(F.cross_entropy(logits, torch.tensor([0, 1, 2, 0]), weight=weights), inside)
+    assert torch.equal(script(logits, weights), inside)

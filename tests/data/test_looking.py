@@ -1,5 +1,7 @@
 """Passes that only look at data with gradients on see all of it; training passes have the share that hand-written code has."""
 
+import gc
+import itertools
 import threading
 import warnings
 from collections import Counter
@@ -11,6 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subse
 from torch.utils.data.distributed import DistributedSampler
 
 import parwrap
+from parwrap.data import unread
 from trained_on import Setup, everyones
 
 NOTE = "sums and counts equal those of one process"
@@ -312,3 +315,76 @@ def test_where_batches_are_kept_it_is_said_that_training_on_them_is_no_faster(ke
             with torch.no_grad():
                 batches = parwrap.shard(list(loader))
             assert list(range(20)) == sorted(set(everyones([n for (x,) in batches for n in x.tolist()]))), setup
+
+
+class Endless(torch.utils.data.Sampler):
+    """Draws batches of one sample without end, or so many."""
+
+    def __init__(self, batches=None):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter([number % 8] for number in (itertools.count() if self.batches is None else range(self.batches)))
+
+
+def kept_indices():
+    """How many batches of indices are kept of passes, on this rank."""
+    gc.collect()
+    return sum(len(each.drawn or ()) for each in gc.get_objects() if type(each) is unread.Recorded)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_of_an_endless_pass_that_trains_by_gradients_of_its_own_no_more_than_a_bound_is_kept(batch, monkeypatch):
+    monkeypatch.setattr(unread, "MOST_SAMPLES", 1000, raising=False)
+    with parwrap.distributed(seed=0, batch=batch), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        kept = []
+        for number, x in enumerate(DataLoader(torch.ones(8, 1), batch_sampler=Endless())):
+            for p, grad in zip(model.parameters(), torch.autograd.grad(model(x).sum(), list(model.parameters())), strict=True):
+                p.grad = grad
+            optimizer.step()
+            if number % 500 == 499:
+                kept.append(kept_indices())
+            if number == 1499:
+                break
+
+    assert max(kept) <= 1000
+    assert 0 == kept[-1]
+
+
+@pytest.mark.ranks(2)
+def test_what_a_look_has_drawn_is_not_kept_when_it_is_over():
+    with parwrap.distributed(seed=0):
+        setup, loader = Setup(), DataLoader(range(50), batch_sampler=Endless(40))
+        with looks():
+            seen, _ = drawn(loader)
+
+        assert sorted(number % 8 for number in range(40)) == sorted(seen), setup
+        assert 0 == kept_indices()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("samples", "batches"), [(8, 25), (30, 30)])
+def test_a_look_that_draws_no_more_than_the_bound_or_the_dataset_has_is_whole(samples, batches, monkeypatch):
+    monkeypatch.setattr(unread, "MOST_SAMPLES", 25, raising=False)
+    with parwrap.distributed(seed=0), looks():
+        setup = Setup()
+        seen, _ = drawn(DataLoader(range(samples), batch_sampler=Endless(batches)))
+
+    assert sorted(number % 8 for number in range(batches)) == sorted(seen), setup
+
+
+@pytest.mark.ranks(2)
+def test_a_look_that_draws_more_than_the_bound_says_that_ranks_saw_their_shares(monkeypatch):
+    monkeypatch.setattr(unread, "MOST_SAMPLES", 25, raising=False)
+    with parwrap.distributed(seed=0):
+        setup, loader = Setup(), DataLoader(range(8), batch_sampler=Endless(26))
+        with looks("each rank saw only its share of it"):
+            seen, _ = drawn(loader)
+        whole, _ = drawn(loader)
+
+    assert 13 == len(seen), setup
+    assert [number % 8 for number in range(26)] == whole

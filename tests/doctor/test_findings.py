@@ -53,7 +53,7 @@ def found(*facts, test=TESTED):
 
 def launched(*hosts, **parts):
     """The facts of one rank on each of ``hosts``."""
-    ranks = [Launch("torchrun", rank, len(hosts), 0, 1, rank) for rank in range(len(hosts))]
+    ranks = [Launch(rank, len(hosts), 0, 1, rank, "torchrun") for rank in range(len(hosts))]
     return [replace(changed(launch=launch, cores={"threads": 1}, **parts), host=host) for launch, host in zip(ranks, hosts, strict=True)]
 
 
@@ -75,14 +75,22 @@ def test_a_sound_machine_has_no_problem():
         ({"network": {"nccl": "ib,mlx"}}, "NCCL_SOCKET_IFNAME=ib,mlx fits none", "export NCCL_SOCKET_IFNAME=eth1"),
         ({"network": {"nccl": "=eth"}}, "NCCL_SOCKET_IFNAME==eth fits none", "export NCCL_SOCKET_IFNAME=eth1"),
         ({"cores": {"quota": 4.0}}, "1 rank computes with 64 threads, and its cgroup's limit is 4 cores", "OMP_NUM_THREADS=4"),
-        ({"launch": Launch("mpi", 0, 8, 0, 8)}, "8 ranks compute with 64 threads each, and the machine has 64 cores", "OMP_NUM_THREADS=8"),
+        (
+            {"launch": Launch(0, 8, 0, 8, launcher="mpi")},
+            "8 ranks compute with 64 threads each, and the machine has 64 cores",
+            "OMP_NUM_THREADS=8",
+        ),
         ({"cores": {"usable": 4}}, "1 rank computes with 64 threads, and it may use 4 of 64 cores: they", "OMP_NUM_THREADS=4"),
         (
-            {"launch": Launch("mpi", 0, 4, 0, 4), "cores": {"usable": 4, "threads": 8}},
+            {"launch": Launch(0, 4, 0, 4, launcher="mpi"), "cores": {"usable": 4, "threads": 8}},
             "each, and each may use 4 of 64",
             "OMP_NUM_THREADS=4",
         ),
-        ({"launch": Launch("mpi", 0, 4, 0, 4), "cores": {"usable": 1, "threads": 1}}, "each rank use 1 core of 64", "--cpus-per-task"),
+        (
+            {"launch": Launch(0, 4, 0, 4, launcher="mpi"), "cores": {"usable": 1, "threads": 1}},
+            "each rank use 1 core of 64",
+            "--cpus-per-task",
+        ),
         ({"device_error": "local rank 2 has no GPU to itself: 2 visible (0, 1). Start fewer."}, "local rank 2 has no GPU", "Start fewer"),
         ({"gpus": Gpus(present=True)}, "an NVIDIA GPU and no driver is loaded", "until `nvidia-smi` lists"),
         ({"gpus": Gpus(driver="550.1"), "versions": {"cuda": None}}, "torch 2.13.0 was built without CUDA", "pytorch.org"),
@@ -109,8 +117,8 @@ def test_one_thing_is_wrong(parts, problem, remedy):
         {"network": {"gloo": "eth1,lo"}},
         {"network": {"gloo": "lo", "interface": "lo", "address": "127.0.0.1"}},
         {"cores": {"quota": 4.0, "threads": 4}},
-        {"launch": Launch("mpi", 0, 8, 0, 8), "cores": {"threads": 8}},
-        {"launch": Launch("mpi", 0, 64, 0, 64), "cores": {"usable": 1, "threads": 1}},
+        {"launch": Launch(0, 8, 0, 8, launcher="mpi"), "cores": {"threads": 8}},
+        {"launch": Launch(0, 64, 0, 64, launcher="mpi"), "cores": {"usable": 1, "threads": 1}},
         {"gpus": Gpus(), "versions": {"cuda": None}, "backend": "gloo"},
     ],
 )
@@ -175,7 +183,7 @@ def test_a_problem_of_several_machines_is_said_once_and_one_of_a_machine_not_for
 
 
 def test_ranks_of_a_machine_are_counted_where_the_launcher_does_not_tell():
-    ranks = [changed(launch=Launch("mpi", rank, 2, rank, local_size=0)) for rank in range(2)]
+    ranks = [changed(launch=Launch(rank, 2, rank, 0, launcher="mpi")) for rank in range(2)]
     (finding,) = found(*ranks)
 
     assert "2 ranks compute with 64 threads each, and the machine has 64 cores: they wait for each other" == finding.problem

@@ -13,10 +13,7 @@ import pytest
 import torch
 
 from parwrap.doctor import gather as gathering
-from parwrap.doctor import gpus, network
-from parwrap.doctor.gather import gather
-from parwrap.doctor.gpus import find_gpus
-from parwrap.doctor.network import find_network
+from parwrap.doctor.gather import find_gpus, find_network, gather
 
 
 def test_this_machine():
@@ -159,7 +156,7 @@ def test_gloo_listens_where_the_name_of_the_host_leads_if_that_is_here(monkeypat
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return [(socket.AF_INET, type, 6, "", (each, 0)) for each in leads_to]
 
-    monkeypatch.setattr(network.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(gathering.socket, "getaddrinfo", getaddrinfo)
     found = find_network({})
 
     assert (leads_to, address, interface) == (found.addresses, address, interface)
@@ -180,12 +177,12 @@ def test_why_torch_has_no_gpu_is_asked_in_another_process(monkeypatch):
 
 def test_a_driver_that_hangs_or_kills_is_told(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(gpus, "PATIENCE", 0.2)
-    monkeypatch.setattr(gpus, "_tell", lambda answer: __import__("time").sleep(60))
+    monkeypatch.setattr(gathering, "PATIENCE", 0.2)
+    monkeypatch.setattr(gathering, "_tell", lambda answer: __import__("time").sleep(60))
     assert "the driver does not answer in 0.2 s" == find_gpus({}).error
 
-    monkeypatch.setattr(gpus, "PATIENCE", 30)
-    monkeypatch.setattr(gpus, "_tell", lambda answer: os._exit(7))
+    monkeypatch.setattr(gathering, "PATIENCE", 30)
+    monkeypatch.setattr(gathering, "_tell", lambda answer: os._exit(7))
     assert "the process that started CUDA ended with exit code 7" == find_gpus({}).error
 
 
@@ -194,8 +191,8 @@ def test_the_topology_is_nvidias_without_its_legend(monkeypatch, tmp_path):
     tool.write_text("#!/bin/sh\nprintf '\\t\\033[4mGPU0\\tGPU1\\033[0m\\nGPU0\\t X \\tSYS\\n\\nLegend:\\n\\n  X = Self\\n'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert "\tGPU0\tGPU1\nGPU0\t X \tSYS" == gpus._topology()
+    assert "\tGPU0\tGPU1\nGPU0\t X \tSYS" == gathering._topology()
 
     tool.write_text("#!/bin/sh\nexit 9\n")
     assert subprocess.run(["nvidia-smi"]).returncode == 9
-    assert gpus._topology() is None
+    assert gathering._topology() is None

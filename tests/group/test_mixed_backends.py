@@ -14,7 +14,6 @@ import parwrap
 from parwrap.group import group as groups
 from parwrap.group.device import uses_nccl
 from parwrap.strategies.common import reducer
-from parwrap.strategies.ddp import sparse_gradients
 
 MIXED = "cpu:gloo,cuda:gloo"
 
@@ -107,19 +106,17 @@ def words_trained(model, forward):
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("compress", [None, "bf16"])
 @pytest.mark.ranks(2)
-def test_sparse_gradients_are_averaged_by_way_of_the_cpu_where_nccl_cannot_send_them(compress, monkeypatch):
+def test_sparse_gradients_are_averaged_by_way_of_the_cpu_where_nccl_cannot_send_them(monkeypatch):
     def plain():
         torch.manual_seed(0)
         model = Words()
         return words_trained(model, model)
 
-    expected = parwrap.distributed(compress=compress)(plain)()
+    expected = parwrap.distributed(plain)()
     used = []
-    for module in (sparse_gradients, reducer):
-        monkeypatch.setattr(module, "uses_nccl", lambda: used.append(True) or True)
-    actual = parwrap.distributed(compress=compress)(plain)()
+    monkeypatch.setattr(reducer, "uses_nccl", lambda: used.append(True) or True)
+    actual = parwrap.distributed(plain)()
 
     assert used
     assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
@@ -130,8 +127,7 @@ def test_the_same_is_what_hand_written_ddp_gives(monkeypatch):
     torch.manual_seed(0)
     model = Words()
     expected = words_trained(model, DistributedDataParallel(model))
-    for module in (sparse_gradients, reducer):
-        monkeypatch.setattr(module, "uses_nccl", lambda: True)
+    monkeypatch.setattr(reducer, "uses_nccl", lambda: True)
 
     @parwrap.distributed
     def plain():

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import parwrap
-from parwrap.inline.fork_state import ForkState
+from parwrap.inline.forking import ForkState
 
 SEEN = {}
 

@@ -96,7 +96,7 @@ def test_other_parameters(name, method, shown, declared):
         ("step", lambda self, optimizer, again=False: None),
         ("speak", lambda self, say, file, force: None),
         ("speak", lambda self, say, **kwargs: None),
-        ("open", lambda self, original, file, mode="r", buffering=-1: None),
+        ("open_descriptor", lambda self, original, path, flags, mode=0o777, **kwargs: 0),
     ],
 )
 def test_parameters_that_take_the_same(name, method):

@@ -1,6 +1,8 @@
 """What is drawn rarely is the same on every rank, and what is drawn for every step differs, in loops without a loader."""
 
 import random
+import statistics
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 from parwrap.group.group import alone
+from parwrap.intercept.table import intercepting
+from parwrap.loop.loop_state import Loop
+from parwrap.loop.random_streams import RandomStreams
+from parwrap.loop.step_draws import StepDraws
 
 on_two_and_three_ranks = pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
 
@@ -248,3 +254,43 @@ def test_a_loop_by_hand_draws_what_a_single_process_draws_if_nothing_is_drawn_fo
         expected = train()
 
     assert [expected] * 2 == by_rank(train)
+
+
+def deep(levels, function):
+    """What ``function`` returns so many calls further down."""
+    return deep(levels - 1, function) if levels else function()
+
+
+def time_of_draws():
+    begun = time.thread_time()
+    for _ in range(200):
+        random.random()
+    return time.thread_time() - begun
+
+
+@pytest.fixture
+def step_draws():
+    """As after a backward by hand; gives the loop too."""
+    loop = Loop()
+    loop.ran_backward()
+    draws = StepDraws(loop, RandomStreams(rank=1))
+    with intercepting([draws]):
+        yield draws, loop
+
+
+def test_a_draw_that_is_no_data_costs_no_more_where_the_stack_is_deep(step_draws):
+    deep(500, time_of_draws)
+    ratios = [deep(500, time_of_draws) / time_of_draws() for _ in range(21)]
+
+    assert statistics.median(ratios) < 3
+
+
+def test_what_is_kept_of_draws_does_not_grow_where_no_optimizer_takes_a_step(step_draws):
+    draws, loop = step_draws
+    sizes = []
+    for _ in range(1000):
+        random.random()
+        loop.ran_backward()
+        sizes.append(sum(len(each) for each in vars(draws).values() if isinstance(each, (list, set, dict))))
+
+    assert sizes[10] == sizes[-1]

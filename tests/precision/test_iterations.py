@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from parwrap.precision.iterations import Iterations
+from parwrap.precision.loss_scale import Iterations
 
 
 def ends(steps, known=""):

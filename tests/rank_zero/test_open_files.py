@@ -3,6 +3,7 @@ import io
 
 import pytest
 
+from parwrap.intercept.disk import Opening
 from parwrap.rank_zero.open_files import is_valid, opened
 
 MODES = ["w", "wb", "a", "ab", "x", "xb", "w+", "w+b", "a+", "r+", "r+b", "rb+", "wt"]
@@ -10,7 +11,7 @@ MODES = ["w", "wb", "a", "ab", "x", "xb", "w+", "w+b", "a+", "r+", "r+b", "rb+",
 
 def open_watched(path, mode, buffering=-1, encoding=None, errors=None, newline=None, name=None):
     told = []
-    return opened(path, name or path, lambda: told.append(True), mode, buffering, encoding, errors, newline), told
+    return opened(Opening(open, name or path, mode, buffering, encoding, errors, newline), path, lambda: told.append(True)), told
 
 
 @pytest.mark.parametrize("buffering", [-1, 0, 1, 64])
@@ -39,7 +40,7 @@ def test_the_file_is_of_the_same_kind_as_opens(mode, buffering, tmp_path):
 @pytest.mark.parametrize("mode", ["w", "wb"])
 def test_it_tells_once_when_it_is_closed_and_all_is_written(mode, end, tmp_path):
     path, told = tmp_path / "a", []
-    file = opened(path, path, lambda: told.append(path.read_bytes()), mode, -1, None, None, None)
+    file = opened(Opening(open, path, mode), path, lambda: told.append(path.read_bytes()))
     file.write("text" if mode == "w" else b"text")
     assert not told
     end(file)
@@ -61,11 +62,11 @@ def test_lines_and_encodings_are_written_as_asked(tmp_path):
 def test_a_file_that_cannot_be_opened_tells_nothing(tmp_path):
     told = []
     with pytest.raises(FileNotFoundError):
-        opened(tmp_path / "none" / "a", "a", lambda: told.append(True), "w", -1, None, None, None)
+        opened(Opening(open, "a", "w"), tmp_path / "none" / "a", lambda: told.append(True))
     with pytest.raises(LookupError):
-        opened(tmp_path / "a", "a", lambda: told.append(True), "w", -1, "no such encoding", None, None)
+        opened(Opening(open, "a", "w", encoding="no such encoding"), tmp_path / "a", lambda: told.append(True))
     with pytest.raises(ValueError, match="unbuffered text"):
-        opened(tmp_path / "a", "a", lambda: told.append(True), "w", 0, None, None, None)
+        opened(Opening(open, "a", "w", buffering=0), tmp_path / "a", lambda: told.append(True))
     gc.collect()
 
     assert not told
@@ -83,4 +84,4 @@ def test_what_is_valid_is_what_open_takes(mode, encoding, tmp_path):
     except ValueError:
         taken = False
 
-    assert taken == is_valid(mode, encoding, None, None)
+    assert taken == is_valid(Opening(open, path, mode, encoding=encoding))

@@ -245,3 +245,46 @@ def test_the_example_is_trained_and_saved_as_its_page_says(tmp_path):
     weights = torch.load(tmp_path / "decoder.pt")
     assert 103575 == sum(p.numel() for p in weights.values())
     assert {torch.Tensor} == {type(p) for p in weights.values()}
+
+
+def loose(kind, strategy):
+    """Values of parameters in no module after steps by gradients of ``kind``."""
+
+    def loss(weight, bias, x):
+        return (x @ weight + bias - 2 * x.sum(1)).square().mean()
+
+    def train():
+        weight, bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(()))
+        optimizer = torch.optim.SGD([weight, bias], lr=0.1)
+        for step in range(9):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + parwrap.rank()))
+            optimizer.zero_grad()
+            if kind == "torch.autograd.grad":
+                weight.grad, bias.grad = torch.autograd.grad(loss(weight, bias, x), [weight, bias])
+            elif kind == "torch.func.grad":
+                weight.grad, bias.grad = torch.func.grad(loss, argnums=(0, 1))(weight.detach(), bias.detach(), x)
+            else:
+                loss(weight, bias, x).backward()
+            if kind != "backward without clipping":
+                nn.utils.clip_grad_norm_([weight, bias], 0.5)
+            optimizer.step()
+        return [*weight.tolist(), bias.item()]
+
+    return parwrap.distributed(strategy=strategy)(train)()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["torch.autograd.grad", "torch.func.grad"])
+def test_gradients_by_hand_of_what_is_not_sharded_are_averaged(kind):
+    expected = loose("backward", "ddp")
+
+    with pytest.warns(UserWarning, match=r"come from no backward\(\)"):
+        actual = loose(kind, "fsdp")
+
+    assert pytest.approx(expected, abs=1e-6) == actual
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_gradients_of_backwards_of_what_is_not_sharded_are_averaged_once():
+    assert pytest.approx(loose("backward", "ddp"), abs=1e-6) == loose("backward", "fsdp")

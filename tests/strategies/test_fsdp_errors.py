@@ -170,3 +170,43 @@ def test_a_model_of_the_caller_stays_as_it_was_when_its_ranks_fail():
 def test_options_without_a_meaning_are_refused(options, text):
     with pytest.raises(UsageError, match=text):
         parwrap.distributed(**{"strategy": "fsdp", **options})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("before", [0, 2])
+def test_steps_by_gradients_of_sharded_parameters_that_no_backward_made_are_refused(before):
+    @parwrap.distributed(strategy="fsdp")
+    def train():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(before):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, parwrap.rank())
+        optimizer.step()
+
+    with pytest.raises(UsageError, match=r"_errors.py:\d+ steps by come from no backward\(\), .*: call loss.backward\(\)"):
+        train()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_a_backward_may_be_replaced_and_used_twice():
+    @parwrap.distributed(strategy="fsdp")
+    def train():
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2) + parwrap.rank()).sum().backward()
+            for p in model.parameters():
+                p.grad = p.grad / 2
+            optimizer.step()
+            optimizer.step()
+        return model.state_dict()["bias"].tolist()
+
+    torch.manual_seed(0)
+
+    assert pytest.approx((nn.Linear(2, 2).bias - 0.3).tolist()) == train()

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import sys
+import warnings
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import buffered
 import parwrap
+from parwrap.strategies.common import training_buffers
 from parwrap.strategies.common.training_buffers import TrainingBuffers
 from parwrap.strategies.ddp.gradient_averager import GradientAverager
 
@@ -454,3 +457,103 @@ def test_a_buffer_that_is_a_transpose_is_rank_zeros():
             optimizer.step()
 
             assert same_on_all(model.kept)
+
+
+def searches(train):
+    """How often all objects are searched for modules while ``train`` runs."""
+    searched = []
+    search = gc.get_objects
+    with pytest.MonkeyPatch.context() as patched, parwrap.distributed():
+        patched.setattr(training_buffers.gc, "get_objects", lambda: searched.append(sys._getframe(1).f_code.co_filename) or search())
+        train()
+    return searched.count(training_buffers.__file__)
+
+
+def drops_layers():
+    model = nn.ModuleList([nn.Linear(4, 4) for _ in range(6)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(24):
+        x = torch.ones(2, 4)
+        for number, layer in enumerate(model):
+            x = layer(x) if not number or step >> number & 1 else x
+        optimizer.zero_grad()
+        x.sum().backward()
+        optimizer.step()
+
+
+def two_in_turn():
+    models = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for _ in range(6):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+
+def updates_leaf_tensors():
+    weight = torch.ones(4, requires_grad=True)
+    for _ in range(12):
+        (weight * parwrap.rank()).sum().backward()
+        weight = (weight - 0.1 * weight.grad).detach().requires_grad_()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("train", "number"), [(drops_layers, 1), (two_in_turn, 1), (updates_leaf_tensors, 1)])
+def test_modules_are_searched_for_once_however_many_sets_of_parameters_are_averaged(train, number):
+    torch.manual_seed(0)
+
+    assert number == searches(train)
+
+
+@pytest.mark.ranks(2)
+def test_modules_are_searched_for_again_for_another_optimizer_over_the_same_parameters():
+    class Around(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.normalizer = model, buffered.Normalizer()
+
+        def forward(self, x):
+            return self.model(self.normalizer(x)).sum()
+
+    def train(model, optimizer):
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(4, 4) + parwrap.rank()).sum().backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    with parwrap.distributed():
+        inner = nn.Linear(4, 1)
+        train(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+        model = Around(inner)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        assert 1 == len({tuple(each) for each in parwrap.gather(model.normalizer.mean.tolist())})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("has_parameters", [False, True])
+@pytest.mark.parametrize("backwards", [0, 2])
+def test_buffers_that_are_trained_without_a_backward_are_the_same_once_they_are_evaluated(has_parameters, backwards):
+    """As where a codebook is initialized by passes over the data, or ``update_bn`` is written by hand, with gradients on."""
+    torch.manual_seed(0)
+    with parwrap.distributed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = buffered.Normalized() if has_parameters else buffered.Normalizer()
+        normalizer = model.normalizer if has_parameters else model
+        head = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+        for _ in range(backwards):
+            head(torch.randn(4, 4)).sum().backward()
+            optimizer.step()
+        parts = nn.ModuleList([model, head])
+        parts.eval()
+        parts.train()
+        for (x,) in buffered.loader(shuffle=True):
+            model(x)
+        before = parwrap.gather(normalizer.mean.tolist())
+        parts.eval() if has_parameters else model.eval()
+
+        assert [before[0]] * 2 == parwrap.gather(normalizer.mean.tolist())
+        assert before[0] != before[1]

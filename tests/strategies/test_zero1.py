@@ -225,3 +225,28 @@ def test_weights_that_differ_in_the_end_are_rank_zeros_with_a_warning():
 
     assert torch.equal(*weights)
     assert 4 == len(optimizer.state)
+
+
+@pytest.mark.ranks(2)
+def test_hooks_of_the_script_after_a_step_see_the_weights_of_all_ranks():
+    averaged = {}
+    for strategy in ("ddp", "zero1"):
+        with parwrap.distributed(strategy=strategy, seed=3):
+            torch.manual_seed(0)
+            model = model_of()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            average = [p.detach().clone() for p in model.parameters()]
+
+            def follow(*_, model=model, average=average):
+                for mean, p in zip(average, model.parameters(), strict=True):
+                    mean.lerp_(p.detach(), 0.5)
+
+            optimizer.register_step_post_hook(follow)
+            for x, y in DataLoader(DATA, batch_size=2):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+        averaged[strategy] = average
+        assert 1 == len(optimizer._optimizer_step_post_hooks)
+
+    assert all(torch.equal(one, other) for one, other in zip(averaged["ddp"], averaged["zero1"], strict=True))

@@ -22,7 +22,7 @@ OTHERS_NAMES = {
     "data/iterables.py": {"_distributed", "_epoch"},  # Hugging Face datasets
     "data/lengths/padding.py": {"_fields"},
     "data/lengths/trimming.py": {"_fields"},
-    "inline/fork_state.py": {"_pytest"},
+    "inline/forking.py": {"_pytest"},
     "inline/launching.py": {"_popen"},  # multiprocessing
     "inline/object_changes.py": {"_pytest"},
     "intercept/dali.py": {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parwrap.group.collectives import all_reduced
+from parwrap.group.collectives import sums_of
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
@@ -38,11 +38,11 @@ class InStep(Interceptor):
 
     def __init__(self, group: Group, loop: Loop) -> None:
         self._group, self._loop = group, loop
-        self._synced: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._synced: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._values: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         group.coordinator.answer(EVALUATION, lambda detail, present: self._take_buffers([], present))
         for kind in (METRIC, CLOSURE):
-            group.coordinator.answer(kind, lambda detail, present: self._weighted_sum(0.0, weight=0.0))
+            group.coordinator.answer(kind, lambda detail, present: sums_of([0.0, 0.0], group))
 
     @intercepts
     def metric(self, metric: Any) -> Any:
@@ -65,29 +65,30 @@ class InStep(Interceptor):
 
     @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        """When a root is set to eval after training, its buffers become rank 0's, as in DDP (BatchNorm's statistics)."""
+        """When a root is set to eval after ranks have read shares, its buffers become rank 0's, as in DDP (BatchNorm's statistics)."""
         if training or is_alone():
             return
         modules = self._loop.evaluated_with(module)
-        if any(self._synced.get(each, 0) != self._loop.backwards for each in modules):
+        if any(self._synced.get(each, (0, 0)) != self._seen() for each in modules):
             self._take_buffers(modules, self._group.synchronize(EVALUATION))
         elif any(module is stranger for stranger in self._loop.strangers().values()):
             self.evaluation_begins()
 
     def evaluation_begins(self) -> None:
         """The script begins to evaluate: models outside all optimizers, such as moving averages, get rank 0's buffers too."""
-        if is_alone() or not self._loop.backwards or self._loop.parts:
+        if is_alone() or self._seen() == (0, 0) or self._loop.parts:
             return
         if any(self._values.get(module, 0) != _values(module) for module in self._loop.strangers().values()):
             self._take_buffers([], self._group.synchronize(EVALUATION))
 
+    def _seen(self) -> tuple[int, int]:
+        """What may have made buffers differ by rank so far: backwards, and passes over shares, which a loop may read without training."""
+        return self._loop.backwards, self._loop.begun
+
     def _mean(self, kind: str, weighted: float, weight: float = 1.0) -> float:
         self._group.synchronize(kind)
-        total, weights = self._weighted_sum(weighted, weight)
+        total, weights = sums_of([weighted, weight], self._group)
         return total / weights
-
-    def _weighted_sum(self, value: float, weight: float) -> list[float]:
-        return all_reduced([torch.tensor([value, weight], dtype=torch.float64)], self._group)[0].tolist()
 
     @torch.no_grad()
     def _take_buffers(self, modules: list[nn.Module], present: list[int]) -> None:
@@ -112,7 +113,7 @@ class InStep(Interceptor):
             if buffer is not None and (buffer.shape, buffer.dtype) == (values.shape, values.dtype) and self._group.world.rank != source:
                 buffer.data.copy_(values)  # .data: not a change by the script, which would be sent after the next backward
         for module in modules:
-            self._synced[module] = self._loop.backwards
+            self._synced[module] = self._seen()
         for module in strangers.values():
             self._values[module] = _values(module)
 

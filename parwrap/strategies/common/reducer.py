@@ -47,7 +47,7 @@ class Reducer(DistributedDataParallel):
         super().__init__(_Holder(parameters, sparse), init_sync=False, **options)
         if compressed is not None:
             self.register_comm_hook(None, compressed(signal).send)
-        elif sparse and uses_nccl():
+        elif len(sparse) > 1 or (sparse and uses_nccl()):
             self.register_comm_hook(None, resolve_name("parwrap.strategies.ddp.sparse_gradients:send"))
 
 

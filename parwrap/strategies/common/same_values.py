@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from parwrap.group.collectives import all_reduced
+from parwrap.group.collectives import sums_of
 from parwrap.group.group import Group
 from parwrap.strategies.common.agreement import is_stand_in
 
@@ -37,7 +37,7 @@ def take_values(different: Sequence[torch.Tensor], source: int, group: Group) ->
         dist.broadcast(values, source)
         apart |= not (is_stand_in(p) or _is_rounding(mine, values))
         p.data.copy_(values)  # .data: the graph of the running step has saved these tensors, and must not find them changed
-    return bool(all_reduced([torch.tensor(float(apart), dtype=torch.float64)], group)[0].item())
+    return bool(sums_of([apart], group)[0])
 
 
 def _is_rounding(mine: torch.Tensor, others: torch.Tensor) -> bool:

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from parwrap.group.collectives import CPU
+from parwrap.group.collectives import home
 from parwrap.group.group import Group
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.reducer import Reducer
+from parwrap.torch_private.modules import is_initialized
 
-__all__ = ["alive", "optimizers_and_schedulers", "take_state", "tensors_by_name"]
+__all__ = ["optimizers_and_schedulers", "outermost_modules", "take_state", "tensors_by_name"]
 
 
 @torch.inference_mode(False)
@@ -79,9 +80,11 @@ class _TensorDescription(NamedTuple):
 
 def _broadcast(group: Group, tensor: torch.Tensor | None, received: _TensorDescription, source: int) -> torch.Tensor:
     """The values of ``tensor``, which is given on rank ``source``."""
-    home = group.device if group.backend == "nccl" else CPU
+    where = home(group)
     values = (
-        torch.empty(received.shape, dtype=received.dtype, device=home) if tensor is None else tensor.detach().to_dense().to(home, copy=True)
+        torch.empty(received.shape, dtype=received.dtype, device=where)
+        if tensor is None
+        else tensor.detach().to_dense().to(where, copy=True)
     )
     dist.broadcast(values, source)
     return values
@@ -94,12 +97,10 @@ def tensors_by_name(loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor]
     """
     owned = loop.once_owned()
     number_of = {id(p): number for number, p in owned.items()}
-    modules = alive(nn.Module)
-    inner = {id(child) for module in modules for child in module.children()}
     tensors: dict[Any, torch.Tensor] = {}
-    for module in modules:
+    for module in outermost_modules():
         known = [(number_of[id(p)], path) for path, p in module.named_parameters() if id(p) in number_of]
-        if known and id(module) not in inner and not isinstance(module, Reducer):
+        if known and not isinstance(module, Reducer):
             for path, tensor in (*module.named_parameters(), *module.named_buffers()):
                 tensors["model", min(known), path] = tensor
     tensors |= {("owned", number): p for number, p in owned.items()}
@@ -109,7 +110,7 @@ def tensors_by_name(loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor]
 def optimizers_and_schedulers(loop: Loop) -> dict[Any, Any]:
     """The live ones, by the number of the optimizer; schedulers also by their age among those of their optimizer."""
     found: dict[Any, Any] = {}
-    schedulers = alive(LRScheduler)
+    schedulers = _alive(LRScheduler)
     for number, optimizer in loop.numbered_optimizers():
         found[number] = optimizer
         own = [scheduler for scheduler in schedulers if getattr(scheduler, "optimizer", None) is optimizer]
@@ -117,7 +118,14 @@ def optimizers_and_schedulers(loop: Loop) -> dict[Any, Any]:
     return found
 
 
-def alive(kind: type) -> list[Any]:
+def outermost_modules() -> list[nn.Module]:
+    """Every live module that is in no other, the oldest first, except half-built ones."""
+    modules = [module for module in _alive(nn.Module) if is_initialized(module)]
+    inner = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inner]
+
+
+def _alive(kind: type) -> list[Any]:
     """Every live object of a class, the oldest first."""
     gc.collect()  # leaves all live objects in one list, the oldest first
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,11 @@ from torch.nn.parameter import is_lazy
 from parwrap.coordination.call_site import worth_a_look
 from parwrap.group.collectives import CPU
 from parwrap.group.group import Group
-from parwrap.torch_private.modules import NormBase, is_initialized, registered_buffers
+from parwrap.loop.loop_state import Loop
+from parwrap.torch_private.modules import NormBase, is_initialized, registered_buffers, registered_parameters
 from parwrap.torch_private.tensors import version_of
 
-__all__ = ["SENT", "TrainingBuffers", "fingerprint", "send"]
+__all__ = ["SENT", "OuterModules", "TrainingBuffers", "fingerprint", "send"]
 
 SENT = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 """Dtypes that collectives support."""
@@ -77,21 +78,60 @@ class _Buffer:
         self.version = -1 if self.seen is None else _version(self.seen)
 
 
+class OuterModules:
+    """The outermost modules around parameters.
+
+    They are found among all living objects, which takes tenths of a second where there are a million. So these are searched when there
+    is a parameter that was not there before, or another optimizer, and not for each set of parameters that is averaged.
+
+    Args:
+        loop: what the training loop has done so far.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._generation = -1
+        self._outermost: list[weakref.ref[nn.Module]] = []
+        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def around(self, parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
+        """Those that hold one of ``parameters``."""
+        held = [p for p in parameters if isinstance(p, nn.Parameter)]
+        if self._generation != self._loop.generation or any(self._is_new(p) for p in held):
+            self._search(held)
+        ids = {id(p) for p in held}
+        outermost = (module for ref in self._outermost if (module := ref()) is not None)
+        return [module for module in outermost if any(id(p) in ids for p in module.parameters())]
+
+    def _is_new(self, parameter: torch.Tensor) -> bool:
+        seen = self._seen.get(id(parameter))
+        return seen is None or seen() is not parameter
+
+    def _search(self, parameters: list[nn.Parameter]) -> None:
+        self._generation = self._loop.generation
+        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and is_initialized(thing)]
+        inner = {id(child) for module in modules for child in module.children()}
+        self._outermost = [weakref.ref(module) for module in modules if id(module) not in inner]
+        of_modules = (p for module in modules for p in registered_parameters(module).values() if p is not None)
+        self._seen = {id(p): weakref.ref(p) for p in (*parameters, *of_modules)}
+
+
 class TrainingBuffers:
     """The buffers of the models around ``parameters``, except BatchNorm's.
 
     Args:
         group: the ranks.
         parameters: the parameters whose gradients are averaged together, in the same order on all ranks.
+        models: the outermost modules around them.
 
     Attributes:
         known: whether this rank or rank 0 has any.
     """
 
-    def __init__(self, group: Group, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, group: Group, parameters: Sequence[torch.Tensor], models: Iterable[nn.Module]) -> None:
         self._group = group
         self._places = {id(p): place for place, p in reversed(list(enumerate(parameters)))}
-        self._models = [weakref.ref(model) for model in _models_of(self._places)]
+        self._models = [weakref.ref(model) for model in models]
         self._buffers: dict[Name, _Buffer] = {}
         self._agreed: dict[Name, Kind] | None = None
         self._looks = self._taken = 0
@@ -249,10 +289,3 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 def _kind(tensor: torch.Tensor | None) -> Kind | None:
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-
-
-def _models_of(ids: Mapping[int, Any]) -> Iterator[nn.Module]:
-    """The outermost modules that hold one of the parameters with these ``ids``."""
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and is_initialized(thing)]
-    inner = {id(child) for module in modules for child in module.children()}
-    return (module for module in modules if id(module) not in inner and any(id(p) in ids for p in module.parameters()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from parwrap.coordination.call_site import call_site, location, warn
-from parwrap.group.collectives import all_reduced
+from parwrap.group.collectives import all_reduced, sums_of
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.criterion import Criterion
 from parwrap.intercept.interceptor import Interceptor, intercepts
@@ -18,9 +18,11 @@ from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.autograd_graph import leading_sizes
 from parwrap.torch_private.modes import is_transformed
 
-__all__ = ["WeightedMeans"]
+__all__ = ["Counts", "WeightedMeans"]
 
 DIVISOR = "a cross entropy that is weighted or ignores targets"
+
+COUNT = "parwrap.mean_over_ranks"
 
 JUDGED = "the first cross entropy of its line"
 
@@ -100,3 +102,28 @@ class WeightedMeans(Interceptor):
 
     def _total(self, divisor: torch.Tensor) -> torch.Tensor:
         return all_reduced([divisor.to(torch.float32)], self._group)[0]
+
+
+class Counts:
+    """Sums of what the ranks count, such as tokens, at points where a rank that has left the loop counts nothing.
+
+    Args:
+        group: the process group.
+        loop: knows the weight of this rank's part of the running batch.
+    """
+
+    def __init__(self, group: Group, loop: Loop) -> None:
+        self._group, self._loop = group, loop
+        group.coordinator.answer(COUNT, lambda detail, present: sums_of([0.0, 0.0], group))
+
+    def mean_factor(self, count: float, loss_sum: torch.Tensor) -> tuple[float, float]:
+        """Factor that makes the average of the ranks' loss sums the global mean, and the total count.
+
+        Args:
+            count: the number of tokens or samples in the sum.
+            loss_sum: the sum of their losses.
+        """
+        self._group.synchronize(COUNT)
+        weight = self._loop.weights.upcoming(lambda: leading_sizes([loss_sum])).weight
+        total, weights = sums_of([count if weight else 0.0, weight], self._group)
+        return (weights / (total * weight) if total and weight else 0.0), total

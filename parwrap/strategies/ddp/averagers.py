@@ -18,6 +18,7 @@ from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.agreement import Described, SiteReport, alike, checksums, differing, is_stand_in
 from parwrap.strategies.common.same_values import BUILT_APART, take_values
 from parwrap.strategies.common.state_transfer import take_state
+from parwrap.strategies.common.training_buffers import OuterModules
 from parwrap.strategies.ddp.following import Following
 from parwrap.strategies.ddp.gradient_averager import GradientAverager
 from parwrap.strategies.ddp.unaveraged import Unaveraged
@@ -52,6 +53,7 @@ class AveragerRegistry:
         self._all: dict[int, GradientAverager] = {}
         self._shared: dict[int, Any] = {}
         self._built = 0
+        self._modules = OuterModules(loop)
         self.following = Following(group, loop, self.take_state)
 
     def get(self, number: int) -> GradientAverager | None:
@@ -139,7 +141,16 @@ class AveragerRegistry:
         if shared is not None:
             return self._all[shared]
         self._built += 1
-        self._all[self._built] = GradientAverager(self._group, self._built, parameters, sparse, varies, **self._options())
+        self._all[self._built] = GradientAverager(
+            self._group,
+            self._built,
+            parameters,
+            sparse,
+            varies,
+            self._modules.around(parameters),
+            self._loop.tensors_of_one_batch,
+            **self._options(),
+        )
         if which is not None:
             self._shared[self._built] = which
         return self._all[self._built]

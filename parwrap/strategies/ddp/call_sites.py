@@ -6,6 +6,7 @@ builds and shares the averagers of agreed sets.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -103,13 +104,19 @@ class CallSites(dict[tuple, CallSite]):
         leaves = {id(leaf): leaf for leaf in (*reached(call.roots), *call.existing_grads)}
         sparse = sparsely_used(call.roots) | {id(p) for p in call.existing_grads if p.grad is not None and p.grad.is_sparse}
 
+        inputs = self._inputs(leaves.values())
+
         def is_parameter(leaf: torch.Tensor) -> bool:
-            return isinstance(leaf, nn.Parameter) or id(leaf) in number_of
+            return id(leaf) in number_of or (isinstance(leaf, nn.Parameter) and id(leaf) not in inputs)
 
         mine = {id(p): p for p in (*known, *reversed(leaves.values())) if is_parameter(p) and p.requires_grad}
         numbered = [p for key, p in mine.items() if key in number_of]
         others = [p for key, p in mine.items() if key not in number_of]
-        bare = [leaf for leaf in reversed(leaves.values()) if not is_parameter(leaf) and (afresh or id(leaf) in site.bare)]
+        bare = [
+            leaf
+            for leaf in reversed(leaves.values())
+            if not (is_parameter(leaf) or id(leaf) in inputs) and (afresh or id(leaf) in site.bare)
+        ]
         remade = not (afresh or mine or bare) and bool(site.bare)
         if remade:
             bare = list(reversed(leaves.values()))
@@ -137,6 +144,18 @@ class CallSites(dict[tuple, CallSite]):
         site.remakes = remade and bool(site.bare)
         site.sync_point = SyncPoint(BACKWARD, place, site.averager.number) if site.averager else None
         site.frozen = tuple(p for p in self._loop.owned().values() if not p.requires_grad)
+
+    def _inputs(self, leaves: Iterable[torch.Tensor]) -> set[int]:
+        """The ids of ``leaves`` that each rank makes for its part of a batch, such as latents or an attack on the input.
+
+        They may be the same on all ranks at first, as zeros are. Those of an optimizer of one batch count, and beside another optimizer
+        those with a row for each sample.
+        """
+        inputs = self._loop.tensors_of_one_batch()
+        if self._loop.passes_in_for and any(True for _ in self._loop.optimizers()):
+            bare = (leaf for leaf in leaves if not isinstance(leaf, nn.Parameter))
+            inputs |= {id(leaf) for leaf in bare if self._loop.has_row_for_each_sample(leaf)}
+        return inputs
 
     @torch.inference_mode(False)
     def answer_agreement(self, detail: int, present: list[int]) -> None:

@@ -69,6 +69,8 @@ class GradientAverager:
         parameters: the leaf tensors, in the order in which the forward uses them; the same on every rank.
         sparse: the ids of those that get sparse gradients.
         varies: whether some backwards reach only part of the parameters.
+        models: the outermost modules around the parameters.
+        of_one_batch: gives the ids of tensors that each rank trains by itself.
         options: for the ``Reducer``, such as ``bucket_cap_mb``.
 
     Attributes:
@@ -87,8 +89,11 @@ class GradientAverager:
         parameters: Sequence[torch.Tensor],
         sparse: frozenset[int],
         varies: bool,
+        models: Iterable[nn.Module] = (),
+        of_one_batch: Callable[[], Collection[int]] = frozenset,
         **options: Any,
     ) -> None:
+        self._of_one_batch = of_one_batch
         self.missed = self._without = NONE
         self.is_stale = self.at_once = self.buffers_move = self._has_news = False
         self.error: Exception | None = None
@@ -109,7 +114,7 @@ class GradientAverager:
         self._root = _in_new_thread(self._signal.sum)
         dense = [p for p in self.parameters if id(p) not in sparse]
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *dense]
-        self.buffers = TrainingBuffers(group, self.parameters)
+        self.buffers = TrainingBuffers(group, self.parameters, models)
         self._reducer = Reducer(ordered, sparse, self._signal, **options)
 
     def note_buffers(self) -> None:
@@ -225,8 +230,10 @@ class GradientAverager:
         self._has_news = True
 
     def others(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters among ``leaves`` that are not in the set."""
-        return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in self.ids]
+        """The parameters among ``leaves`` that are not in the set, though ranks share them."""
+        outside = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in self.ids]
+        of_one_batch = self._of_one_batch() if outside else ()
+        return [leaf for leaf in outside if id(leaf) not in of_one_batch]
 
     def drop(self, unused: Collection[int]) -> None:
         """Drop the gradients of parameters that no rank has used, as in a single process; ``unused`` are positions."""

@@ -17,7 +17,7 @@ import torch
 
 from parwrap.coordination.call_site import location, warn, worth_a_look
 from parwrap.errors import RankMismatchError
-from parwrap.group.collectives import all_reduced
+from parwrap.group.collectives import all_reduced, sums_of
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.clipping import Clip
 from parwrap.intercept.interceptor import Interceptor, intercepts
@@ -48,13 +48,14 @@ class Unaveraged(Interceptor):
     Args:
         group: the ranks.
         loop: what the training loop has done so far.
+        leaves_out: whether the gradient of a parameter is no business of this one.
 
     Attributes:
         noted: the gradients that are the same on all ranks.
     """
 
-    def __init__(self, group: Group, loop: Loop) -> None:
-        self._group, self._loop = group, loop
+    def __init__(self, group: Group, loop: Loop, leaves_out: Callable[[torch.Tensor], bool] | None = None) -> None:
+        self._group, self._loop, self._leaves_out = group, loop, leaves_out
         self.noted: Noted = {}
         self._generation = -1
         self._visits: Counter[int] = Counter()
@@ -94,7 +95,7 @@ class Unaveraged(Interceptor):
     @intercepts
     def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` is about to step."""
-        self._average(parameters_of(optimizer))
+        self._average_of(optimizer)
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -103,7 +104,7 @@ class Unaveraged(Interceptor):
         def then_average() -> Any:
             loss = closure()
             for optimizer in stepping()[:1]:
-                self._average(parameters_of(optimizer))
+                self._average_of(optimizer)
             return loss
 
         return then_average
@@ -121,8 +122,12 @@ class Unaveraged(Interceptor):
     def use_scaler(self, call: ScalerCall) -> Any:
         """A script's own scaler checks gradients for non-finite values, which all ranks must see."""
         if call.optimizer is not None:
-            self._average(parameters_of(call.optimizer))
+            self._average_of(call.optimizer)
         return call.run()
+
+    def _average_of(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._loop.is_of_one_batch(optimizer):
+            self._average(parameters_of(optimizer))
 
     def _average(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average the gradients of ``parameters`` unless an averaged backward has made them.
@@ -130,6 +135,8 @@ class Unaveraged(Interceptor):
         Raises:
             RankMismatchError: other ranks use other gradients, or continue without any.
         """
+        if self._leaves_out:
+            parameters = [p for p in parameters if not self._leaves_out(p)]
         changes = self._changes(parameters)
         if not changes or is_alone() or self._paused or self._group.coordinator.waits_for:  # it steps with the others when it answers them
             return
@@ -205,7 +212,7 @@ class Unaveraged(Interceptor):
         factor = weight * self._loop.loss_factor
         half, rest = divmod(zlib.crc32(repr(kinds).encode()), 1 << 16)  # sums of halves and of their squares are exact
         facts = [half, rest, half**2, rest**2, counts, weight, float(counts > 0 and (weight, factor) != (1.0, 1.0))]
-        *sums, present, weights, weighed = self._sum(facts)
+        *sums, present, weights, weighed = sums_of(facts, self._group)
         if any(total**2 != squares * size for total, squares in zip(sums[:2], sums[2:], strict=True)):
             raise RankMismatchError(
                 f"at {location()} rank {self._group.world.rank} uses gradients that no backward made, of {len(kinds)} parameters, and "
@@ -217,7 +224,7 @@ class Unaveraged(Interceptor):
         close = [max(CLOSE, torch.finfo(grad.dtype).eps) for grad in grads]
         alike = (torch.allclose(mean.to(own), own, rtol, 0.0, equal_nan=True) for mean, own, rtol in zip(means, wide, close, strict=True))
         differ = [counts > 0 and not each for each in alike]
-        different = self._sum(differ)
+        different = sums_of(differ, self._group)
         if weighed and any(different):
             # equal gradients on all ranks come from averages, and all count alike
             chosen = [place for place, each in enumerate(different) if each]
@@ -225,9 +232,6 @@ class Unaveraged(Interceptor):
             for place, total in zip(chosen, totals, strict=True):
                 means[place] = total / weights
         return means, [each > 0 for each in some.tolist()], any(different)
-
-    def _sum(self, numbers: Sequence[float]) -> list[float]:
-        return all_reduced([torch.tensor(numbers, dtype=torch.float64)], self._group)[0].tolist()
 
     def _warn(self) -> None:
         if not self._warned:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,14 +17,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import utils
 from torch.optim import Optimizer
 
 from parwrap.coordination.call_site import location, warn
 from parwrap.coordination.status_board import SyncPoint
 from parwrap.errors import RankMismatchError, UsageError
-from parwrap.group.collectives import all_reduced
+from parwrap.group.collectives import sums_of
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.clipping import Clip
@@ -35,14 +38,15 @@ from parwrap.strategies.common.autograd_graph import leading_sizes
 from parwrap.strategies.common.in_step import InStep
 from parwrap.strategies.common.same_values import BUILT_APART, take_values
 from parwrap.strategies.common.strategy import Strategy
+from parwrap.strategies.ddp.unaveraged import Unaveraged
 from parwrap.strategies.fsdp.replicated import Replicated
 from parwrap.strategies.fsdp.sharded_model import ShardedModel
-from parwrap.strategies.fsdp.sharded_norm import clip_by_norm
 from parwrap.strategies.fsdp.sharded_state import adopt, holds_sharded, release, shard_state, whole_state
 from parwrap.strategies.fsdp.sharded_tensors import Moved, ShardedTensors, is_sharded, refuse_hook
 from parwrap.strategies.fsdp.wrap_policy import roots, units, unsharded
 from parwrap.torch_private.autograd import tensor_hooks
 from parwrap.torch_private.distributed import forget_process_groups
+from parwrap.torch_private.fsdp import clip_grads_with_norm_
 
 __all__ = ["FSDP"]
 
@@ -73,7 +77,9 @@ class FSDP(Strategy):
         self._models: list[weakref.ref[ShardedModel]] = []
         self._tensors = ShardedTensors(lambda: self._enter(USE, location()), self._coordinator.past)
         self._replicated = Replicated(group, loop, self._sharded_ids, lambda size: self._enter(AVERAGING, location(), size))
+        self._unaveraged = Unaveraged(group, loop, leaves_out=is_sharded)
         self._in_step = InStep(group, loop)
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[int, weakref.ref[torch.Tensor]]] = weakref.WeakKeyDictionary()
         self._mesh: DeviceMesh | None = None
         self._running = False
         for kind in AT_ONCE:
@@ -82,7 +88,7 @@ class FSDP(Strategy):
     def interceptors(self) -> list[Interceptor]:
         self._adopt_all()
         self._loop.looking = self._in_step.evaluation_begins
-        return [self, self._tensors, self._in_step]
+        return [self, self._tensors, self._unaveraged, self._in_step]
 
     def described(self) -> str:
         return "strategy fsdp: parameters, gradients and optimizer states are sharded"
@@ -103,7 +109,8 @@ class FSDP(Strategy):
         named = [each if isinstance(each, tuple) else (None, each) for each in parameters]
         if not all(len(each) == 2 and isinstance(each[1], torch.Tensor) for each in named):
             return parameters
-        self._shard([p for _, p in named])
+        if not self._loop.are_of_one_batch(p for _, p in named):
+            self._shard([p for _, p in named])
         sharded = [(name, p.__dict__["sharded"] if isinstance(p, Moved) else p) for name, p in named]
         return [p if name is None else (name, p) for name, p in sharded]
 
@@ -159,7 +166,7 @@ class FSDP(Strategy):
         if clip.name != CLIPPING or not any(is_sharded(p.grad) for p in clip.parameters) or is_alone():
             return clip.run()
         self._enter(CLIPPING, location())
-        norm = clip_by_norm(clip, self._group.device, *clip.args, **clip.kwargs)
+        norm = _clip_by_norm(clip, self._group.device, *clip.args, **clip.kwargs)
         self._coordinator.past()
         return norm
 
@@ -187,9 +194,27 @@ class FSDP(Strategy):
             self._running = False
         if any(model.left_over() for model in self._alive()):
             _refuse_hidden(None)
-        self._replicated.average()
+        self._unaveraged.note(self._replicated.average())
         self._coordinator.past()
         self._loop.ran_backward()
+
+    @intercepts
+    def takes_step(self, optimizer: Optimizer) -> None:
+        """``optimizer`` is about to step.
+
+        Raises:
+            UsageError: by gradients that no backward has left: each rank would have made them of its own data, and each has another part.
+        """
+        grad = next((p.grad for p in parameters_of(optimizer) if is_sharded(p) and p.grad is not None), None)
+        if grad is None or is_alone():
+            return
+        backwards, used = self._stepped.get(optimizer, (0, lambda: None))
+        if backwards == self._loop.backwards and used() is not grad:
+            raise UsageError(
+                f"the gradients that {location()} steps by come from no backward(), and with strategy='fsdp' each rank has another part of "
+                "them, so that they cannot be averaged: call loss.backward(), or take strategy='ddp'."
+            )
+        self._stepped[optimizer] = self._loop.backwards, weakref.ref(grad)
 
     def summed(self, sums: list[torch.Tensor], weight: float) -> tuple[list[torch.Tensor], float]:
         """Gradients are means already."""
@@ -230,6 +255,7 @@ class FSDP(Strategy):
             release(optimizers[number], plain, self._tensors.whole)
         self._models.clear()
         self._replicated.forget()
+        self._unaveraged.forget()
 
     def close(self) -> None:
         """Remove the hooks from the modules; after an error their parameters stay this rank's parts."""
@@ -260,7 +286,7 @@ class FSDP(Strategy):
         options = self._options()
         if options.batch == "per_rank" and options.uneven != "join":
             return weight * self._group.world.size
-        return all_reduced([torch.tensor([weight], dtype=torch.float64)], self._group)[0].item()
+        return sums_of([weight], self._group)[0]
 
     def _whole(self, state: Any, what: str) -> dict[str, Any]:
         if is_alone():
@@ -360,3 +386,33 @@ def _refuse_hidden(error: BaseException | None) -> NoReturn:
         "an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With strategy='fsdp' weights "
         "are available only while a backward goes through outputs: return that loss from forward(), or use strategy='ddp'."
     ) from error
+
+
+def _clip_by_norm(
+    clip: Clip, device: torch.device, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> torch.Tensor:
+    """Clip gradients of which each rank has a part, and give the norm over all ranks; on all of them. One number is reduced.
+
+    Args:
+        clip: the intercepted call.
+        device: the device for the reduction.
+        max_norm: as in torch, like the rest.
+    """
+    grads: list[Any] = [p.grad for p in clip.parameters if p.grad is not None]
+    parts = [grad.to_local() for grad in grads if hasattr(grad, "to_local")]
+    whole = [grad for grad in grads if not hasattr(grad, "to_local")]
+    largest, norm_type = norm_type == math.inf, float(norm_type)
+    local = utils.get_total_norm([part for part in parts if part.numel()], norm_type, foreach=foreach).to(device, torch.float64)
+    reduced = local if largest else local**norm_type
+    dist.all_reduce(reduced, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    norms = [reduced if largest else reduced ** (1 / norm_type)]
+    if whole:
+        norms.append(utils.get_total_norm(whole, norm_type, foreach=foreach).to(norms[0]))
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(parts[0])
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable this "
+            "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    clip_grads_with_norm_(clip.parameters, max_norm, norm, foreach)
+    return norm

@@ -68,7 +68,7 @@ class Replicated:
         self._visits[key] = self._visits.get(key, 0) + 1
         if not worth_a_look(self._visits[key]):
             return
-        known = self._sharded() | {number for number, ref in self._known.items() if ref() is not None}
+        known = self._sharded() | self._loop.tensors_of_one_batch() | {number for number, ref in self._known.items() if ref() is not None}
         leaves = [leaf for leaf in reached(call.roots) if id(leaf) not in known]
         self.add(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))
         bare = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter)]
@@ -81,11 +81,11 @@ class Replicated:
         self._bare[key] = [weakref.ref(leaf) for leaf in bare]
 
     @torch.no_grad()
-    def average(self) -> None:
-        """Average their gradients; a gradient that no rank has stays ``None``."""
+    def average(self) -> list[torch.Tensor]:
+        """Average their gradients and return the parameters; a gradient that no rank has stays ``None``."""
         known = [p for ref in self._known.values() if (p := ref()) is not None and p.requires_grad]
         if not known:
-            return
+            return []
         self._enter(sum(p.numel() for p in known))
         there = torch.tensor([p.grad is not None for p in known], dtype=torch.int32)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in known]
@@ -94,3 +94,4 @@ class Replicated:
             if by:
                 mean = (total / self._group.world.size).to(p)
                 p.grad = mean.to_sparse(1) if p.grad is not None and p.grad.is_sparse else mean
+        return known

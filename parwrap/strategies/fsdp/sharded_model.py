@@ -250,7 +250,7 @@ def _refuse_exchanged(name: str, state: Any) -> None:
                 raise UsageError(
                     f"the parameter {info.param_name!r} of a {type(info.module).__name__} in {name} was replaced after the optimizer was "
                     "built, but strategy='fsdp' has sharded the original. Change the model before its optimizer is built, or copy "
-                    "values: p.data.copy_(values)."
+                    "values: p.data.copy_(values). torch.func.functional_call replaces parameters too: get gradients from backward()."
                 )
 
 

@@ -20,6 +20,7 @@ from parwrap.coordination.call_site import location
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.torch_private.fsdp import local_tensor
+from parwrap.torch_private.pytree import tree_map_only
 from parwrap.torch_private.tensors import disable_torch_function
 
 __all__ = ["Moved", "ShardedTensors", "is_sharded", "refuse_hook", "sharded_like"]
@@ -193,11 +194,7 @@ class ShardedTensors(Interceptor):
         return func(*self._gathered(args), **self._gathered(kwargs))
 
     def _gathered(self, values: Any) -> Any:
-        if isinstance(values, DTensor):
-            return self.whole(values)
-        if isinstance(values, dict):
-            return {name: self._gathered(value) for name, value in values.items()}
-        return type(values)(self._gathered(value) for value in values) if type(values) in (list, tuple) else values
+        return tree_map_only(DTensor, self.whole, values)
 
     def _write(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Write to a whole copy, and keep this rank's part."""
@@ -302,20 +299,14 @@ def _about_sharding() -> bool:
 
 
 def _current(values: Any) -> Any:
-    """``values`` with the sharded parameters for their stand-ins."""
-    if isinstance(values, Moved):
-        with disable_torch_function():
-            return values.__dict__["sharded"]
-    if isinstance(values, dict):
-        return {name: _current(value) for name, value in values.items()}
-    return type(values)(_current(value) for value in values) if type(values) in (list, tuple) else values
+    """``values`` with the sharded parameters that moved ones stand for."""
+    with disable_torch_function():
+        return tree_map_only(Moved, lambda moved: moved.__dict__["sharded"], values)
 
 
 def _replicated(result: Any, like: DTensor) -> Any:
     """Whole tensors of ``result`` as replicated sharded ones, so that writes to them are noticed."""
-    if isinstance(result, (list, tuple)):
-        return type(result)([_replicated(each, like) for each in result])
-    return DTensor.from_local(result, like.device_mesh, [Replicate()], run_check=False)
+    return tree_map_only(torch.Tensor, lambda whole: DTensor.from_local(whole, like.device_mesh, [Replicate()], run_check=False), result)
 
 
 def _marked(result: Any, base: DTensor) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 from torch import nn
 
-from parwrap.strategies.common.state_transfer import alive
+from parwrap.strategies.common.state_transfer import outermost_modules
 from parwrap.torch_private.modules import registered_modules
 
 __all__ = ["Wrap", "roots", "units", "unsharded"]
@@ -34,10 +34,8 @@ def roots(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
     [True]
     """
     place = {id(p): number for number, p in enumerate(parameters)}
-    modules = alive(nn.Module)
-    inner = {id(child) for module in modules for child in module.children()}
-    existing_grads = [module for module in modules if id(module) not in inner and _first(module, place) < len(place)]
-    callable_ones = [each for module in existing_grads for each in _with_forward(module) if _first(each, place) < len(place)]
+    trained = [module for module in outermost_modules() if _first(module, place) < len(place)]
+    callable_ones = [each for module in trained for each in _with_forward(module) if _first(each, place) < len(place)]
     chosen: list[nn.Module] = []
     taken: set[int] = set()
     for module in sorted(callable_ones, key=lambda module: (-_elements(module.parameters()), _first(module, place))):

@@ -8,7 +8,8 @@ local steps.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from statistics import fmean
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parwrap.coordination.call_site import location, warn
+from parwrap.coordination.call_site import location, warn, worth_a_look
 from parwrap.errors import UsageError
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.backward import Backward
@@ -27,9 +28,9 @@ from parwrap.intercept.scaler import ScalerCall
 from parwrap.intercept.skipping import stepping
 from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.options import Options
+from parwrap.strategies.common.agreement import checksums
 from parwrap.strategies.common.autograd_graph import leading_sizes, reached
 from parwrap.strategies.common.in_step import InStep
-from parwrap.strategies.common.manual_updates import ChangedByHand
 from parwrap.strategies.common.strategy import Strategy
 from parwrap.strategies.ddp.bypasses import Bypasses
 from parwrap.strategies.ddp.ddp import DDP
@@ -52,7 +53,7 @@ class LocalSGD(Strategy):
         self._ddp.share = lambda: self.share()
         self._in_step = InStep(group, loop)
         self._bypasses = Bypasses(group, loop)
-        self._steps, self._by_hand = LocalSteps(group, loop, options), ChangedByHand(loop)
+        self._steps, self._by_hand = LocalSteps(group, loop, options), _ChangedByHand(loop)
         self._taken: dict[int, int] = {}
         self._warming = options().warmup > 0
         self._running = self._stepped = self._warned = False
@@ -117,7 +118,7 @@ class LocalSGD(Strategy):
         Raises:
             UsageError: a backward is running, which would continue with averaged weights.
         """
-        if is_alone():
+        if is_alone() or self._loop.is_of_one_batch(optimizer):
             return
         if current_graph_task_id() != NO_GRAPH_TASK:
             raise UsageError(
@@ -133,7 +134,7 @@ class LocalSGD(Strategy):
     @intercepts
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped: the weights are averaged if it was the last of ``every`` steps."""
-        if is_alone() or _is_part(optimizer):
+        if is_alone() or _is_part(optimizer) or self._loop.is_of_one_batch(optimizer):
             return
         if self._warming:
             self._ddp.took_step(optimizer)
@@ -259,3 +260,44 @@ def _divide(leaves: list[torch.Tensor], weight: float) -> None:
     """Rescale to this rank's mean gradient, if its losses were multiplied by their weight among the ranks."""
     for grad in {id(leaf): leaf.grad for leaf in leaves if leaf.grad is not None}.values():
         grad.div_(weight)
+
+
+class _ChangedByHand:
+    """Warns of weights that change in another way than by steps of optimizers: looks, ever more rarely, at leaves that none owns.
+
+    Args:
+        loop: the loop state, which knows the optimizers and the batch.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._visits = 0
+        self._warned = False
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+
+    @property
+    def due(self) -> bool:
+        """Whether to check the next backward."""
+        self._visits += 1
+        return not self._warned and worth_a_look(self._visits) and not self._loop.evaluations
+
+    def look(self, leaves: Iterable[torch.Tensor]) -> None:
+        """A backward reaches ``leaves``: warn if one was trained since an earlier one; an input or a latent of one batch is not."""
+        owned = {id(p) for p in self._loop.once_owned().values()}
+        for leaf in leaves:
+            known, batch, before = self._seen.get(id(leaf), (None, 0, 0))
+            if id(leaf) in owned:
+                continue
+            if known is None or known() is not leaf:
+                self._seen[id(leaf)] = weakref.ref(leaf), self._loop.batches, checksums([leaf])[0]
+            elif (isinstance(leaf, nn.Parameter) or self._loop.batches > batch) and checksums([leaf])[0] != before:
+                self._warn(leaf)
+                return
+
+    def _warn(self, leaf: torch.Tensor) -> None:
+        self._warned = True
+        warn(
+            f"parwrap: a parameter of shape {tuple(leaf.shape)} that no optimizer owns has changed between two backwards. "
+            "strategy='local_sgd' averages what optimizers step, so each rank continues with a different value. Give it to an optimizer "
+            "of torch.optim, or choose strategy='ddp'. This is shown once."
+        )

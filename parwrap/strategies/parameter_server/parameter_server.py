@@ -24,8 +24,8 @@ from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
 from parwrap.strategies.common.autograd_graph import leading_sizes
+from parwrap.strategies.common.in_step import EVALUATION, METRIC, InStep
 from parwrap.strategies.common.strategy import Strategy
-from parwrap.strategies.parameter_server.at_evaluation import AtEvaluation
 from parwrap.strategies.parameter_server.roles import joined, the_split
 from parwrap.strategies.parameter_server.server import Server
 from parwrap.strategies.parameter_server.worker import Worker
@@ -83,7 +83,7 @@ class ParameterServer(Strategy):
         return False
 
     def interceptors(self) -> list[Interceptor]:
-        return [self, AtEvaluation(self._group, self._loop, self._pushing)]
+        return [self, _AtEvaluation(self._group, self._loop, self._pushing)]
 
     def check_feature(self, name: str) -> None:
         if name == "sync_bn" and not self.steps_together:
@@ -153,7 +153,7 @@ class ParameterServer(Strategy):
     @intercepts
     def skips(self, optimizer: Optimizer) -> bool:
         """Every step is left to the servers: they get the gradients, and this worker the new values."""
-        if is_alone():
+        if is_alone() or self._loop.is_of_one_batch(optimizer):
             return False
         if self._weights:
             self._weight, self._weights = fmean(self._weights), []
@@ -214,3 +214,54 @@ class ParameterServer(Strategy):
     def close(self) -> None:
         self._pushing.close()
         self._result = None
+
+
+class _AtEvaluation(InStep):
+    """Keeps workers in step where their own numbers would lead them apart: an evaluation begins with the model of the lowest rank there is.
+
+    It goes through a server, and numbers through the store: a collective would break with a dead worker.
+
+    Args:
+        group: the workers.
+        loop: what the training loop has done so far.
+        pushing: the connection to the servers.
+    """
+
+    def __init__(self, group: Group, loop: Loop, pushing: Worker) -> None:
+        super().__init__(group, loop)
+        self._pushing = pushing
+        group.coordinator.answer(EVALUATION, lambda detail, present: None)
+        group.coordinator.answer(METRIC, lambda detail, present: None)
+
+    @intercepts
+    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        return closure
+
+    @intercepts
+    def metric(self, metric: Any) -> Any:
+        """The mean over the workers present; otherwise learning rates drift apart."""
+        if is_alone():
+            return metric
+        told = self._group.exchange(METRIC, float(metric))
+        return sum(told.values()) / len(told)
+
+    @intercepts
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        """When a root is set to eval after training, its parameters and buffers become those of the lowest rank."""
+        modules = [] if training or is_alone() else self._loop.evaluated_with(module)
+        if all(self._synced.get(each, (0, 0)) == self._seen() for each in modules):
+            return
+        for each in modules:
+            self._synced[each] = self._seen()
+        source = min(self._group.synchronize(EVALUATION))
+        held = (tensor for each in modules for tensor in (*each.parameters(), *each.buffers()))
+        tensors = [tensor for tensor in held if tensor.layout == torch.strided]
+        topic = self._group.key(EVALUATION)
+        if self._group.world.rank == source:
+            self._pushing.pull()
+            self._pushing.give(topic, [tensor.detach().cpu() for tensor in tensors])
+            return
+        with torch.no_grad():
+            for tensor, value in zip(tensors, self._pushing.get(topic), strict=True):
+                tensor.data.copy_(value)
+        self._pushing.taken_over()

@@ -15,7 +15,7 @@ import torch
 
 from parwrap.errors import RankMismatchError
 
-__all__ = ["Kind", "Layout", "Message", "Transport", "gone", "split_by_size"]
+__all__ = ["Kind", "Layout", "Message", "Transport", "gone"]
 
 ALIGNED = 16
 """The alignment in bytes: each tensor of a buffer begins at a multiple of it, so that it can be viewed in its dtype."""
@@ -181,16 +181,3 @@ class Layout:
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in ``buffer``."""
         return [buffer[begin:end].view(dtype).view(shape) for begin, end, dtype, shape in self._kinds]
-
-
-def split_by_size(sizes: Sequence[int], parts: int) -> list[int]:
-    """The part of ``parts`` for each, so that these have about equal size: the largest first, to the smallest part.
-
-    >>> split_by_size([10, 50, 30, 20], 2)
-    [0, 0, 1, 1]
-    """
-    filled, chosen = [0] * parts, [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        chosen[place] = filled.index(min(filled))
-        filled[chosen[place]] += sizes[place]
-    return chosen

@@ -25,7 +25,8 @@ from parwrap.strategies.parameter_server.held_optimizer import Pushed
 from parwrap.strategies.parameter_server.optimizer_transfer import options_of, packed, set_state, state_of
 from parwrap.strategies.parameter_server.roles import Roles
 from parwrap.strategies.parameter_server.server import Begun
-from parwrap.strategies.parameter_server.transport import Kind, Layout, Message, split_by_size
+from parwrap.strategies.parameter_server.transport import Kind, Layout, Message
+from parwrap.strategies.zero1.state_partition import dealt_out
 from parwrap.system.remote_exception import in_one_line
 
 __all__ = ["Worker"]
@@ -267,7 +268,7 @@ class Worker:
     def _lay_out(self, number: int, optimizer: Optimizer) -> None:
         parameters = parameters_of(optimizer)
         new = [(place, p) for place, p in enumerate(parameters) if id(p) not in self._places]
-        chosen = split_by_size([p.numel() * p.element_size() for _, p in new], len(self._split.servers))
+        chosen = dealt_out([p.numel() * p.element_size() for _, p in new], [0] * len(self._split.servers))
         self._places |= {id(p): ((number, place), holder) for (place, p), holder in zip(new, chosen, strict=True)}
         several: dict[int, list[torch.Tensor]] = {}
         for p in parameters:

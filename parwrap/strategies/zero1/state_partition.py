@@ -25,10 +25,10 @@ BUCKET = 2**20
 
 
 def dealt_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """The rank that each of several parameters goes to.
+    """The rank that each of several parameters goes to: the largest first, to the rank that has least.
 
     Args:
-        sizes: their numbers of elements.
+        sizes: the number of elements of each parameter.
         loads: the number of elements that each rank has already; updated in place.
 
     >>> dealt_out([3, 5, 4], [0, 0])

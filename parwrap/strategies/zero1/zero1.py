@@ -18,11 +18,12 @@ from torch.optim import LBFGS, Optimizer
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.interceptor import Interceptor, intercepts
-from parwrap.intercept.skipping import has_inner
+from parwrap.intercept.skipping import handed_on, has_inner, is_image
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
 from parwrap.strategies.ddp.ddp import DDP
 from parwrap.strategies.zero1.state_partition import StatePartition
+from parwrap.torch_private.optimizer import step_hooks
 
 __all__ = ["Zero1"]
 
@@ -38,6 +39,7 @@ class Zero1(DDP):
         self._stepping: StatePartition | None = None
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._calls_closure = self._catches_up = False
+        self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def interceptors(self) -> list[Interceptor]:
         for optimizer in self._loop.optimizers():
@@ -52,7 +54,7 @@ class Zero1(DDP):
                 "LBFGS steps all parameters as one vector, so its state cannot be sharded: choose a strategy other than 'zero1', or "
                 "another optimizer."
             )
-        if optimizer not in self._shards and not is_alone():
+        if optimizer not in self._shards and not (is_alone() or self._loop.is_of_one_batch(optimizer)):
             number = self._number(optimizer)
             self._shards[optimizer] = StatePartition(optimizer, self._group)
             self._coordinator.answer(_step(number), lambda detail, present: self._answer_step(number, present))
@@ -64,14 +66,16 @@ class Zero1(DDP):
         """Synchronize with the other ranks, and skip the parameters whose state they hold."""
         self._hidden.clear()  # a step that raised never ended
         calls_closure, self._calls_closure = self._calls_closure, False
-        if is_alone() or has_inner(optimizer):  # all ranks take this step alike
+        if self._is_whole(optimizer):
             return
+        self.own_parameters(optimizer)  # unless it was of one batch, it has done this when it was built
         number = self._number(optimizer)
         self._hold(number, optimizer)
         self._stepping = self._shards[optimizer]
         self._stepping.settle(self._group.synchronize(_step(number)))
         if not calls_closure:
             self._hide()
+        self._exchange_before_hooks(optimizer)
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -89,16 +93,33 @@ class Zero1(DDP):
     def took_step(self, optimizer: Optimizer) -> None:
         """Send the parameters stepped here, and receive those stepped elsewhere."""
         super().took_step(optimizer)
+        self._exchange()
+
+    def _exchange(self) -> None:
         if self._stepping is not None:
             self._show()
             self._stepping.send()
             self._stepping = None
 
+    def _exchange_before_hooks(self, optimizer: Optimizer) -> None:
+        """Hooks of the script's on this optimizer run before those on all, and may read the weights, as for a moving average."""
+        _, hooks = step_hooks(optimizer)
+        if not hooks or id(self) in hooks:
+            return
+
+        def exchange(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+            if not (is_image(args[0]) or handed_on(optimizer)):
+                self._exchange()
+
+        hooks[id(self)] = exchange
+        hooks.move_to_end(id(self), last=False)
+        self._hooked.add(optimizer)
+
     @intercepts
     def optimizer_state(self, optimizer: Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state of a single process, on every rank."""
         state = save()
-        if has_inner(optimizer):
+        if has_inner(optimizer) or self._loop.is_of_one_batch(optimizer):
             return state
         if self._catches_up:
             return self._shards[optimizer].without(state)
@@ -114,7 +135,7 @@ class Zero1(DDP):
     @intercepts
     def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
         """Load the part of a whole ``state`` that this rank holds."""
-        if not (is_alone() or has_inner(optimizer)):
+        if not self._is_whole(optimizer):
             self._number(optimizer)
             shards = self._shards[optimizer]
             state = shards.kept(state) if self._catches_up else shards.own(state)
@@ -137,7 +158,13 @@ class Zero1(DDP):
     def close(self) -> None:
         self._show()
         self._held.clear()
+        for optimizer in self._hooked:
+            step_hooks(optimizer)[1].pop(id(self), None)
         super().close()
+
+    def _is_whole(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` steps here as it does in a single process; all ranks step the part that an outer one has alike."""
+        return is_alone() or has_inner(optimizer) or self._loop.is_of_one_batch(optimizer)
 
     def _number(self, optimizer: Optimizer) -> int:
         """The number of ``optimizer`` on all ranks; a copy of one gets a number at its first use."""
