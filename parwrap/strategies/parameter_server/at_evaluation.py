@@ -51,10 +51,10 @@ class AtEvaluation(InStep):
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """When a root is set to eval after training, its parameters and buffers become those of the lowest rank."""
         modules = [] if training or is_alone() else self._loop.evaluated_with(module)
-        if all(self._synced.get(each, 0) == self._loop.backwards for each in modules):
+        if all(self._synced.get(each, (0, 0)) == self._seen() for each in modules):
             return
         for each in modules:
-            self._synced[each] = self._loop.backwards
+            self._synced[each] = self._seen()
         source = min(self._group.synchronize(EVALUATION))
         held = (tensor for each in modules for tensor in (*each.parameters(), *each.buffers()))
         tensors = [tensor for tensor in held if tensor.layout == torch.strided]
