@@ -58,10 +58,11 @@ class RandomStreams:
         self._rank = rank
         self._own = False
         self._kept_shared = 0
+        self._own_torch_runs = False
         self._waiting: dict[str, Any] | None = None
         self._seeded_from: int | None = None
         self._renewed: tuple[int, int] | None = None
-        self._generators: dict[str, np.random.RandomState | random.Random] = {}
+        self._generators: dict[str, Any] = {}
 
     def use(self, own: bool) -> None:
         """Let the rank's own streams run, or the shared ones."""
@@ -107,7 +108,7 @@ class RandomStreams:
             What it returns, and a function that says whether it has drawn.
         """
         own, shared = self._seeded(), _torch_state()
-        before = dict(own)
+        before, outer, self._own_torch_runs = dict(own), self._own_torch_runs, True
         _set_torch_state(own)
         if "cuda" in shared and "cuda" not in own:  # the GPU started after the rank's streams
             torch.cuda.manual_seed(((self._seeded_from or 0) + self._rank) % 2**63)
@@ -117,10 +118,11 @@ class RandomStreams:
             after = _torch_state()
             own.update(after)
             _set_torch_state(shared)
+            self._own_torch_runs = outer
         return result, lambda: any(not torch.equal(before[name], after[name]) for name in after if name in before)
 
-    def own_generator(self, library: str) -> np.random.RandomState | random.Random:
-        """A generator of this rank's own, with the methods of those of ``"numpy.random"`` or ``"random"``."""
+    def own_generator(self, library: str) -> Any:
+        """A generator of this rank's own for ``"torch"``, or with the methods of those of ``"numpy.random"`` or ``"random"``."""
         self._seeded()
         return self._generators[library]
 
@@ -142,6 +144,8 @@ class RandomStreams:
 
     def _seeded(self) -> dict[str, Any]:
         """The stored state of the rank's own streams, reseeded if the script has seeded since."""
+        if self._own_torch_runs:  # other threads too get torch's seed of these now
+            return self._waiting  # type: ignore[return-value]
         seed = self._script_seed()
         if self._waiting is None or seed != self._seeded_from:
             self.use(own=True)
@@ -149,7 +153,11 @@ class RandomStreams:
             self._generators.clear()
         if not self._generators:
             own_seed = _mixed(seed, self._rank)
-            self._generators = {"numpy.random": np.random.RandomState(own_seed % 2**32), "random": random.Random(own_seed)}
+            self._generators = {
+                "torch": torch.Generator().manual_seed(own_seed),
+                "numpy.random": np.random.RandomState(own_seed % 2**32),
+                "random": random.Random(own_seed),
+            }
         return self._waiting  # type: ignore[return-value]
 
     def _during(self, own: bool) -> Iterator[None]:

@@ -8,6 +8,7 @@ in training mode draw from the rank's generators too, because of dropout.
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
@@ -69,6 +70,7 @@ class StepDraws(Interceptor):
         self._lines: dict[tuple[int, ...], _Line] = {}
         self._since_step: set[_Line] = set()
         self._steps: defaultdict[int, int] = defaultdict(int)
+        self._thread = threading.get_ident()
         self._forwards = self._backwards_before_step = 0
         self._in_forward = self._ranks_differ = False
 
@@ -87,6 +89,8 @@ class StepDraws(Interceptor):
         self._ranks_differ = True
         if library != "torch":
             return getattr(self._streams.own_generator(library), name)(*args, **kwargs)
+        if self._is_beside():
+            return self._drawn_beside(original, args, kwargs)
         return self._streams.with_own_torch(original, args, kwargs)[0]
 
     @intercepts
@@ -119,6 +123,7 @@ class StepDraws(Interceptor):
 
     def ran_backward(self) -> None:
         """Put ranks in step again that may have drawn different numbers from the shared streams."""
+        self._thread = threading.get_ident()
         if self._ranks_differ and self._streams.may_draw_own:
             self._streams.renew(self._loop.backwards)
 
@@ -139,9 +144,22 @@ class StepDraws(Interceptor):
             line = self._lines[key] = _Line([frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1))])
         return line
 
+    def _is_beside(self) -> bool:
+        """Whether a thread draws that does not train, such as one that draws batches ahead."""
+        return threading.get_ident() != self._thread
+
+    def _drawn_beside(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        """What a thread beside the training one draws: torch's streams cannot be switched for it alone."""
+        try:
+            return original(*args, **{"generator": self._streams.own_generator("torch"), **kwargs})
+        except (RuntimeError, TypeError):  # it takes no generator, or that of a GPU
+            return original(*args, **kwargs)
+
     def _draws_for_each_step(self, line: _Line) -> bool:
         """Whether ``line``, which draws now, has drawn for each of the last steps; records this draw."""
         loop = self._loop
+        if line.streak >= STEPS and line.generation == loop.generation and self._is_beside():
+            return True  # how many steps pass between two draws of a thread differs by rank
         backwards, forwards = loop.backwards - line.backwards, self._forwards - line.forwards
         if not (backwards or forwards or line.optimizer):
             return line.streak >= STEPS  # another draw for the same step

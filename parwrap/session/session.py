@@ -80,7 +80,7 @@ class Session(Interceptor):
         self._step_draws: StepDraws | None = None
         self._hidden_group: HiddenGroup | None = None
         self._data: TrainingData | None = None
-        self._announced = self._user_managed = False
+        self._announced = self._user_managed = self._weighs = False
         self.parts: Parts | None = None
         self.loaders: Loaders | None = None
         self._undo = ExitStack()
@@ -157,18 +157,16 @@ class Session(Interceptor):
         self._options = after
         # while learning rates are unchanged, the step is not intercepted
         adjusts = self._group is not None and before.lr == "keep" != self._options.lr
-        splits = self._group is not None and before.batch == "per_rank" != self._options.batch
-        steps_together = self._group is not None and self.strategy is not None and self.strategy.steps_together
-        means = intercepting([WeightedMeans(self._group, self._loop)]) if splits and steps_together and self._group else nullcontext()
+        weighs, means = self._weighs, self._weighted_means()
         try:
             with (
                 learning_rates_times(self._lr_factor) if adjusts else nullcontext(),
-                means,
+                intercepting(means),
                 self._hidden_group.shown() if self._hidden_group else nullcontext(),
             ):
                 yield
         finally:
-            self._options = before
+            self._options, self._weighs = before, weighs
 
     @intercepts
     def foreign(self, what: str, instance: Any) -> None:
@@ -222,9 +220,15 @@ class Session(Interceptor):
         self._undo.callback(files.close)
         if self._options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
-        means = [WeightedMeans(group, self._loop)] if self._options.batch == "global" and strategy.steps_together else []
         pipelines = Pipelines(group, self._loop, self._streams, lambda: self._options.batch == "global", self.began)
-        return [pipelines, *means, Metrics(self._loop), files]
+        return [pipelines, *self._weighted_means(), Metrics(self._loop), files]
+
+    def _weighted_means(self) -> list[Interceptor]:
+        """What has losses count by their divisors where ranks step together on parts of batches; none if a scope around has it."""
+        if self._weighs or self._group is None or self.strategy is None or not self.strategy.steps_together:
+            return []
+        self._weighs = self._options.batch == "global"
+        return [WeightedMeans(self._group, self._loop)] if self._weighs else []
 
     def _sharing(self) -> Sharing:
         return Sharing(self._options.batch, self._options.uneven, self._options.loss)

@@ -200,3 +200,18 @@ def test_batches_that_are_kept_and_of_one_size_count_so_too():
     expected = cached()
     with parwrap.distributed(batch="global"):
         assert expected == pytest.approx(cached(), abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+@pytest.mark.parametrize("scopes", [("global",), ("per_rank", "global"), ("global", "per_rank", "global"), ("global", "global")])
+def test_losses_count_once_however_scopes_are_nested(scopes):
+    def nested(*batches):
+        if not batches:
+            return trained(CRITERIA["weighted"], samples())
+        with parwrap.distributed(batch=batches[0]):
+            return nested(*batches[1:])
+
+    expected = nested()
+
+    assert expected == pytest.approx(nested(*scopes), abs=1e-6)

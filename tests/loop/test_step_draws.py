@@ -2,7 +2,10 @@
 
 import random
 import statistics
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 
 import numpy as np
 import pytest
@@ -294,3 +297,76 @@ def test_what_is_kept_of_draws_does_not_grow_where_no_optimizer_takes_a_step(ste
         sizes.append(sum(len(each) for each in vars(draws).values() if isinstance(each, (list, set, dict))))
 
     assert sizes[10] == sizes[-1]
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.randint(9, (3,)), lambda: torch.empty(3).uniform_()])
+def test_a_thread_that_draws_ahead_draws_from_the_ranks_generators_however_many_steps_pass_between(step_draws, draw):
+    draws, loop = step_draws
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    own, drawn = [], set()
+    with ThreadPoolExecutor(1) as pool:
+        for steps_between in (1, 1, 1, 1, 2, 0, 3, 1, 1):
+            before = torch.get_rng_state()
+            drawn.add(tuple(pool.submit(draw).result().tolist()))
+            own.append(torch.equal(before, torch.get_rng_state()))
+            for _ in range(steps_between):
+                loop.ran_backward()
+                draws.begin_step(optimizer)
+                draws.end_step(optimizer)
+
+    assert [False] * 2 + [True] * 7 == own
+    assert 5 < len(drawn)
+
+
+@pytest.mark.ranks(2)
+def test_a_thread_that_draws_ahead_draws_different_batches_and_leaves_the_next_split_the_same():
+    def train():
+        queue, drawn = Queue(2), []
+
+        def draw_ahead():
+            for _ in range(40):
+                time.sleep(0.002 * random.random() * parwrap.rank())
+                queue.put(torch.randint(10**6, ()).item())
+
+        thread = threading.Thread(target=draw_ahead)
+        thread.start()
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(40):
+            drawn.append(queue.get())
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        thread.join()
+        return drawn[12:], torch.randperm(30).tolist()
+
+    (one, split), (other, same) = by_rank(train)
+
+    assert all(mine != theirs for mine, theirs in zip(one, other, strict=True))
+    assert split == same
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_that_draws_by_several_libraries_draws_anew_in_each_step():
+    class DropsLayers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.drawn = nn.Linear(2, 1), []
+
+        def forward(self, x):
+            self.drawn.append((random.random(), np.random.rand(), torch.rand(1).item(), random.random()))
+            return self.layer(x)
+
+    def train():
+        model = DropsLayers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        return model.drawn[1:], torch.randperm(30).tolist()
+
+    (one, split), (other, same) = by_rank(train)
+
+    assert 4 * 7 * 2 == len({number for each in one + other for number in each})
+    assert split == same
