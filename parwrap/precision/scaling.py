@@ -81,7 +81,8 @@ class Scaling(Interceptor):
         """Whether ``optimizer`` would step with a non-finite gradient."""
         self._asked = weakref.ref(optimizer)
         self._iterations.expect(optimizer)
-        if not any(known is optimizer for known in self._loop.optimizers()):  # it was built between two calls
+        is_known = any(known is optimizer for known in self._loop.optimizers()) or self._loop.is_of_one_batch(optimizer)
+        if not is_known:  # it was built between two calls
             self._loop.own_parameters(optimizer)
             self._found[optimizer] = Found(parameters_of(optimizer), later=True)
         found = self._found.get(optimizer)

@@ -80,9 +80,15 @@ def meta_learn(kind, tasks_for_each_step):
         learner = copy.deepcopy(model)
         inner = torch.optim.SGD(learner.parameters(), lr=0.1)
         for _ in range(3):
-            inner.zero_grad()
-            F.mse_loss(learner(tx[:5]), ty[:5]).backward()
-            inner.step()
+            loss = F.mse_loss(learner(tx[:5]), ty[:5])
+            if kind == "maml by hand":
+                with torch.no_grad():
+                    for p, gradient in zip(learner.parameters(), torch.autograd.grad(loss, learner.parameters()), strict=True):
+                        p -= 0.1 * gradient
+            else:
+                inner.zero_grad()
+                loss.backward()
+                inner.step()
         if kind == "reptile":
             found = [p.detach() - q.detach() for p, q in zip(model.parameters(), learner.parameters(), strict=True)]
         else:
@@ -95,7 +101,7 @@ def meta_learn(kind, tasks_for_each_step):
     return model.weight.detach()
 
 
-@pytest.mark.parametrize("kind", ["reptile", "maml"])
+@pytest.mark.parametrize("kind", ["reptile", "maml", "maml by hand"])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_copy_of_the_model_adapts_to_the_ranks_own_task(size, kind):
     with alone():
@@ -104,6 +110,31 @@ def test_a_copy_of_the_model_adapts_to_the_ranks_own_task(size, kind):
         actual = meta_learn(kind, tasks_for_each_step=1)
 
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_so_it_does_under_a_loss_scale():
+    def learner_steps():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        outer, is_own = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for (x,) in DataLoader(points(), 8):
+            learner = copy.deepcopy(model)
+            inner = torch.optim.SGD(learner.parameters(), lr=0.1)
+            for _ in range(3):
+                inner.zero_grad()
+                (learner(x) - x.sum(1, keepdim=True) * (1 + parwrap.rank())).square().mean().backward()
+                own = torch.autograd.grad((learner(x) - x.sum(1, keepdim=True) * (1 + parwrap.rank())).square().mean(), learner.weight)[0]
+                overflowed = not learner.weight.grad.isfinite().all()  # the scale begins too large
+                is_own.append(overflowed or torch.allclose(own, learner.weight.grad, rtol=0.05, atol=0.01))
+                inner.step()
+            outer.zero_grad()
+            model(x).square().mean().backward()
+            outer.step()
+        return is_own
+
+    with parwrap.amp("fp16"), parwrap.distributed():
+        assert all(learner_steps())
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

@@ -104,8 +104,9 @@ class Bypasses(Interceptor):
             site.begin(leaves, self._loop.batches)
             return
         site.visits += 1
-        # a parameter exists from batch to batch; an input, an attack on one or a latent of one is changed by hand within a batch
-        lasting = [isinstance(leaf, nn.Parameter) or self._loop.batches > site.batch for leaf in leaves]
+        # a parameter exists from batch to batch; an input, an attack, a latent or a copy of a model may be changed by hand within a batch
+        outlasts, by_hand = self._loop.batches > site.batch, not self._loop.passes_in_for
+        lasting = [outlasts or (by_hand and isinstance(leaf, nn.Parameter)) for leaf in leaves]
         # all ranks come here alike; if nothing was changed yet, as while gradients are accumulated, ever more rarely
         if not any(lasting) or not worth_a_look(site.visits):
             return
