@@ -200,3 +200,24 @@ def test_batches_that_are_kept_and_of_one_size_count_so_too():
     expected = cached()
     with parwrap.distributed(batch="global"):
         assert expected == pytest.approx(cached(), abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_batch_by_next_counts_so_too(size):
+    def first_of_each_pass(batch_size):
+        torch.manual_seed(0)
+        model = nn.Linear(4, CLASSES).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loader = DataLoader(samples(24), batch_size, shuffle=True)
+        for _ in range(3):
+            x, y = next(iter(loader))
+            optimizer.zero_grad()
+            CRITERIA["weighted"](model(x), y).backward()
+            optimizer.step()
+        return model.weight.flatten().tolist()
+
+    for batch_size in (6, 7):
+        expected = first_of_each_pass(batch_size)
+        with parwrap.distributed(batch="global"):
+            assert expected == pytest.approx(first_of_each_pass(batch_size), abs=1e-6)
