@@ -221,3 +221,67 @@ def test_a_batch_by_next_counts_so_too(size):
         expected = first_of_each_pass(batch_size)
         with parwrap.distributed(batch="global"):
             assert expected == pytest.approx(first_of_each_pass(batch_size), abs=1e-6)
+
+
+def whole(model, x, y, samples):
+    return [functional.cross_entropy(model(x), y)]
+
+
+def halves(model, x, y, samples):
+    """As by a loop that accumulates over pieces of its batch."""
+    middle = len(x) // 2
+    return [functional.cross_entropy(model(x[part]), y[part]) * len(x[part]) / len(x) for part in (slice(middle), slice(middle, None))]
+
+
+def single(model, x, y, samples):
+    return [sum(functional.cross_entropy(model(each[None]), target[None]) for each, target in zip(x, y, strict=True)) / len(x)]
+
+
+def chosen(model, x, y, samples):
+    """By a mask, of the batch or of the output."""
+    return [functional.cross_entropy(model(x)[y > 0], y[y > 0])]
+
+
+def after_those_that_are_left_out(model, x, y, samples):
+    """As by a run that is resumed, which looks like one that draws ahead."""
+    return [] if samples < 30 else [functional.cross_entropy(model(x), y)]
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.parametrize("losses", [halves, single, chosen, after_those_that_are_left_out])
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_pieces_of_a_batch_count_by_its_samples_and_those_a_mask_has_chosen_by_their_number(size, losses):
+    def weights(losses):
+        torch.manual_seed(0)
+        model = nn.Linear(4, CLASSES).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        drawn = 0
+        for _ in range(2):
+            for x, y in DataLoader(samples(52), batch_size=15):
+                drawn += 15
+                optimizer.zero_grad()
+                of_batch = losses(model, x, y, drawn)
+                for loss in of_batch:
+                    loss.backward()
+                if of_batch:
+                    optimizer.step()
+        return model.weight.flatten().tolist()
+
+    expected = weights(whole if losses in (halves, single) else losses)
+    with parwrap.distributed(batch="global"):
+        assert expected == pytest.approx(weights(losses), abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_copies_of_pieces_that_may_have_been_chosen_are_said():
+    model = nn.Linear(4, CLASSES).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def train():
+        for x, y in DataLoader(samples(30), batch_size=15):
+            for piece in (slice(3), slice(3, None)):
+                functional.cross_entropy(model(x[piece]), y[piece].clone()).backward()
+            optimizer.step()
+
+    with parwrap.distributed(batch="global"), pytest.warns(UserWarning, match=r"test_weighted_means.py:\d+ is over fewer .*batch_size"):
+        train()

@@ -14,6 +14,7 @@ from parwrap.group.collectives import all_reduced
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.criterion import Criterion
 from parwrap.intercept.interceptor import Interceptor, intercepts
+from parwrap.loop.batch_weights import Weighed
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.autograd_graph import leading_sizes
 from parwrap.torch_private.modes import is_transformed
@@ -55,7 +56,7 @@ class WeightedMeans(Interceptor):
         batch = self._loop.weights.upcoming(lambda: leading_sizes([call.loss]))
         if is_alone() or self._loop.evaluations or not batch.split:
             return call.loss
-        if not self._needs_divisor(call, batch.samples):
+        if not self._needs_divisor(call, batch):
             return call.loss
         self._group.synchronize(DIVISOR)
         divisor = call.divisor().to(torch.float32) * bool(batch.weight)
@@ -78,18 +79,24 @@ class WeightedMeans(Interceptor):
                 "parwrap.mean_over_ranks(loss_sum, count), or use loss.backward(). This is said once."
             )
 
-    def _needs_divisor(self, call: Criterion, samples: int) -> bool:
+    def _needs_divisor(self, call: Criterion, batch: Weighed) -> bool:
         """Whether the divisor may be another number than the samples, which all ranks judge alike: they agree on it for each line."""
         if call.weight is not None or call.ignore_index != DEFAULT:
             return True
-        site, differs = call_site(), call.target.numel() != samples  # tokens or pixels: a part may have as many by chance
+        targets, samples = call.target.numel(), (batch.samples, self._loop.weights.last.samples)
+        fewer = targets < batch.samples
+        # tokens or pixels: a part may have as many by chance; a piece of the batch has a weight of its own, which the script knows
+        differs = targets not in samples and not (fewer and _is_piece(call.target))
+        site = call_site()
         if site not in self._known:
             self._known[site] = any(self._group.exchange(JUDGED, differs).values())
         if self._known[site]:
+            if differs and fewer and batch.weight != 1.0:
+                self._warn_of_fewer(call, batch)
             return True
-        if self._warned or call.target.device.type != "cpu":
+        if self._warned:
             return False
-        if differs or bool((call.target == call.ignore_index).any()):
+        if differs or (call.target.device.type == "cpu" and bool((call.target == call.ignore_index).any())):
             self._warned = True
             warn(
                 f"parwrap: some targets are ignored or more than one for a sample at {location()}, so this rank's part counts by another "
@@ -98,5 +105,24 @@ class WeightedMeans(Interceptor):
             )
         return False
 
+    def _warn_of_fewer(self, call: Criterion, batch: Weighed) -> None:
+        """A mask has chosen from a batch after the model, and may have done so before it; or the batch is trained in pieces."""
+        if not self._warned and batch.samples not in leading_sizes([call.loss]):
+            self._warned = True
+            warn(
+                f"parwrap: the loss at {location()} is over fewer targets than this rank's part of the batch has samples, and counts by "
+                "them, as where a mask has chosen them. If it is one of several pieces of that part, give the DataLoader a batch_size "
+                "that the ranks divide, or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once."
+            )
+
     def _total(self, divisor: torch.Tensor) -> torch.Tensor:
         return all_reduced([divisor.to(torch.float32)], self._group)[0]
+
+
+def _is_piece(target: torch.Tensor) -> bool:
+    """Whether ``target`` is a slice of more targets, rather than a copy of those that a mask has chosen.
+
+    >>> _is_piece(torch.arange(8)[:4]), _is_piece(torch.arange(8)[torch.arange(8) < 4])
+    (True, False)
+    """
+    return target.untyped_storage().nbytes() > target.nbytes
