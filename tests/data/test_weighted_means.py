@@ -138,6 +138,53 @@ def test_a_compiled_loss_counts_alike():
     assert expected == pytest.approx(model, abs=1e-6)
 
 
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.filterwarnings("error:parwrap")
+def test_a_loss_that_is_compiled_whole_counts_alike(size):
+    for name in ("composite", "log", "plain"):
+        expected = trained(CRITERIA[name], samples())
+        with parwrap.distributed(batch="global"):
+            compiled = torch.compile(CRITERIA[name], backend="aot_eager", fullgraph=True)
+            assert expected == pytest.approx(trained(compiled, samples()), abs=1e-6), name
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("error:parwrap")
+def test_so_do_tokens_of_a_loss_that_is_compiled():
+    criterion, dataset = nn.CrossEntropyLoss(), samples(tokens=3, ignored=-100)
+    expected = trained(criterion, dataset, tokens=3)
+    with parwrap.distributed(batch="global"):
+        actual = trained(torch.compile(criterion, backend="aot_eager"), dataset, tokens=3)
+
+    assert expected == pytest.approx(actual, abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_is_compiled_anew_inside_and_is_torchs_own_after():
+    def weights(criterion):
+        return trained(criterion, samples(24))
+
+    compiled = torch.compile(CRITERIA["weighted"], backend="aot_eager")
+    expected = weights(CRITERIA["weighted"])
+    for _ in range(2):
+        assert expected == pytest.approx(weights(compiled), abs=1e-12)
+        with parwrap.distributed(batch="global"):
+            assert expected == pytest.approx(weights(compiled), abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_a_compiled_transform_is_left_alone():
+    def loss(weight, x, y):
+        return functional.cross_entropy(x @ weight, y, weight=WEIGHT)
+
+    weight, (x, y) = torch.ones(4, CLASSES, dtype=torch.float64), samples(4).tensors
+    expected = torch.func.grad(loss)(weight, x, y)
+    with parwrap.distributed(batch="global"):
+        actual = torch.compile(torch.func.grad(loss), backend="aot_eager")(weight, x, y)
+
+    assert torch.equal(expected, actual)
+
+
 @pytest.mark.ranks(2)
 def test_ranks_that_part_ways_end():
     """One rank leaves its loop early."""

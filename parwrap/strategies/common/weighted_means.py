@@ -48,26 +48,25 @@ class WeightedMeans(Interceptor):
         group.coordinator.answer(JUDGED, lambda detail, present: None)
 
     @intercepts
-    def criterion(self, call: Criterion) -> torch.Tensor:
-        """The loss of ``call``, with a gradient that counts by its divisor."""
+    def criterion(self, call: Criterion) -> torch.Tensor | None:
+        """What the gradient of ``call`` is multiplied by to count by its divisor, if it needs that; weights are not divided by yet."""
         if is_transformed(call.loss):
             self._warn_of_transform(call)
-            return call.loss
-        batch = self._loop.weights.upcoming(lambda: leading_sizes([call.loss]))
+            return None
+        batch = self._loop.weights.upcoming(lambda: _sizes(call))
         if is_alone() or self._loop.evaluations or not batch.split:
-            return call.loss
+            return None
         if not self._needs_divisor(call, batch):
-            return call.loss
+            return None
         self._group.synchronize(DIVISOR)
         divisor = call.divisor().to(torch.float32) * bool(batch.weight)
-        factor = divisor * self._group.world.size / self._total(divisor).to(divisor).clamp(min=LEAST)
+        return divisor * self._group.world.size / self._total(divisor).to(divisor).clamp(min=LEAST)
 
-        def count(grad: torch.Tensor) -> torch.Tensor:
-            weight = self._loop.weight  # by which the strategy multiplies the whole loss
-            return grad * (factor / weight).to(grad) if weight else grad
-
-        call.loss.register_hook(count)
-        return call.loss
+    @intercepts
+    def criterion_grad(self, grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """The gradient of such a loss, which counts by its divisor."""
+        weight = self._loop.weight  # by which the strategy multiplies the whole loss
+        return grad * (factor / weight).to(grad) if weight else grad
 
     def _warn_of_transform(self, call: Criterion) -> None:
         """In ``torch.func.grad`` and ``vmap`` there is no tensor that ranks could send, and no hook on the loss."""
@@ -107,7 +106,7 @@ class WeightedMeans(Interceptor):
 
     def _warn_of_fewer(self, call: Criterion, batch: Weighed) -> None:
         """A mask has chosen from a batch after the model, and may have done so before it; or the batch is trained in pieces."""
-        if not self._warned and batch.samples not in leading_sizes([call.loss]):
+        if not self._warned and batch.samples not in _sizes(call):
             self._warned = True
             warn(
                 f"parwrap: the loss at {location()} is over fewer targets than this rank's part of the batch has samples, and counts by "
@@ -117,6 +116,11 @@ class WeightedMeans(Interceptor):
 
     def _total(self, divisor: torch.Tensor) -> torch.Tensor:
         return all_reduced([divisor.to(torch.float32)], self._group)[0]
+
+
+def _sizes(call: Criterion) -> set[int]:
+    """The first dimensions of what the loss of ``call`` was computed from; in compiled code no more is known than that of its targets."""
+    return leading_sizes([call.loss]) if call.loss.requires_grad else set(call.target.shape[:1])
 
 
 def _is_piece(target: torch.Tensor) -> bool:
