@@ -154,7 +154,7 @@ class Loaders(Interceptor):
             else:
                 position.end()
             loop.closed_pass()
-        loop.weights.close(training.weighed)
+        loop.weights.close(training.weighed, broken_off=not (exhausted or training.looks))
         if loop.backwards > training.backwards:
             self._histories.trained_passes += 1
             self._dropped.check(training)

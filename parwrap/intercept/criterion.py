@@ -1,17 +1,20 @@
 """``cross_entropy`` and ``nll_loss``: pass each mean loss to ``Interceptor.criterion``, with its divisor.
 
-The loss modules call these functions too. With class weights or ignored targets the divisor is not the number of targets.
+The loss modules call these functions too. With class weights or ignored targets the divisor is not the number of targets. In code that
+``torch.compile`` compiles, ``compiled_criterion.py`` does this.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
+from parwrap.intercept.compiled_criterion import TRACED, opened
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
@@ -42,7 +45,7 @@ class Criterion(NamedTuple):
         return (self.weight[torch.where(counted, self.target, 0).long()] * counted).sum()
 
 
-def patches(interceptor: Interceptor) -> list[Patch]:
+def patches(interceptor: Interceptor) -> list[Patch | AbstractContextManager]:
     def patch(name: str) -> Patch:
         signature = inspect.signature(getattr(functional, name))
 
@@ -55,8 +58,11 @@ def patches(interceptor: Interceptor) -> list[Patch]:
             target, named = given.arguments["target"], given.arguments
             if named["reduction"] != "mean" or named["reduce"] is False or named["size_average"] is False or target.is_floating_point():
                 return loss
-            return interceptor.criterion(Criterion(loss, target, named["weight"], named["ignore_index"]))
+            factor = interceptor.criterion(Criterion(loss, target, named["weight"], named["ignore_index"]))
+            if factor is not None:
+                loss.register_hook(lambda grad: interceptor.criterion_grad(grad, factor))
+            return loss
 
-        return Patch(functional, name, criterion)
+        return Patch(functional, name, criterion, TRACED[name])
 
-    return [patch("cross_entropy"), patch("nll_loss")]
+    return [opened(interceptor, lambda *call: interceptor.criterion(Criterion(*call))), *(patch(name) for name in TRACED)]

@@ -122,8 +122,11 @@ class Interceptor:
     def norm(self, call: Norm) -> torch.Tensor:
         """``torch.nn.functional.batch_norm`` was called. Returns the output."""
 
-    def criterion(self, call: Criterion) -> Any:
-        """``cross_entropy`` or ``nll_loss`` has computed a mean. Returns the loss."""
+    def criterion(self, call: Criterion) -> torch.Tensor | None:
+        """``cross_entropy`` or ``nll_loss`` has computed a mean. Returns the factor for :meth:`criterion_grad`, if that is needed."""
+
+    def criterion_grad(self, grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """The gradient of such a loss has come in a backward. Returns the one that goes on."""
 
     def backward(self, call: Backward) -> None:
         """``loss.backward()`` or ``torch.autograd.backward`` was called."""
@@ -298,7 +301,13 @@ class Interceptor:
 DECLARED = {name: each for name, each in vars(Interceptor).items() if isinstance(each, FunctionType) and not name.startswith("_")}
 """Every call that can be intercepted."""
 
-CALLED_WITH = {"refuse_closure": "skips", "write_native": "read_native", "update_native": "read_native", "open_native": "read_native"}
+CALLED_WITH = {
+    "criterion_grad": "criterion",
+    "refuse_closure": "skips",
+    "write_native": "read_native",
+    "update_native": "read_native",
+    "open_native": "read_native",
+}
 """Methods without patches, and the method whose patches call them."""
 
 

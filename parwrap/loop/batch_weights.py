@@ -2,7 +2,8 @@
 
 Most loops draw a batch and run its backwards before they draw another. A prefetcher is some batches ahead: then the order of draws, or the
 sizes in the graph, identify the batch of a backward. Sizes are read only where the candidates have different weights. They also identify
-the batch where a loop trains again on kept batches, as with ``itertools.cycle``.
+the batch where a loop trains again on kept batches, as with ``itertools.cycle``. If a pass is broken off before its batch was trained on,
+as by ``next(iter(loader))``, the backwards that follow are of that batch.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class BatchWeights:
         self._readings: list[Reading] = []
         self._differ = self._split = False
         self._drawn: deque[tuple[weakref.ref[Any], Reading, Weighed]] = deque(maxlen=MOST_KEPT)
+        self._broken_off: tuple[Weighed, ...] = ()  # batches of passes that were broken off, with no backward inside
+        self._trained_after = False
         self._warned = False
 
     @property
@@ -130,11 +133,18 @@ class BatchWeights:
         self.current = self.last = batch
         self.drawn = True
 
-    def close(self, reading: Reading) -> None:
-        """A pass has ended; an outer pass continues with its own batch."""
+    def close(self, reading: Reading, broken_off: bool = False) -> None:
+        """A pass has ended or was ``broken_off``; an outer pass continues with its own batch."""
         reading.open = False
         self._readings = [each for each in self._readings if each.open or each.waits]
-        self.current = self._readings[-1].batches[-1] if self._readings else OUTSIDE
+        if broken_off and reading.drawn > reading.seen:
+            batch, others = reading.batches[-1], () if self._trained_after else self._broken_off
+            self._broken_off = (*(each for each in others if each != batch), batch)
+        else:
+            self._broken_off = ()
+        self._trained_after = False
+        latest = self._readings[-1].batches if self._readings else self._broken_off
+        self.current = latest[-1] if latest else OUTSIDE
 
     def find(self, sizes: Callable[[], Collection[int]]) -> Weighed:
         """The batch of the backward that is about to run.
@@ -147,8 +157,10 @@ class BatchWeights:
                 reading.run_backward()
             self.current = self._chosen(self._readings, sizes)
             self._readings = [each for each in self._readings if each.open or each.waits]
+            self._broken_off = ()
         else:
             self.current = self._kept(sizes)
+            self._trained_after = True
         return self.current
 
     def upcoming(self, sizes: Callable[[], Collection[int]]) -> Weighed:
@@ -160,18 +172,39 @@ class BatchWeights:
 
     def check_kept(self) -> None:
         """Gradients are used that no backward made: outside of all passes their batch is unknown."""
-        if not self._readings and self._differ:
+        if not self._readings and self._differ and not self._broken_off:
             self._warn()
 
     def _kept(self, sizes: Callable[[], Collection[int]]) -> Weighed:
         """The batch of a backward outside of all passes: a kept one of a finished pass, or none."""
-        if not (self._differ or self._split) or not (kept := self._alive()):
+        if not (self._differ or self._split):
             return OUTSIDE  # usually true
+        if batch := self._of_broken_off(sizes):
+            return batch
+        if not (kept := self._alive()):
+            return OUTSIDE
         known = sizes()
         found = sorted((each for each in kept if each.samples in known), key=lambda each: each.samples)
         if len({each[:2] for each in found}) > 1:
             self._warn()
         return found[-1] if found else OUTSIDE
+
+    def _of_broken_off(self, sizes: Callable[[], Collection[int]]) -> Weighed | None:
+        """The batch of a backward after passes that were broken off for it, as by ``next(iter(loader))``.
+
+        Data of the script's own, the same on all ranks, may count so too: the average is the same. Their sum would be another.
+        """
+        batches = self._broken_off
+        if not batches:
+            return None
+        averaged = batches[-1].loss_factor == 1.0
+        if averaged and len({each[:2] for each in batches}) == 1:
+            return batches[-1]
+        known = sizes()
+        found = [each for each in batches if each.samples in known] or (batches if averaged else ())
+        if len({each[:2] for each in found}) > 1:
+            self._warn()
+        return found[-1] if found else None
 
     def _alive(self) -> set[Weighed]:
         """The batches that the script has kept: of the last one of a pass its variables hold the tensors as well."""

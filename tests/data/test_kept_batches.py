@@ -66,6 +66,81 @@ def test_parts_that_are_trained_on_again_count_by_their_samples(size, loop, loss
             assert expected == pytest.approx(loop(samples, criterion), abs=1e-12)
 
 
+def first_of_each_pass(loader, trained, change):
+    for _ in range(3):
+        x, y = next(iter(loader))
+        x, y = change(x), change(y)
+        trained.step(x, y)
+
+
+def first_again_and_again(loader, trained, change):
+    x, y = (change(each) for each in next(iter(loader)))
+    trained.step(x, y, times=3)
+
+
+def broken_off(loader, trained, change):
+    for _ in range(2):
+        for index, (x, y) in enumerate(loader):  # noqa: B007 - they are read after the loop
+            if index:
+                break
+        trained.step(change(x), change(y))
+
+
+def several_first(loader, trained, change):
+    kept = [[change(each) for each in next(iter(loader))] for _ in range(3)]
+    for x, y in kept:
+        trained.step(x, y)
+
+
+def looked_at_before(loader, trained, change):
+    kept = [change(each) for each in next(iter(loader))]  # noqa: F841 - it stays alive
+    for u, v in loader:
+        trained.step(u, v)
+    trained.step(*numbers(8).tensors)
+
+
+def one_before_other_data(loader, trained, change):
+    kept = [change(each) for each in next(iter(loader))]  # noqa: F841 - it stays alive
+    trained.step(*numbers(8).tensors)
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.parametrize(
+    "loop", [first_of_each_pass, first_again_and_again, broken_off, several_first, looked_at_before, one_before_other_data]
+)
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_batch_of_a_pass_that_was_broken_off_for_it_counts_by_its_samples(size, loop, loss):
+    if loss == "sum" and loop in (looked_at_before, one_before_other_data):
+        pytest.skip("of what no loader has split, every rank has the whole sum")
+
+    def criterion(output, target):
+        return nn.functional.mse_loss(output, target, reduction=loss) / (1 if loss == "mean" else 10)
+
+    def weights(batch_size, change):
+        torch.manual_seed(0)
+        trained = Trained(criterion)
+        loop(DataLoader(numbers(66), batch_size, shuffle=True), trained, change)
+        return trained.weights
+
+    for batch_size in (15, 16):
+        for change in (lambda x: x, torch.clone):  # a copy, as on another device
+            expected = weights(batch_size, change)
+            with parwrap.distributed(batch="global", loss=loss):
+                assert expected == pytest.approx(weights(batch_size, change), abs=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_over_first_batches_whose_parts_count_differently_is_said():
+    trained = Trained()
+    loaders = [DataLoader(numbers(32), batch_size, shuffle=True) for batch_size in (15, 16)]
+    with parwrap.distributed(batch="global"):
+        (x, y), (u, v) = (next(iter(loader)) for loader in loaders)
+        loss = trained.criterion(trained.model(x), y) + trained.criterion(trained.model(u), v)
+        with pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ may be over several batches"):
+            loss.backward()
+
+
 @pytest.mark.ranks(2)
 def test_a_loss_over_all_batches_of_a_pass_whose_last_is_smaller_is_said():
     trained = Trained()

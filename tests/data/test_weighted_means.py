@@ -138,6 +138,53 @@ def test_a_compiled_loss_counts_alike():
     assert expected == pytest.approx(model, abs=1e-6)
 
 
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.filterwarnings("error:parwrap")
+def test_a_loss_that_is_compiled_whole_counts_alike(size):
+    for name in ("composite", "log", "plain"):
+        expected = trained(CRITERIA[name], samples())
+        with parwrap.distributed(batch="global"):
+            compiled = torch.compile(CRITERIA[name], backend="aot_eager", fullgraph=True)
+            assert expected == pytest.approx(trained(compiled, samples()), abs=1e-6), name
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("error:parwrap")
+def test_so_do_tokens_of_a_loss_that_is_compiled():
+    criterion, dataset = nn.CrossEntropyLoss(), samples(tokens=3, ignored=-100)
+    expected = trained(criterion, dataset, tokens=3)
+    with parwrap.distributed(batch="global"):
+        actual = trained(torch.compile(criterion, backend="aot_eager"), dataset, tokens=3)
+
+    assert expected == pytest.approx(actual, abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_is_compiled_anew_inside_and_is_torchs_own_after():
+    def weights(criterion):
+        return trained(criterion, samples(24))
+
+    compiled = torch.compile(CRITERIA["weighted"], backend="aot_eager")
+    expected = weights(CRITERIA["weighted"])
+    for _ in range(2):
+        assert expected == pytest.approx(weights(compiled), abs=1e-12)
+        with parwrap.distributed(batch="global"):
+            assert expected == pytest.approx(weights(compiled), abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_a_compiled_transform_is_left_alone():
+    def loss(weight, x, y):
+        return functional.cross_entropy(x @ weight, y, weight=WEIGHT)
+
+    weight, (x, y) = torch.ones(4, CLASSES, dtype=torch.float64), samples(4).tensors
+    expected = torch.func.grad(loss)(weight, x, y)
+    with parwrap.distributed(batch="global"):
+        actual = torch.compile(torch.func.grad(loss), backend="aot_eager")(weight, x, y)
+
+    assert torch.equal(expected, actual)
+
+
 @pytest.mark.ranks(2)
 def test_ranks_that_part_ways_end():
     """One rank leaves its loop early."""
@@ -215,3 +262,88 @@ def test_losses_count_once_however_scopes_are_nested(scopes):
     expected = nested()
 
     assert expected == pytest.approx(nested(*scopes), abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_batch_by_next_counts_so_too(size):
+    def first_of_each_pass(batch_size):
+        torch.manual_seed(0)
+        model = nn.Linear(4, CLASSES).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loader = DataLoader(samples(24), batch_size, shuffle=True)
+        for _ in range(3):
+            x, y = next(iter(loader))
+            optimizer.zero_grad()
+            CRITERIA["weighted"](model(x), y).backward()
+            optimizer.step()
+        return model.weight.flatten().tolist()
+
+    for batch_size in (6, 7):
+        expected = first_of_each_pass(batch_size)
+        with parwrap.distributed(batch="global"):
+            assert expected == pytest.approx(first_of_each_pass(batch_size), abs=1e-6)
+
+
+def whole(model, x, y, samples):
+    return [functional.cross_entropy(model(x), y)]
+
+
+def halves(model, x, y, samples):
+    """As by a loop that accumulates over pieces of its batch."""
+    middle = len(x) // 2
+    return [functional.cross_entropy(model(x[part]), y[part]) * len(x[part]) / len(x) for part in (slice(middle), slice(middle, None))]
+
+
+def single(model, x, y, samples):
+    return [sum(functional.cross_entropy(model(each[None]), target[None]) for each, target in zip(x, y, strict=True)) / len(x)]
+
+
+def chosen(model, x, y, samples):
+    """By a mask, of the batch or of the output."""
+    return [functional.cross_entropy(model(x)[y > 0], y[y > 0])]
+
+
+def after_those_that_are_left_out(model, x, y, samples):
+    """As by a run that is resumed, which looks like one that draws ahead."""
+    return [] if samples < 30 else [functional.cross_entropy(model(x), y)]
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.parametrize("losses", [halves, single, chosen, after_those_that_are_left_out])
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_pieces_of_a_batch_count_by_its_samples_and_those_a_mask_has_chosen_by_their_number(size, losses):
+    def weights(losses):
+        torch.manual_seed(0)
+        model = nn.Linear(4, CLASSES).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        drawn = 0
+        for _ in range(2):
+            for x, y in DataLoader(samples(52), batch_size=15):
+                drawn += 15
+                optimizer.zero_grad()
+                of_batch = losses(model, x, y, drawn)
+                for loss in of_batch:
+                    loss.backward()
+                if of_batch:
+                    optimizer.step()
+        return model.weight.flatten().tolist()
+
+    expected = weights(whole if losses in (halves, single) else losses)
+    with parwrap.distributed(batch="global"):
+        assert expected == pytest.approx(weights(losses), abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_copies_of_pieces_that_may_have_been_chosen_are_said():
+    model = nn.Linear(4, CLASSES).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def train():
+        for x, y in DataLoader(samples(30), batch_size=15):
+            for piece in (slice(3), slice(3, None)):
+                functional.cross_entropy(model(x[piece]), y[piece].clone()).backward()
+            optimizer.step()
+
+    with parwrap.distributed(batch="global"), pytest.warns(UserWarning, match=r"test_weighted_means.py:\d+ is over fewer .*batch_size"):
+        train()

@@ -14,6 +14,7 @@ from parwrap.group.collectives import all_reduced, sums_of
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.criterion import Criterion
 from parwrap.intercept.interceptor import Interceptor, intercepts
+from parwrap.loop.batch_weights import Weighed
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.autograd_graph import leading_sizes
 from parwrap.torch_private.modes import is_transformed
@@ -49,26 +50,25 @@ class WeightedMeans(Interceptor):
         group.coordinator.answer(JUDGED, lambda detail, present: None)
 
     @intercepts
-    def criterion(self, call: Criterion) -> torch.Tensor:
-        """The loss of ``call``, with a gradient weighted by its divisor."""
+    def criterion(self, call: Criterion) -> torch.Tensor | None:
+        """The factor by which the gradient of ``call`` counts its divisor, if it needs one; not divided by this rank's weight yet."""
         if is_transformed(call.loss):
             self._warn_of_transform(call)
-            return call.loss
-        batch = self._loop.weights.upcoming(lambda: leading_sizes([call.loss]))
+            return None
+        batch = self._loop.weights.upcoming(lambda: _sizes(call))
         if is_alone() or self._loop.evaluations or not batch.split:
-            return call.loss
-        if not self._needs_divisor(call, batch.samples):
-            return call.loss
+            return None
+        if not self._needs_divisor(call, batch):
+            return None
         self._group.synchronize(DIVISOR)
         divisor = call.divisor().to(torch.float32) * bool(batch.weight)
-        factor = divisor * self._group.world.size / self._total(divisor).to(divisor).clamp(min=LEAST)
+        return divisor * self._group.world.size / self._total(divisor).to(divisor).clamp(min=LEAST)
 
-        def count(grad: torch.Tensor) -> torch.Tensor:
-            weight = self._loop.weight  # the strategy multiplies the whole loss by it
-            return grad * (factor / weight).to(grad) if weight else grad
-
-        call.loss.register_hook(count)
-        return call.loss
+    @intercepts
+    def criterion_grad(self, grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """The gradient of such a loss, weighted by its divisor."""
+        weight = self._loop.weight  # the strategy multiplies the whole loss by it
+        return grad * (factor / weight).to(grad) if weight else grad
 
     def _warn_of_transform(self, call: Criterion) -> None:
         """In ``torch.func.grad`` and ``vmap`` ranks cannot send tensors, and the loss has no hooks."""
@@ -80,18 +80,24 @@ class WeightedMeans(Interceptor):
                 "of it: parwrap.mean_over_ranks(loss_sum, count), or use loss.backward(). This is shown once."
             )
 
-    def _needs_divisor(self, call: Criterion, samples: int) -> bool:
+    def _needs_divisor(self, call: Criterion, batch: Weighed) -> bool:
         """Whether the divisor may differ from the number of samples; all ranks decide alike, because they agree on it for each line."""
         if call.weight is not None or call.ignore_index != DEFAULT:
             return True
-        site, differs = call_site(), call.target.numel() != samples  # tokens or pixels: a part may have the same number by chance
+        targets, samples = call.target.numel(), (batch.samples, self._loop.weights.last.samples)
+        fewer = targets < batch.samples
+        # tokens or pixels: a part may have the same number by chance; a piece of the batch is weighted by the script
+        differs = targets not in samples and not (fewer and _is_piece(call.target))
+        site = call_site()
         if site not in self._known:
             self._known[site] = any(self._group.exchange(JUDGED, differs).values())
         if self._known[site]:
+            if differs and fewer and batch.weight != 1.0:
+                self._warn_of_fewer(call, batch)
             return True
-        if self._warned or call.target.device.type != "cpu":
+        if self._warned:
             return False
-        if differs or bool((call.target == call.ignore_index).any()):
+        if differs or (call.target.device.type == "cpu" and bool((call.target == call.ignore_index).any())):
             self._warned = True
             warn(
                 f"parwrap: at {location()} some targets are ignored, or a sample has several, so the weight of this rank's part is not "
@@ -100,8 +106,32 @@ class WeightedMeans(Interceptor):
             )
         return False
 
+    def _warn_of_fewer(self, call: Criterion, batch: Weighed) -> None:
+        """A mask has chosen from a batch after the model, and may have done so before it; or the batch is trained in pieces."""
+        if not self._warned and batch.samples not in _sizes(call):
+            self._warned = True
+            warn(
+                f"parwrap: the loss at {location()} is over fewer targets than this rank's part of the batch has samples, and counts by "
+                "them, as where a mask has chosen them. If it is one of several pieces of that part, give the DataLoader a batch_size "
+                "that the ranks divide, or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once."
+            )
+
     def _total(self, divisor: torch.Tensor) -> torch.Tensor:
         return all_reduced([divisor.to(torch.float32)], self._group)[0]
+
+
+def _sizes(call: Criterion) -> set[int]:
+    """The first dimensions of the tensors behind the loss of ``call``; in compiled code only that of its targets is known."""
+    return leading_sizes([call.loss]) if call.loss.requires_grad else set(call.target.shape[:1])
+
+
+def _is_piece(target: torch.Tensor) -> bool:
+    """Whether ``target`` is a slice of more targets, rather than a copy of those that a mask has chosen.
+
+    >>> _is_piece(torch.arange(8)[:4]), _is_piece(torch.arange(8)[torch.arange(8) < 4])
+    (True, False)
+    """
+    return target.untyped_storage().nbytes() > target.nbytes
 
 
 class Counts:
