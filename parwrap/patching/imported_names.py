@@ -1,7 +1,7 @@
 """Names that a module has imported by value, as by ``from torch import save``: patches replace them there too.
 
 It searches the user's modules and the whole package of the running function; the standard library and installed packages are unchanged.
-Names in other places (defaults of arguments, attributes of classes) stay.
+So are ``functools.partial`` and dicts of a module. Names in other places (defaults of arguments, attributes of classes) stay.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ __all__ = ["Namespaces", "is_installed", "is_standard"]
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _NEVER = ("torch", "parwrap")
+_MOST_NAMES = 1000
+"""A dict with more is data rather than a table of functions."""
 
 
 def is_installed(file: str) -> bool:
@@ -93,5 +95,21 @@ def _namespaces(names: Iterable[str]) -> list[dict[str, Any]]:
 
 def _exchange(namespaces: Iterable[dict[str, Any]], instead: Mapping[int, Any]) -> None:
     for names in namespaces:
-        if not instead.keys().isdisjoint(map(id, list(names.values()))):
-            names.update({name: instead[id(value)] for name, value in names.items() if id(value) in instead})
+        _exchange_values(names, instead)
+        for name, value in list(names.items()):
+            if type(value) is dict and name != "__builtins__" and len(value) <= _MOST_NAMES:
+                _exchange_values(value, instead)
+
+
+def _exchange_values(names: dict[Any, Any], instead: Mapping[int, Any]) -> None:
+    values = list(names.values())
+    if not instead.keys().isdisjoint(map(id, values)):
+        names.update({name: instead[id(value)] for name, value in names.items() if id(value) in instead})
+    for value in values:
+        if type(value) is functools.partial:
+            _exchange_function(value, instead)
+
+
+def _exchange_function(partial: functools.partial, instead: Mapping[int, Any]) -> None:
+    if (function := instead.get(id(partial.func))) is not None:
+        partial.__setstate__((function, partial.args, partial.keywords, vars(partial)))  # type: ignore[attr-defined]  # func is read-only

@@ -382,7 +382,7 @@ def test_a_look_that_draws_more_than_the_bound_says_that_ranks_saw_their_shares(
     monkeypatch.setattr(unread, "MOST_SAMPLES", 25, raising=False)
     with parwrap.distributed(seed=0):
         setup, loader = Setup(), DataLoader(range(8), batch_sampler=Endless(26))
-        with looks("each rank saw only its share of it"):
+        with looks("each rank saw only its share"):
             seen, _ = drawn(loader)
         whole, _ = drawn(loader)
 

@@ -1,6 +1,7 @@
 import builtins
 import contextlib
 import copy
+import functools
 import math
 import pickle
 import sys
@@ -79,6 +80,15 @@ def test_names_that_the_users_modules_have_imported_are_patched_too(fails, monke
 
     assert helpers.square_root is math.sqrt
     assert not is_patched(math.sqrt)
+
+
+def test_partials_and_dicts_of_the_users_modules_are_patched_too(monkeypatch):
+    helpers = loaded("project.helpers", "/project/helpers.py", monkeypatch)
+    helpers.partial, helpers.table = functools.partial(math.sqrt, 4), {"root": math.sqrt, "of 4": functools.partial(math.sqrt, 4)}
+    with installed([Patch(math, "sqrt", negated)]):
+        assert [-2, -2, -2] == [helpers.partial(), helpers.table["root"](4), helpers.table["of 4"]()]
+
+    assert [math.sqrt] * 3 == [helpers.partial.func, helpers.table["root"], helpers.table["of 4"].func]
 
 
 def test_what_is_installed_works_as_it_is_unless_the_function_is_from_there(monkeypatch):
