@@ -137,7 +137,7 @@ def test_a_loss_over_first_batches_whose_parts_count_differently_is_said():
     with parwrap.distributed(batch="global"):
         (x, y), (u, v) = (next(iter(loader)) for loader in loaders)
         loss = trained.criterion(trained.model(x), y) + trained.criterion(trained.model(u), v)
-        with pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ may be over several batches"):
+        with pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ may cover several batches"):
             loss.backward()
 
 

@@ -79,7 +79,7 @@ def test_tokens_that_are_padding_do_not_count(size):
 @pytest.mark.ranks(2)
 def test_samples_that_are_ignored_by_the_default_are_said():
     dataset = samples(ignored=-100)
-    with parwrap.distributed(batch="global"), pytest.warns(UserWarning, match=r"test_weighted_means.py:\d+, so this .*mean_over_ranks"):
+    with parwrap.distributed(batch="global"), pytest.warns(UserWarning, match=r"test_weighted_means.py:\d+ some targets .*mean_over_ranks"):
         trained(nn.CrossEntropyLoss(), dataset)
 
 
