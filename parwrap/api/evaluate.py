@@ -293,7 +293,7 @@ def _evaluated(call: _Call, trust: _Trust) -> Any:
         except _FailedError as failed:
             if failed.refused:
                 raise
-            hindrance = f"it fails on parts of the data with {failed.text}, but not on the whole."
+            hindrance = f"on parts of the data {failed.text}, but it does not fail on the whole."
         else:
             differing, proves = compared(whole, shared, parts)
             if differing and callable(call.reduce) and leaves(whole).keys() != leaves(shared).keys():

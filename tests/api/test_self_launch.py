@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import parwrap
 from parwrap.errors import RankMismatchError
 
-ELSEWHERE = r"^parwrap: nprocs=3 launches nothing here: the function runs on the 2 ranks that are there already\.$"
+ELSEWHERE = r"^parwrap: nprocs=3 launches nothing here: the function runs on the 2 existing ranks\.$"
 STATE = {"calls": 0}
 
 
