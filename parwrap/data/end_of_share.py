@@ -111,7 +111,7 @@ class EndOfShare:
         if history.noted:
             return
         history.noted = True
-        length = f"its len() was {given[0]} before that, and of the whole it is {given[1]}. " if given else ""
+        length = f"Its len() was {given[0]} before, and that of the whole is {given[1]}. " if given else ""
         if training.batches is not None and training.batches.kept():
             length += (
                 "If the batches are kept for training, every rank trains on all of them, which is no faster: read the loader in each "
