@@ -94,7 +94,7 @@ class Loop(Interceptor):
         if is_new and self.are_of_one_batch(parameters_of(optimizer)):
             self._of_one_batch[optimizer] = self.batches
             return
-        self._number(optimizer)
+        self.register(optimizer)
 
     def are_of_one_batch(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether an optimizer of ``parameters`` that is built now trains them on this batch only, which is another one on each rank.
@@ -128,14 +128,15 @@ class Loop(Interceptor):
             return False
         if batch == self.batches:
             return True
-        self._number(optimizer)
+        self.register(optimizer)
         return False
 
     def tensors_of_one_batch(self) -> set[int]:
         """The ids of the tensors of such optimizers."""
         return {id(p) for optimizer in self._of_one_batch for p in parameters_of(optimizer)}
 
-    def _number(self, optimizer: torch.optim.Optimizer) -> None:
+    def register(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give ``optimizer`` a number, if it has none, and know its parameters."""
         self._of_one_batch.pop(optimizer, None)
         if not any(known() is optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))

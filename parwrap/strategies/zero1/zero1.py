@@ -68,8 +68,8 @@ class Zero1(DDP):
         calls_closure, self._calls_closure = self._calls_closure, False
         if self._is_whole(optimizer):
             return
-        self.own_parameters(optimizer)  # unless it was of one batch, it has done this when it was built
         number = self._number(optimizer)
+        self.own_parameters(optimizer)  # done when it was built, unless it was of one batch then
         self._hold(number, optimizer)
         self._stepping = self._shards[optimizer]
         self._stepping.settle(self._group.synchronize(_step(number)))
@@ -171,7 +171,7 @@ class Zero1(DDP):
         for number, known in self._loop.numbered_optimizers():
             if known is optimizer:
                 return number
-        self._loop.own_parameters(optimizer)
+        self._loop.register(optimizer)
         self.own_parameters(optimizer)
         return self._number(optimizer)
 
