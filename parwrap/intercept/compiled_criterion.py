@@ -51,9 +51,9 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     loss = CROSS_ENTROPY(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    if reduction != "mean" or reduce is False or size_average is False or target.is_floating_point() or not _counts(loss):
+    if target.is_floating_point():  # probabilities of classes
         return loss
-    return torch.ops.parwrap.criterion(loss, target, weight, ignore_index)[0]
+    return _counted(loss, target, weight, ignore_index, reduction == "mean" and reduce is not False and size_average is not False)
 
 
 def _nll_loss(
@@ -66,13 +66,16 @@ def _nll_loss(
     reduction: str = "mean",
 ) -> torch.Tensor:
     loss = NLL_LOSS(input, target, weight, size_average, ignore_index, reduce, reduction)
-    if reduction != "mean" or reduce is False or size_average is False or not _counts(loss):
-        return loss
-    return torch.ops.parwrap.criterion(loss, target, weight, ignore_index)[0]
+    return _counted(loss, target, weight, ignore_index, reduction == "mean" and reduce is not False and size_average is not False)
 
 
 TRACED: dict[str, Callable] = {"cross_entropy": _cross_entropy, "nll_loss": _nll_loss}
 """By the name of torch's function, what is compiled in its place."""
+
+
+def _counted(loss: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, is_mean: bool) -> torch.Tensor:
+    """The ``loss``, whose gradient counts by its divisor if it is a mean."""
+    return torch.ops.parwrap.criterion(loss, target, weight, ignore_index)[0] if is_mean and _counts(loss) else loss
 
 
 def _counts(loss: torch.Tensor) -> bool:

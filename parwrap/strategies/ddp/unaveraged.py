@@ -48,7 +48,7 @@ class Unaveraged(Interceptor):
     Args:
         group: the ranks.
         loop: what the training loop has done so far.
-        leaves_out: whether the gradient of a parameter is no business of this one.
+        leaves_out: whether to ignore the gradient of a parameter.
 
     Attributes:
         noted: the gradients that are the same on all ranks.
