@@ -39,7 +39,7 @@ CARRYING = 0.005
 """Seconds between two runs of the thread that copies entries across nodes."""
 
 LOOKING = 1.0
-"""Seconds between two reads of the other nodes' entries while this rank waits for nobody."""
+"""Seconds between two reads of the other nodes' entries while this rank is not waiting."""
 
 # in native byte order, which makes writing a number atomic
 NUMBER = struct.Struct("q")

@@ -94,11 +94,11 @@ class AmpState:
 
 
 class Iterations:
-    """Calls ``over(found)`` when an iteration of the user's loop is over, told by the steps of its optimizers.
+    """Calls ``over(found)`` when an iteration of the user's loop ends, derived from the steps of its optimizers.
 
-    ``GradScaler.update`` is called once an iteration by hand. Nobody calls anything here, so it is over when every optimizer has stepped.
-    Optimizers that do not step in every iteration (a critic has more steps than a generator) are found out when another one steps a second
-    time: from then on those that had stepped before make an iteration.
+    A hand-written loop calls ``GradScaler.update`` once an iteration. Here no call marks the end, so an iteration ends when every optimizer
+    has stepped. Optimizers that do not step in every iteration (a critic steps more often than a generator) show when another one steps a
+    second time: from then on those that had stepped before make an iteration.
 
     Args:
         over: called with whether one of the iteration's steps was skipped.

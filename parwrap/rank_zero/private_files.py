@@ -1,6 +1,6 @@
 """The interceptor of files in a process that is no rank, such as a parameter server: only it sees what it writes.
 
-It reads what is on the disk. Unlike a replica it waits for nobody, since it has no place in rank 0's script.
+It reads what is on the disk. Unlike a replica it never waits, since it has no place in rank 0's script.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import parwrap
 from parwrap.group import group as groups
 from parwrap.group.device import uses_nccl
 from parwrap.strategies.common import reducer
+from sparse_steps import train_on_words
 
 MIXED = "cpu:gloo,cuda:gloo"
 
@@ -95,23 +96,12 @@ class Words(nn.Module):
         return self.out(self.words(x).mean(1))
 
 
-def words_trained(model, forward):
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(5):
-        optimizer.zero_grad()
-        forward(torch.randint(20, (4, 3), generator=generator)).square().mean().backward()
-        assert model.words.weight.grad.is_sparse
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
-
-
 @pytest.mark.ranks(2)
 def test_sparse_gradients_are_averaged_by_way_of_the_cpu_where_nccl_cannot_send_them(monkeypatch):
     def plain():
         torch.manual_seed(0)
         model = Words()
-        return words_trained(model, model)
+        return train_on_words(model, model)
 
     expected = parwrap.distributed(plain)()
     used = []
@@ -126,13 +116,13 @@ def test_sparse_gradients_are_averaged_by_way_of_the_cpu_where_nccl_cannot_send_
 def test_the_same_is_what_hand_written_ddp_gives(monkeypatch):
     torch.manual_seed(0)
     model = Words()
-    expected = words_trained(model, DistributedDataParallel(model))
+    expected = train_on_words(model, DistributedDataParallel(model))
     monkeypatch.setattr(reducer, "uses_nccl", lambda: True)
 
     @parwrap.distributed
     def plain():
         torch.manual_seed(0)
         model = Words()
-        return words_trained(model, model)
+        return train_on_words(model, model)
 
     assert all(torch.equal(one, other) for one, other in zip(expected, plain(), strict=True))

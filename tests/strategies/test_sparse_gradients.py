@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 import parwrap
 from parwrap.strategies.common import reducer
 from parwrap.strategies.ddp import sparse_gradients
+from sparse_steps import train_on_words
 
 
 class Words(nn.Module):
@@ -24,15 +25,7 @@ class Words(nn.Module):
 def trained(wrap):
     torch.manual_seed(0)
     model = Words()
-    forward = wrap(model)
-    generator = torch.Generator().manual_seed(parwrap.rank())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(5):
-        optimizer.zero_grad()
-        forward(torch.randint(20, (4, 3), generator=generator)).square().mean().backward()
-        assert model.words.weight.grad.is_sparse
-        optimizer.step()
-    return list(model.parameters())
+    return train_on_words(model, wrap(model))
 
 
 @pytest.mark.ranks(2)

@@ -1,4 +1,4 @@
-"""How a node waits for others of its job, and what it prints meanwhile: how many have come, who is missing, and the command to run there.
+"""How a node waits for others of its job, and what it prints: how many have joined, which are missing, and the command to run there.
 
 Only the first node prints it; ``network_route.py`` has what the others print while they look for the first.
 """
@@ -36,7 +36,7 @@ AGAIN = 600.0
 """Seconds between two messages."""
 
 LOOKING = 0.05
-"""Seconds between two checks of who has come."""
+"""Seconds between two checks for nodes that have joined."""
 
 MEETING = ("nnodes", "node-rank", "master-addr", "master-port", "local-addr", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
 """The options by which nodes find each other, repeated in the command for another node."""
