@@ -30,9 +30,9 @@ from parwrap.intercept.backward import Backward
 from parwrap.intercept.clipping import Clip
 from parwrap.intercept.interceptor import intercepts
 from parwrap.intercept.scaler import ScalerCall
+from parwrap.loop.autograd_graph import reached
 from parwrap.loop.batch_weights import Weighed
 from parwrap.loop.loop_state import parameters_of
-from parwrap.strategies.common.autograd_graph import reached
 from parwrap.strategies.common.share import Share
 from parwrap.torch_private.dataloader import INDEX_SAMPLER
 from parwrap.torch_private.tensors import version_of

@@ -24,7 +24,7 @@ from parwrap.intercept.backward import Backward
 from parwrap.intercept.clipping import Clip
 from parwrap.intercept.interceptor import intercepts
 from parwrap.intercept.scaler import ScalerCall
-from parwrap.strategies.common.autograd_graph import reached
+from parwrap.loop.autograd_graph import reached
 from parwrap.strategies.common.share import Share
 
 __all__ = ["ByHand"]

@@ -20,7 +20,6 @@ from parwrap.intercept.backward import Backward
 from parwrap.intercept.clipping import Clip
 from parwrap.loop.batch_weights import Weighed
 from parwrap.loop.loop_state import Loop
-from parwrap.strategies.common.autograd_graph import leading_sizes
 from parwrap.strategies.common.share import Share
 from parwrap.strategies.common.strategy import Strategy
 
@@ -68,7 +67,7 @@ class OverRanks:
 
     def batch(self, call: Backward) -> Weighed:
         """The batch of ``call``, with the weight of this rank's part of it."""
-        return self._loop.weights.find(lambda: leading_sizes(call.tensors))
+        return self._loop.weights.find(call.tensors)
 
     @property
     def next_sync_point(self) -> int:

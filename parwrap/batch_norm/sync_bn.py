@@ -24,7 +24,7 @@ from parwrap.group.group import Group, is_alone
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.intercept.norm import Norm
-from parwrap.strategies.common.autograd_graph import normalizes_by_torch
+from parwrap.loop.autograd_graph import normalizes_by_torch
 from parwrap.strategies.data_parallel.replica_norm import shared_over_replicas
 from parwrap.strategies.data_parallel.replica_threads import Replica, current_replica
 from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id

@@ -44,7 +44,7 @@ from parwrap.loop.batch_weights import Weighed
 from parwrap.loop.loop_state import Loop
 from parwrap.loop.random_streams import RandomStreams
 from parwrap.system.progress_bars import write_line
-from parwrap.system.structures import first_tensor
+from parwrap.system.structures import tensors_in
 
 __all__ = ["Loaders"]
 
@@ -140,7 +140,7 @@ class Loaders(Interceptor):
         if training.weights is not None:
             weight, sharing = training.weights.popleft(), training.sharing
             factor, split = sharing.loss_factor(weight, self._size), sharing.batch == "global"
-            self._loop.weights.draw(training.weighed, Weighed(weight, factor, samples, split), first_tensor(batch))
+            self._loop.weights.draw(training.weighed, Weighed(weight, factor, samples, split), tensors_in(batch))
 
     def _ended(self, training: OpenPass, exhausted: bool) -> None:
         """A pass that may train has ended, failed or was dropped."""
@@ -161,8 +161,8 @@ class Loaders(Interceptor):
             self._lengths.check(training.loader, history, trains=True)
             history.has_trained, history.given_lengths = True, None
             self.numbers.ended(training.loader.dataset)
-        elif not exhausted:
-            self._doubts.broken_off(training)
+        else:
+            self._doubts.ended_without_backward(training, exhausted)
         training.batches = None
 
     def _look(

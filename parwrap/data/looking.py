@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from parwrap.data.unread import Unread
-from parwrap.system.structures import first_tensor
+from parwrap.system.structures import tensors_in
 from parwrap.torch_private.autograd import next_sequence_number, sequence_number
 
 __all__ = ["ShareThenRest"]
@@ -76,7 +76,7 @@ class ShareThenRest:
         if self._unread is not None and self._unread.uneven_after(self.read + 1) and self._ask():
             return next(self._rest)  # type: ignore[call-overload]
         self.read += 1
-        if self.read == 1 and (tensor := first_tensor(batch)) is not None:
+        if self.read == 1 and (tensor := next(tensors_in(batch), None)) is not None:
             self._first_tensor = weakref.ref(tensor)
         return batch
 

@@ -26,20 +26,14 @@ class OpenDoubts:
 
     def __init__(self, loop: Loop, histories: PassHistories, say: Callable[[str], None]) -> None:
         self._loop, self._histories, self._say = loop, histories, say
+        self._read_in_parts = ""  # where a pass without a backward has drawn parts of batches
 
-    def broken_off(self, training: OpenPass) -> None:
-        """The pass was left early, without a backward."""
-        batches = training.batches
-        if batches is None or not batches.undecided() or sys.is_finalizing():
-            return
-        if batches.read == 1 or self._loop.versions() != training.versions:
-            return  # one batch is drawn for its shape, or to be shown
-        training.history.doubt = Doubt(
-            self._loop.backwards,
-            batches.first_waits(),
-            f"{batches.read} batches of a DataLoader were read at {location()} without a backward, and each rank saw others. With "
-            "torch.no_grad() around the loop all ranks see the same; parwrap.reduce_mean(x) is the mean over the ranks.",
-        )
+    def ended_without_backward(self, training: OpenPass, exhausted: bool) -> None:
+        """The pass has ended, or was left early."""
+        if self._loop.weights.last.split and training.weighed.drawn and not self._read_in_parts:
+            self._read_in_parts = location()
+        if not exhausted:
+            self._broken_off(training)
 
     def taken_for_training(self, training: OpenPass) -> None:
         """This rank's share was read to its end without a backward, and a result of it waits for one."""
@@ -60,6 +54,26 @@ class OpenDoubts:
         """The function or script is over."""
         for each in self._histories.all():
             self._resolve(each)
+        if self._read_in_parts and self._loop.phase and not (self._loop.backwards or self._loop.steps):
+            self._say(
+                f"nothing was trained, though the loop at {self._read_in_parts} reads batches with gradients on. With batch='global' each "
+                "rank has a part of every batch: a comparison of its length with the batch size, such as `len(x) < loader.batch_size`, "
+                "leaves out all of them. Give the DataLoader drop_last=True instead of comparing, or use batch='per_rank'."
+            )
+
+    def _broken_off(self, training: OpenPass) -> None:
+        """The pass was left early, without a backward."""
+        batches = training.batches
+        if batches is None or not batches.undecided() or sys.is_finalizing():
+            return
+        if batches.read == 1 or self._loop.versions() != training.versions:
+            return  # one batch is drawn for its shape, or to be shown
+        training.history.doubt = Doubt(
+            self._loop.backwards,
+            batches.first_waits(),
+            f"{batches.read} batches of a DataLoader were read at {location()} without a backward, and each rank saw others. With "
+            "torch.no_grad() around the loop all ranks see the same; parwrap.reduce_mean(x) is the mean over the ranks.",
+        )
 
     def _resolve(self, history: LoaderHistory) -> None:
         doubt, history.doubt = history.doubt, None

@@ -99,6 +99,7 @@ class TrainingShares:
         self._own = OwnSamplers(self._agreement, self._rank, self._size)
         self._loaders: weakref.WeakKeyDictionary[DataLoader, _Shared] = weakref.WeakKeyDictionary()
         self._sharded = 0
+        self._seedings = streams.seedings
         self._warned = self._warned_of_units = self._closed = False
 
     def close(self) -> None:
@@ -363,8 +364,10 @@ class TrainingShares:
         shared.seeds[samples] = seed
 
     def _seed(self, loader: DataLoader) -> int:
-        """The seed of one more loader."""
+        """The seed of one more loader since the script has seeded."""
         generator = getattr(loader.sampler, "generator", None) or loader.generator
+        if self._seedings != self._streams.seedings:
+            self._seedings, self._sharded = self._streams.seedings, 0
         with self._streams.shared():
             seed = self._streams.seed() + ANOTHER_LOADER * self._sharded if generator is None else generator.initial_seed()
         self._sharded += 1

@@ -140,6 +140,9 @@ class Interceptor:
     def draw(self, library: str, name: str, original: Callable, args: tuple, kwargs: dict) -> Any:
         """A random function of torch, numpy or python was called. Returns the draw."""
 
+    def seeded(self) -> None:
+        """``torch.manual_seed()`` was called and has seeded torch."""
+
     def call_sharded(self, func: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
         """An operation with a ``DTensor`` among its arguments was called. Returns its result."""
 

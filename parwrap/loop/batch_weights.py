@@ -3,7 +3,8 @@
 Most loops draw a batch and run its backwards before they draw another. A prefetcher is some batches ahead: then the order of draws, or the
 sizes in the graph, identify the batch of a backward. Sizes are read only where the candidates have different weights. They also identify
 the batch where a loop trains again on kept batches, as with ``itertools.cycle``. If a pass is broken off before its batch was trained on,
-as by ``next(iter(loader))``, the backwards that follow are of that batch.
+as by ``next(iter(loader))``, the backwards that follow are of that batch. Where sizes leave a doubt, the batch is that whose tensors the
+graph has saved.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge
 
 from parwrap.coordination.call_site import location, warn
+from parwrap.loop.autograd_graph import leading_sizes, saved_of
 
 __all__ = ["BatchWeights", "Reading", "Weighed"]
 
@@ -24,6 +29,9 @@ MOST_AHEAD = 64
 
 MOST_KEPT = 4096
 """The number of kept batches to search."""
+
+Losses = Iterable[torch.Tensor | GradientEdge]
+"""What a backward starts from. A tensor without a graph stands for a loss that is not known yet, and has its first dimension."""
 
 
 class Weighed(NamedTuple):
@@ -95,6 +103,18 @@ class Reading:
         return list(self.batches)[-max(count, 1) :]
 
 
+class DrawnBatch(NamedTuple):
+    """A batch, the pass that has yielded it, and its tensors as far as the script keeps them."""
+
+    references: list[weakref.ref[torch.Tensor]]
+    reading: Reading
+    batch: Weighed
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that are still there."""
+        return [tensor for each in self.references if (tensor := each()) is not None]
+
+
 class BatchWeights:
     """The weights of the batches in training.
 
@@ -109,7 +129,7 @@ class BatchWeights:
         self.drawn = False
         self._readings: list[Reading] = []
         self._differ = self._split = False
-        self._drawn: deque[tuple[weakref.ref[Any], Reading, Weighed]] = deque(maxlen=MOST_KEPT)
+        self._drawn: deque[DrawnBatch] = deque(maxlen=MOST_KEPT)
         self._broken_off: tuple[Weighed, ...] = ()  # batches of passes that were broken off, with no backward inside
         self._trained_after = False
         self._warned = False
@@ -120,14 +140,14 @@ class BatchWeights:
         reading = self._readings[-1] if self._readings else None
         return reading.drawn if reading and self.current.split and not reading.by_thread else 0
 
-    def draw(self, reading: Reading, batch: Weighed, tensor: Any = None) -> None:
-        """A pass has yielded ``batch``, which holds ``tensor``."""
+    def draw(self, reading: Reading, batch: Weighed, tensors: Iterable[torch.Tensor] = ()) -> None:
+        """A pass has yielded ``batch``, which consists of ``tensors``."""
         self._readings = [each for each in self._readings if each.open and each is not reading] + [reading]
         reading.drawn += 1
         reading.by_thread |= threading.current_thread() is not threading.main_thread()
         reading.batches.append(batch)
-        if tensor is not None:
-            self._drawn.append((weakref.ref(tensor), reading, batch))
+        if references := [weakref.ref(tensor) for tensor in tensors]:
+            self._drawn.append(DrawnBatch(references, reading, batch))
         self._differ |= batch[:2] != OUTSIDE[:2]
         self._split |= batch.split
         self.current = self.last = batch
@@ -146,50 +166,46 @@ class BatchWeights:
         latest = self._readings[-1].batches if self._readings else self._broken_off
         self.current = latest[-1] if latest else OUTSIDE
 
-    def find(self, sizes: Callable[[], Collection[int]]) -> Weighed:
-        """The batch of the backward that is about to run.
-
-        Args:
-            sizes: returns the first dimensions of the tensors in its graph.
-        """
+    def find(self, losses: Losses) -> Weighed:
+        """The batch of the backward of ``losses`` that is about to run."""
         if self._readings:
             for reading in self._readings:
                 reading.run_backward()
-            self.current = self._chosen(self._readings, sizes)
+            self.current = self._chosen(self._readings, losses)
             self._readings = [each for each in self._readings if each.open or each.waits]
             self._broken_off = ()
         else:
-            self.current = self._kept(sizes)
+            self.current = self._kept(losses)
             self._trained_after = True
         return self.current
 
-    def upcoming(self, sizes: Callable[[], Collection[int]]) -> Weighed:
+    def upcoming(self, losses: Losses) -> Weighed:
         """The result of :meth:`find` for the next backward."""
         readings = [replace(each) for each in self._readings]
         for reading in readings:
             reading.run_backward()
-        return self._chosen(readings, sizes) if readings else self._kept(sizes)
+        return self._chosen(readings, losses) if readings else self._kept(losses)
 
     def check_kept(self) -> None:
         """Gradients are used that no backward made: outside of all passes their batch is unknown."""
         if not self._readings and self._differ and not self._broken_off:
             self._warn()
 
-    def _kept(self, sizes: Callable[[], Collection[int]]) -> Weighed:
+    def _kept(self, losses: Losses) -> Weighed:
         """The batch of a backward outside of all passes: a kept one of a finished pass, or none."""
         if not (self._differ or self._split):
             return OUTSIDE  # usually true
-        if batch := self._of_broken_off(sizes):
+        if batch := self._of_broken_off(losses):
             return batch
         if not (kept := self._alive()):
             return OUTSIDE
-        known = sizes()
-        found = sorted((each for each in kept if each.samples in known), key=lambda each: each.samples)
-        if len({each[:2] for each in found}) > 1:
-            self._warn()
+        sizes = leading_sizes(losses)
+        found = sorted({each.batch for each in kept if each.batch.samples in sizes}, key=lambda batch: batch.samples)
+        if _differ(found):
+            return self._saved(losses, kept) or self._doubtful(found[-1])
         return found[-1] if found else OUTSIDE
 
-    def _of_broken_off(self, sizes: Callable[[], Collection[int]]) -> Weighed | None:
+    def _of_broken_off(self, losses: Losses) -> Weighed | None:
         """The batch of a backward after passes that were broken off for it, as by ``next(iter(loader))``.
 
         Data of the script's own, the same on all ranks, may count so too: the average is the same. Their sum would be another.
@@ -198,34 +214,45 @@ class BatchWeights:
         if not batches:
             return None
         averaged = batches[-1].loss_factor == 1.0
-        if averaged and len({each[:2] for each in batches}) == 1:
+        if averaged and not _differ(batches):
             return batches[-1]
-        known = sizes()
-        found = [each for each in batches if each.samples in known] or (batches if averaged else ())
-        if len({each[:2] for each in found}) > 1:
-            self._warn()
+        sizes = leading_sizes(losses)
+        found = [each for each in batches if each.samples in sizes] or (batches if averaged else ())
+        if _differ(found):
+            return self._saved(losses, self._drawn) or self._doubtful(found[-1])
         return found[-1] if found else None
 
-    def _alive(self) -> set[Weighed]:
+    def _alive(self) -> list[DrawnBatch]:
         """The batches that the script has kept: of the last one of a pass its variables hold the tensors as well."""
-        self._drawn = deque((each for each in self._drawn if each[0]() is not None), maxlen=MOST_KEPT)
-        counts = Counter(id(reading) for _, reading, _ in self._drawn)
-        return {batch for _, reading, batch in self._drawn if counts[id(reading)] > 1}
+        self._drawn = deque((each for each in self._drawn if each.tensors()), maxlen=MOST_KEPT)
+        counts = Counter(id(each.reading) for each in self._drawn)
+        return [each for each in self._drawn if counts[id(each.reading)] > 1]
 
-    def _chosen(self, readings: list[Reading], sizes: Callable[[], Collection[int]]) -> Weighed:
+    def _chosen(self, readings: list[Reading], losses: Losses) -> Weighed:
         last = readings[-1]
         batches = last.candidates()
         expected = batches[0 if last.ahead else -1]
         batches += [each for reading in readings[:-1] if reading.new for each in reading.candidates()]
-        if len({each[:2] for each in batches}) == 1:
+        if not _differ(batches):
             return expected  # usually true
-        known = sizes()
-        found = {each.samples: each for each in (*batches, expected) if each.samples in known}
+        sizes = leading_sizes(losses)
+        found = {each.samples: each for each in (*batches, expected) if each.samples in sizes}
         if len({each[:2] for each in found.values()}) == 1:
             return found.popitem()[1]
         if len(found) > 1 or not (found or last.ahead):
-            self._warn()
+            return self._saved(losses, self._drawn) or self._doubtful(expected)
         return expected
+
+    def _saved(self, losses: Losses, drawn: Iterable[DrawnBatch]) -> Weighed | None:
+        """The only one of the batches ``drawn`` of which the graph of ``losses`` has saved a tensor for its backward."""
+        places = [(first, end, each.batch) for each in drawn for first, end in map(_place, each.tensors())]
+        found = {batch for tensor in saved_of(losses) for first, end, batch in places if first <= tensor.data_ptr() < end}
+        return found.pop() if len({batch[:2] for batch in found}) == 1 else None
+
+    def _doubtful(self, batch: Weighed) -> Weighed:
+        """Use ``batch``, and warn that it may be another."""
+        self._warn()
+        return batch
 
     def _warn(self) -> None:
         if not self._warned:
@@ -235,3 +262,13 @@ class BatchWeights:
                 "of them have different weights, as where the last batch is smaller. One of these weights is used. Give the DataLoader "
                 "drop_last=True, or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is shown once."
             )
+
+
+def _differ(batches: Iterable[Weighed]) -> bool:
+    """Whether ``batches`` have different weights."""
+    return len({batch[:2] for batch in batches}) > 1
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of ``tensor`` and of the byte after it."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes

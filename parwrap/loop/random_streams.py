@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from parwrap.intercept.interceptor import Interceptor, intercepts
+
 __all__ = ["RandomStreams", "get_state", "seed_all", "set_state"]
 
 
@@ -42,11 +44,14 @@ def set_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
 
 
-class RandomStreams:
+class RandomStreams(Interceptor):
     """Switches this process between the shared streams, which run at first, and the rank's own.
 
     The rank's streams are seeded with ``seed + rank``, where ``seed`` is torch's at the first switch. When a script seeds again while the
     shared streams run, the rank's own are seeded again too.
+
+    Attributes:
+        seedings: how often the script has seeded the shared streams by ``torch.manual_seed``.
 
     >>> seed_all(0); streams = RandomStreams(rank=1)
     >>> with streams.own(): noise = torch.rand(1)
@@ -55,6 +60,7 @@ class RandomStreams:
     """
 
     def __init__(self, rank: int) -> None:
+        self.seedings = 0
         self._rank = rank
         self._own = False
         self._kept_shared = 0
@@ -68,14 +74,20 @@ class RandomStreams:
         """Let the rank's own streams run, or the shared ones."""
         if own == self._own:
             return
-        running = get_state()
-        seed = self._script_seed()
+        seed, waiting = self._script_seed(), self._waiting
+        self._waiting, self._own = get_state(), own
         if own and seed != self._seeded_from:
             self._seeded_from = seed
             seed_all((seed + self._rank) % 2**63)
-        elif self._waiting is not None:
-            set_state(self._waiting)
-        self._waiting, self._own = running, own
+        elif waiting is not None:
+            set_state(waiting)
+
+    @intercepts
+    def seeded(self) -> None:
+        """Begin this rank's own streams again, because the script has seeded torch, maybe with the same number as before."""
+        if not self._own:
+            self.seedings += 1
+            self._seeded_from = None
 
     def seed(self) -> int:
         """The seed that the script last gave the shared streams."""

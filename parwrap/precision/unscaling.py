@@ -15,7 +15,7 @@ import torch
 
 from parwrap.errors import UsageError
 from parwrap.intercept.backward import Backward
-from parwrap.strategies.common.autograd_graph import reached
+from parwrap.loop.autograd_graph import reached
 from parwrap.torch_private.autograd import tensor_hooks
 
 __all__ = ["Unscaling"]

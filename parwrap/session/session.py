@@ -211,7 +211,7 @@ class Session(Interceptor):
             watched(group.coordinator.rank_positions, group.world.rank, self._options.hang_after, group.timeout.total_seconds())
         )
         shared = [] if together is None else self._shared(together, self.strategy, self.loaders)
-        return [loop, self.loaders, *shared, *self.strategy.interceptors(), output, self]
+        return [loop, self._streams, self.loaders, *shared, *self.strategy.interceptors(), output, self]
 
     def _shared(self, group: Group, strategy: Strategy, loaders: Loaders) -> list[Interceptor]:
         """The interceptors that divide the remaining work among ranks that train one model."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from numbers import Number
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Structure", "described", "difference", "digest", "leaves", "mapped", "mixed_dtypes", "number_dtype"]
+__all__ = ["Structure", "described", "difference", "digest", "leaves", "mapped", "mixed_dtypes", "number_dtype", "tensors_in"]
 
 MOST_NAMED = 3
 """The most differences that an error names."""
@@ -99,16 +99,18 @@ def leaves(x: Any) -> dict[str, Any]:
     return {name + place: leaf for name, value in inner for place, leaf in leaves(value).items()}
 
 
-def first_tensor(x: Any) -> torch.Tensor | None:
-    """The first tensor among the :func:`leaves` of ``x``, if any.
+def tensors_in(x: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the :func:`leaves` of ``x``.
 
-    >>> first_tensor(("name", [torch.zeros(2), torch.ones(2)]))
-    tensor([0., 0.])
+    >>> list(tensors_in(("name", [torch.zeros(2), torch.ones(2)])))
+    [tensor([0., 0.]), tensor([1., 1.])]
     """
     inner = _entries(x)
-    if inner is None:
-        return x if isinstance(x, torch.Tensor) else None
-    return next((found for _, value in inner if (found := first_tensor(value)) is not None), None)
+    if inner is not None:
+        for _, value in inner:
+            yield from tensors_in(value)
+    elif isinstance(x, torch.Tensor):
+        yield x
 
 
 def digest(structure: Structure) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -17,6 +18,7 @@ __all__ = [
     "next_sequence_number",
     "saved_input",
     "saved_sparse",
+    "saved_tensors",
     "saved_training",
     "sequence_number",
     "tensor_hooks",
@@ -65,3 +67,14 @@ def saved_training(node: Any) -> bool:
 def saved_input(node: Any) -> torch.Tensor:
     """The input that a batch norm's node keeps for its backward; a ``RuntimeError`` once that has freed it. It is not public."""
     return node._saved_input
+
+
+def saved_tensors(node: Any) -> list[torch.Tensor]:
+    """The tensors that a node has saved for its backward; none once that has freed them. Only functions in Python make them public.
+
+    A tensor in a checkpoint is computed again for this.
+    """
+    with suppress(RuntimeError):
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        return [each for each in (*saved, *getattr(node, "saved_tensors", ())) if isinstance(each, torch.Tensor)]
+    return []

@@ -110,3 +110,43 @@ def test_other_errors_have_no_such_note(options, error):
         parwrap.distributed(**options)(read)(lambda x: fail(error))
 
     assert not [note for note in getattr(raised.value, "__notes__", ()) if "had" in note and "samples" in note]
+
+
+def left_at_a_smaller_batch(loader):
+    model = nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for x, y in loader:
+            if len(x) < loader.batch_size:
+                break
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+def test_a_loop_that_leaves_out_every_part_for_its_length_is_told_that_nothing_was_trained(size):
+    with (
+        pytest.warns(
+            UserWarning, match=r"nothing was trained, though the loop at .*`len\(x\) < loader.batch_size`, leaves out all of them"
+        ),
+        parwrap.distributed(batch="global"),
+    ):
+        left_at_a_smaller_batch(DataLoader(numbers(16), batch_size=8))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_first_batch_that_is_drawn_to_look_at_says_nothing():
+    loader = DataLoader(numbers(16), batch_size=8)
+    with parwrap.distributed(batch="global"):
+        for x, _ in loader:
+            assert len(x)
+            break
+    with parwrap.distributed():
+        left_at_a_smaller_batch(loader)
+    with parwrap.distributed(batch="global"):
+        for x, _ in loader:
+            assert len(x)
+            break
+        trained(loader)

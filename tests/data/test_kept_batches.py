@@ -66,6 +66,26 @@ def test_parts_that_are_trained_on_again_count_by_their_samples(size, loop, loss
             assert expected == pytest.approx(loop(samples, criterion), abs=1e-12)
 
 
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_parts_of_one_size_count_by_the_batch_whose_tensors_the_loss_has_saved(size, views):
+    """Of 20 samples in batches of 3, the last batch has 2: one rank has one sample of every batch."""
+
+    def loop():
+        trained, kept = Trained(), []
+        for x, y in DataLoader(numbers(20), batch_size=3):
+            kept.append((x[:], y[:]) if views else (x, y))
+            trained.step(x, y)
+        for x, y in reversed(kept):
+            trained.step(x, y)
+        return trained.weights
+
+    expected = loop()
+    with parwrap.distributed(batch="global"):
+        assert expected == pytest.approx(loop(), abs=1e-12)
+
+
 def first_of_each_pass(loader, trained, change):
     for _ in range(3):
         x, y = next(iter(loader))

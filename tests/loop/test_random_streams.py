@@ -3,7 +3,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import manual_seed, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import parwrap
 from parwrap.loop.random_streams import RandomStreams, get_state, seed_all, set_state
 
 
@@ -93,3 +96,41 @@ def test_the_gpus_stream_is_switched_too():
     seed_all(1)
 
     assert own == torch.rand(1, device="cuda").item()
+
+
+def seeded_by_name():
+    manual_seed(0)
+
+
+def seeded_in_torch():
+    torch.manual_seed(0)
+
+
+def trained(seeded):
+    """The weights of a model after two epochs, and what its dropout drew on this rank."""
+    x = torch.linspace(-1, 1, 20).view(-1, 1)
+    seeded()
+    model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeros = []
+    model[1].register_forward_hook(lambda module, args, output: zeros.append(output.eq(0).tolist()))
+    for _ in range(2):
+        for a, b in DataLoader(TensorDataset(x, x), batch_size=2, shuffle=True):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(a), b).backward()
+            optimizer.step()
+    return [p.tolist() for p in model.parameters()], zeros
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.parametrize("seeded", [seeded_by_name, seeded_in_torch])
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_a_training_repeats_after_the_same_seed(size, seeded, batch):
+    with parwrap.distributed(batch=batch):
+        weights, zeros = trained(seeded)
+        others = trained(lambda: None)
+        again = trained(seeded)
+
+        assert (weights, zeros) == again
+        assert (weights, zeros) != others
+        assert size == len({str(each) for each in parwrap.gather([zeros])})

@@ -130,6 +130,33 @@ def test_the_input_is_freed_by_a_backward():
         autograd.saved_input(y.grad_fn)
 
 
+def test_a_node_has_saved_its_inputs_until_its_backward():
+    x, weight, target = torch.rand(4, 2), torch.rand(3, 2, requires_grad=True), torch.rand(4, 3)
+    output = functional.linear(x, weight)
+    loss = functional.mse_loss(output, target)
+
+    assert [x.data_ptr()] == [saved.data_ptr() for saved in autograd.saved_tensors(output.grad_fn)]
+    assert {output.data_ptr(), target.data_ptr()} == {saved.data_ptr() for saved in autograd.saved_tensors(loss.grad_fn)}
+    loss.backward()
+    assert [] == autograd.saved_tensors(loss.grad_fn)
+
+
+def test_a_function_of_pythons_has_saved_tensors_too():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * ctx.saved_tensors[0] * grad
+
+    x = torch.rand(2, requires_grad=True)
+
+    assert [x.data_ptr()] == [saved.data_ptr() for saved in autograd.saved_tensors(Square.apply(x).grad_fn)]
+
+
 def test_a_view_knows_its_base():
     base = torch.ones(2, requires_grad=True) * 1
 

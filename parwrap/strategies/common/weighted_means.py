@@ -14,9 +14,9 @@ from parwrap.group.collectives import all_reduced, sums_of
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.criterion import Criterion
 from parwrap.intercept.interceptor import Interceptor, intercepts
+from parwrap.loop.autograd_graph import leading_sizes
 from parwrap.loop.batch_weights import Weighed
 from parwrap.loop.loop_state import Loop
-from parwrap.strategies.common.autograd_graph import leading_sizes
 from parwrap.torch_private.modes import is_transformed
 
 __all__ = ["Counts", "WeightedMeans"]
@@ -55,7 +55,7 @@ class WeightedMeans(Interceptor):
         if is_transformed(call.loss):
             self._warn_of_transform(call)
             return None
-        batch = self._loop.weights.upcoming(lambda: _sizes(call))
+        batch = self._loop.weights.upcoming([_start(call)])
         if is_alone() or self._loop.evaluations or not batch.split:
             return None
         if not self._needs_divisor(call, batch):
@@ -108,7 +108,7 @@ class WeightedMeans(Interceptor):
 
     def _warn_of_fewer(self, call: Criterion, batch: Weighed) -> None:
         """A mask has chosen from a batch after the model, and may have done so before it; or the batch is trained in pieces."""
-        if not self._warned and batch.samples not in _sizes(call):
+        if not self._warned and batch.samples not in leading_sizes([_start(call)]):
             self._warned = True
             warn(
                 f"parwrap: the loss at {location()} is over fewer targets than this rank's part of the batch has samples, and counts by "
@@ -120,9 +120,9 @@ class WeightedMeans(Interceptor):
         return all_reduced([divisor.to(torch.float32)], self._group)[0]
 
 
-def _sizes(call: Criterion) -> set[int]:
-    """The first dimensions of the tensors behind the loss of ``call``; in compiled code only that of its targets is known."""
-    return leading_sizes([call.loss]) if call.loss.requires_grad else set(call.target.shape[:1])
+def _start(call: Criterion) -> torch.Tensor:
+    """The tensor that tells the batch of ``call``: its loss, or its targets in compiled code, where the loss has no graph yet."""
+    return call.loss if call.loss.requires_grad else call.target
 
 
 def _is_piece(target: torch.Tensor) -> bool:
@@ -154,6 +154,6 @@ class Counts:
             loss_sum: the sum of their losses.
         """
         self._group.synchronize(COUNT)
-        weight = self._loop.weights.upcoming(lambda: leading_sizes([loss_sum])).weight
+        weight = self._loop.weights.upcoming([loss_sum]).weight
         total, weights = sums_of([count if weight else 0.0, weight], self._group)
         return (weights / (total * weight) if total and weight else 0.0), total

@@ -17,9 +17,9 @@ from parwrap.coordination.status_board import SyncPoint
 from parwrap.coordination.sync_points import BACKWARD, FIRST_BACKWARD
 from parwrap.group.group import Group
 from parwrap.intercept.backward import Backward
+from parwrap.loop.autograd_graph import reached, reenters, sparsely_used
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.agreement import SiteReport, described, refuse_different_parameters
-from parwrap.strategies.common.autograd_graph import reached, reenters, sparsely_used
 from parwrap.strategies.ddp.averagers import AveragerRegistry
 from parwrap.strategies.ddp.gradient_averager import GradientAverager
 

@@ -21,9 +21,9 @@ from parwrap.coordination.sync_points import BACKWARD, FIRST_BACKWARD, THEN_AVER
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.backward import Backward
 from parwrap.intercept.interceptor import Interceptor, intercepts
+from parwrap.loop.autograd_graph import reached
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
-from parwrap.strategies.common.autograd_graph import leading_sizes, reached
 from parwrap.strategies.common.in_step import InStep
 from parwrap.strategies.common.reducer import reducer_options
 from parwrap.strategies.common.share import Share
@@ -136,7 +136,7 @@ class DDP(Strategy):
 
     def _weighted(self, call: Backward) -> tuple[Backward, float]:
         """``call`` multiplied by the weight of this rank's part of its batch, and that weight."""
-        weight, loss_factor, *_ = self._loop.weights.find(lambda: leading_sizes(call.tensors))
+        weight, loss_factor, *_ = self._loop.weights.find(call.tensors)
         scale = weight * loss_factor
         return (call.scaled(scale) if scale != 1.0 else call), weight
 

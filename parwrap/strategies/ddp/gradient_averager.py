@@ -21,7 +21,7 @@ from parwrap.errors import UsageError
 from parwrap.group.collectives import all_reduced
 from parwrap.group.group import Group
 from parwrap.intercept.backward import Backward
-from parwrap.strategies.common.autograd_graph import reached
+from parwrap.loop.autograd_graph import reached
 from parwrap.strategies.common.reducer import Reducer
 from parwrap.strategies.common.share import Share
 from parwrap.strategies.common.training_buffers import TrainingBuffers

@@ -16,7 +16,7 @@ from parwrap.coordination.call_site import location, warn
 from parwrap.errors import RankMismatchError
 from parwrap.group.group import Group
 from parwrap.intercept.backward import Backward
-from parwrap.strategies.common.autograd_graph import reached
+from parwrap.loop.autograd_graph import reached
 from parwrap.strategies.common.share import Share
 from parwrap.strategies.common.training_buffers import TrainingBuffers
 from parwrap.strategies.ddp.averagers import AveragerRegistry

@@ -16,9 +16,9 @@ from parwrap.errors import RankMismatchError
 from parwrap.group.collectives import all_reduced
 from parwrap.group.group import Group
 from parwrap.intercept.backward import Backward
+from parwrap.loop.autograd_graph import reached
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.agreement import described
-from parwrap.strategies.common.autograd_graph import reached
 from parwrap.strategies.ddp.averagers import AveragerRegistry
 from parwrap.strategies.ddp.call_sites import CallSites
 from parwrap.strategies.ddp.gradient_averager import GradientAverager

@@ -34,7 +34,6 @@ from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.options import Options
 from parwrap.strategies.common.agreement import checksums
-from parwrap.strategies.common.autograd_graph import leading_sizes
 from parwrap.strategies.common.in_step import InStep
 from parwrap.strategies.common.same_values import BUILT_APART, take_values
 from parwrap.strategies.common.strategy import Strategy
@@ -270,7 +269,7 @@ class FSDP(Strategy):
         """``call`` with its loss scaled by this rank's weight: torch averages over ranks with equal weights."""
         if not call.averaged:  # an interceptor adds up several, each a mean, and passes the weight with the last
             return call
-        batch = self._loop.weights.find(lambda: leading_sizes(call.tensors)) if call.weight is None else self._loop.weights.current
+        batch = self._loop.weights.find(call.tensors) if call.weight is None else self._loop.weights.current
         weight = batch.weight if call.weight is None else call.weight
         weights = self._sum_of(weight)
         factor = self._group.world.size / weights if weights else 0.0

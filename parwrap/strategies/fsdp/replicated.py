@@ -16,8 +16,8 @@ from parwrap.errors import UsageError
 from parwrap.group.collectives import all_reduced
 from parwrap.group.group import Group
 from parwrap.intercept.backward import Backward
+from parwrap.loop.autograd_graph import reached
 from parwrap.loop.loop_state import Loop
-from parwrap.strategies.common.autograd_graph import reached
 
 __all__ = ["Replicated"]
 

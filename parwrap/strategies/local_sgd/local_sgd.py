@@ -26,10 +26,10 @@ from parwrap.intercept.clipping import Clip
 from parwrap.intercept.interceptor import intercepts
 from parwrap.intercept.scaler import ScalerCall
 from parwrap.intercept.skipping import stepping
+from parwrap.loop.autograd_graph import reached
 from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.options import Options
 from parwrap.strategies.common.agreement import checksums
-from parwrap.strategies.common.autograd_graph import leading_sizes, reached
 from parwrap.strategies.common.in_step import InStep
 from parwrap.strategies.common.strategy import Strategy
 from parwrap.strategies.ddp.bypasses import Bypasses
@@ -215,7 +215,7 @@ class LocalSGD(Strategy):
         if self._stepped:
             self._weights.clear()
             self._stepped = False
-        batch = self._loop.weights.find(lambda: leading_sizes(call.tensors)) if call.weight is None else self._loop.weights.current
+        batch = self._loop.weights.find(call.tensors) if call.weight is None else self._loop.weights.current
         weight = batch.weight if call.weight is None else call.weight
         if call.weight is not None:
             self._weights = [weight]  # of all losses added up for this backward

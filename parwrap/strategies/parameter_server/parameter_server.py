@@ -23,7 +23,6 @@ from parwrap.intercept.clipping import Clip
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
-from parwrap.strategies.common.autograd_graph import leading_sizes
 from parwrap.strategies.common.in_step import EVALUATION, METRIC, InStep
 from parwrap.strategies.common.strategy import Strategy
 from parwrap.strategies.parameter_server.roles import joined, the_split
@@ -105,7 +104,7 @@ class ParameterServer(Strategy):
         """Run ``call``; its gradients are this worker's."""
         tensors = call.tensors
         if call.averaged and call.weight is None and not is_alone():
-            weight, loss_factor, *_ = self._loop.weights.find(lambda: leading_sizes(tensors))
+            weight, loss_factor, *_ = self._loop.weights.find(tensors)
             self._weights.append(weight)
             scale = weight * loss_factor
             call = call.scaled(scale) if scale != 1.0 and self.steps_together else call

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from parwrap.torch_private.autograd import input_metadata, saved_input, saved_sparse, saved_training
+from parwrap.torch_private.autograd import input_metadata, saved_input, saved_sparse, saved_tensors, saved_training
 
-__all__ = ["leading_sizes", "normalizes_by_torch", "reached", "reenters", "sparsely_used"]
+__all__ = ["leading_sizes", "normalizes_by_torch", "reached", "reenters", "saved_of", "sparsely_used"]
 
 VIEWS = ("TBackward", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze")
 
@@ -55,12 +56,29 @@ def reenters(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
 def leading_sizes(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
     """The first dimensions of the tensors in a backward of ``tensors``; one of them is the number of samples.
 
+    A tensor without a graph has its own.
+
     >>> x, weight = torch.ones(3, 2), torch.nn.Parameter(torch.ones(5, 2))
-    >>> sorted(leading_sizes([(x @ weight.T).sum()]))
-    [3]
+    >>> sorted(leading_sizes([(x @ weight.T).sum()])), leading_sizes([x])
+    ([3], {3})
     """
+    tensors = list(tensors)
     computed = (node for node in _nodes(tensors) if not hasattr(node, "variable") and not _is_view_of_leaf(node))
-    return {int(kind.shape[0]) for node in computed for kind in input_metadata(node) if len(kind.shape)}
+    kinds = chain(_without_graph(tensors), chain.from_iterable(map(input_metadata, computed)))
+    return {int(kind.shape[0]) for kind in kinds if len(kind.shape)}
+
+
+def saved_of(tensors: Iterable[torch.Tensor | GradientEdge]) -> Iterator[torch.Tensor]:
+    """The tensors that the graph of ``tensors`` has saved for the backward, those saved last first; a tensor without a graph itself.
+
+    >>> x, target = torch.ones(3, requires_grad=True), torch.zeros(3)
+    >>> any(saved is target for saved in saved_of([torch.nn.functional.mse_loss(x, target)]))
+    True
+    """
+    tensors = list(tensors)
+    yield from _without_graph(tensors)
+    for node in _nodes(tensors):
+        yield from saved_tensors(node)
 
 
 def _is_view_of_leaf(node: Any) -> bool:
@@ -97,6 +115,11 @@ def _nodes(tensors: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
+
+
+def _without_graph(tensors: Iterable[torch.Tensor | GradientEdge]) -> list[torch.Tensor]:
+    """Those of ``tensors`` that no backward can start from."""
+    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.requires_grad]
 
 
 def _differentiable(tensor: torch.Tensor | GradientEdge) -> bool:

@@ -5,7 +5,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from parwrap.coordination.call_site import call_site, location
-from parwrap.strategies.common.autograd_graph import reached
+from parwrap.loop.autograd_graph import reached
 
 
 def test_only_leaves_that_would_get_a_gradient_are_reached():
