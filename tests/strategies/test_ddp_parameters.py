@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import parwrap
 
@@ -233,3 +234,32 @@ def test_parameters_put_into_a_group_by_hand_are_averaged():
 
             assert step < 3 or [1.5, 1.5] == other.grad.tolist(), step
             optimizer.step()
+
+
+def grown_in_its_loop():
+    """The weights of a model that gets a layer in its loop, and the first weight of that layer as built and before the first step."""
+    x = torch.linspace(-1, 1, 16).view(-1, 1)
+    model = nn.Sequential(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, batch in enumerate(DataLoader(TensorDataset(x), batch_size=2)):
+        if step == 2:
+            model.append(nn.Linear(1, 1))
+            built = model[1].weight.item()
+            optimizer.add_param_group({"params": model[1].parameters()})
+        optimizer.zero_grad()
+        model(*batch).sum().backward()
+        if step == 2:
+            used = model[1].weight.item()
+        optimizer.step()
+    return [p.tolist() for p in model.parameters()], built, used
+
+
+@pytest.mark.ranks(2)
+def test_a_layer_that_is_built_in_the_loop_has_rank_0s_values():
+    with parwrap.distributed():
+        with pytest.warns(UserWarning, match="rank 0's are used. They were built in a loop over a DataLoader") as warned:
+            weights, built, used = grown_in_its_loop()
+
+        assert 1 == len(warned)
+        assert parwrap.broadcast(built) == used
+        assert 1 == len({str(each) for each in parwrap.gather([weights])})

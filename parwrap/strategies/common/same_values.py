@@ -11,7 +11,7 @@ from parwrap.group.collectives import sums_of
 from parwrap.group.group import Group
 from parwrap.strategies.common.agreement import is_stand_in
 
-__all__ = ["BUILT_APART", "take_values"]
+__all__ = ["BUILT_APART", "BUILT_IN_LOOP", "take_values"]
 
 ULPS = 256
 """Roundings of a parameter's largest value by which linear algebra in an initialization (qr, svd, lstsq) may differ between processes."""
@@ -21,6 +21,12 @@ BUILT_APART = (
     "separate generator with another seed, the time, or the rank."
 )
 """Advice if ranks have built different parameters."""
+
+BUILT_IN_LOOP = (
+    "They were built in a loop over a DataLoader, where each rank has its own random numbers and samples. Build them before the loop, or "
+    "choose their values with parwrap.broadcast."
+)
+"""Advice if they have built them while they train."""
 
 
 @torch.no_grad()
