@@ -222,7 +222,8 @@ class Worker:
 
     def _number(self, optimizer: Optimizer) -> int | None:
         """The number of ``optimizer``, if servers know it."""
-        return next((number for number, each in self._loop.numbered_optimizers() if each is optimizer and number in self._parts), None)
+        number = self._loop.number(optimizer)
+        return number if number in self._parts else None
 
     def _agree(self, new: dict[int, Optimizer] | None) -> None:
         """The lowest rank in a backward sends optimizers to the servers; returns ``None`` on a rank that is elsewhere."""
