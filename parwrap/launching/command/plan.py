@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import parwrap
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.command.command_line import UnknownOptionError, parse_options, split_at_script
-from parwrap.launching.command.node_options import meets_alone, node_counts
+from parwrap.launching.command.node_options import is_only_node, node_counts
 from parwrap.launching.command.options import AMP_VALUES, SCOPE_OPTIONS, add_options, features_of, refuse_missing_gpus
 from parwrap.launching.command.outer_launcher import NOT_GIVEN, fill_in
 from parwrap.launching.command.script import Script
@@ -119,7 +119,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     script = _script(arguments, options, features_of(arguments), here)
     if arguments.all_ranks and _torchrun_logs(arguments):
         raise UsageError("--all-ranks shows what ranks write, and so do --redirects, --tee and --local-ranks-filter: remove it or them.")
-    if meets_alone(arguments, nodes):
+    if is_only_node(arguments, nodes):
         arguments.rdzv_backend, arguments.rdzv_endpoint = ONE_NODE, "localhost"
     arguments.master_addr = arguments.master_addr or "127.0.0.1"  # torchrun's own defaults, which its parser does not set
     arguments.master_port = 29500 if arguments.master_port is None else arguments.master_port

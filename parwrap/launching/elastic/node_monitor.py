@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from parwrap.errors import LaunchError
 from parwrap.launching.elastic.failure_report import Failure, node_name, read_failures
-from parwrap.launching.elastic.network_route import towards
+from parwrap.launching.elastic.network_route import interface_variables
 from parwrap.system.processes import signal_name
 from parwrap.torch_private.elastic import agent_store, remaining_restarts, set_remaining_restarts
 
@@ -64,7 +64,7 @@ class Nodes:
         self._started = 0
         self._mine, self._names = 0, [""]
         self._store: Any = None
-        self._ranks_meet: TCPStore | None = None
+        self._rank_store: TCPStore | None = None
         self._through = self._all_through = self._failed = False
         self._answered = 0.0
         self.lost = False
@@ -102,8 +102,8 @@ class Nodes:
         store = PrefixStore(f"parwrap/{self._started if static else ''}", agent_store(agent))
         if self._mine == 0:
             if self._started or not static:
-                self._ranks_meet = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
-                group.master_port = self._ranks_meet.port
+                self._rank_store = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
+                group.master_port = self._rank_store.port
             store.set("ranks", json.dumps([group.master_addr, group.master_port]))
         store.set(f"beat/{self._mine}", "")
         store.set(f"node/{self._mine}", json.dumps([remaining_restarts(agent), socket.gethostname(), group.spec.local_addr]))
@@ -111,7 +111,7 @@ class Nodes:
         # a node that joined later has not seen earlier failures, and all ranks need the same attempt number
         set_remaining_restarts(agent, min(left for left, _, _ in arrivals))
         self._names = [node_name(node, host) for node, (_, host, _) in enumerate(arrivals)]
-        self._variables.update(towards([address for _, _, address in arrivals if address], {**os.environ, **self._variables}))
+        self._variables.update(interface_variables([address for _, _, address in arrivals if address], {**os.environ, **self._variables}))
         group.master_addr, group.master_port = json.loads(store.get("ranks"))
         return store
 
@@ -161,12 +161,12 @@ class Nodes:
 
     def _listen(self) -> None:
         """Send heartbeats and check those of others while this process lives. Each node watches the one before it."""
-        store, beaten, heard = None, 0.0, (None, 0.0)
+        store, beaten, last_beat = None, 0.0, (None, 0.0)
         reported_done = False
         while True:
             time.sleep(LOOKING)
             if store is not self._store:
-                store, heard, reported_done = self._store, (None, 0.0), False
+                store, last_beat, reported_done = self._store, (None, 0.0), False
             if store is None or self._alone or self._failed:
                 continue
             all_through = failed = False
@@ -176,8 +176,8 @@ class Nodes:
                     store.set(f"beat/{self._mine}", str(beaten))
                     watched = (self._mine or len(self._names)) - 1
                     beat = store.get(f"beat/{watched}")
-                    heard = heard if beat == heard[0] else (beat, beaten)
-                    if beaten - heard[1] > self._silence:
+                    last_beat = last_beat if beat == last_beat[0] else (beat, beaten)
+                    if beaten - last_beat[1] > self._silence:
                         self._publish([], f"no heartbeat from {self._names[watched]} for {self._silence:g} s")
                 if self._through:
                     if not reported_done and store.add("through", 1) == len(self._names):

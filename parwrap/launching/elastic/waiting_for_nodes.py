@@ -29,7 +29,7 @@ from parwrap.torch_private.elastic import arrived_nodes, this_node
 
 __all__ = ["command_there", "reporting_wait"]
 
-TELLING = 5.0
+REPORT_AFTER = 5.0
 """Seconds before the first message."""
 
 AGAIN = 600.0
@@ -90,12 +90,12 @@ def command_there(plan: LaunchPlan, node: int | None) -> str:
         place |= {"master-addr": torchrun.master_addr, **port}
     if torchrun.rdzv_id != "none":
         place["rdzv-id"] = torchrun.rdzv_id
-    said = [word for name, value in place.items() for word in (f"--{name}", value)]
-    return shlex.join(["python", "-m", "parwrap.run", *said, *options, *plan.argv[-of_script:]])
+    rendezvous = [word for name, value in place.items() for word in (f"--{name}", value)]
+    return shlex.join(["python", "-m", "parwrap.run", *rendezvous, *options, *plan.argv[-of_script:]])
 
 
 def _report(plan: LaunchPlan, handler: Any, missing: Callable[[LaunchPlan, Any], str], stopped: threading.Event) -> None:
-    pause = TELLING
+    pause = REPORT_AFTER
     while not stopped.wait(pause):
         with suppress(DistError, OSError):  # the rendezvous cannot be reached, which is reported elsewhere
             if text := missing(plan, handler):
@@ -146,7 +146,7 @@ def _missing_by_number(plan: LaunchPlan, handler: Any) -> str:
     if plan.torchrun.node_rank:
         return ""
     host, port = endpoint(plan.torchrun)
-    store = TCPStore("localhost", port, wait_for_workers=False, timeout=timedelta(seconds=TELLING))
+    store = TCPStore("localhost", port, wait_for_workers=False, timeout=timedelta(seconds=REPORT_AFTER))
     missing = [str(node) for node in range(1, plan.nodes[0]) if not store.check([_has_come(node)])]
     if not missing:
         return ""

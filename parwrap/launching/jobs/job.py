@@ -15,7 +15,7 @@ from parwrap.launching.command.command_line import UnknownOptionError, parse_opt
 from parwrap.launching.command.job_launchers import HOMES, launcher_named, launchers_with
 from parwrap.launching.command.plan import LaunchPlan, command_parser, plan_launch, unknown_option
 
-__all__ = ["Job", "job_asked", "launch_job", "say"]
+__all__ = ["Job", "launch_job", "print_line", "requested_job"]
 
 MEETING = (
     *("nnodes", "node_rank", "master_addr", "master_port", "local_addr"),
@@ -51,7 +51,7 @@ class Job:
     dry_run: bool
 
 
-def job_asked(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Job | None:
+def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Job | None:
     """The job for ``python -m parwrap.run ARGV``; ``None`` if ``--launcher`` is not given or belongs to the script.
 
     Args:
@@ -120,7 +120,7 @@ def launch_job(job: Job) -> int:
     return launcher_named(job.launcher).launch(job)
 
 
-def say(what: str) -> None:
+def print_line(what: str) -> None:
     """Report a job's progress to the user, apart from what its ranks write."""
     print(f"parwrap.run: {what}", file=sys.stderr, flush=True)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.command.job_launchers import add_node_options
-from parwrap.launching.jobs.job import Job, say
+from parwrap.launching.jobs.job import Job, print_line
 from parwrap.world.launchers import LOOPBACK
 
 __all__ = ["SHARES_FILES", "Status", "add_options", "batch_script", "launch", "read_status"]
@@ -115,7 +115,7 @@ def launch(job: Job) -> int:
             "where jobs are submitted and `sinfo` lists partitions. With --dry-run it prints the batch script."
         ) from None
     where = [f"--clusters={cluster}"] if cluster else []
-    say(f"submitted job {number}; Ctrl-C cancels it")
+    print_line(f"submitted job {number}; Ctrl-C cancels it")
     try:
         return _follow(number, where, submitted)
     except KeyboardInterrupt:
@@ -125,7 +125,7 @@ def launch(job: Job) -> int:
             raise LaunchError(
                 f"job {number} is still running, because scancel failed: {refused}: cancel it with `scancel {number}`."
             ) from None
-        say(f"cancelled job {number}")
+        print_line(f"cancelled job {number}")
         return 130
 
 
@@ -151,13 +151,13 @@ def batch_script(job: Job, python: str, directory: str) -> str:
 
 def _directives(job: Job, directory: str) -> list[str]:
     """The options of sbatch, quoted; sbatch splits them as a shell does."""
-    asked = {name: getattr(job.options, name.replace("-", "_")) for name in OPTIONS}
-    asked["job-name"] = asked["job-name"] or Path(job.plan.script.target).name.removesuffix(".py")
+    given = {name: getattr(job.options, name.replace("-", "_")) for name in OPTIONS}
+    given["job-name"] = given["job-name"] or Path(job.plan.script.target).name.removesuffix(".py")
     return [
         f"--nodes={job.nodes}",
         "--ntasks-per-node=1",
         *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
-        *(f"--{name}={shlex.quote(value)}" for name, value in asked.items() if value),
+        *(f"--{name}={shlex.quote(value)}" for name, value in given.items() if value),
         f"--chdir={shlex.quote(directory)}",
         "--requeue",
         "--open-mode=append",
@@ -217,7 +217,7 @@ def read_status(text: str) -> Status:
 
 def _follow(number: str, where: list[str], since: float) -> int:
     """Print the log of job ``number``, and its state on stderr, until it has ended; returns its exit code."""
-    read = said = None
+    read = shown = None
     news_at = 0.0
     while True:
         status = _status(number, where)
@@ -225,10 +225,10 @@ def _follow(number: str, where: list[str], since: float) -> int:
             older = os.path.exists(status.log) and os.path.getmtime(status.log) < since
             read = os.path.getsize(status.log) if older else 0
         news = _news(number, status)
-        if news != said:
-            said, news_at = news, time.monotonic()
+        if news != shown:
+            shown, news_at = news, time.monotonic()
             if news:
-                say(news)
+                print_line(news)
         until = time.monotonic() + min(max(ASK[0], (time.monotonic() - news_at) / 10), ASK[1])
         while not status.ended and time.monotonic() < until:
             time.sleep(LOOK)
@@ -237,7 +237,7 @@ def _follow(number: str, where: list[str], since: float) -> int:
             time.sleep(LOOK)  # a shared file system may lag behind
             _print_from(read, status.log)
             if status.ran and not os.path.exists(status.log):
-                say(
+                print_line(
                     f"cannot read the log of job {number} from here: it is {status.log} on its first node; give --output a path that all "
                     "nodes share"
                 )

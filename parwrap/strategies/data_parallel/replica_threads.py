@@ -36,9 +36,9 @@ class Replica:
     def __init__(self, team: _Team, index: int, module: nn.Module | None) -> None:
         self.index, self.device, self.module = index, team.devices[index], module
         self.names: dict[int, str] | None = None
-        self._team, self._met = team, 0
+        self._team, self._passed = team, 0
 
-    def meet(self, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
+    def synchronize(self, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
         """The result of ``merge`` for the values of all replicas, in their order; the last one that comes calls it.
 
         Args:
@@ -49,8 +49,8 @@ class Replica:
         Raises:
             UsageError: another replica came for something else, or will not come.
         """
-        self._met += 1
-        return self._team.meet(self, self._met - 1, what, value, merge)
+        self._passed += 1
+        return self._team.synchronize(self, self._passed - 1, what, value, merge)
 
     def __str__(self) -> str:
         return f"replica {self.index} on {self.device}"
@@ -60,9 +60,9 @@ class _Abandoned(Exception):
     """Raised in a replica that waits for one that has failed; never shown."""
 
 
-class _Meeting:
+class _SyncPoint:
     def __init__(self) -> None:
-        self.came: dict[int, tuple[str, Any]] = {}
+        self.arrived: dict[int, tuple[str, Any]] = {}
         self.over = False
         self.result: Any = None
         self.error: Exception | None = None
@@ -77,7 +77,7 @@ class _Team:
         self.errors: dict[int, BaseException] = {}
         self._through: set[int] = set()
         self._failed = False
-        self._meetings: list[_Meeting] = []
+        self._sync_points: list[_SyncPoint] = []
         self._turns: dict[torch.device, int] = {}
         self._begun: set[int] = set()
         self._news = threading.Condition()
@@ -122,47 +122,47 @@ class _Team:
             self._failed = True
             self._news.notify_all()
 
-    def meet(self, replica: Replica, number: int, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
+    def synchronize(self, replica: Replica, number: int, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
         with self._news:
-            if len(self._meetings) == number:
-                self._meetings.append(_Meeting())
-            meeting = self._meetings[number]
-            meeting.came[replica.index] = what, value
-            if len(meeting.came) == len(self.devices):
-                self._hold(meeting, merge)
+            if len(self._sync_points) == number:
+                self._sync_points.append(_SyncPoint())
+            sync_point = self._sync_points[number]
+            sync_point.arrived[replica.index] = what, value
+            if len(sync_point.arrived) == len(self.devices):
+                self._hold(sync_point, merge)
                 self._news.notify_all()
             else:
                 self._end_turn(replica)
-                self._news.wait_for(lambda: meeting.over or self._failed or bool(self._through - meeting.came.keys()))
-                if meeting.over:
+                self._news.wait_for(lambda: sync_point.over or self._failed or bool(self._through - sync_point.arrived.keys()))
+                if sync_point.over:
                     self._take_turn(replica)
-        if not meeting.over:
+        if not sync_point.over:
             self._give_up(replica, what)
-        if meeting.error is not None:
-            raise meeting.error
-        return meeting.result
+        if sync_point.error is not None:
+            raise sync_point.error
+        return sync_point.result
 
-    def _hold(self, meeting: _Meeting, merge: Callable[[list[Any]], Any]) -> None:
-        meeting.over = True
-        came = sorted(meeting.came.items())
+    def _hold(self, sync_point: _SyncPoint, merge: Callable[[list[Any]], Any]) -> None:
+        sync_point.over = True
+        arrived = sorted(sync_point.arrived.items())
         try:
-            (first, (what, _)), *others = came
+            (first, (what, _)), *others = arrived
             for other, (whatelse, _) in others:
                 if whatelse != what:
                     raise UsageError(
                         f"replica {first} on {self.devices[first]} is in {what} while replica {other} on {self.devices[other]} is in "
                         f"{whatelse}. {ADVICE}"
                     )
-            meeting.result = merge([value for _, (_, value) in came])
+            sync_point.result = merge([value for _, (_, value) in arrived])
         except Exception as error:
-            meeting.error = error
-        meeting.came.clear()
+            sync_point.error = error
+        sync_point.arrived.clear()
 
     def _give_up(self, replica: Replica, what: str) -> None:
         if self._failed:
             raise _Abandoned
-        gone = min(self._through)
-        raise UsageError(f"{replica} is in {what}, and replica {gone} on {self.devices[gone]} is through with its forward. {ADVICE}")
+        done = min(self._through)
+        raise UsageError(f"{replica} is in {what}, and replica {done} on {self.devices[done]} is through with its forward. {ADVICE}")
 
 
 ADVICE = "Have all replicas run the same layers in the same order, or remove parwrap.sync_bn."
