@@ -83,7 +83,7 @@ class _OnCPU:
     long."""
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(accumulated(tensor))
+        return tensor if tensor.dtype == torch.float64 else tensor.float()
 
     def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
         if not x.numel():
