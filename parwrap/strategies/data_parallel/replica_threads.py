@@ -75,12 +75,12 @@ class _Team:
         self.devices = devices
         self.results: list[Any] = [None] * len(devices)
         self.errors: dict[int, BaseException] = {}
-        self._through: set[int] = set()
+        self._finished: set[int] = set()
         self._failed = False
         self._sync_points: list[_SyncPoint] = []
         self._turns: dict[torch.device, int] = {}
         self._begun: set[int] = set()
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
 
     def run(self, replica: Replica, call: Callable[[], Any], modes: AbstractContextManager) -> None:
         """The body of a replica's thread."""
@@ -97,43 +97,43 @@ class _Team:
             self.errors[replica.index] = error
             self.stop()
         else:
-            with self._news:
-                self._through.add(replica.index)
+            with self._changed:
+                self._finished.add(replica.index)
         finally:
             self._end_turn(replica)
 
     def _take_turn(self, replica: Replica) -> None:
         """Wait until no other replica runs on its device, and earlier ones there have begun."""
         before = {index for index in range(replica.index) if self.devices[index] == replica.device}
-        with self._news:
-            self._news.wait_for(lambda: replica.device not in self._turns and before <= self._begun)
+        with self._changed:
+            self._changed.wait_for(lambda: replica.device not in self._turns and before <= self._begun)
             self._turns[replica.device] = replica.index
             self._begun.add(replica.index)
 
     def _end_turn(self, replica: Replica) -> None:
-        with self._news:
+        with self._changed:
             if self._turns.get(replica.device) == replica.index:
                 del self._turns[replica.device]
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Nobody may wait for others any longer."""
-        with self._news:
+        with self._changed:
             self._failed = True
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def synchronize(self, replica: Replica, number: int, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
-        with self._news:
+        with self._changed:
             if len(self._sync_points) == number:
                 self._sync_points.append(_SyncPoint())
             sync_point = self._sync_points[number]
             sync_point.arrived[replica.index] = what, value
             if len(sync_point.arrived) == len(self.devices):
                 self._hold(sync_point, merge)
-                self._news.notify_all()
+                self._changed.notify_all()
             else:
                 self._end_turn(replica)
-                self._news.wait_for(lambda: sync_point.over or self._failed or bool(self._through - sync_point.arrived.keys()))
+                self._changed.wait_for(lambda: sync_point.over or self._failed or bool(self._finished - sync_point.arrived.keys()))
                 if sync_point.over:
                     self._take_turn(replica)
         if not sync_point.over:
@@ -147,11 +147,11 @@ class _Team:
         arrived = sorted(sync_point.arrived.items())
         try:
             (first, (what, _)), *others = arrived
-            for other, (whatelse, _) in others:
-                if whatelse != what:
+            for other, (other_what, _) in others:
+                if other_what != what:
                     raise UsageError(
                         f"replica {first} on {self.devices[first]} is in {what} while replica {other} on {self.devices[other]} is in "
-                        f"{whatelse}. {ADVICE}"
+                        f"{other_what}. {ADVICE}"
                     )
             sync_point.result = merge([value for _, (_, value) in arrived])
         except Exception as error:
@@ -161,7 +161,7 @@ class _Team:
     def _give_up(self, replica: Replica, what: str) -> None:
         if self._failed:
             raise _Abandoned
-        done = min(self._through)
+        done = min(self._finished)
         raise UsageError(f"{replica} is in {what}, and replica {done} on {self.devices[done]} is through with its forward. {ADVICE}")
 
 
