@@ -57,7 +57,7 @@ class Exam:
         self.failure: str | None = None
 
     @property
-    def patience(self) -> timedelta:
+    def rank_timeout(self) -> timedelta:
         """How long a rank waits for another."""
         return timedelta(seconds=max(1, math.floor(PATIENT * self.timeout) - 1))  # a store of torch's waits up to a second longer
 
@@ -112,7 +112,7 @@ class ForkedExam(Exam):
         return {rank: stage or "starting the process group" for rank, stage in enumerate(stages)}
 
     def _run(self) -> None:
-        self.rows = run_on_ranks(self._rank, self.ranks, self.patience, self.backend)
+        self.rows = run_on_ranks(self._rank, self.ranks, self.rank_timeout, self.backend)
 
     def _rank(self) -> list[Row]:
         group = groups.current()
@@ -139,16 +139,16 @@ class LaunchedExam(Exam):
         self._world, self.stage = world, f"waiting for all ranks to meet at {place}"
         self._held = ExitStack()
         self._store: Any = None
-        self._looking: Any = None
+        self._status_store: Any = None
         self._lock = threading.Lock()
 
     def stages(self) -> dict[int, str]:
         stages = {self._world.rank: self.stage}
-        if self._looking is not None:
+        if self._status_store is not None:
             with self._lock, suppress(RuntimeError, ValueError):
                 for rank in range(self._world.size):
-                    if self._looking.check([f"stage/{rank}"]):
-                        stages[rank] = self._looking.get(f"stage/{rank}").decode(errors="replace")
+                    if self._status_store.check([f"stage/{rank}"]):
+                        stages[rank] = self._status_store.get(f"stage/{rank}").decode(errors="replace")
         return stages
 
     def report(self, stage: str) -> None:
@@ -167,23 +167,23 @@ class LaunchedExam(Exam):
 
     def wait_until_reported(self) -> None:
         """Let rank 0 report before this rank ends, which would make a launcher end rank 0."""
-        if self._looking is None:
+        if self._status_store is None:
             return
         with suppress(RuntimeError, ValueError):
             if self._world.rank == 0:
-                self._looking.set("reported", "")
+                self._status_store.set("reported", "")
             else:
-                self._looking.wait(["reported"], timedelta(seconds=max(0.1, self.ends + 1 - time.monotonic())))
+                self._status_store.wait(["reported"], timedelta(seconds=max(0.1, self.ends + 1 - time.monotonic())))
             self._held.close()
 
     def _run(self) -> None:
         world = self._world
-        rendezvous = self._held.enter_context(closing(dist.rendezvous(world.rendezvous, world.rank, world.size, timeout=self.patience)))
+        rendezvous = self._held.enter_context(closing(dist.rendezvous(world.rendezvous, world.rank, world.size, timeout=self.rank_timeout)))
         store, _, _ = next(rendezvous)
         self._store = dist.PrefixStore("parwrap/doctor", store)
-        self._store.set_timeout(self.patience)
-        self._looking = self._store.clone()
-        self._looking.set_timeout(timedelta(seconds=1))
+        self._store.set_timeout(self.rank_timeout)
+        self._status_store = self._store.clone()
+        self._status_store.set_timeout(timedelta(seconds=1))
         self.report("sending rank 0 its facts")
         self._store.set(f"facts/{world.rank}", pickle.dumps(self.facts))
         if world.rank == 0:
@@ -194,7 +194,7 @@ class LaunchedExam(Exam):
             self._part()
             return
         self.report("starting the process group")
-        with groups.opened(world, backend, self.patience) as group:
+        with groups.opened(world, backend, self.rank_timeout) as group:
             assert group is not None
             device = home(group)
             self.device = device.type

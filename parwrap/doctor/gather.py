@@ -38,7 +38,7 @@ EXTRAS = ("cloudpickle", "datasets", "torchdata", "nvidia-dali-cuda120", "PyYAML
 """Optional packages that parwrap works with."""
 
 
-PATIENCE = 30
+DRIVER_TIMEOUT = 30
 """Seconds for a driver to answer."""
 
 
@@ -179,8 +179,8 @@ def _ask_torch() -> dict[str, Any]:
     with theirs:
         process.start()
     try:
-        if not ours.poll(PATIENCE):
-            return {"error": f"the driver does not answer in {PATIENCE} s"}
+        if not ours.poll(DRIVER_TIMEOUT):
+            return {"error": f"the driver does not answer in {DRIVER_TIMEOUT} s"}
         return ours.recv()
     except EOFError:
         process.join()
@@ -222,7 +222,7 @@ def _topology() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     with suppress(OSError, subprocess.SubprocessError):
-        shown = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=PATIENCE, check=True)
+        shown = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=DRIVER_TIMEOUT, check=True)
         return re.sub(r"\x1b\[\d*m", "", shown.stdout).partition("\n\nLegend")[0].strip("\n")  # underlined in a terminal
     return None
 

@@ -246,7 +246,7 @@ def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], node
             result = RunProcsResult(failures={0: ProcessFailure(0, processes.processes[0].pid, 1, "")})
         if result is not None:
             nodes.exchange()
-        elif all(code == 0 or (code and each in passed_over) for each, code in enumerate(codes)) and nodes.through():
+        elif all(code == 0 or (code and each in passed_over) for each, code in enumerate(codes)) and nodes.finish():
             context.close()
             return RunProcsResult(dict.fromkeys(range(context.nprocs)), stdouts=context.stdouts, stderrs=context.stderrs)
         return result

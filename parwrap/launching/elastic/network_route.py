@@ -24,12 +24,12 @@ from parwrap.launching.command.plan import LaunchPlan
 from parwrap.launching.elastic.network_interfaces import interface_of, is_loopback
 from parwrap.world.launchers import LOOPBACK
 
-__all__ = ["Way", "await_rendezvous", "endpoint", "interface_variables", "patience", "unreachable", "way_to", "with_way"]
+__all__ = ["Way", "await_rendezvous", "endpoint", "interface_variables", "rendezvous_timeout", "unreachable", "way_to", "with_way"]
 
 PORTS = {"static": 29500, "c10d": 29400}
 """Default ports of the rendezvous backends."""
 
-PATIENCE = 900.0
+DEFAULT_TIMEOUT = 900.0
 """Seconds that a node waits for the others unless ``--timeout`` or ``--rdzv-conf`` is given, as in torch."""
 
 REPORT_AFTER = 10.0
@@ -134,7 +134,7 @@ def await_rendezvous(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan
     """
     if plan.torchrun.rdzv_backend not in PORTS:
         return plan
-    seconds = patience(plan)
+    seconds = rendezvous_timeout(plan)
     _wait_for(plan, seconds)
     plan = with_way(plan, environ)
     _add_conf(plan.torchrun, dict.fromkeys(("timeout", "join_timeout"), math.ceil(seconds)))
@@ -177,13 +177,13 @@ def unreachable(host: str, port: int, seconds: float, error: OSError, static: bo
     return f"no first node at {host} port {port}, tried for {seconds:g} s: {why}. Check {check}."
 
 
-def patience(plan: LaunchPlan) -> float:
+def rendezvous_timeout(plan: LaunchPlan) -> float:
     """Seconds that this node waits for the others."""
     configured = _conf(plan.torchrun)
     timeout = (plan.script.scope or {}).get("timeout")
     with suppress(KeyError, ValueError):
         timeout = timeout or float(configured["timeout"])
-    return timeout or PATIENCE
+    return timeout or DEFAULT_TIMEOUT
 
 
 def _conf(torchrun: argparse.Namespace) -> dict[str, str]:
