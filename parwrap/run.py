@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         if _launcher_likely(argv):
-            from parwrap.launching.jobs.job import job_asked, launch_job
+            from parwrap.launching.jobs.job import launch_job, requested_job
 
-            job = job_asked(argv, environ, cores())
+            job = requested_job(argv, environ, cores())
             if job is not None:
                 return launch_job(job)
         plan = plan_launch(argv, environ, torch.cuda.device_count(), cores())

@@ -55,8 +55,8 @@ def nothing_is_warned_of():
 
 
 @pytest.fixture
-def said_anew():
-    """What ``amp`` says once, it has not said yet."""
+def not_warned_yet():
+    """``amp`` has printed none of its one-time messages yet."""
     from parwrap.precision.user_managed import stand_aside, warn_once
 
     stand_aside.cache_clear()

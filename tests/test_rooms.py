@@ -65,7 +65,7 @@ def test_imports_go_down_within_a_room(parent, rooms):
         (
             "os.environ.pop(",
             {
-                "session/hidden_environment.py",
+                "session/hidden_launch.py",
                 "group/rendezvous.py",
                 "launching/command/restart.py",
                 "launching/elastic/script_run.py",

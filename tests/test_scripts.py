@@ -26,7 +26,7 @@ def by_itself(script, known):
     """The keys of what the script trains without parwrap, and what it prints last; run once for all numbers of ranks."""
     if not known.exists():
         from parwrap.intercept.table import intercepting
-        from parwrap.session.hidden_group import HiddenGroup
+        from parwrap.session.hidden_launch import HiddenGroup
 
         left, last_line = run(script, intercepting([HiddenGroup()]))  # the test's own group is none of the script's
         known.write_text(json.dumps([list(state(left["model"])), *last_line]))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from parwrap.batch_norm.kernels import Running, Whole, kernels_for
+from parwrap.batch_norm.kernels import Running, Whole, accumulated, kernels_for
 
 __all__ = ["BatchNorm", "Exchange", "differentiable", "gradients", "normalize"]
 
@@ -43,12 +43,10 @@ class BatchNorm(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        momentum: float,
+        running: Running,
         eps: float,
     ) -> torch.Tensor:
-        out, merged, total = normalize(exchange, input, weight, bias, running_mean, running_var, momentum, eps)
+        out, merged, total = normalize(exchange, input, weight, bias, running, eps)
         ctx.exchange, ctx.total, ctx.eps = exchange, total, eps
         ctx.save_for_backward(input, weight, bias, *merged)
         return out
@@ -58,12 +56,12 @@ class BatchNorm(torch.autograd.Function):
         input, weight, bias, *merged = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:4]
         if not ctx.total:
-            return (None, grad, *(None if p is None else torch.zeros_like(p) for p in (weight, bias)), *[None] * 4)
+            return (None, grad, *(None if p is None else torch.zeros_like(p) for p in (weight, bias)), None, None)
         if torch.is_grad_enabled():
             grads = differentiable(ctx.exchange, grad, (input, weight, bias), needed, ctx.total, ctx.eps)
         else:
             grads = gradients(ctx.exchange, grad, (input, weight, bias), needed, Whole(tuple(merged), ctx.total, ctx.eps))
-        return (None, *grads, *[None] * 4)
+        return (None, *grads, None, None)
 
 
 Three = tuple[Any, Any, Any]
@@ -75,9 +73,7 @@ def normalize(
     input: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    momentum: float,
+    running: Running,
     eps: float,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], float]:
     """The output for this rank's part of a batch, the statistics of the whole, and the number of values of each channel in it.
@@ -95,7 +91,7 @@ def normalize(
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()} on one of the ranks")
     if not total:
         return input.clone(), (), total
-    merged = kernels.merged(x, rows, total, Running(running_mean, running_var, momentum), eps)
+    merged = kernels.merged(x, rows, total, running, eps)
     whole = Whole(merged, total, eps)
     out = kernels.normalized(x, weight, bias, whole).to(input.dtype) if input.numel() else torch.empty_like(input)
     return out, merged, total
@@ -135,7 +131,7 @@ def differentiable(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Th
     input, weight, bias = of
     over = [0, *range(2, input.dim())]
     shape = [1, -1, *[1] * (input.dim() - 2)]
-    x = input if input.dtype == torch.float64 else input.float()
+    x = input.to(accumulated(input))
     centered = x - (_Sum.apply(exchange, x.sum(over)) / total).view(shape)
     variance = _Sum.apply(exchange, centered.square().sum(over)) / total
     out = centered * (variance + eps).rsqrt().view(shape)

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from parwrap.batch_norm.batch_norm import Exchange, differentiable, gradients, normalize
-from parwrap.batch_norm.kernels import Whole, kernels_for
+from parwrap.batch_norm.kernels import Running, Whole, accumulated, kernels_for
 from parwrap.errors import UsageError
 from parwrap.intercept.norm import Norm
 
@@ -152,13 +152,13 @@ def _forward(
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
     exchange, number = scopes.exchange(Norm(BATCH_NORM, input, running_mean, running_var, weight, bias, True, momentum, eps))
-    running = tuple(None if each is None else each.clone() for each in (running_mean, running_var))
-    normalized, merged, total = normalize(exchange, input, weight, bias, running[0], running[1], momentum, eps)
-    out, *empty = _fake_forward(input, weight, bias, None, None, momentum, eps)
+    new_mean, new_var = (None if each is None else each.clone() for each in (running_mean, running_var))
+    normalized, merged, total = normalize(exchange, input, weight, bias, Running(new_mean, new_var, momentum), eps)
+    out, *empty = _fake_forward(input, weight, bias, None, None)
     out.copy_(normalized)  # in the layout that the compiler relies on
     mean, spread = merged[:2] or empty[:2]
     facts = torch.tensor([int(total), number], dtype=torch.int64)
-    return out, mean, spread, *(input.new_empty(0) if each is None else each for each in running), facts
+    return out, mean, spread, *(input.new_empty(0) if each is None else each for each in (new_mean, new_var)), facts
 
 
 def _fake_forward(
@@ -167,11 +167,10 @@ def _fake_forward(
     bias: torch.Tensor | None,
     running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None,
-    momentum: float,
-    eps: float,
+    *numbers: float,
 ) -> tuple[torch.Tensor, ...]:
     """Tensors like the results of ``_forward``."""
-    statistics = [input.new_empty(input.size(1), dtype=_accumulated(input)) for _ in range(2)]
+    statistics = [input.new_empty(input.size(1), dtype=accumulated(input)) for _ in range(2)]
     running = [input.new_empty(0) if each is None else torch.empty_like(each) for each in (running_mean, running_var)]
     return torch.empty_like(input), *statistics, *running, torch.empty(2, dtype=torch.int64, device="cpu")
 
@@ -227,8 +226,3 @@ def _differentiate(ctx: Any, grad: torch.Tensor, *others: Any) -> tuple[Any, ...
     else:
         grads = torch.ops.parwrap.batch_norm_backward(grad, input, weight, bias, mean, spread, facts, ctx.eps, needed)
     return *(each if need else None for each, need in zip(grads, needed, strict=True)), *[None] * 4
-
-
-def _accumulated(x: torch.Tensor) -> torch.dtype:
-    """The dtype of statistics of ``x``."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Kernels", "Reduced", "Running", "Whole", "kernels_for"]
+__all__ = ["Kernels", "Reduced", "Running", "Whole", "accumulated", "kernels_for"]
 
 
 class Whole(NamedTuple):
@@ -139,7 +139,7 @@ class _OnGPU:
 
     def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
         if not x.numel():
-            return x.new_zeros(2 * x.size(1) + 1, dtype=_accumulated(x))
+            return x.new_zeros(2 * x.size(1) + 1, dtype=accumulated(x))
         mean, invstd = torch.batch_norm_stats(x, eps)
         return torch.cat([mean, invstd, mean.new_full((1,), x.numel() // x.size(1))])
 
@@ -188,6 +188,6 @@ def _like(parameter: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | Non
     return parameter if parameter is None else parameter.to(x.dtype)
 
 
-def _accumulated(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which the GPU's kernels sum."""
+def accumulated(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which the kernels sum over ``x``."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

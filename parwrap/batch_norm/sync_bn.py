@@ -16,6 +16,7 @@ from torch import nn
 
 from parwrap.batch_norm.batch_norm import BatchNorm, Exchange
 from parwrap.batch_norm.compiled_norm import scopes, traced
+from parwrap.batch_norm.kernels import Running
 from parwrap.batch_norm.statistics_exchange import StatisticsExchange, own_group, shared_among
 from parwrap.coordination.call_site import location, warn, worth_a_look
 from parwrap.errors import UsageError
@@ -80,7 +81,8 @@ class SyncBN(Interceptor):
         if not self._is_plain(call):
             return call.run()
         layer = self._sharing.layer(call)
-        return BatchNorm.apply(layer, call.input, call.weight, call.bias, call.running_mean, call.running_var, call.momentum, call.eps)
+        running = Running(call.running_mean, call.running_var, call.momentum)
+        return BatchNorm.apply(layer, call.input, call.weight, call.bias, running, call.eps)
 
     @intercepts
     def backward(self, call: Backward) -> None:

@@ -7,7 +7,7 @@ exact evaluation and ``lengths/`` for batches by length.
 
     loaders.py               a pass over a loader: does it train, which batches, what when it ends
     pass_history.py          guesses what the next pass over a loader is for
-    training_share.py        this rank's share of a training pass
+    training_share.py        this rank's share of a training pass; resumed_pass.py: of one that continues from a checkpoint
     samplers.py              the samplers of that share: batch=, uneven=
     passes.py                an iterator over batches that reports each draw and the end of the pass
     loader_position.py       the position of a loader in its passes, for checkpoints; known_positions.py: of all loaders

@@ -20,7 +20,7 @@ from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group.group import Group
 from parwrap.loop.random_streams import RandomStreams
 
-__all__ = ["EPOCH", "LENGTH", "MARK", "RANKS", "Plan", "Position", "check_drawn", "digest"]
+__all__ = ["EPOCH", "LENGTH", "MARK", "RANKS", "Plan", "Position", "digest"]
 
 MARK = "parwrap"
 """The entry that identifies a state; its value is the version of the other entries."""
@@ -248,16 +248,6 @@ def digest(drawn: Any) -> str:
     (True, False)
     """
     return hashlib.blake2b(repr(drawn).encode(), digest_size=8).hexdigest()
-
-
-def check_drawn(rest: dict[str, Any], drawn: Any) -> None:
-    """Raise if a sampler does not repeat its draws from before the state of ``rest`` was taken."""
-    if drawn is None or digest(drawn) != rest["last"]:
-        raise UsageError(
-            f"a DataLoader's sampler does not repeat its draws from before its state was taken: number {rest['drawn']} of the pass "
-            "differs, so the position cannot be restored. Its batch_size, weights and indices must be unchanged, and it must draw from "
-            "torch, np.random or random while nothing else does, or from a generator that is one of its attributes."
-        )
 
 
 def _compare(before: dict[str, Any], now: dict[str, Any], only: str | None = None) -> None:

@@ -9,7 +9,45 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, cycle, islice
 from typing import Any
 
-__all__ = ["RestOfBatches", "RestOfSamples", "Skipping"]
+from torch.utils.data import DataLoader
+
+from parwrap.data.loader_position import digest
+from parwrap.data.passes import SharedDraws
+from parwrap.data.samplers import distributed_sampler
+from parwrap.errors import UsageError
+
+__all__ = ["RestOfBatches", "RestOfSamples", "Resumed", "Skipping"]
+
+
+class Resumed:
+    """A saved position that a pass continues from.
+
+    Attributes:
+        state: the result of ``Position.state_dict()``.
+        done: the samples or batches that were trained on.
+    """
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state, self.done = state, state["done"]
+
+    def samples(self, loader: DataLoader, rank: int, size: int, uneven: str) -> RestOfSamples:
+        """This rank's part of the remaining samples, in the order of ``DistributedSampler``."""
+        order = distributed_sampler(loader, 0, 1, self.state["seed"][0])
+        order.set_epoch(self.state["epoch"])
+        return RestOfSamples(list(order), self.done, rank, size, uneven)
+
+    def draws(self, draws: SharedDraws, size: int) -> RestOfBatches:
+        """The remaining ``draws`` of a sampler; raises if the earlier ones differ, also between ranks."""
+        draws.check = self.state["drawn"], self._check
+        return RestOfBatches(draws, self.done, self.state["drawn"], size)
+
+    def _check(self, drawn: Any) -> None:
+        if drawn is None or digest(drawn) != self.state["last"]:
+            raise UsageError(
+                f"a DataLoader's sampler does not repeat its draws from before its state was taken: number {self.state['drawn']} of the "
+                "pass differs, so the position cannot be restored. Its batch_size, weights and indices must be unchanged, and it must draw "
+                "from torch, np.random or random while nothing else does, or from a generator that is one of its attributes."
+            )
 
 
 class RestOfSamples:

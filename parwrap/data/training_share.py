@@ -1,7 +1,7 @@
 """A rank's share of one training pass: a shallow copy of the loader that draws this rank's batches.
 
-``loaders.py`` decides whether a pass trains at all, ``dataset_agreement.py`` checks that ranks split the same data, and ``samplers.py``
-assigns the indices.
+``loaders.py`` decides whether a pass trains at all, ``dataset_agreement.py`` checks that ranks split the same data, ``samplers.py``
+assigns the indices, and ``resumed_pass.py`` leaves out those that an earlier run has trained on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +25,10 @@ from parwrap.data.dataset_agreement import Agreement, SameDraws
 from parwrap.data.dataset_summaries import length_of
 from parwrap.data.evaluation_blocks import Counted
 from parwrap.data.iterables import part_of
-from parwrap.data.loader_position import EPOCH, LENGTH, RANKS, Plan, Position, check_drawn
+from parwrap.data.loader_position import EPOCH, LENGTH, RANKS, Plan, Position
 from parwrap.data.own_sampler import OwnSamplers
 from parwrap.data.passes import SharedDraws
-from parwrap.data.resumed_pass import RestOfBatches, RestOfSamples
+from parwrap.data.resumed_pass import Resumed
 from parwrap.data.samplers import (
     DealtBatches,
     SplitBatches,
@@ -111,23 +110,131 @@ class TrainingShares:
 
         If the loader was set to a ``position``, they are those after it.
         """
-        rest = position.begin(loader, self._group)
+        resumed = position.begin(loader, self._group)
+        shared = self._loaders.setdefault(loader, _Shared(position))
         try:
-            return self._read(loader, original, self._loaders.setdefault(loader, _Shared(position)), rest)
+            if resumed:
+                return self._resume(loader, shared, original, Resumed(resumed))
+            if isinstance(loader.dataset, IterableDataset):
+                return self._stream(loader, shared, original)
+            return self._by_index(loader, shared, original)
         except BaseException:
             position.end()
             raise
 
-    def _read(self, loader: DataLoader, original: Callable, shared: _Shared, rest: dict[str, Any] | None) -> tuple[Iterator, Any]:
-        if not isinstance(loader.dataset, IterableDataset):
-            return self._batches_by_index(loader, shared, original, rest)
-        batches, weights = self._stream(loader, shared, original)
-        if rest:
-            for _ in itertools.islice(batches, rest["done"]):
-                if weights is not None:
-                    weights.popleft()
-            shared.position.went_on(loader, rest)
-        return batches, weights
+    def _by_index(self, loader: DataLoader, shared: _Shared, original: Callable) -> tuple[Iterator, Any]:
+        """The batches of a dataset that is read by index."""
+        position = shared.position
+        if shared.lasting is not None:
+            position.draws = shared.draws_of_lasting
+            return self._begun(shared.lasting, loader, original, position)
+        seeded_before = _workers_are_older(loader, position)
+        seed = None if self._whole(loader) and not seeded_before else self._workers_seed(loader)
+        if seeded_before:
+            position.set_back(loader)
+        shard = self._shard(loader, shared)
+        if seed is not None:
+            shard.generator = torch.Generator().manual_seed(seed)
+        if loader.persistent_workers:
+            shared.lasting, shared.draws_of_lasting = shard, position.draws
+        return self._begun(shard, loader, original, position)
+
+    def _begun(
+        self, shard: DataLoader, loader: DataLoader, original: Callable, position: Position, resumes: bool = False
+    ) -> tuple[Iterator, Any]:
+        if self._group and not (resumes or self._whole(loader) or self.shares_out_itself(loader)):
+            position.unread = unread_of(shard)
+        if isinstance(shard.sampler, DistributedSampler) and not isinstance(loader.sampler, DistributedSampler):
+            shard.sampler.set_epoch(position.epoch)
+        with self._streams.shared() if self._whole(loader) else nullcontext():
+            batches = original(shard)
+        drawn = shard.sampler if shard.batch_sampler is None else shard.batch_sampler
+        return batches, drawn.weights if isinstance(drawn, (DealtBatches, SplitBatches)) else None
+
+    def _shard(self, loader: DataLoader, shared: _Shared, resumed: Resumed | None = None) -> DataLoader:
+        """A copy for one pass: another pass over the same loader may be open, and options and dataset may have changed."""
+        if not self._whole(loader):
+            self._share_seed(loader, shared)
+            if isinstance(loader.sampler, DistributedSampler):
+                self._own.note(loader.sampler)
+            if self.shares_out_itself(loader):
+                return self._own.shard(loader, resumed.done if resumed else 0)
+            if self._sharing().uneven == "drop" and not self._splits(loader):
+                refuse_nothing(loader, self._size)
+        kind, size = shared.position.kind, loader.batch_size or 1
+        if kind == "batches":
+            return with_indices(loader, self._dealt(loader, self._drawn(loader, shared, resumed)))
+        if kind == "samples" and self._by_sample(loader):
+            sampler = self._samples(loader, shared, resumed, self._rank, self._size)
+            indices = sampler if loader.batch_sampler is None else BatchSampler(sampler, size, loader.drop_last)
+            return with_indices(loader, indices, sampler=sampler)
+        order = self._samples(loader, shared, resumed, 0, 1) if kind == "samples" else self._drawn(loader, shared, resumed, loader.sampler)
+        if loader.batch_sampler is None:
+            return with_indices(loader, self._dealt(loader, order))
+        if self._joins(loader):
+            # the batches of all ranks together, as one process with a batch of that size would take them
+            together = BatchSampler(order, size * self._size, loader.drop_last)
+            return with_indices(loader, SplitBatches(together, self._rank, self._size))
+        return with_indices(loader, self._dealt(loader, BatchSampler(order, size, loader.drop_last)))
+
+    def _samples(self, loader: DataLoader, shared: _Shared, resumed: Resumed | None, rank: int, size: int) -> Any:
+        """Samples in the order of ``DistributedSampler``."""
+        uneven = self._sharing().uneven
+        if resumed:
+            return resumed.samples(loader, rank, size, uneven)
+        return distributed_sampler(loader, rank, size, shared.seeds.get(len(loader.dataset), 0), uneven)  # type: ignore[arg-type]
+
+    def _drawn(self, loader: DataLoader, shared: _Shared, resumed: Resumed | None, sampler: Any = None) -> Any:
+        """The draws of ``sampler``, or of the loader's own, the same on all ranks."""
+        source = sampler or (loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+        draws = SharedDraws(arranged(source, 1 if self._splits(loader) else self._size), self._streams)
+        shared.position.draws = draws
+        if resumed:
+            return resumed.draws(draws, self._size)
+        if self._group is None or self._whole(loader):
+            return draws
+        return SameDraws(draws, self._group, shared.draws, type(loader.sampler).__name__)
+
+    def _dealt(self, loader: DataLoader, batches: Any) -> Any:
+        """This rank's part of ``batches`` that are the same on all ranks."""
+        if self._whole(loader):
+            return batches
+        if self._splits(loader):
+            return SplitBatches(batches, self._rank, self._size)
+        return DealtBatches(batches, self._rank, self._size, self._sharing().uneven)
+
+    def _share_seed(self, loader: DataLoader, shared: _Shared) -> None:
+        """Agree on the data to split and on the seed; a loaded position has one."""
+        position, samples = shared.position, length_of(loader.dataset)
+        changed = self._agreement.changed(loader) if self._agreement else []
+        given, position.given = position.given, None
+        if self._seedings != self._streams.seedings:
+            self._seedings, self._sharded = self._streams.seedings, 0
+        if given:
+            self._sharded = max(self._sharded, given[1])
+        new = samples not in shared.seeds
+        seed = given[0] if given else self._seed(loader) if new else shared.seeds[samples]
+        if self._agreement and (new or changed):
+            seed = self._agreement.agree(loader, changed, seed)
+        if new:
+            self._announce(loader, samples if samples >= 0 else None)
+            position.seed = position.seed if given else (seed, self._sharded)
+        shared.seeds[samples] = seed
+
+    def _seed(self, loader: DataLoader) -> int:
+        """The seed of one more loader since the script has seeded."""
+        generator = getattr(loader.sampler, "generator", None) or loader.generator
+        with self._streams.shared():
+            seed = self._streams.seed() + ANOTHER_LOADER * self._sharded if generator is None else generator.initial_seed()
+        self._sharded += 1
+        return seed % 2**62
+
+    def _workers_seed(self, loader: DataLoader) -> int:
+        """The seed for this rank's workers in a pass: augmentation must differ by rank, even if the user's generator is the same on all."""
+        with self._streams.shared():
+            # drawn as the loader's own iterator does in a single process, so that the shared streams stay where they would be
+            drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
+        return (drawn + (0 if self._whole(loader) else self._rank)) % 2**63
 
     def _stream(self, loader: DataLoader, shared: _Shared, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
         if self.keeps():
@@ -140,88 +247,6 @@ class TrainingShares:
             self._announce(loader, None)
             return iter(DealtBatches(whole, self._rank, self._size)), None
         return self._part_of_stream(loader, shared, original)
-
-    def _batches_by_index(
-        self, loader: DataLoader, shared: _Shared, original: Callable, rest: dict[str, Any] | None
-    ) -> tuple[Iterator, Any]:
-        position = shared.position
-        if shared.lasting is not None and not rest:
-            position.draws = shared.draws_of_lasting
-            return self._begun(shared.lasting, loader, original, position)
-        lasting = loader.persistent_workers and position.epoch > 0  # the run before drew their seed for the first pass
-        seed = None if self._whole(loader) and not rest and not lasting else self._workers_seed(loader, rest)
-        if lasting:
-            position.set_back(loader)
-        shard = self._shard(loader, shared, rest)
-        if seed is not None:
-            shard.generator = torch.Generator().manual_seed(seed)
-        if rest:
-            position.went_on(loader, rest)
-        elif loader.persistent_workers:
-            shared.lasting, shared.draws_of_lasting = shard, position.draws
-        return self._begun(shard, loader, original, position, inside=bool(rest))
-
-    def rest(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], indices: list) -> Iterator:
-        """The batches of ``indices``, which this rank has not seen in a pass that only looks."""
-        # it must not advance any stream: in a single process such a pass does not exist
-        own = torch.Generator().manual_seed(ANOTHER_LOADER * (self._rank + 1))
-        return original(with_indices(loader, indices, generator=own, persistent_workers=False))
-
-    def all_look(self, trains: bool) -> bool:
-        """Wait for the others at the end of a share in which this rank has not trained: returns whether no rank ``trains`` in this pass."""
-        if self._group is None or self._closed or threading.current_thread() is not threading.main_thread():
-            return False  # a thread draws ahead
-        present = self._group.coordinator.wait(END_OF_SHARE, unless_begun=True)
-        return self._rank in present and not any(self._group.share(END_OF_SHARE, trains, present).values())
-
-    def take_back(self, loader: DataLoader) -> None:
-        """``loader`` has not been trained on yet: its seed goes to the next loader that is."""
-        shared = self._loaders[loader]
-        if shared.position.seed and shared.position.seed[1] == self._sharded and len(shared.seeds) == 1 and shared.lasting is None:
-            self._sharded -= 1
-            shared.seeds.clear()
-            shared.position.seed = None
-
-    def _begun(
-        self, shard: DataLoader, loader: DataLoader, original: Callable, position: Position, inside: bool = False
-    ) -> tuple[Iterator, Any]:
-        if self._group and not (inside or self._whole(loader) or self.shares_out_itself(loader)):
-            position.unread = unread_of(shard)
-        if isinstance(shard.sampler, DistributedSampler) and not isinstance(loader.sampler, DistributedSampler):
-            shard.sampler.set_epoch(position.epoch)
-        with self._streams.shared() if self._whole(loader) else nullcontext():
-            batches = original(shard)
-        drawn = shard.sampler if shard.batch_sampler is None else shard.batch_sampler
-        return batches, drawn.weights if isinstance(drawn, (DealtBatches, SplitBatches)) else None
-
-    def _workers_seed(self, loader: DataLoader, rest: dict[str, Any] | None) -> int:
-        """The seed for this rank's workers in a pass.
-
-        Augmentation must differ by rank, even if the user's generator is the same on all, and a pass that continues from the middle must
-        not repeat the seeds of its beginning.
-        """
-        with self._streams.shared():
-            # drawn as the loader's own iterator does in a single process, so that the shared streams stay where they would be
-            drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
-        rank = 0 if self._whole(loader) else self._rank
-        return (drawn + rank + (ANOTHER_LOADER * rest["done"] if rest else 0)) % 2**63
-
-    def plan(self, loader: DataLoader, kind: str | None = None) -> Plan:
-        """How a training pass over ``loader`` is read, optionally from another ``kind`` of position than the loader's own."""
-        sharing, size = self._sharing(), loader.batch_size
-        of = {"batch_size": size, "sharing": f"batch={sharing.batch}, uneven={sharing.uneven}"} if self._size > 1 else {"batch_size": size}
-        if isinstance(loader.dataset, IterableDataset):
-            return Plan("stream", 1, ("stream",), {RANKS: self._size, "number of workers": loader.num_workers, **of})
-        facts = {LENGTH: length_of(loader.dataset), "order": "shuffled" if shuffles(loader) else "as it is"}
-        if hasattr(loader.batch_sampler, "for_ranks"):
-            facts[RANKS] = self._size  # it draws in another order for other ranks
-        if self.shares_out_itself(loader) and loader not in replicated:
-            sampler: Any = loader.sampler
-            return Plan("own", 1, ("own",), facts | of | {RANKS: self._size, "sampler's seed": sampler.seed, EPOCH: sampler.epoch})
-        plain, whole = is_plain(loader), self._whole(loader) or self._splits(loader)
-        kind = kind or ("samples" if self._by_sample(loader) else "draws" if self._joins(loader) else "batches")
-        per_step = (1 if whole else self._size) * (1 if kind == "batches" else size or 1)
-        return Plan(kind, per_step, ("samples", "batches", "draws") if plain else ("batches",), facts)
 
     def _part_of_stream(self, loader: DataLoader, shared: _Shared, original: Callable[[DataLoader], Iterator]) -> tuple[Iterator, Any]:
         self._announce(loader, None)
@@ -259,6 +284,62 @@ class TrainingShares:
         others = part_of(loader, self._rank, self._size, self._sharing())
         return with_others(loader, **others, **({"collate_fn": Counted(loader.collate_fn)} if counted else {}))
 
+    def _resume(self, loader: DataLoader, shared: _Shared, original: Callable, resumed: Resumed) -> tuple[Iterator, Any]:
+        """The batches of a pass that continues from the middle."""
+        position = shared.position
+        if isinstance(loader.dataset, IterableDataset):
+            batches, weights = self._stream(loader, shared, original)
+            for _ in itertools.islice(batches, resumed.done):
+                if weights is not None:
+                    weights.popleft()
+            position.went_on(loader, resumed.state)
+            return batches, weights
+        seed = self._workers_seed(loader) + ANOTHER_LOADER * resumed.done  # not the seeds of the beginning of the pass
+        if _workers_are_older(loader, position):
+            position.set_back(loader)
+        shard = self._shard(loader, shared, resumed)
+        shard.generator = torch.Generator().manual_seed(seed % 2**63)
+        position.went_on(loader, resumed.state)
+        return self._begun(shard, loader, original, position, resumes=True)
+
+    def rest(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], indices: list) -> Iterator:
+        """The batches of ``indices``, which this rank has not seen in a pass that only looks."""
+        # it must not advance any stream: in a single process such a pass does not exist
+        own = torch.Generator().manual_seed(ANOTHER_LOADER * (self._rank + 1))
+        return original(with_indices(loader, indices, generator=own, persistent_workers=False))
+
+    def all_look(self, trains: bool) -> bool:
+        """Wait for the others at the end of a share in which this rank has not trained: returns whether no rank ``trains`` in this pass."""
+        if self._group is None or self._closed or threading.current_thread() is not threading.main_thread():
+            return False  # a thread draws ahead
+        present = self._group.coordinator.wait(END_OF_SHARE, unless_begun=True)
+        return self._rank in present and not any(self._group.share(END_OF_SHARE, trains, present).values())
+
+    def take_back(self, loader: DataLoader) -> None:
+        """``loader`` has not been trained on yet: its seed goes to the next loader that is."""
+        shared = self._loaders[loader]
+        if shared.position.seed and shared.position.seed[1] == self._sharded and len(shared.seeds) == 1 and shared.lasting is None:
+            self._sharded -= 1
+            shared.seeds.clear()
+            shared.position.seed = None
+
+    def plan(self, loader: DataLoader, kind: str | None = None) -> Plan:
+        """How a training pass over ``loader`` is read, optionally from another ``kind`` of position than the loader's own."""
+        sharing, size = self._sharing(), loader.batch_size
+        of = {"batch_size": size, "sharing": f"batch={sharing.batch}, uneven={sharing.uneven}"} if self._size > 1 else {"batch_size": size}
+        if isinstance(loader.dataset, IterableDataset):
+            return Plan("stream", 1, ("stream",), {RANKS: self._size, "number of workers": loader.num_workers, **of})
+        facts = {LENGTH: length_of(loader.dataset), "order": "shuffled" if shuffles(loader) else "as it is"}
+        if hasattr(loader.batch_sampler, "for_ranks"):
+            facts[RANKS] = self._size  # it draws in another order for other ranks
+        if self.shares_out_itself(loader) and loader not in replicated:
+            sampler: Any = loader.sampler
+            return Plan("own", 1, ("own",), facts | of | {RANKS: self._size, "sampler's seed": sampler.seed, EPOCH: sampler.epoch})
+        plain, whole = is_plain(loader), self._whole(loader) or self._splits(loader)
+        kind = kind or ("samples" if self._by_sample(loader) else "draws" if self._joins(loader) else "batches")
+        per_step = (1 if whole else self._size) * (1 if kind == "batches" else size or 1)
+        return Plan(kind, per_step, ("samples", "batches", "draws") if plain else ("batches",), facts)
+
     def agree(self, loader: DataLoader) -> None:
         """Make all ranks hold the same samples behind ``loader``, which is not split here."""
         if self._agreement and (changed := self._agreement.changed(loader)):
@@ -295,32 +376,6 @@ class TrainingShares:
         """Whether every rank has all batches."""
         return self.keeps() or loader in replicated or isinstance(loader.dataset, OwnPart)
 
-    def _shard(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None) -> DataLoader:
-        """A copy for one pass: another pass over the same loader may be open, and options and dataset may have changed."""
-        if not self._whole(loader):
-            self._share_seed(loader, shared)
-            if isinstance(loader.sampler, DistributedSampler):
-                self._own.note(loader.sampler)
-            if self.shares_out_itself(loader):
-                return self._own.shard(loader, rest["done"] if rest else 0)
-            if self._sharing().uneven == "drop" and not self._splits(loader):
-                refuse_nothing(loader, self._size)
-        kind, size = shared.position.kind, loader.batch_size or 1
-        if kind == "batches":
-            return with_indices(loader, self._dealt(loader, self._drawn(loader, shared, rest)))
-        if kind == "samples" and self._by_sample(loader):
-            sampler = self._samples(loader, shared, rest, self._rank, self._size)
-            indices = sampler if loader.batch_sampler is None else BatchSampler(sampler, size, loader.drop_last)
-            return with_indices(loader, indices, sampler=sampler)
-        order = self._samples(loader, shared, rest, 0, 1) if kind == "samples" else self._drawn(loader, shared, rest, loader.sampler)
-        if loader.batch_sampler is None:
-            return with_indices(loader, self._dealt(loader, order))
-        if self._joins(loader):
-            # the batches of all ranks together, as one process with a batch of that size would take them
-            together = BatchSampler(order, size * self._size, loader.drop_last)
-            return with_indices(loader, SplitBatches(together, self._rank, self._size))
-        return with_indices(loader, self._dealt(loader, BatchSampler(order, size, loader.drop_last)))
-
     def _joins(self, loader: DataLoader) -> bool:
         """Whether the ranks take samples together, weighted by the number of samples of a rank."""
         whole = self._whole(loader) or self._splits(loader) or loader.batch_sampler is None
@@ -329,61 +384,6 @@ class TrainingShares:
     def _by_sample(self, loader: DataLoader) -> bool:
         """Whether samples are dealt out one by one, as ``DistributedSampler`` does."""
         return is_plain(loader) and not (self._whole(loader) or self._splits(loader) or self._sharing().uneven == "join")
-
-    def _dealt(self, loader: DataLoader, batches: Any) -> Any:
-        """This rank's part of ``batches`` that are the same on all ranks."""
-        if self._whole(loader):
-            return batches
-        if self._splits(loader):
-            return SplitBatches(batches, self._rank, self._size)
-        return DealtBatches(batches, self._rank, self._size, self._sharing().uneven)
-
-    def _samples(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None, rank: int, size: int) -> Any:
-        """Samples in the order of ``DistributedSampler``, after the position ``rest``."""
-        seed, uneven = shared.seeds.get(len(loader.dataset), 0), self._sharing().uneven  # type: ignore[arg-type]
-        if not rest:
-            return distributed_sampler(loader, rank, size, seed, uneven)
-        order = distributed_sampler(loader, 0, 1, rest["seed"][0])
-        order.set_epoch(rest["epoch"])
-        return RestOfSamples(list(order), rest["done"], rank, size, uneven)
-
-    def _share_seed(self, loader: DataLoader, shared: _Shared) -> None:
-        """Agree on the data to split and on the seed; a loaded position has one."""
-        position, samples = shared.position, length_of(loader.dataset)
-        changed = self._agreement.changed(loader) if self._agreement else []
-        given, position.given = position.given, None
-        if given:
-            self._sharded = max(self._sharded, given[1])
-        new = samples not in shared.seeds
-        seed = given[0] if given else self._seed(loader) if new else shared.seeds[samples]
-        if self._agreement and (new or changed):
-            seed = self._agreement.agree(loader, changed, seed)
-        if new:
-            self._announce(loader, samples if samples >= 0 else None)
-            position.seed = position.seed if given else (seed, self._sharded)
-        shared.seeds[samples] = seed
-
-    def _seed(self, loader: DataLoader) -> int:
-        """The seed of one more loader since the script has seeded."""
-        generator = getattr(loader.sampler, "generator", None) or loader.generator
-        if self._seedings != self._streams.seedings:
-            self._seedings, self._sharded = self._streams.seedings, 0
-        with self._streams.shared():
-            seed = self._streams.seed() + ANOTHER_LOADER * self._sharded if generator is None else generator.initial_seed()
-        self._sharded += 1
-        return seed % 2**62
-
-    def _drawn(self, loader: DataLoader, shared: _Shared, rest: dict[str, Any] | None, sampler: Any = None) -> Any:
-        """The draws of ``sampler``, or of the loader's own, the same on all ranks, after the position ``rest``."""
-        source = sampler or (loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
-        draws = SharedDraws(arranged(source, 1 if self._splits(loader) else self._size), self._streams)
-        shared.position.draws = draws
-        if rest:
-            draws.check = rest["drawn"], partial(check_drawn, rest)  # this also shows that all ranks draw the same
-            return RestOfBatches(draws, rest["done"], rest["drawn"], self._size)
-        if self._group is None or self._whole(loader):
-            return draws
-        return SameDraws(draws, self._group, shared.draws, type(loader.sampler).__name__)
 
     def _warn_of_items(self) -> None:
         if not self._warned:
@@ -416,3 +416,8 @@ class TrainingShares:
             self._began(TrainingData(samples, math.ceil(size / self._size), size))
         else:
             self._began(TrainingData(samples, size, size * self._size))
+
+
+def _workers_are_older(loader: DataLoader, position: Position) -> bool:
+    """Whether the run that saved the position drew the seed of the persistent workers, in its first pass."""
+    return loader.persistent_workers and position.epoch > 0

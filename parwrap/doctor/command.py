@@ -49,19 +49,19 @@ def examine(timeout: float, backend: str | None, as_json: bool) -> int:
         exam = ForkedExam(facts, timeout, backend)
 
     def give_up() -> NoReturn:
-        _leave(_tell(exam, as_json))
+        _leave(_report(exam, as_json))
 
     with in_time(exam, give_up):
         exam.run()
-    status = _tell(exam, as_json)
+    status = _report(exam, as_json)
     if exam.failure:
-        exam.wait_until_told()
+        exam.wait_until_reported()
     if exam.failure or active_children():  # joining a rank that hangs in a GPU's driver, which no signal ends, would hang
         _leave(status)
     return status
 
 
-def _tell(exam: Exam, as_json: bool) -> int:
+def _report(exam: Exam, as_json: bool) -> int:
     """Print the results so far, on rank 0 those of all ranks; returns the exit code."""
     launch = exam.facts.launch
     if launch.rank > 0:

@@ -57,7 +57,7 @@ class Exam:
         self.failure: str | None = None
 
     @property
-    def patience(self) -> timedelta:
+    def rank_timeout(self) -> timedelta:
         """How long a rank waits for another."""
         return timedelta(seconds=max(1, math.floor(PATIENT * self.timeout) - 1))  # a store of torch's waits up to a second longer
 
@@ -86,7 +86,7 @@ class Exam:
         """The stage of each rank, as last reported."""
         return {}
 
-    def wait_until_told(self) -> None:
+    def wait_until_reported(self) -> None:
         """Return when rank 0 has reported the failure."""
 
     def _run(self) -> None:
@@ -108,22 +108,22 @@ class ForkedExam(Exam):
         self._stages = [mmap.mmap(-1, LONGEST_STAGE) for _ in range(self.ranks)]
 
     def stages(self) -> dict[int, str]:
-        told = [stage[:].rstrip(b"\0").decode(errors="replace") for stage in self._stages]
-        return {rank: stage or "starting the process group" for rank, stage in enumerate(told)}
+        stages = [stage[:].rstrip(b"\0").decode(errors="replace") for stage in self._stages]
+        return {rank: stage or "starting the process group" for rank, stage in enumerate(stages)}
 
     def _run(self) -> None:
-        self.rows = run_on_ranks(self._rank, self.ranks, self.patience, self.backend)
+        self.rows = run_on_ranks(self._rank, self.ranks, self.rank_timeout, self.backend)
 
     def _rank(self) -> list[Row]:
         group = groups.current()
         assert group is not None
         mine = self._stages[group.world.rank]
 
-        def tell(stage: str) -> None:
+        def report(stage: str) -> None:
             mine[:] = stage.encode()[:LONGEST_STAGE].ljust(LONGEST_STAGE, b"\0")
 
-        rows = list(all_reduces(group.world.rank, group.world.size, home(group), tell))
-        tell("through")
+        rows = list(all_reduces(group.world.rank, group.world.size, home(group), report))
+        report("through")
         return rows
 
 
@@ -139,19 +139,19 @@ class LaunchedExam(Exam):
         self._world, self.stage = world, f"waiting for all ranks to meet at {place}"
         self._held = ExitStack()
         self._store: Any = None
-        self._looking: Any = None
+        self._status_store: Any = None
         self._lock = threading.Lock()
 
     def stages(self) -> dict[int, str]:
-        told = {self._world.rank: self.stage}
-        if self._looking is not None:
+        stages = {self._world.rank: self.stage}
+        if self._status_store is not None:
             with self._lock, suppress(RuntimeError, ValueError):
                 for rank in range(self._world.size):
-                    if self._looking.check([f"stage/{rank}"]):
-                        told[rank] = self._looking.get(f"stage/{rank}").decode(errors="replace")
-        return told
+                    if self._status_store.check([f"stage/{rank}"]):
+                        stages[rank] = self._status_store.get(f"stage/{rank}").decode(errors="replace")
+        return stages
 
-    def tell(self, stage: str) -> None:
+    def report(self, stage: str) -> None:
         """This rank is at ``stage`` now."""
         self.stage = stage
         if self._store is not None:
@@ -165,26 +165,26 @@ class LaunchedExam(Exam):
             with suppress(RuntimeError, ValueError):
                 self._store.set(f"stage/{self._world.rank}", f"{self.stage}: {self.failure}")
 
-    def wait_until_told(self) -> None:
+    def wait_until_reported(self) -> None:
         """Let rank 0 report before this rank ends, which would make a launcher end rank 0."""
-        if self._looking is None:
+        if self._status_store is None:
             return
         with suppress(RuntimeError, ValueError):
             if self._world.rank == 0:
-                self._looking.set("told", "")
+                self._status_store.set("reported", "")
             else:
-                self._looking.wait(["told"], timedelta(seconds=max(0.1, self.ends + 1 - time.monotonic())))
+                self._status_store.wait(["reported"], timedelta(seconds=max(0.1, self.ends + 1 - time.monotonic())))
             self._held.close()
 
     def _run(self) -> None:
         world = self._world
-        rendezvous = self._held.enter_context(closing(dist.rendezvous(world.rendezvous, world.rank, world.size, timeout=self.patience)))
+        rendezvous = self._held.enter_context(closing(dist.rendezvous(world.rendezvous, world.rank, world.size, timeout=self.rank_timeout)))
         store, _, _ = next(rendezvous)
         self._store = dist.PrefixStore("parwrap/doctor", store)
-        self._store.set_timeout(self.patience)
-        self._looking = self._store.clone()
-        self._looking.set_timeout(timedelta(seconds=1))
-        self.tell("telling rank 0 its facts")
+        self._store.set_timeout(self.rank_timeout)
+        self._status_store = self._store.clone()
+        self._status_store.set_timeout(timedelta(seconds=1))
+        self.report("sending rank 0 its facts")
         self._store.set(f"facts/{world.rank}", pickle.dumps(self.facts))
         if world.rank == 0:
             self._collect()
@@ -193,16 +193,16 @@ class LaunchedExam(Exam):
             self.skipped = "ranks would use different backends, and wait for each other for ever"
             self._part()
             return
-        self.tell("starting the process group")
-        with groups.opened(world, backend, self.patience) as group:
+        self.report("starting the process group")
+        with groups.opened(world, backend, self.rank_timeout) as group:
             assert group is not None
             device = home(group)
             self.device = device.type
-            for row in all_reduces(world.rank, world.size, device, self.tell):
+            for row in all_reduces(world.rank, world.size, device, self.report):
                 self.rows.append(row)
-            self.tell("comparing clocks")
+            self.report("comparing clocks")
             self.clocks = clocks(dist.PrefixStore("clocks", self._store), world.rank, world.size)
-            self.tell("leaving the process group")
+            self.report("leaving the process group")
         self._part()
 
     def _part(self) -> None:

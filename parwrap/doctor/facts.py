@@ -14,7 +14,7 @@ __all__ = ["Clock", "Cores", "Examination", "Facts", "Gpu", "Gpus", "Launch", "L
 
 @dataclass(frozen=True)
 class Launch(World):
-    """How this process was started, beside its place.
+    """How this process was started, besides its place.
 
     Attributes:
         variables: the launch variables that are set.

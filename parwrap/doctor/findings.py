@@ -229,8 +229,8 @@ def _different(all_facts: Sequence[Facts], what: str, of: Callable[[Facts], str 
     for facts in all_facts:
         who.setdefault(of(facts), []).append(facts.launch.rank)
     if len(who) > 1:
-        told = "; ".join(f"{value or 'none'} on {ranks(whose)}" for value, whose in who.items())
-        yield Finding(f"ranks have different {what}: {told}", remedy, ranks=tuple(facts.launch.rank for facts in all_facts))
+        values = "; ".join(f"{value or 'none'} on {ranks(whose)}" for value, whose in who.items())
+        yield Finding(f"ranks have different {what}: {values}", remedy, ranks=tuple(facts.launch.rank for facts in all_facts))
 
 
 def self_test(test: SelfTest, several: bool) -> Iterator[Finding]:
@@ -253,8 +253,8 @@ def self_test(test: SelfTest, several: bool) -> Iterator[Finding]:
         for rank, stage in test.stages.items():
             at.setdefault(stage, []).append(rank)
         where = "".join(f"; {ranks(whose)} at: {stage}" for stage, whose in at.items())
-        came = f"; {ranks(test.missing)} did not come" if test.missing else ""
-        yield Finding(f"the self test over {test.backend} failed: {test.failure}{came}{where}", _after_failure(test, several))
+        missing = f"; {ranks(test.missing)} did not come" if test.missing else ""
+        yield Finding(f"the self test over {test.backend} failed: {test.failure}{missing}{where}", _after_failure(test, several))
     for clock in test.clocks:
         if abs(clock.ahead) - clock.uncertainty > CLOCKS_APART:
             way = "ahead of" if clock.ahead > 0 else "behind"

@@ -38,7 +38,7 @@ EXTRAS = ("cloudpickle", "datasets", "torchdata", "nvidia-dali-cuda120", "PyYAML
 """Optional packages that parwrap works with."""
 
 
-PATIENCE = 30
+DRIVER_TIMEOUT = 30
 """Seconds for a driver to answer."""
 
 
@@ -58,7 +58,7 @@ def gather(environ: Mapping[str, str], backend: str | None = None) -> Facts:
         backend: the requested backend, if any.
     """
     world, error = place(environ)
-    told = [*launch_variables(), "MASTER_ADDR", "MASTER_PORT"]
+    names = [*launch_variables(), "MASTER_ADDR", "MASTER_PORT"]
     gpus = find_gpus(environ)
     device, device_error = "cuda" if gpus.seen else "cpu", None
     if gpus.seen and backend != "gloo" and world.launcher == "torchrun":  # other launchers may give each rank separate GPUs
@@ -70,7 +70,7 @@ def gather(environ: Mapping[str, str], backend: str | None = None) -> Facts:
         world = replace(world, launcher="parwrap.run")  # the variables are the same, but torchrun names the launcher
     return Facts(
         host=socket.gethostname(),
-        launch=Launch(**asdict(world), variables={name: environ[name] for name in told if name in environ}, error=error),
+        launch=Launch(**asdict(world), variables={name: environ[name] for name in names if name in environ}, error=error),
         versions=_versions(),
         cores=_cores(),
         memory=_memory(),
@@ -112,13 +112,13 @@ def _cores() -> Cores:
 
 def _quota() -> float | None:
     limits = [" ".join(both) for both in zip(_cgroups("cpu", "cpu.cfs_quota_us"), _cgroups("cpu", "cpu.cfs_period_us"), strict=False)]
-    told = [re.fullmatch(r"(\d+) (\d+)", limit) for limit in [*limits, *_cgroups("cpu", "cpu.max")]]  # versions 1 and 2 of cgroups
-    return min((int(limit[1]) / int(limit[2]) for limit in told if limit), default=None)
+    matches = [re.fullmatch(r"(\d+) (\d+)", limit) for limit in [*limits, *_cgroups("cpu", "cpu.max")]]  # versions 1 and 2 of cgroups
+    return min((int(limit[1]) / int(limit[2]) for limit in matches if limit), default=None)
 
 
 def _memory() -> Memory:
-    told = dict(re.findall(r"^(\w+): +(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE))
-    total, available = (int(told[name]) * 1024 if name in told else None for name in ("MemTotal", "MemAvailable"))
+    sizes = dict(re.findall(r"^(\w+): +(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE))
+    total, available = (int(sizes[name]) * 1024 if name in sizes else None for name in ("MemTotal", "MemAvailable"))
     limits = [*_cgroups("memory", "memory.max"), *_cgroups("memory", "memory.limit_in_bytes")]
     limit = min((int(limit) for limit in limits if limit.isdecimal()), default=None)
     limited = limit is not None and (total is None or limit < total)
@@ -161,7 +161,7 @@ def find_gpus(environ: Mapping[str, str]) -> Gpus:
     """
     answer: dict[str, Any] = {}
     if torch.version.cuda or getattr(torch.version, "hip", None):
-        answer = _asked()
+        answer = _ask_torch()
     return Gpus(
         **answer,
         present=_is_present(),
@@ -171,16 +171,16 @@ def find_gpus(environ: Mapping[str, str]) -> Gpus:
     )
 
 
-def _asked() -> dict[str, Any]:
+def _ask_torch() -> dict[str, Any]:
     """Torch's answer from a child process."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_tell, args=(theirs,), daemon=True)
+    process = context.Process(target=_answer, args=(theirs,), daemon=True)
     with theirs:
         process.start()
     try:
-        if not ours.poll(PATIENCE):
-            return {"error": f"the driver does not answer in {PATIENCE} s"}
+        if not ours.poll(DRIVER_TIMEOUT):
+            return {"error": f"the driver does not answer in {DRIVER_TIMEOUT} s"}
         return ours.recv()
     except EOFError:
         process.join()
@@ -191,15 +191,15 @@ def _asked() -> dict[str, Any]:
         ours.close()
 
 
-def _tell(answer: Connection) -> None:
+def _answer(connection: Connection) -> None:
     try:
         torch.cuda.init()
         numbers = range(torch.cuda.device_count())
         properties = [torch.cuda.get_device_properties(number) for number in numbers]
         apart = [(one, other) for one, other in combinations(numbers, 2) if not torch.cuda.can_device_access_peer(one, other)]
-        answer.send({"seen": [Gpu(each.name, each.total_memory) for each in properties], "apart": apart})
+        connection.send({"seen": [Gpu(each.name, each.total_memory) for each in properties], "apart": apart})
     except Exception as error:
-        answer.send({"error": str(error).strip().partition("\n")[0]})
+        connection.send({"error": str(error).strip().partition("\n")[0]})
 
 
 def _is_present() -> bool:
@@ -222,8 +222,8 @@ def _topology() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     with suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=PATIENCE, check=True)
-        return re.sub(r"\x1b\[\d*m", "", told.stdout).partition("\n\nLegend")[0].strip("\n")  # underlined in a terminal
+        shown = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=DRIVER_TIMEOUT, check=True)
+        return re.sub(r"\x1b\[\d*m", "", shown.stdout).partition("\n\nLegend")[0].strip("\n")  # underlined in a terminal
     return None
 
 
@@ -256,8 +256,8 @@ def find_network(environ: Mapping[str, str]) -> Network:
 
 def _addresses(host: str) -> list[str]:
     with suppress(OSError, UnicodeError):  # the latter for a name that no name server could have
-        told = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in told))
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
     return []
 
 

@@ -25,17 +25,17 @@ ROUNDS = 5
 """The number of times that a rank asks rank 0 for the time."""
 
 
-def all_reduces(rank: int, size: int, device: torch.device, tell: Callable[[str], None]) -> Iterator[Row]:
+def all_reduces(rank: int, size: int, device: torch.device, report: Callable[[str], None]) -> Iterator[Row]:
     """Reduce tensors of each of ``SIZES`` over the default process group.
 
     Args:
         rank: this rank.
         size: the number of ranks.
         device: the device of the backend.
-        tell: called with the next step.
+        report: called with the next step.
     """
     for number in SIZES:
-        tell(f"all-reduce of {human_size(number)}")
+        report(f"all-reduce of {human_size(number)}")
         values = torch.arange(number // 4, device=device) % 7 + 1.0  # sums are whole, so exact
         reduced = values * (rank % 8 + 1)
         dist.all_reduce(reduced)
@@ -88,8 +88,8 @@ def clocks(store: Any, rank: int, size: int, clock: Callable[[], float] = time.t
             for number in range(ROUNDS):
                 store.get(f"asked/{other}/{number}")
                 store.set(f"time/{other}/{number}", repr(clock()))
-        told = [store.get(f"clock/{other}").decode().split() for other in range(1, size)]
-        return [Clock(other, float(ahead), float(uncertainty)) for other, (ahead, uncertainty) in enumerate(told, start=1)]
+        answers = [store.get(f"clock/{other}").decode().split() for other in range(1, size)]
+        return [Clock(other, float(ahead), float(uncertainty)) for other, (ahead, uncertainty) in enumerate(answers, start=1)]
     rounds = []
     for number in range(ROUNDS):
         began = clock()

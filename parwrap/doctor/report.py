@@ -113,12 +113,12 @@ def _network(network: Network) -> str:
 
 def _launch(facts: Facts) -> str:
     launch = facts.launch
-    told = {name: value for name, value in launch.variables.items() if not name.startswith(("ROLE_", "TORCHELASTIC_"))}
-    variables = " ".join(f"{name}={value}" for name, value in told.items())
+    shown = {name: value for name, value in launch.variables.items() if not name.startswith(("ROLE_", "TORCHELASTIC_"))}
+    variables = " ".join(f"{name}={value}" for name, value in shown.items())
     if launch.launcher is None:
         return "by hand: one rank" + (f", though there is {variables}" if variables else "")
-    meeting = "" if launch.init_method == "env://" else f", to meet at {launch.init_method or 'an unknown place'}"
-    return f"{launch.launcher}: {launch.size} rank{'s'[: launch.size != 1]}{meeting}; rank {launch.rank} has {variables}"
+    rendezvous = "" if launch.init_method == "env://" else f", to meet at {launch.init_method or 'an unknown place'}"
+    return f"{launch.launcher}: {launch.size} rank{'s'[: launch.size != 1]}{rendezvous}; rank {launch.rank} has {variables}"
 
 
 def _self_test(test: SelfTest) -> str:

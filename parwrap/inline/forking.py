@@ -58,9 +58,9 @@ class Forks:
         self._function, self._environ, self._inherited = function, environ, ForkState()
         self._inherited.warn(function)
 
-    def start(self, job: Callable[..., Job], heard: ChildOutput, word: int) -> Any:
+    def start(self, job: Callable[..., Job], output: ChildOutput, word: int) -> Any:
         """The process of the rank that runs ``job``, completed with how it starts."""
-        how = {"load": self._load, "environ": self._environ, "threads": 1, "streams": None, "outputs": dict(heard.outputs)}
+        how = {"load": self._load, "environ": self._environ, "threads": 1, "streams": None, "outputs": dict(output.outputs)}
         process = multiprocessing.get_context("fork").Process(target=run, args=(job(word=word, **how),))
         process.start()
         return process

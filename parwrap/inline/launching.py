@@ -100,25 +100,25 @@ class _Rank:
     Attributes:
         failed_at: the time of its exception, or 0 if it has ended without a report; ``None`` if neither.
         through: whether it has reported its end.
-        gone: whether its process has ended.
+        ended: whether its process has ended.
         how: how it has ended, if without a report.
     """
 
     def __init__(self, starter: Forks | Spawns, job: Callable[..., Job]) -> None:
         self.failed_at: float | None = None
-        self.through = self.gone = self._told_to_end = False
+        self.through = self.ended = self._terminated = False
         self.how = ""
-        self._heard = ChildOutput()
+        self._output = ChildOutput()
         self._words, theirs = os.pipe()
         try:
-            self.process = starter.start(job, self._heard, theirs)
+            self.process = starter.start(job, self._output, theirs)
         except BaseException:
             os.close(self._words)
-            self._heard.close()
+            self._output.close()
             raise
         finally:
             os.close(theirs)
-            self._heard.started()
+            self._output.started()
         self._pid = cast(int, self.process.pid)
         try:
             self.sentinel = os.pidfd_open(self._pid)
@@ -129,13 +129,13 @@ class _Rank:
     def sources(self) -> list[Any]:
         """The descriptors to wait for."""
         words = [] if self.through or self.failed_at is not None else [self._words]
-        return [self.sentinel, *words, *self._heard.sources]
+        return [self.sentinel, *words, *self._output.sources]
 
     def receive(self) -> None:
         """Read its messages, and show its output."""
-        if self.gone:
+        if self.ended:
             return
-        self._heard.show()
+        self._output.show()
         while wait([self._words], 0) and (word := os.read(self._words, WORD.size)):
             (when,) = WORD.unpack(word)
             if when:
@@ -145,7 +145,7 @@ class _Rank:
 
     def end(self) -> None:
         """Its process has ended, or is killed with its children, if it did not report its end."""
-        if not self.gone:
+        if not self.ended:
             if not self.through:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._pid, signal.SIGKILL)
@@ -154,29 +154,29 @@ class _Rank:
             self.process.kill()
             self.process.join()
             self.receive()
-            self.gone = True
-            if not self.through and self.failed_at is None and not self._told_to_end:
-                self.how = _told_by(self.process.exitcode)
+            self.ended = True
+            if not self.through and self.failed_at is None and not self._terminated:
+                self.how = _ending_of(self.process.exitcode)
                 self.failed_at = 0.0
             try:
                 self.process.close()
             except ValueError:  # something else has waited for it; it is assumed to be alive
                 cast(Any, self.process)._popen.close()
-            self._heard.close()
+            self._output.close()
             os.close(self._words)
             os.close(self.sentinel)
 
     def signal(self, number: int) -> None:
         """Ask it to end; Ctrl-C also goes to its children, which a terminal's Ctrl-C does not reach."""
-        if not self.gone:
-            self._told_to_end = True
+        if not self.ended:
+            self._terminated = True
             for send in (os.killpg, os.kill) if number == signal.SIGINT else (os.kill,):
                 with suppress(ProcessLookupError):  # it may not lead a process group yet
                     send(self._pid, number)
                     break
 
 
-def _told_by(code: int | None) -> str:
+def _ending_of(code: int | None) -> str:
     """How its process has ended."""
     if code is None:
         return "ended, with an exit code that something else in this process has taken, such as a handler of SIGCHLD that waits for all,"
@@ -207,7 +207,7 @@ def _started(starter: Forks | Spawns, jobs: Sequence[Callable[..., Job]]) -> Ite
 def _watch(ranks: Sequence[_Rank]) -> bool:
     """Wait until all have ended, or the grace period of late ones is over; returns whether Ctrl-C was pressed."""
     deadline, interrupted = None, False
-    while waiting := [rank for rank in ranks if not rank.gone]:
+    while waiting := [rank for rank in ranks if not rank.ended]:
         try:
             _wait(waiting, deadline)
             if deadline is not None:
@@ -243,8 +243,8 @@ def _wait(ranks: Sequence[_Rank], deadline: float | None) -> None:
 
 def _outcome(ranks: Sequence[_Rank], interrupted: bool, callers: SyncedObjects, files: Sequence[tuple[BinaryIO, BinaryIO]]) -> Any:
     """Apply the changes of the caller's objects, and return rank 0's result or raise the first failure."""
-    told = [number for number, rank in enumerate(ranks) if rank.through]
-    ends = {number: _read(files[number][1], callers) for number in told}
+    returned = [number for number, rank in enumerate(ranks) if rank.through]
+    ends = {number: _read(files[number][1], callers) for number in returned}
     changes = next((end.changes for end in ends.values() if end.changes is not None), None)
     if changes is not None:
         callers.take(changes)
@@ -252,7 +252,7 @@ def _outcome(ranks: Sequence[_Rank], interrupted: bool, callers: SyncedObjects, 
     if failed:
         number = min(failed)[1]
         _raise(ranks[number], f"rank {number} of {len(ranks)}", files[number][0], callers)
-    if interrupted and len(told) < len(ranks):
+    if interrupted and len(returned) < len(ranks):
         raise KeyboardInterrupt
     if ends[0].leaves:
         raise SystemExit

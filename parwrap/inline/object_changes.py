@@ -309,12 +309,12 @@ def _changed(part: str, thing: Any, before: Any, now: Any) -> Any:
     """The change of ``part`` of ``thing`` from ``before`` to ``now``; ``None`` if there is none."""
     if part in MAPPINGS:
         before, now = before or {}, now or {}
-        gone = [name for name in before if name not in now]
+        removed = [name for name in before if name not in now]
         changed = {name: value for name, value in now.items() if name not in before or before[name] is not value}
         kept = [name for name in before if name in now]
         if part == "items" and list(now) != kept + [name for name in now if name not in before]:  # in another order
-            gone, changed = list(before), dict(now)
-        return (gone, changed) if gone or changed else None
+            removed, changed = list(before), dict(now)
+        return (removed, changed) if removed or changed else None
     if part in ("list", "deque", "elements"):
         same = next((at for at, (old, new) in enumerate(zip(before, now, strict=False)) if old is not new), min(len(before), len(now)))
         return None if same == len(before) == len(now) else (same, now[same:])
@@ -334,8 +334,8 @@ def make_change(thing: Any, part: str, change: Any) -> None:
     kind = type(thing)
     if part in MAPPINGS:
         set_entry, remove = _ways_to_set(thing, part)
-        gone, changed = change
-        for name in gone:
+        removed, changed = change
+        for name in removed:
             with suppress(AttributeError, KeyError):
                 remove(name)
         for name, value in changed.items():
@@ -353,8 +353,8 @@ def make_change(thing: Any, part: str, change: Any) -> None:
         for at, each in enumerate(rest, same):
             thing.flat[at] = each
     elif part == "set":
-        gone, new = change
-        set.difference_update(thing, gone)
+        removed, new = change
+        set.difference_update(thing, removed)
         set.update(thing, new)
     elif part == "stream":
         next(write(thing, change) for each, (_, _, write) in STREAMS.items() if issubclass(kind, each))
@@ -405,6 +405,6 @@ def without_entries(part: str, change: Any, entries: Iterable[Any]) -> Any:
     left_out = set(entries)
     if part not in MAPPINGS:
         return None if left_out else change
-    gone, changed = change
+    removed, changed = change
     rest = {name: value for name, value in changed.items() if name not in left_out}
-    return ([name for name in gone if name not in left_out], rest) if gone or rest else None
+    return ([name for name in removed if name not in left_out], rest) if removed or rest else None

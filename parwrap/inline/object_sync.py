@@ -153,12 +153,12 @@ class SyncedObjects:
 
     def changes(self, returned: Any = None) -> dict[str, list]:
         """The new state of the caller's objects in this process, for :meth:`take`: everything for those in ``returned``."""
-        asked = self._keys_in(returned)
-        changed = {key for key, tensor in self._of(torch.Tensor) if key in asked or _state_of(tensor) != self._tensors[key]}
+        reached = self._keys_in(returned)
+        changed = {key for key, tensor in self._of(torch.Tensor) if key in reached or _state_of(tensor) != self._tensors[key]}
         # running statistics change without a version, and so do changes through ``p.data``
         changed |= {key for key, before in self._contents.items() if key not in changed and _checksum(self._known[key]) != before}
         changed -= {key for key in changed if _is_in_parts(self._known[key])}
-        stepped = {key for key, each in self._of(Optimizer) if key in asked or changed & self._keys_of(parameters_of(each))}
+        stepped = {key for key, each in self._of(Optimizer) if key in reached or changed & self._keys_of(parameters_of(each))}
         stepped |= {key for key, before in self._options.items() if repr(group_options(self._known[key])) != before}
         storages, moved = self._where(changed)
         ties = self._ties(moved)
@@ -229,7 +229,7 @@ class SyncedObjects:
                     found.add(keys[id(each)])
                 return (int, ()) if known or issubclass(type(each), torch.Tensor) else others(self, each)
 
-        with suppress(Exception):  # which pack will tell of
+        with suppress(Exception):  # pack reports that error
             Finder(io.BytesIO()).dump(returned)
         models = [self._known[key] for key in found if issubclass(type(self._known[key]), nn.Module)]
         found |= self._keys_of(each for model in models for each in (*model.modules(), *model.parameters(), *model.buffers()))

@@ -22,7 +22,7 @@ import torch
 from parwrap.coordination.call_site import is_ours
 from parwrap.errors import UsageError
 from parwrap.group import group as groups
-from parwrap.inline.child_output import refuse_stdin, show_in_notebook, speak_through
+from parwrap.inline.child_output import refuse_stdin, show_in_notebook, write_through
 from parwrap.inline.object_sync import SyncedObjects
 from parwrap.loop.random_streams import set_state
 from parwrap.system.processes import die_with_parent
@@ -92,7 +92,7 @@ class _Stopped(BaseException):
 
 _job: Job | None = None
 _callers = SyncedObjects(())
-_told = False
+_reported = False
 
 
 def run(job: Job) -> None:
@@ -108,7 +108,7 @@ def run(job: Job) -> None:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     os.environ.update(job.environ)
-    speak_through(job.outputs)
+    write_through(job.outputs)
     refuse_stdin("ask before, and pass the answer")
     show_in_notebook(job.world.rank)
     if job.streams is not None:
@@ -126,7 +126,7 @@ def run(job: Job) -> None:
         )
         os.ftruncate(job.end, 0)
         _pack(End(), job.end)
-    _tell(job, 0.0)
+    _send(job, 0.0)
 
 
 def _run(job: Job) -> End:
@@ -157,14 +157,14 @@ def failed(error: BaseException) -> None:
 
     Leaving the process group may make other ranks fail, whose errors are then not the first.
     """
-    global _told
+    global _reported
     job = _job
-    if job is None or _told or isinstance(error, _Stopped) or (isinstance(error, SystemExit) and not error.code):
+    if job is None or _reported or isinstance(error, _Stopped) or (isinstance(error, SystemExit) and not error.code):
         return
-    _told = True
+    _reported = True
     when = time.monotonic()
     _pack(RemoteException.of(error, _users(error.__traceback__), _callers.can_pack), job.failure)
-    _tell(job, when)
+    _send(job, when)
 
 
 def _take_no_notice() -> None:
@@ -179,7 +179,7 @@ def _pack(thing: Any, descriptor: int) -> None:
         _callers.pack(thing, file)
 
 
-def _tell(job: Job, word: float) -> None:
+def _send(job: Job, word: float) -> None:
     os.write(job.word, WORD.pack(word))
 
 

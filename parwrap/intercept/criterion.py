@@ -1,24 +1,31 @@
 """``cross_entropy`` and ``nll_loss``: pass each mean loss to ``Interceptor.criterion``, with its divisor.
 
-The loss modules call these functions too. With class weights or ignored targets the divisor is not the number of targets. In code that
-``torch.compile`` compiles, ``compiled_criterion.py`` does this.
+The loss modules call these functions too. With class weights or ignored targets the divisor is not the number of targets.
+
+A compiler cannot trace what ranks send each other, so ``torch.compile`` reads ``TRACED`` in the place of torch's functions. There an
+operator finds out each time it runs which interceptor is installed, so a graph holds nothing of it.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from parwrap.intercept.compiled_criterion import TRACED, opened
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
+from parwrap.torch_private.modes import current_transform
 
 __all__ = ["Criterion", "patches"]
+
+CROSS_ENTROPY, NLL_LOSS = functional.cross_entropy, functional.nll_loss
+"""torch's own."""
 
 
 class Criterion(NamedTuple):
@@ -65,4 +72,108 @@ def patches(interceptor: Interceptor) -> list[Patch | AbstractContextManager]:
 
         return Patch(functional, name, criterion, TRACED[name])
 
-    return [opened(interceptor, lambda *call: interceptor.criterion(Criterion(*call))), *(patch(name) for name in TRACED)]
+    return [_operators().opened(interceptor), *(patch(name) for name in TRACED)]
+
+
+def _cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    loss = CROSS_ENTROPY(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    if target.is_floating_point():  # probabilities of classes
+        return loss
+    return _counted(loss, target, weight, ignore_index, reduction, reduce, size_average)
+
+
+def _nll_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    loss = NLL_LOSS(input, target, weight, size_average, ignore_index, reduce, reduction)
+    return _counted(loss, target, weight, ignore_index, reduction, reduce, size_average)
+
+
+TRACED: dict[str, Callable] = {"cross_entropy": _cross_entropy, "nll_loss": _nll_loss}
+"""By the name of torch's function, what is compiled in its place."""
+
+
+def _counted(
+    loss: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    *deprecated: bool | None,
+) -> torch.Tensor:
+    """The ``loss``, whose gradient counts by its divisor if it is a mean; ``False`` in a ``deprecated`` argument makes it none."""
+    if reduction != "mean" or False in deprecated or not _counts(loss):
+        return loss
+    return torch.ops.parwrap.criterion(loss, target, weight, ignore_index)[0]
+
+
+def _counts(loss: torch.Tensor) -> bool:
+    """Whether it has a gradient here: in a transform of ``torch.func`` that is left to the transform."""
+    return loss.requires_grad and not torch.compiler.is_exporting() and isinstance(current_transform(), NoneType)
+
+
+@functools.cache
+def _operators() -> _Operators:
+    """The operators, which are made once: torch keeps them for the life of the process."""
+    return _Operators()
+
+
+class _Operators:
+    """``torch.ops.parwrap.criterion`` and its backward, which ask the interceptor installed last."""
+
+    def __init__(self) -> None:
+        self._open: list[Interceptor] = []
+        unsafe = (torch.Tag.cudagraph_unsafe,)
+        schema = "(Tensor loss, Tensor target, Tensor? weight, int ignore_index) -> (Tensor, Tensor)"
+        forward = torch.library.custom_op("parwrap::criterion", self._forward, mutates_args=(), schema=schema, tags=unsafe)
+        forward.register_fake(lambda loss, target, weight, ignore_index: (torch.empty_like(loss), loss.new_empty((), dtype=torch.float32)))
+        schema = "(Tensor grad, Tensor factor) -> Tensor"
+        backward = torch.library.custom_op("parwrap::criterion_backward", self._backward, mutates_args=(), schema=schema, tags=unsafe)
+        backward.register_fake(lambda grad, factor: torch.empty_like(grad))
+        forward.register_autograd(self._differentiate, setup_context=_save)
+
+    @contextmanager
+    def opened(self, interceptor: Interceptor) -> Iterator[None]:
+        """While this is open, losses in compiled code are those of ``interceptor``."""
+        self._open.append(interceptor)
+        try:
+            yield
+        finally:
+            self._open.remove(interceptor)
+
+    def _forward(
+        self, loss: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, and what its gradient is multiplied by: NaN for nothing."""
+        factor = self._open[-1].criterion(Criterion(loss, target, weight, ignore_index)) if self._open else None
+        nothing = loss.new_full((), float("nan"), dtype=torch.float32)
+        return loss.clone(), nothing if factor is None else nothing.copy_(factor)
+
+    def _backward(self, grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return torch.where(factor.isnan(), grad, self._open[-1].criterion_grad(grad, factor)) if self._open else grad.clone()
+
+    def _differentiate(self, ctx: Any, grad: torch.Tensor, of_factor: Any) -> tuple[Any, ...]:
+        (factor,) = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return self._backward(grad, factor), None, None, None  # which can be differentiated again
+        return torch.ops.parwrap.criterion_backward(grad, factor), None, None, None
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])

@@ -90,8 +90,7 @@ class Loop(Interceptor):
         """
         if is_alone():
             return
-        is_new = not any(known() is optimizer for known in self._optimizers)
-        if is_new and self.are_of_one_batch(parameters_of(optimizer)):
+        if self.number(optimizer) is None and self.are_of_one_batch(parameters_of(optimizer)):
             self._of_one_batch[optimizer] = self.batches
             return
         self.register(optimizer)
@@ -135,16 +134,23 @@ class Loop(Interceptor):
         """The ids of the tensors of such optimizers."""
         return {id(p) for optimizer in self._of_one_batch for p in parameters_of(optimizer)}
 
-    def register(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give ``optimizer`` a number, if it has none, and know its parameters."""
+    def register(self, optimizer: torch.optim.Optimizer) -> int:
+        """Give ``optimizer`` a number, if it has none, and know its parameters; returns the number."""
         self._of_one_batch.pop(optimizer, None)
-        if not any(known() is optimizer for known in self._optimizers):
+        number = self.number(optimizer)
+        if number is None:
+            number = len(self._optimizers)
             self._optimizers.append(weakref.ref(optimizer))
         self._remember_parameters()
         self._sizes = {number: len(parameters_of(each)) for number, each in self.numbered_optimizers()}
         self.trained = False
         self.generation += 1
         self.changed()
+        return number
+
+    def number(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """The number of ``optimizer``, the same on all ranks, if it has one."""
+        return next((number for number, known in enumerate(self._optimizers) if known() is optimizer), None)
 
     def optimizers(self) -> Iterator[torch.optim.Optimizer]:
         """The live optimizers in the order in which they were built."""

@@ -7,6 +7,7 @@ It may import interceptors and the process group. Start with ``writer_files.py``
 
     writer_files.py        interceptor on rank 0: lets every call run, and announces each new version of a path
     replica_files.py       interceptor above rank 0: redirects calls to the rank's overlay
+    rank_files.py          what the two have in common
     file_overlay.py        what a replica sees: rank 0's files at the same point of the script, or its own scratch files
     file_versions.py       how often rank 0 has written a path and when, exchanged in the store
     path_rules.py          which paths follow these rules, and the one name of each

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from parwrap.intercept.interceptor import intercepts
-from parwrap.rank_zero.file_overlay import FileOverlay
 from parwrap.rank_zero.file_versions import Awaited, Outcome, Record
-from parwrap.rank_zero.path_rules import PathRules
 from parwrap.rank_zero.replica_files import ReplicaFiles
 
 __all__ = ["PrivateFiles"]
@@ -43,9 +41,7 @@ class PrivateFiles(ReplicaFiles):
     """
 
     def __init__(self, rank: int) -> None:
-        self._rules = PathRules(rank)
-        self._overlay = FileOverlay(_Nobody(), self._rules)
-        self._descriptors: dict[int, str] = {}
+        super().__init__(rank, _Nobody())
 
     @intercepts
     def save(self, file: Any, write: Callable[[Any], None]) -> None:

@@ -14,31 +14,31 @@ from functools import partial
 from typing import Any
 
 from parwrap.coordination.call_site import location
-from parwrap.group.group import Group
 from parwrap.intercept.disk import WRITING, Change, Opening
-from parwrap.intercept.interceptor import Interceptor, intercepts
-from parwrap.rank_zero.atomic_save import on_own_gpu
+from parwrap.intercept.interceptor import intercepts
 from parwrap.rank_zero.directory_listing import Entries, seen, seen_entries
 from parwrap.rank_zero.file_overlay import FileOverlay, missing
 from parwrap.rank_zero.file_versions import Awaited
 from parwrap.rank_zero.open_files import is_too_large, is_valid, opened, writes
 from parwrap.rank_zero.path_rules import PathRules
 from parwrap.rank_zero.per_thread import passing
+from parwrap.rank_zero.rank_files import RankFiles
 
 __all__ = ["ReplicaFiles"]
 
 
-class ReplicaFiles(Interceptor):
+class ReplicaFiles(RankFiles):
     """Keeps a replica's effects on files to the replica.
 
     Args:
-        group: the process group.
+        rank: the global rank of this process.
+        awaited: rank 0's announcements.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._rules = PathRules(group.world.rank)
-        self._overlay = FileOverlay(Awaited(group, group.key("files")), self._rules)
-        self._descriptors: dict[int, str] = {}
+    def __init__(self, rank: int, awaited: Awaited) -> None:
+        rules = PathRules(rank)
+        self._overlay = FileOverlay(awaited, rules)
+        super().__init__(rules, self._overlay.finish)
 
     def close(self) -> None:
         """Let everything through from now on; what only this rank has seen is discarded."""
@@ -125,11 +125,6 @@ class ReplicaFiles(Interceptor):
             return None if self._overlay.exists(folder) else os.path.join(self._overlay.fresh(), name)
 
     @intercepts
-    def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
-        """``torch.load``, which opens its file with ``open``; the weights go to this rank's own device."""
-        return read(on_own_gpu(location))
-
-    @intercepts
     def open(self, call: Opening) -> Any:
         """``open``: writes a scratch file, reads what rank 0 has at the same point."""
         file, mode = call.file, call.mode
@@ -173,14 +168,6 @@ class ReplicaFiles(Interceptor):
         return descriptor
 
     @intercepts
-    def close_descriptor(self, original: Callable, descriptor: int) -> None:
-        """``os.close``."""
-        key = self._descriptors.pop(descriptor, None)
-        original(descriptor)
-        if key is not None:
-            self._finish(key)
-
-    @intercepts
     def look(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.stat`` and similar calls: of what rank 0 has at the same point."""
         if isinstance(path, int) or kwargs.get("dir_fd") is not None or not self._may_differ(path):
@@ -209,11 +196,6 @@ class ReplicaFiles(Interceptor):
         if name == "scandir":
             return Entries(seen_entries(path, found))
         return [os.fsencode(each) for each in found] if isinstance(os.fspath(path), bytes) else list(found)
-
-    @intercepts
-    def temporary_name(self, name: str) -> str:
-        """The random part of a temporary file's name."""
-        return self._rules.temporary_name(name)
 
     @intercepts
     def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
@@ -369,10 +351,6 @@ class ReplicaFiles(Interceptor):
                     raise missing(path)
                 self._check_folder(key, path)
             return key, self._overlay.begin(key, keep)
-
-    def _finish(self, key: str) -> None:
-        if self._rules.open and self._rules.in_process():
-            self._overlay.finish(key)
 
 
 def _close(result: Any) -> None:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from parwrap.coordination.call_site import location, warn
 from parwrap.group.group import Group
 from parwrap.intercept.disk import WRITING, Change, Opening
-from parwrap.intercept.interceptor import Interceptor, intercepts
-from parwrap.rank_zero.atomic_save import on_own_gpu, write_atomically
+from parwrap.intercept.interceptor import intercepts
 from parwrap.rank_zero.child_processes import Processes
 from parwrap.rank_zero.directory_listing import Entries
-from parwrap.rank_zero.file_versions import Announced
+from parwrap.rank_zero.file_versions import PART, Announced
 from parwrap.rank_zero.open_files import is_too_large, is_valid, opened, writes
 from parwrap.rank_zero.path_rules import PathRules
 from parwrap.rank_zero.per_thread import here, passing
+from parwrap.rank_zero.rank_files import RankFiles
 
 __all__ = ["WriterFiles"]
 
 
-class WriterFiles(Interceptor):
+class WriterFiles(RankFiles):
     """Announces every version of a file that replicas may wait for.
 
     Args:
@@ -31,10 +33,9 @@ class WriterFiles(Interceptor):
     """
 
     def __init__(self, group: Group) -> None:
-        self._rules = PathRules(group.world.rank)
         self._announced = Announced(group, group.key("files"))
         self._processes = Processes(group.world.size)
-        self._descriptors: dict[int, str] = {}
+        super().__init__(PathRules(group.world.rank), self._announced.finish)
 
     def close(self) -> None:
         """Let everything through from now on; replicas stop waiting."""
@@ -51,7 +52,7 @@ class WriterFiles(Interceptor):
         with self._version(key), passing():
             if key is not None:
                 self._announced.saves(location())
-            write_atomically(os.fspath(file), write)
+            _write_atomically(os.fspath(file), write)
 
     @intercepts
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
@@ -62,7 +63,7 @@ class WriterFiles(Interceptor):
     def write_native(self, path: Any, write: Callable[[Any], Any]) -> Any:
         """Native code that writes a whole file."""
         with self._version(self._written(path)), passing():
-            return write_atomically(os.fsdecode(path), write)
+            return _write_atomically(os.fsdecode(path), write)
 
     @intercepts
     def update_native(self, path: Any, update: Callable[[Any], Any]) -> Any:
@@ -85,11 +86,6 @@ class WriterFiles(Interceptor):
             return open_at(path, None)
         with self._begun(key, replaces="w" in mode, in_place=True):
             return open_at(path, partial(self._finish, key))
-
-    @intercepts
-    def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
-        """``torch.load``, which opens its file with ``open``."""
-        return read(on_own_gpu(location))
 
     @intercepts
     def open(self, call: Opening) -> Any:
@@ -117,14 +113,6 @@ class WriterFiles(Interceptor):
         return descriptor
 
     @intercepts
-    def close_descriptor(self, original: Callable, descriptor: int) -> None:
-        """``os.close``."""
-        key = self._descriptors.pop(descriptor, None)
-        original(descriptor)
-        if key is not None:
-            self._finish(key)
-
-    @intercepts
     def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """``os.listdir`` and ``os.scandir``: everything but the temporary files of other ranks."""
         path = "." if path is None else path
@@ -134,11 +122,6 @@ class WriterFiles(Interceptor):
         if name == "listdir":
             return [each for each in found if not self._rules.of_another_rank(os.path.join(path, each))]
         return Entries((entry for entry in found if not self._rules.of_another_rank(entry.path)), found.close)
-
-    @intercepts
-    def temporary_name(self, name: str) -> str:
-        """The random part of a temporary file's name."""
-        return self._rules.temporary_name(name)
 
     @intercepts
     def change(self, change: Change) -> Any:
@@ -196,6 +179,21 @@ class WriterFiles(Interceptor):
             yield
         self._announced.finish(key, gone)
 
-    def _finish(self, key: str) -> None:
-        if self._rules.open and self._rules.in_process():
-            self._announced.finish(key)
+
+def _write_atomically(path: str, write: Callable[[Any], Any]) -> Any:
+    """Call ``write`` with a temporary path of the same name, whose stem torch puts into the archive, and rename the file to ``path``."""
+    path = os.path.realpath(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        return write(path)  # a device or a pipe cannot be renamed over
+    folder, name = os.path.split(path)
+    temporary = None
+    with suppress(OSError):
+        temporary = tempfile.mkdtemp(prefix=PART, dir=folder)
+    if temporary is None:
+        return write(path)  # a writable file may lie in a read-only folder; otherwise torch reports the error
+    try:
+        result = write(os.path.join(temporary, name))
+        os.replace(os.path.join(temporary, name), path)
+        return result
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

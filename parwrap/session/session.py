@@ -27,12 +27,12 @@ from parwrap.loop.loop_state import Loop
 from parwrap.loop.random_streams import RandomStreams, get_state, seed_all, set_state
 from parwrap.loop.step_draws import StepDraws
 from parwrap.options import Options
+from parwrap.rank_zero.file_versions import Awaited
 from parwrap.rank_zero.output import RankZeroOutput, Voice
 from parwrap.rank_zero.replica_files import ReplicaFiles
 from parwrap.rank_zero.writer_files import WriterFiles
 from parwrap.session.fixed_batch_sizes import note_fixed_size
-from parwrap.session.hidden_environment import without_variables
-from parwrap.session.hidden_group import HiddenGroup
+from parwrap.session.hidden_launch import HiddenGroup, without_variables
 from parwrap.session.learning_rate import learning_rates_times
 from parwrap.session.start_line import stand_aside, start_line
 from parwrap.session.torchmetrics import Metrics
@@ -216,7 +216,7 @@ class Session(Interceptor):
     def _shared(self, group: Group, strategy: Strategy, loaders: Loaders) -> list[Interceptor]:
         """The interceptors that divide the remaining work among ranks that train one model."""
         self.parts = Parts(group, self._loop, strategy, Counts(group, self._loop), loaders)
-        files = WriterFiles(group) if group.world.rank == 0 else ReplicaFiles(group)
+        files = WriterFiles(group) if group.world.rank == 0 else ReplicaFiles(group.world.rank, Awaited(group, group.key("files")))
         self._undo.callback(files.close)
         if self._options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))

@@ -1,20 +1,32 @@
-"""Printed once when training begins: what the ranks do together, or that the script distributes itself."""
+"""Printed once when training begins: what the ranks do together, or that the script distributes itself.
+
+It warns of batches that are too small for BatchNorm.
+"""
 
 from __future__ import annotations
 
 import functools
+import gc
 
+from torch import nn
+from torch.nn import functional
+
+from parwrap.coordination.call_site import warn
 from parwrap.data.sharing_options import TrainingData
 from parwrap.group import group as groups
 from parwrap.group.group import Group
 from parwrap.options import Options
+from parwrap.patching.patch import is_patched
 from parwrap.session.feature_scope import batches_per_step, described
-from parwrap.strategies.common.small_batch_hint import warn_of_small_batches
 from parwrap.strategies.common.strategy import Strategy
 from parwrap.system.progress_bars import write_line
 from parwrap.system.wording import counted
+from parwrap.torch_private.modules import BatchNorm
 
 __all__ = ["stand_aside", "start_line"]
+
+FEW = 2
+"""Batches up to this number of samples are too small to normalize by."""
 
 
 def start_line(group: Group, strategy: Strategy, options: Options, data: TrainingData | None, lr_factor: float) -> str:
@@ -42,8 +54,23 @@ def start_line(group: Group, strategy: Strategy, options: Options, data: Trainin
         facts.append(f"{counted(data.samples, 'sample')} / {counted(size, 'rank')}" if data.samples else "samples without a length")
         facts += [f"{name} {value}" for name in ("uneven", "loss") if (value := getattr(options, name)) != getattr(Options, name)]
         if strategy.steps_together:
-            warn_of_small_batches(data.batch_size)
+            _warn_of_small_batches(data.batch_size)
     return ", ".join([*facts, *described()])
+
+
+def _warn_of_small_batches(batch_size: int | None) -> None:
+    """Warn if this rank takes batches of ``batch_size`` samples, and a BatchNorm trains on each rank's alone.
+
+    Modules are searched for one only if the batches are that small.
+    """
+    if batch_size is None or batch_size > FEW or is_patched(functional.batch_norm):
+        return
+    layers = (thing for thing in gc.get_objects() if issubclass(type(thing), BatchNorm) and type(thing) is not nn.SyncBatchNorm)
+    if any(getattr(layer, "training", False) for layer in layers):
+        warn(
+            f"parwrap: BatchNorm layers train on batches of {batch_size} on each rank, whose statistics are mostly noise. With "
+            "@parwrap.sync_bn (--sync-bn on the command line) they use those of all ranks together."
+        )
 
 
 @functools.cache

@@ -44,7 +44,7 @@ class Launcher(NamedTuple):
         nodes: the number of nodes.
         others: further names that show a script that it was launched.
         applies: whether this launcher has set them.
-        meets: whether it sets ``MASTER_ADDR`` and ``MASTER_PORT`` too.
+        has_rendezvous: whether it sets ``MASTER_ADDR`` and ``MASTER_PORT`` too.
         job: the names that together identify the job among all of this node; empty if none do.
         local_size_of: the number of processes on this node, if it is not in one variable.
         host: the host of rank 0, if a variable has it.
@@ -61,7 +61,7 @@ class Launcher(NamedTuple):
     nodes: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     applies: Callable[[Environ], bool] = _always
-    meets: bool = False
+    has_rendezvous: bool = False
     job: tuple[str, ...] = ()
     local_size_of: Callable[[Environ], str | None] = _nowhere
     host: Callable[[Environ], str | None] = _nowhere
@@ -130,7 +130,7 @@ _TORCH: dict = {
     "node_rank": ("GROUP_RANK", "NODE_RANK", "CROSS_RANK"),
     "nodes": ("GROUP_WORLD_SIZE", "CROSS_SIZE", "AZUREML_NODE_COUNT"),
     "others": ("MASTER_ADDR", "MASTER_PORT"),
-    "meets": True,
+    "has_rendezvous": True,
 }
 
 LAUNCHERS = (

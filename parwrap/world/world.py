@@ -161,11 +161,11 @@ def _claims(environ: Mapping[str, str]) -> Iterator[_Claim]:
     for launcher in LAUNCHERS:
         needed = launcher.rank, launcher.size, launcher.local_rank
         names = [_first_set(environ, each) for each in needed]
-        if names == [None, None, None] or (torchs and launcher.meets) or not launcher.applies(environ):
+        if names == [None, None, None] or (torchs and launcher.has_rendezvous) or not launcher.applies(environ):
             continue
-        torchs |= launcher.meets
+        torchs |= launcher.has_rendezvous
         rank, size, local_rank = (_integer(environ, name) if name else None for name in names)
-        of_only_node = launcher.meets and size == 1 and local_rank is None
+        of_only_node = launcher.has_rendezvous and size == 1 and local_rank is None
         if size == 1:
             rank, local_rank = rank or 0, local_rank or 0
         shown = tuple(name or every[0] for name, every in zip(names, needed, strict=True))

@@ -16,7 +16,7 @@ from parwrap.intercept.table import intercepting
 from parwrap.precision.choice import choose
 
 BF16 = torch.bfloat16
-pytestmark = pytest.mark.usefixtures("said_anew")
+pytestmark = pytest.mark.usefixtures("not_warned_yet")
 
 
 def build():

@@ -43,7 +43,7 @@ CALLS = {
 
 
 def test_what_is_divided_is_said_once(capsys):
-    class Said(nn.Linear):
+    class Divided(nn.Linear):
         pass
 
     @parwrap.data_parallel(device_ids=["cpu", "cpu"])
@@ -52,8 +52,8 @@ def test_what_is_divided_is_said_once(capsys):
         model(torch.ones(5, 2))
 
     for _ in range(2):
-        called(Said(2, 1))
-    assert capsys.readouterr().err == "parwrap: 1 process on cpu, cpu, Said is divided, batch 5 as 3 + 2\n"
+        called(Divided(2, 1))
+    assert capsys.readouterr().err == "parwrap: 1 process on cpu, cpu, Divided is divided, batch 5 as 3 + 2\n"
 
 
 @pytest.mark.parametrize("gather", [True, False], ids=["gathered", "in pieces"])

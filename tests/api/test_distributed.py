@@ -30,12 +30,12 @@ def train(epochs: int = 2, *, samples: int = 8) -> list[float]:
     return model.weight.detach().flatten().tolist()
 
 
-def said(function, *args, **kwargs):
-    """What the call writes to stderr, and what it returns."""
-    heard = io.StringIO()
-    with redirect_stderr(heard):
+def with_stderr(function, *args, **kwargs):
+    """What a call writes to stderr, and its result."""
+    stderr = io.StringIO()
+    with redirect_stderr(stderr):
         result = function(*args, **kwargs)
-    return heard.getvalue(), result
+    return stderr.getvalue(), result
 
 
 @pytest.mark.ranks(2)
@@ -52,21 +52,21 @@ def test_a_decorated_function_keeps_what_it_is():
 
 
 def test_one_rank_starts_no_process_group_and_says_nothing():
-    heard, weights = said(train)
+    stderr, weights = with_stderr(train)
 
-    assert ("", False) == (heard, dist.is_initialized())
+    assert ("", False) == (stderr, dist.is_initialized())
     assert len(weights) == 1
 
 
 @pytest.mark.ranks(2)
 def test_one_line_on_rank_zero_says_what_runs():
-    lines = parwrap.gather(said(parwrap.distributed(seed=7)(train))[0])
+    lines = parwrap.gather(with_stderr(parwrap.distributed(seed=7)(train))[0])
 
     assert [
         "parwrap: 2 ranks, gloo on cpu, ddp, batch 2 per rank, 4 global, learning rate unchanged, 8 samples / 2 ranks, seed 7\n",
         "",
     ] == lines
-    lines = parwrap.gather(said(parwrap.distributed(seed=7, batch="global")(train))[0])
+    lines = parwrap.gather(with_stderr(parwrap.distributed(seed=7, batch="global")(train))[0])
 
     assert "batch 1 per rank, 2 global" in lines[0]
 
@@ -79,7 +79,7 @@ def test_training_without_a_loader_is_said():
 
     assert (
         "no DataLoader was split: every rank trains on what it reads or makes itself"
-        in parwrap.gather(said(parwrap.distributed(by_hand))[0])[0]
+        in parwrap.gather(with_stderr(parwrap.distributed(by_hand))[0])[0]
     )
 
 
@@ -176,8 +176,8 @@ def test_a_class_cannot_be_decorated(thing):
 @pytest.mark.ranks(2)
 def test_a_script_that_wraps_its_model_in_ddp_itself_is_left_alone():
     model = nn.Linear(1, 1)
-    heard = io.StringIO()
-    with redirect_stderr(heard), parwrap.distributed():
+    stderr = io.StringIO()
+    with redirect_stderr(stderr), parwrap.distributed():
         during = torch.autograd.backward
         wrapped = nn.parallel.DistributedDataParallel(model)
         assert torch.autograd.backward is not during
@@ -186,18 +186,18 @@ def test_a_script_that_wraps_its_model_in_ddp_itself_is_left_alone():
 
     assert 1.5 == model.weight.grad.item()
     expected = "parwrap: this script calls DistributedDataParallel itself, so parwrap stands aside"
-    assert [True, False] == parwrap.gather(heard.getvalue().startswith(expected))
+    assert [True, False] == parwrap.gather(stderr.getvalue().startswith(expected))
 
 
 @pytest.mark.ranks(2)
 def test_a_process_group_that_was_there_before_is_left_alone():
     group._current = None  # as if the user's code, not this test's runner, had started it
-    heard = io.StringIO()
-    with redirect_stderr(heard), parwrap.distributed():
+    stderr = io.StringIO()
+    with redirect_stderr(stderr), parwrap.distributed():
         assert 5 == len(DataLoader(range(5)))
 
     assert dist.is_initialized()
-    assert [True, False] == parwrap.gather("calls init_process_group itself" in heard.getvalue())
+    assert [True, False] == parwrap.gather("calls init_process_group itself" in stderr.getvalue())
 
 
 @pytest.mark.ranks(2)
@@ -217,11 +217,11 @@ def test_that_a_script_is_left_alone_is_said_once():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
 
-    heard = io.StringIO()
+    stderr = io.StringIO()
     is_rank_zero = parwrap.is_rank_zero()
-    with redirect_stderr(heard):
+    with redirect_stderr(stderr):
         parwrap.distributed(own)()
         for _ in range(2):
             parwrap.distributed(nn.Linear(1, 1).forward)(torch.ones(1))
 
-    assert is_rank_zero == (1 == heard.getvalue().count("parwrap stands aside"))
+    assert is_rank_zero == (1 == stderr.getvalue().count("parwrap stands aside"))

@@ -96,11 +96,11 @@ def test_random_streams_go_on_from_those_of_rank_0():
 
 
 def test_arguments_go_to_the_function_and_all_values_come_back_if_asked_for():
-    def told(a, /, b=0, *, rank):
+    def add(a, /, b=0, *, rank):
         return a + b + parwrap.rank() * rank
 
-    assert 3 == parwrap.launch(told, 1, b=2, rank=10, nprocs=2)
-    assert [3, 13, 23] == parwrap.launch(told, 1, 2, rank=10, nprocs=3, returns="all")
+    assert 3 == parwrap.launch(add, 1, b=2, rank=10, nprocs=2)
+    assert [3, 13, 23] == parwrap.launch(add, 1, 2, rank=10, nprocs=3, returns="all")
     assert ["nprocs"] * 2 == parwrap.launch(functools.partial(lambda nprocs: nprocs, nprocs="nprocs"), nprocs=2, returns="all")
 
 
@@ -223,14 +223,14 @@ def test_a_launcher_that_has_started_one_rank_leaves_it_to_the_call(monkeypatch)
 
 
 def test_what_ranks_write_is_what_the_caller_writes(capsys):
-    def speaks():
+    def write():
         print("rank 0 says")
         print("grüße", force=True)
         print("aside", file=sys.stderr)
         if parwrap.rank() == 0:
             subprocess.run(["echo", "by another program"], check=True)
 
-    parwrap.launch(speaks, nprocs=2)
+    parwrap.launch(write, nprocs=2)
     out, err = capsys.readouterr()
     assert ["by another program", "grüße", "grüße", "rank 0 says"] == sorted(out.splitlines())
     assert "aside\n" == err

@@ -193,14 +193,14 @@ def test_a_compiled_backward_may_come_after_the_scope():
     assert net.scale.grad is not None
 
 
-def said_in_backwards(make, x=(4, 2)):
+def warnings_in_backwards(make, x=(4, 2)):
     torch.manual_seed(0)
-    with parwrap.sync_bn(), warnings.catch_warnings(record=True) as said:
+    with parwrap.sync_bn(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         forward = make()
         for _ in range(2):
             forward(torch.randn(*x).requires_grad_()).sum().backward()
-    return len([each for each in said if "goes through a batch norm that used only this rank's part of the batch" in str(each.message)])
+    return len([each for each in caught if "goes through a batch norm that used only this rank's part of the batch" in str(each.message)])
 
 
 OUT_OF_REACH = {
@@ -219,13 +219,13 @@ WITHIN = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", OUT_OF_REACH)
 def test_batch_norms_out_of_reach_are_said_to_be_of_one_rank(kind):
-    assert 1 == said_in_backwards(OUT_OF_REACH[kind])
+    assert 1 == warnings_in_backwards(OUT_OF_REACH[kind])
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", WITHIN)
 def test_others_are_not(kind):
-    assert 0 == said_in_backwards(WITHIN[kind])
+    assert 0 == warnings_in_backwards(WITHIN[kind])
 
 
 class Alone:

@@ -69,8 +69,8 @@ def everyones(batches):
 
 
 @contextmanager
-def said():
-    """The warnings of parwrap, as texts."""
+def warnings_as_texts():
+    """The texts of parwrap's warnings in the block."""
     texts = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -22,7 +22,7 @@ from nvidia.dali.pipeline import Pipeline
 from nvidia.dali.plugin import base_iterator
 from nvidia.dali.plugin.pytorch import DALIClassificationIterator, LastBatchPolicy
 
-from dali_pipelines import CPU, DROP, FILL, PARTIAL, Setup, everyones, iterator, numbers, said, written
+from dali_pipelines import CPU, DROP, FILL, PARTIAL, Setup, everyones, iterator, numbers, warnings_as_texts, written
 
 
 def check_shared_out(count, batch_size):
@@ -107,7 +107,7 @@ def test_other_ways_to_write_a_pipeline():
 @pytest.mark.ranks(2)
 def test_the_users_own_shards_are_left_alone():
     files = written(10)
-    with parwrap.distributed(), said() as texts:
+    with parwrap.distributed(), warnings_as_texts() as texts:
         setup = Setup()
         own = iterator(numbers(files, num_shards=5, shard_id=3 - parwrap.rank(), random_shuffle=True, pad_last_batch=False))
         both = [numbers(files, num_shards=2, shard_id=number, random_shuffle=True, pad_last_batch=True) for number in range(2)]

@@ -13,7 +13,7 @@ pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed: pip ins
 from nvidia.dali import fn, pipeline_def
 from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 
-from dali_pipelines import CPU, Setup, everyones, flat, iterator, numbers, said, written
+from dali_pipelines import CPU, Setup, everyones, flat, iterator, numbers, warnings_as_texts, written
 
 
 def read(iterator):
@@ -24,7 +24,7 @@ def read(iterator):
 def test_evaluation_is_that_of_a_single_process():
     files = written(9)
     alone = [iterator(numbers(files), policy) for policy in LastBatchPolicy]
-    with parwrap.distributed(), said() as texts:
+    with parwrap.distributed(), warnings_as_texts() as texts:
         setup = Setup()
         setup.model.eval()
         for policy, before in zip(LastBatchPolicy, alone, strict=True):
@@ -50,7 +50,7 @@ def test_what_does_not_shuffle_is_dealt_out_when_it_is_trained_on():
     def from_python():
         return fn.external_source(source=iter([np.array([[i], [i + 1]], dtype=np.float32) for i in range(0, 10, 2)]), name="own")
 
-    with parwrap.distributed(), said() as texts:
+    with parwrap.distributed(), warnings_as_texts() as texts:
         setup, batches = Setup(), iterator(numbers(files))
         for _ in range(2):
             seen = setup.train(batches)
@@ -78,7 +78,7 @@ def test_what_differs_between_ranks_already_is_not_dealt_out():
     def from_python():
         return fn.external_source(source=iter([np.array([[first + i]], dtype=np.float32) for i in range(4)]))
 
-    with parwrap.distributed(), said() as texts:
+    with parwrap.distributed(), warnings_as_texts() as texts:
         assert [first + i for i in range(4)] == flat(Setup().train(DALIGenericIterator(from_python(), ["x"])))
 
     assert "gives different batches on different ranks, so parwrap leaves them alone: each rank trains on all that it reads" in texts[0]
@@ -87,7 +87,7 @@ def test_what_differs_between_ranks_already_is_not_dealt_out():
 @pytest.mark.ranks(2)
 def test_wrong_guesses_are_said_and_put_right():
     files = written(8)
-    with parwrap.distributed(), said() as texts:
+    with parwrap.distributed(), warnings_as_texts() as texts:
         setup = Setup()
         looked_at = iterator(numbers(files, random_shuffle=True))
         assert 4 == len(flat(read(looked_at)))

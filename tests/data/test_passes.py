@@ -8,28 +8,28 @@ import parwrap
 from parwrap.data.passes import Pass
 
 
-def told(batches):
-    """A pass, and what it has told."""
-    heard = []
-    return Pass(iter(batches), lambda exhausted: heard.append(f"exhausted {exhausted}"), lambda batch: heard.append("drawn")), heard
+def recorded(batches):
+    """A pass, and a list of its calls."""
+    calls = []
+    return Pass(iter(batches), lambda exhausted: calls.append(f"exhausted {exhausted}"), lambda batch: calls.append("drawn")), calls
 
 
 def test_looking_ahead_changes_nothing_that_is_seen():
-    reading, heard = told("ab")
+    reading, calls = recorded("ab")
 
     assert not reading.last()
     assert [("a", False), ("b", True)] == [(batch, reading.last() and reading.last()) for batch in reading]
-    assert ["drawn", "drawn", "exhausted True"] == heard
+    assert ["drawn", "drawn", "exhausted True"] == calls
     assert [] == list(reading)
 
 
 def test_the_innermost_pass_looks_ahead():
-    inner, heard = told("ab")
+    inner, calls = recorded("ab")
     outer = Pass(inner, lambda exhausted: None)
     next(outer)
 
     assert not outer.last()
-    assert ["drawn"] == heard
+    assert ["drawn"] == calls
     assert "b" == next(outer)
     assert outer.last()
 
@@ -39,13 +39,13 @@ def test_an_error_is_raised_where_its_batch_is_drawn():
         yield "a"
         raise KeyError("broken")
 
-    reading, heard = told(broken())
+    reading, calls = recorded(broken())
 
     assert "a" == next(reading)
     assert not reading.last()
     with pytest.raises(KeyError, match="broken"):
         next(reading)
-    assert ["drawn", "exhausted False"] == heard
+    assert ["drawn", "exhausted False"] == calls
 
 
 @pytest.mark.ranks(2, timeout=20)

@@ -219,7 +219,7 @@ def test_clocks():
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({"rows": [], "missing": [3], "stages": {0: "telling rank 0 its facts"}}, "see that all ranks were started"),
+        ({"rows": [], "missing": [3], "stages": {0: "sending rank 0 its facts"}}, "see that all ranks were started"),
         ({"stages": {0: "all-reduce of 1 KB"}}, "NCCL_DEBUG=INFO"),
         ({"failure": "no end after 60 s: Connection reset by peer"}, "see why a rank has ended"),
         ({"backend": "gloo"}, "GLOO_SOCKET_IFNAME"),

@@ -177,12 +177,12 @@ def test_why_torch_has_no_gpu_is_asked_in_another_process(monkeypatch):
 
 def test_a_driver_that_hangs_or_kills_is_told(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(gathering, "PATIENCE", 0.2)
-    monkeypatch.setattr(gathering, "_tell", lambda answer: __import__("time").sleep(60))
+    monkeypatch.setattr(gathering, "DRIVER_TIMEOUT", 0.2)
+    monkeypatch.setattr(gathering, "_answer", lambda answer: __import__("time").sleep(60))
     assert "the driver does not answer in 0.2 s" == find_gpus({}).error
 
-    monkeypatch.setattr(gathering, "PATIENCE", 30)
-    monkeypatch.setattr(gathering, "_tell", lambda answer: os._exit(7))
+    monkeypatch.setattr(gathering, "DRIVER_TIMEOUT", 30)
+    monkeypatch.setattr(gathering, "_answer", lambda answer: os._exit(7))
     assert "the process that started CUDA ended with exit code 7" == find_gpus({}).error
 
 

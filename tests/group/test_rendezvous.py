@@ -68,7 +68,7 @@ def test_a_rank_below_a_shell_of_its_own_sees_the_launcher_above():
     assert str(os.getpid()) == seen.partition("-")[0]
 
 
-class Told(dict):
+class FilledStore(dict):
     """A store in which all other ranks have written already."""
 
     def set(self, key, value):
@@ -79,7 +79,7 @@ class Told(dict):
 
 def test_which_ranks_share_a_node_is_found_out_where_the_launcher_does_not_tell(monkeypatch):
     names = ["a", "b", "a", "c", "b"]
-    store = Told({f"node of {rank}": name for rank, name in enumerate(names)})
+    store = FilledStore({f"node of {rank}": name for rank, name in enumerate(names)})
     asked = World(2, 5, 1, local_size=0, node_rank=None)
 
     assert replace(asked, local_size=2, node_rank=0) == placed(asked, store)

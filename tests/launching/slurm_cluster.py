@@ -93,9 +93,9 @@ def slurm() -> Iterator[dict[str, str]]:
         start("slurmctld", "-D")
         for node in ("n1", "n2"):
             start("slurmd", "-D", "-N", node, log=node, among_names=True)
-        _wait(lambda: _tell(environ, "sinfo", "-hNo", "%T").split() == ["idle", "idle"], directory)
-        undo.callback(_wait, lambda: not _tell(environ, "squeue", "-h"), directory)
-        undo.callback(_tell, environ, "scancel", "--user=root")
+        _wait(lambda: _output_of(environ, "sinfo", "-hNo", "%T").split() == ["idle", "idle"], directory)
+        undo.callback(_wait, lambda: not _output_of(environ, "squeue", "-h"), directory)
+        undo.callback(_output_of, environ, "scancel", "--user=root")
         yield {"SLURM_CONF": str(configuration)}
 
 
@@ -109,7 +109,7 @@ def _free_ports(number: int) -> list[int]:
         return [listener.getsockname()[1] for listener in listeners]
 
 
-def _tell(environ: dict[str, str], *command: str) -> str:
+def _output_of(environ: dict[str, str], *command: str) -> str:
     return subprocess.run(command, env=environ, capture_output=True, text=True).stdout
 
 

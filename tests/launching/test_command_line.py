@@ -13,7 +13,7 @@ import parwrap
 from parwrap.launching.command.command_line import split_at_script
 from parwrap.launching.command.job_launchers import HOMES
 from parwrap.launching.command.plan import command_parser, plan_launch
-from parwrap.launching.jobs.job import job_asked
+from parwrap.launching.jobs.job import requested_job
 from planning import plan
 
 PARSER = command_parser()
@@ -62,7 +62,7 @@ def test_what_follows_the_script_arrives_unchanged(before, arguments):
 @search
 @given(arguments=command_lines)
 def test_what_follows_the_script_arrives_unchanged_by_a_launcher(launcher, arguments):
-    job = job_asked(["--launcher", launcher, "train.py", *arguments], {}, cores=8)
+    job = requested_job(["--launcher", launcher, "train.py", *arguments], {}, cores=8)
 
     assert ("train.py", *arguments) == job.command[-len(arguments) - 1 :]
 

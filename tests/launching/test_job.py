@@ -5,7 +5,7 @@ import pytest
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.command.job_launchers import HOMES
 from parwrap.launching.command.plan import plan_launch
-from parwrap.launching.jobs.job import Job, job_asked
+from parwrap.launching.jobs.job import Job, requested_job
 from parwrap.run import main
 
 
@@ -16,7 +16,7 @@ def script(tmp_path, monkeypatch):
 
 
 def job(*argv: str) -> Job:
-    asked = job_asked(argv, {}, cores=8)
+    asked = requested_job(argv, {}, cores=8)
     assert asked
     return asked
 
@@ -51,7 +51,7 @@ def test_what_a_launcher_is_told():
 def test_a_launcher_of_the_script_is_left_to_it(name):
     argv = ["--nproc-per-node", "2", "train.py", "--launcher", name, "--nodes", "2"]
 
-    assert job_asked(argv, {}, cores=8) is None
+    assert requested_job(argv, {}, cores=8) is None
     assert ("--launcher", name, "--nodes", "2") == plan_launch(argv, {}, 0, 8).script.args
 
 

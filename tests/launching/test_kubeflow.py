@@ -5,7 +5,7 @@ import sys
 import pytest
 import yaml
 
-from parwrap.launching.jobs.job import job_asked
+from parwrap.launching.jobs.job import requested_job
 from parwrap.launching.jobs.kubeflow import manifest
 from parwrap.run import main
 
@@ -72,7 +72,7 @@ def assert_fits(value, form, where=""):
 
 
 def written(*argv):
-    return manifest(job_asked(["--launcher", "kubeflow", "--image", "me/train:1", *argv], {}, cores=8))
+    return manifest(requested_job(["--launcher", "kubeflow", "--image", "me/train:1", *argv], {}, cores=8))
 
 
 def test_pytorchjob(capsys):

@@ -13,7 +13,7 @@ import pytest
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.command.plan import LaunchPlan, plan_launch
 from parwrap.launching.elastic.network_interfaces import interface_of
-from parwrap.launching.elastic.network_route import await_rendezvous, endpoint, towards, unreachable, way_to, with_way
+from parwrap.launching.elastic.network_route import await_rendezvous, endpoint, interface_variables, unreachable, way_to, with_way
 from parwrap.world.launchers import LOOPBACK
 
 
@@ -123,9 +123,9 @@ def test_then_the_addresses_of_the_others_tell():
     except OSError:
         pytest.skip("this machine has no way to anywhere")
 
-    assert dict.fromkeys(LOOPBACK, name) == towards(["gpu1.invalid", "127.0.0.1", "192.0.2.1"], {})
-    assert {"NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"} == towards(["192.0.2.1"], {"GLOO_SOCKET_IFNAME": "eth7"}).keys()
-    assert {} == towards(["localhost"], {})
+    assert dict.fromkeys(LOOPBACK, name) == interface_variables(["gpu1.invalid", "127.0.0.1", "192.0.2.1"], {})
+    assert {"NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"} == interface_variables(["192.0.2.1"], {"GLOO_SOCKET_IFNAME": "eth7"}).keys()
+    assert {} == interface_variables(["localhost"], {})
 
 
 def test_nothing_is_known_of_the_way_to_a_name_that_is_not():
@@ -135,7 +135,7 @@ def test_nothing_is_known_of_the_way_to_a_name_that_is_not():
 
 
 def test_the_first_node_is_waited_for(listener, capsys, monkeypatch):
-    monkeypatch.setattr("parwrap.launching.elastic.network_route.TELLING", 0.1)
+    monkeypatch.setattr("parwrap.launching.elastic.network_route.REPORT_AFTER", 0.1)
     host, port = listener.getsockname()
     listener.close()
     asked = plan("--nnodes", "2", "--node-rank", "1", "--master-addr", host, "--master-port", str(port), "--timeout", "60")

@@ -113,17 +113,17 @@ def launcher(tmp_path, stdout, log_dir=None, everyone=True):
     (tmp_path / "pipes").mkdir()
     output = RankOutput(tmp_path / "pipes", 1, everyone, log_dir and str(log_dir))
 
-    def say(text: bytes) -> None:
-        saying = threading.Thread(target=(tmp_path / "pipes" / "0.out").write_bytes, args=(text,), daemon=True)
-        saying.start()
-        saying.join(WITHIN)
-        assert not saying.is_alive(), "nobody reads what the rank says"
+    def write(text: bytes) -> None:
+        writing = threading.Thread(target=(tmp_path / "pipes" / "0.out").write_bytes, args=(text,), daemon=True)
+        writing.start()
+        writing.join(WITHIN)
+        assert not writing.is_alive(), "nobody reads what the rank says"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(rank_output.STREAMS, "out", stdout)
         with output.passed_on():
             output.begin({0: 0})
-            yield say
+            yield write
 
 
 MUCH = b"".join(b"line %d\n" % number for number in range(30_000))
@@ -132,8 +132,8 @@ MUCH = b"".join(b"line %d\n" % number for number in range(30_000))
 def test_a_rank_does_not_wait_for_room_on_a_disk_for_its_file(tmp_path, capfd):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
-    with launcher(tmp_path, 1, tmp_path / "logs", everyone=False) as say:
-        say(MUCH)
+    with launcher(tmp_path, 1, tmp_path / "logs", everyone=False) as write:
+        write(MUCH)
     stdout, stderr = capfd.readouterr()
 
     assert MUCH == stdout.encode()
@@ -142,8 +142,8 @@ def test_a_rank_does_not_wait_for_room_on_a_disk_for_its_file(tmp_path, capfd):
 
 def test_a_rank_does_not_wait_for_room_where_stdout_leads(tmp_path, capfd):
     full = os.open("/dev/full", os.O_WRONLY)
-    with launcher(tmp_path, full, tmp_path / "logs") as say:
-        say(MUCH)
+    with launcher(tmp_path, full, tmp_path / "logs") as write:
+        write(MUCH)
     os.close(full)
 
     assert MUCH == (tmp_path / "logs" / "rank_0.log").read_bytes()
@@ -163,8 +163,8 @@ def test_nothing_is_lost_when_stdout_does_not_block(tmp_path):
 
         looking = threading.Thread(target=look)
         looking.start()
-        with launcher(tmp_path, stdout) as say:
-            say(MUCH)
+        with launcher(tmp_path, stdout) as write:
+            write(MUCH)
         os.close(stdout)
         looking.join()
 

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from parwrap.launching.jobs import slurm
-from parwrap.launching.jobs.job import job_asked
+from parwrap.launching.jobs.job import requested_job
 from parwrap.launching.jobs.slurm import batch_script, read_status
 from parwrap.run import main
 from parwrap.world.launchers import LOOPBACK
@@ -21,7 +21,7 @@ def script(tmp_path, monkeypatch):
 
 
 def text(*argv: str) -> str:
-    job = job_asked(["--launcher", "slurm", *argv], {}, cores=8)
+    job = requested_job(["--launcher", "slurm", *argv], {}, cores=8)
     written = batch_script(job, PYTHON, "my work")
     subprocess.run(["bash", "-n"], input=written, text=True, check=True)
     return written

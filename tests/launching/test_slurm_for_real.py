@@ -75,8 +75,8 @@ def launcher(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "parwrap.run", "--launcher", "slurm", *arguments]
 
 
-def told(stderr: str) -> list[str]:
-    """What the launcher says, with N for the job's number."""
+def messages_in(stderr: str) -> list[str]:
+    """The launcher's messages, with N for the job's number."""
     return [re.sub(r"job \d+", "job N", line) for line in stderr.splitlines()]
 
 
@@ -102,7 +102,7 @@ def test_two_nodes_train_as_one_process_and_a_failure_on_one_is_the_exit_code(st
         "parwrap.run: submitted job N; Ctrl-C cancels it",
         f"parwrap.run: job N is running; its log is {log.name}",
         "parwrap.run: job N ended: FAILED, exit code 5",
-    ] == [line for line in told(stderr) if "queue" not in line]
+    ] == [line for line in messages_in(stderr) if "queue" not in line]
     assert log.read_text() == stdout
     facts = json.loads((start.directory / "facts").read_text())
     assert {"argv": arguments, "cwd": str(start.directory), "python": sys.executable, "interface": None} == facts
@@ -165,7 +165,7 @@ def test_ctrl_c_cancels_the_job_and_a_script_can_save_before_it_ends(waiting, st
     _, stderr = process.communicate(timeout=WITHIN)
 
     assert 130 == process.returncode
-    assert "parwrap.run: cancelled job N" == told(stderr)[-1]
+    assert "parwrap.run: cancelled job N" == messages_in(stderr)[-1]
     told_of = ended(run, number)
     assert "JobState=CANCELLED" in told_of
     assert f"JobId={number} JobName=wait\n" in told_of
@@ -187,7 +187,7 @@ def test_a_job_that_is_queued_again_is_followed_on_also_when_slurm_is_silent_for
     assert 0 == process.returncode, stdout + stderr
     assert "try 1\n" in stdout
     assert "of an earlier job" not in stdout
-    assert "parwrap.run: job N is running again; its log is log" in told(stderr)
+    assert "parwrap.run: job N is running again; its log is log" in messages_in(stderr)
 
 
 def test_what_slurm_refuses_is_said(start, run):

@@ -22,7 +22,7 @@ WITHIN = 10
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr("parwrap.launching.elastic.waiting_for_nodes.TELLING", 0.05)
+    monkeypatch.setattr("parwrap.launching.elastic.waiting_for_nodes.REPORT_AFTER", 0.05)
     monkeypatch.setattr("socket.gethostname", lambda: "gpu3")
 
 

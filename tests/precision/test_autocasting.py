@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 import parwrap
 
 BF16 = torch.bfloat16
-pytestmark = pytest.mark.usefixtures("said_anew")
+pytestmark = pytest.mark.usefixtures("not_warned_yet")
 
 
 class Spy(torch.autograd.Function):

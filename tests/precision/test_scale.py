@@ -11,7 +11,7 @@ from torch import nn
 import parwrap
 from scaled import batches, build, by_hand, loss_of, same
 
-pytestmark = pytest.mark.usefixtures("said_anew")
+pytestmark = pytest.mark.usefixtures("not_warned_yet")
 
 
 def test_the_scale_goes_on_from_call_to_call_unless_a_new_training_begins():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import parwrap
 from scaled import FP16, LOW, Recorder, batches, build, by_hand, loss_of, same
 
-pytestmark = pytest.mark.usefixtures("said_anew")
+pytestmark = pytest.mark.usefixtures("not_warned_yet")
 
 
 def plain(data, micro=1, clip=None):

@@ -9,7 +9,7 @@ from torch import nn
 import parwrap
 from scaled import FP16, LOW, batches, build, loss_of, same
 
-pytestmark = pytest.mark.usefixtures("said_anew")
+pytestmark = pytest.mark.usefixtures("not_warned_yet")
 
 
 @pytest.mark.ranks(2)

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 import parwrap
 from scaled import FP16, batches, build, loss_of, same
 
-pytestmark = pytest.mark.usefixtures("said_anew")
+pytestmark = pytest.mark.usefixtures("not_warned_yet")
 
 
 def gan(data, backward, step, update):

@@ -12,8 +12,8 @@ import parwrap
 
 
 @contextmanager
-def heard(folder):
-    """What is said about processes in the block, on this rank; the folder is the working directory."""
+def messages_of_rank(folder):
+    """This rank's messages about processes in the block, which runs in ``folder``."""
     os.chdir(folder)
     lines = []
     with tempfile.TemporaryFile("w+", buffering=1) as file:
@@ -25,7 +25,7 @@ def heard(folder):
 
 @pytest.mark.ranks(2)
 def test_a_command_that_may_write_is_named_once_a_line(tmp_path):
-    with heard(tmp_path) as lines:
+    with messages_of_rank(tmp_path) as lines:
         for _ in range(3):
             subprocess.run(["touch", "a"], check=True)
         os.system("echo line > b")
@@ -43,7 +43,7 @@ def guarded():
 
 @pytest.mark.ranks(2)
 def test_commands_that_only_read_or_are_guarded_are_not(tmp_path):
-    with heard(tmp_path) as lines:
+    with messages_of_rank(tmp_path) as lines:
         subprocess.check_output(["hostname"])
         subprocess.run("git rev-parse HEAD 2> /dev/null", shell=True, check=False)
         os.popen("uname -a | head -1").read()

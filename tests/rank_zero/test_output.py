@@ -12,35 +12,35 @@ import parwrap
 from parwrap.rank_zero.output import settle
 
 
-def heard(speak):
+def written_by_ranks(write):
     """What each rank writes to stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), parwrap.distributed():
-        speak()
+        write()
     return parwrap.gather((out.getvalue(), err.getvalue()))
 
 
 @pytest.mark.ranks(2)
 def test_rank_zero_prints_and_force_lets_everybody():
-    def speak():
+    def write():
         print("hello")
         print("it is", parwrap.rank(), force=True)
         print("beside", parwrap.rank(), force=True, file=sys.stderr)
         sys.stdout.write("written\n")
 
-    assert [("hello\nit is 0\nwritten\n", "beside 0\n"), ("it is 1\n", "beside 1\n")] == heard(speak)
+    assert [("hello\nit is 0\nwritten\n", "beside 0\n"), ("it is 1\n", "beside 1\n")] == written_by_ranks(write)
 
 
 @pytest.mark.ranks(2)
 def test_bars_warnings_and_loggers_are_rank_zeros():
-    def speak():
+    def write():
         list(tqdm(range(3)))
         warnings.warn("careful", stacklevel=1)
         handler = logging.StreamHandler()
         logging.getLogger("train").addHandler(handler)
         logging.getLogger("train").warning("epoch")
 
-    (_, first), other = heard(speak)
+    (_, first), other = written_by_ranks(write)
 
     assert all(word in first for word in ("3/3", "careful", "epoch"))
     assert ("", "") == other
@@ -48,11 +48,11 @@ def test_bars_warnings_and_loggers_are_rank_zeros():
 
 @pytest.mark.ranks(2)
 def test_errors_are_heard_from_every_rank_with_its_number():
-    def speak():
+    def write():
         if parwrap.rank() == 1:
             logging.getLogger("train").error("lost %s", "it")
 
-    assert [("", ""), ("", "[rank 1] ERROR:train:lost it\n")] == heard(speak)
+    assert [("", ""), ("", "[rank 1] ERROR:train:lost it\n")] == written_by_ranks(write)
 
 
 @pytest.mark.ranks(2)
@@ -66,14 +66,14 @@ def test_print_to_a_file_of_the_users_own_is_left_alone():
 
 @pytest.mark.ranks(2)
 def test_a_launcher_may_have_everyone_speak():
-    def speak():
+    def write():
         print("hello", force=True)
         logging.getLogger("train").addHandler(logging.StreamHandler())
         logging.getLogger("train").warning("epoch")
 
     settle(everyone=True, log_only=os.devnull)
     try:
-        assert [("hello\n", "epoch\n")] * 2 == [(out, err[-6:]) for out, err in heard(speak)]
+        assert [("hello\n", "epoch\n")] * 2 == [(out, err[-6:]) for out, err in written_by_ranks(write)]
     finally:
         settle(everyone=False, log_only=os.devnull)
 
@@ -82,14 +82,14 @@ def test_a_launcher_may_have_everyone_speak():
 def test_a_launcher_may_keep_what_nobody_hears(tmp_path):
     log_only = tmp_path / "aside"
 
-    def speak():
+    def write():
         print("hello")
         print("aloud", force=True)
         warnings.warn("careful", stacklevel=1)
 
     settle(everyone=False, log_only=str(log_only))
     try:
-        (out, err), other = heard(speak)
+        (out, err), other = written_by_ranks(write)
     finally:
         settle(everyone=False, log_only=os.devnull)
 

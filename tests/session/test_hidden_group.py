@@ -132,7 +132,7 @@ def test_a_group_that_is_given_is_no_secret():
 
 @pytest.mark.ranks(2)
 def test_a_training_step_asks_for_no_group(monkeypatch):
-    from parwrap.session.hidden_group import HiddenGroup
+    from parwrap.session.hidden_launch import HiddenGroup
 
     asked = []
     monkeypatch.setattr(HiddenGroup, "hides_group", lambda self, frame: asked.append(frame.f_code.co_filename))

@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 import parwrap
 from parwrap.errors import UsageError
 from parwrap.options import Options
-from parwrap.strategies.ddp.compression import EPSILON, START
+from parwrap.strategies.common.compression import EPSILON, START
 
 STEPS = 6
 HOOKS = {

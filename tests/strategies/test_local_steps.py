@@ -34,7 +34,7 @@ def test_optimizers_are_counted_by_themselves_and_average_their_own_parameters()
     assert (-9.0, -4.5) == (one.item(), two.item())
 
 
-def train_anew(parts, each=lambda model: None):
+def train_in_parts(parts, each=lambda model: None):
     """An optimizer built anew for each of ``parts``: how many steps it takes."""
     model, step = build(), 0
     for steps in parts:
@@ -73,7 +73,7 @@ def test_an_optimizer_built_anew_first_averages_what_another_has_trained(outer):
 
     options = {"outer": outer, "outer_momentum": 0.0} if outer else {}
     with warnings.catch_warnings(action="error"):
-        actual = flat(local(every=8, **options)(train_anew)(parts))
+        actual = flat(local(every=8, **options)(train_in_parts)(parts))
 
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
 
@@ -96,7 +96,7 @@ def test_optimizers_of_which_one_has_a_part_of_the_others_parameters_average_bef
 @pytest.mark.ranks(2)
 def test_the_warm_up_goes_on_with_an_optimizer_built_anew():
     same = []
-    local(every=8, warmup=6)(train_anew)([5, 5], each=lambda model: same.append(same_on_all_ranks(flat(model))))
+    local(every=8, warmup=6)(train_in_parts)([5, 5], each=lambda model: same.append(same_on_all_ranks(flat(model))))
 
     assert [True] * 6 + [False] * 4 == same
 

@@ -19,13 +19,13 @@ def together(*calls):
     return run_together([CPU] * len(calls), calls)
 
 
-def meet(value, what="a norm"):
-    return lambda: current_replica().meet(what, value, list)
+def synchronize(value, what="a norm"):
+    return lambda: current_replica().synchronize(what, value, list)
 
 
 def test_each_call_has_a_thread_and_its_result_its_place():
     def ident():
-        return current_replica().meet("idents", threading.get_ident(), set)
+        return current_replica().synchronize("idents", threading.get_ident(), set)
 
     assert 3 == len(together(ident, ident, ident)[0] - {threading.get_ident()})
     assert [0, 1] == together(lambda: 0, lambda: 1)
@@ -37,8 +37,8 @@ def test_those_that_meet_have_the_values_of_all_in_order_and_the_last_one_merges
 
     def twice():
         replica = current_replica()
-        first = replica.meet("one", replica.index, lambda values: merged.append(values) or sum(values))
-        return first, replica.meet("two", first + replica.index, list)
+        first = replica.synchronize("one", replica.index, lambda values: merged.append(values) or sum(values))
+        return first, replica.synchronize("two", first + replica.index, list)
 
     assert [(3, [3, 4, 5])] * 3 == together(twice, twice, twice)
     assert [[0, 1, 2]] == merged
@@ -48,7 +48,7 @@ def failing():
     raise FileNotFoundError(2, "no such batch")
 
 
-@pytest.mark.parametrize("calls", [(failing, meet(1)), (meet(1), failing), (meet(1), failing, meet(2))])
+@pytest.mark.parametrize("calls", [(failing, synchronize(1)), (synchronize(1), failing), (synchronize(1), failing, synchronize(2))])
 def test_nobody_waits_for_one_that_has_failed_whose_error_it_is(calls):
     with pytest.raises(FileNotFoundError) as raised:
         together(*calls)
@@ -61,11 +61,11 @@ def test_nobody_waits_for_one_that_has_failed_whose_error_it_is(calls):
     ("calls", "message"),
     [
         (
-            (meet(1), meet(1, "another")),
+            (synchronize(1), synchronize(1, "another")),
             "replica 0 on cpu is in a norm while replica 1 on cpu is in another. Have all replicas run the same ",
         ),
         (
-            (meet(1), lambda: None),
+            (synchronize(1), lambda: None),
             "replica 0 on cpu is in a norm, and replica 1 on cpu is through with its forward. Have all replicas run ",
         ),
     ],
@@ -80,7 +80,7 @@ def test_an_error_of_what_merges_is_raised():
         raise ZeroDivisionError(str(values))
 
     with pytest.raises(ZeroDivisionError, match=re.escape("[1, 1]")):
-        together(*[lambda: current_replica().meet("a norm", 1, fail)] * 2)
+        together(*[lambda: current_replica().synchronize("a norm", 1, fail)] * 2)
 
 
 def test_modes_and_context_go_along_and_stay_as_they_are_here():
@@ -118,7 +118,7 @@ def test_what_ends_the_wait_from_outside_ends_those_that_wait_for_each_other(mon
     monkeypatch.setattr(threading.Thread, "join", interrupted)
     threading.Timer(0.2, released.set).start()
     with pytest.raises(KeyboardInterrupt):
-        together(meet(1), released.wait)
+        together(synchronize(1), released.wait)
 
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("parwrap replica")]
 
@@ -134,7 +134,7 @@ def test_those_on_one_device_take_turns_in_order_and_give_them_up_while_they_wai
             seen.append((part, replica.index, len(running)))
             running.pop()
             if part == "before":
-                replica.meet("a norm", None, list)
+                replica.synchronize("a norm", None, list)
 
     together(call, call, call)
 

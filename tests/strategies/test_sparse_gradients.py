@@ -7,8 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import parwrap
-from parwrap.strategies.common import reducer
-from parwrap.strategies.ddp import sparse_gradients
+from parwrap.strategies.common import reducer, sparse_gradients
 from sparse_steps import train_on_words
 
 

@@ -6,7 +6,7 @@ import argparse
 
 from parwrap.errors import UsageError
 
-__all__ = ["meets_alone", "node_counts"]
+__all__ = ["is_only_node", "node_counts"]
 
 
 def node_counts(arguments: argparse.Namespace) -> tuple[int, int]:
@@ -35,7 +35,7 @@ def node_counts(arguments: argparse.Namespace) -> tuple[int, int]:
     return counts[0], counts[-1]
 
 
-def meets_alone(arguments: argparse.Namespace, nodes: tuple[int, int]) -> bool:
+def is_only_node(arguments: argparse.Namespace, nodes: tuple[int, int]) -> bool:
     """Whether this is the only node and the user has given no rendezvous."""
     default = arguments.rdzv_backend == "static" and not arguments.rdzv_endpoint and arguments.master_port is None
     return arguments.standalone or (nodes == (1, 1) and default)

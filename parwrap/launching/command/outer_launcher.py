@@ -75,8 +75,8 @@ def _fill(arguments: argparse.Namespace, name: str, environ: Mapping[str, str], 
 def _starts_ranks(outer: World, arguments: argparse.Namespace, environ: Mapping[str, str], gpus: int) -> bool:
     """Whether a process that is one of several starts ranks on its node rather than being a rank."""
     asked = arguments.nproc_per_node or environ.get("PET_NPROC_PER_NODE")
-    meets = next(row.meets for row in LAUNCHERS if row.name == outer.launcher)
-    if outer.local_size == 1 and not meets and outer.launcher != LAUNCHERS[0].name:
+    has_rendezvous = next(row.has_rendezvous for row in LAUNCHERS if row.name == outer.launcher)
+    if outer.local_size == 1 and not has_rendezvous and outer.launcher != LAUNCHERS[0].name:
         return asked is not None or gpus > 1
     if asked is None:
         return False

@@ -20,17 +20,15 @@ from typing import Any, NoReturn
 import parwrap
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.command.command_line import UnknownOptionError, parse_options, split_at_script
-from parwrap.launching.command.feature_options import AMP_VALUES, add_feature_options, features_of, number, refuse_missing_gpus, whole
-from parwrap.launching.command.node_options import meets_alone, node_counts
+from parwrap.launching.command.node_options import is_only_node, node_counts
+from parwrap.launching.command.options import AMP_VALUES, SCOPE_OPTIONS, add_options, features_of, refuse_missing_gpus
 from parwrap.launching.command.outer_launcher import NOT_GIVEN, fill_in
 from parwrap.launching.command.script import Script
-from parwrap.launching.command.strategy_options import STRATEGY_OPTIONS, add_strategy_options
 from parwrap.world.launchers import LOOPBACK
 from parwrap.world.world import World
 
 __all__ = ["LaunchPlan", "columns", "command_parser", "describe", "describe_script", "plan_launch", "unknown_option"]
 
-SCOPE_OPTIONS = ("backend", "seed", "batch", "uneven", "lr", "loss", "timeout", "hang_after", *STRATEGY_OPTIONS)
 ONE_NODE = "parwrap"
 """The rendezvous backend of a single node, which waits for no other; see ``agent.py``."""
 DOCTOR = "parwrap.doctor"
@@ -121,7 +119,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     script = _script(arguments, options, features_of(arguments), here)
     if arguments.all_ranks and _torchrun_logs(arguments):
         raise UsageError("--all-ranks shows what ranks write, and so do --redirects, --tee and --local-ranks-filter: remove it or them.")
-    if meets_alone(arguments, nodes):
+    if is_only_node(arguments, nodes):
         arguments.rdzv_backend, arguments.rdzv_endpoint = ONE_NODE, "localhost"
     arguments.master_addr = arguments.master_addr or "127.0.0.1"  # torchrun's own defaults, which its parser does not set
     arguments.master_port = 29500 if arguments.master_port is None else arguments.master_port
@@ -224,27 +222,7 @@ def command_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="Start the job on other machines, by slurm, kubeflow or ray; `--launcher NAME --help` lists its options.",
     )
-    absent = argparse.SUPPRESS
-    ours.add_argument("--backend", default=absent, help="Backend of the process group; by default nccl for GPUs and gloo for the CPU.")
-    ours.add_argument("--seed", default=absent, type=whole, help="Seed of torch, numpy and python on all ranks.")
-    ours.add_argument(
-        "--batch", default=absent, help="per_rank: each rank takes whole batches; global: each takes its part of every batch."
-    )
-    ours.add_argument(
-        "--uneven", default=absent, help="If samples do not divide evenly: pad repeats some; drop skips some; join uses each once."
-    )
-    ours.add_argument("--lr", default=absent, help="How learning rates follow the larger global batch: keep, linear or sqrt.")
-    ours.add_argument("--loss", default=absent, help="How the loss combines the samples of a batch: mean or sum.")
-    ours.add_argument("--timeout", default=absent, type=number, help="Seconds that a rank waits for another.")
-    ours.add_argument(
-        "--hang-after",
-        "--hang_after",
-        default=absent,
-        type=number,
-        help="Seconds before rank 0 reports where every rank is while one waits; by default 60.",
-    )
-    add_strategy_options(ours)
-    add_feature_options(ours)
+    add_options(ours)
     return parser
 
 

@@ -186,20 +186,20 @@ def _may_die(plan: LaunchPlan) -> Callable[[int, int], bool]:
 def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:
     """Why the rendezvous failed, as far as torch's ``error`` says."""
     host, port = endpoint(plan.torchrun)
-    said = str(error.__cause__ or error)
-    if "EADDRINUSE" in said:
+    text = str(error.__cause__ or error)
+    if "EADDRINUSE" in text:
         return (
             f"port {port} of this machine is in use, by another job or by a node of the same --node-rank: choose another one, the same "
             "on all nodes."
         )
     if isinstance(error, RendezvousClosedError):
         return f"the job at {host} port {port} has ended; to start another there, give all its nodes a new --rdzv-id."
-    if isinstance(error, RendezvousTimeoutError) or "timed out" in said.lower():
+    if isinstance(error, RendezvousTimeoutError) or "timed out" in text.lower():
         return (
             f"fewer than {plan.nodes[0]} nodes came to {host} port {port} in time: check that all have been started, with the same "
             "--nnodes and --rdzv-id, and that the first one is at that address."
         )
-    return f"the nodes lost their connection at {host} port {port}: {said.partition(chr(10))[0]}"
+    return f"the nodes lost their connection at {host} port {port}: {text.partition(chr(10))[0]}"
 
 
 def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], nodes: Nodes, started: list[Any]) -> Callable:
@@ -246,7 +246,7 @@ def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], node
             result = RunProcsResult(failures={0: ProcessFailure(0, processes.processes[0].pid, 1, "")})
         if result is not None:
             nodes.exchange()
-        elif all(code == 0 or (code and each in passed_over) for each, code in enumerate(codes)) and nodes.through():
+        elif all(code == 0 or (code and each in passed_over) for each, code in enumerate(codes)) and nodes.finish():
             context.close()
             return RunProcsResult(dict.fromkeys(range(context.nprocs)), stdouts=context.stdouts, stderrs=context.stderrs)
         return result

@@ -232,8 +232,8 @@ def report(failures: Iterable[Failure], explained: bool = False) -> str:
         return str(min((each for each in [first, *others] if each.interrupted), key=lambda failure: failure.rank))
     lines = [other.line for other in others if other.cause != first.cause]
     alike = first.ending == "exited" and not lines and 0 in (first.rank, *(other.rank for other in others))
-    last_word = first.text if alike else str(first)
-    return "\n".join([*lines, last_word])
+    last = first.text if alike else str(first)
+    return "\n".join([*lines, last])
 
 
 def _message(error: SystemExit) -> str:

@@ -24,16 +24,16 @@ from parwrap.launching.command.plan import LaunchPlan
 from parwrap.launching.elastic.network_interfaces import interface_of, is_loopback
 from parwrap.world.launchers import LOOPBACK
 
-__all__ = ["Way", "await_rendezvous", "endpoint", "patience", "towards", "unreachable", "way_to", "with_way"]
+__all__ = ["Way", "await_rendezvous", "endpoint", "interface_variables", "rendezvous_timeout", "unreachable", "way_to", "with_way"]
 
 PORTS = {"static": 29500, "c10d": 29400}
 """Default ports of the rendezvous backends."""
 
-PATIENCE = 900.0
+DEFAULT_TIMEOUT = 900.0
 """Seconds that a node waits for the others unless ``--timeout`` or ``--rdzv-conf`` is given, as in torch."""
 
-TELLING = 10.0
-"""Seconds before a waiting node says so."""
+REPORT_AFTER = 10.0
+"""Seconds after which a waiting node reports it."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ def with_way(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
     if torchrun.rdzv_backend == "c10d" and "is_host" not in _conf(torchrun) and not is_loopback(way.here):  # torch detects loopbacks
         hosts = way.own and _is_free(host, port)  # else another node of this job on the same machine hosts it
         _add_conf(torchrun, {"is_host": int(hosts)})
-    variables = {} if by_name else _interface_variables(way, environ)
+    variables = {} if by_name else _variables_of(way, environ)
     return replace(plan, variables={**plan.variables, **variables}, torchrun=torchrun)
 
 
-def towards(others: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
+def interface_variables(others: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
     """The variables for gloo and NCCL that select the interface to the first of ``others`` on another machine, unless they are set.
 
     Args:
@@ -118,11 +118,11 @@ def towards(others: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]
         with suppress(OSError):
             way = way_to(other, 0)
             if not way.own:
-                return _interface_variables(way, environ)
+                return _variables_of(way, environ)
     return {}
 
 
-def _interface_variables(way: Way, environ: Mapping[str, str]) -> dict[str, str]:
+def _variables_of(way: Way, environ: Mapping[str, str]) -> dict[str, str]:
     return {name: way.interface for name in LOOPBACK if way.interface and name not in environ}
 
 
@@ -134,7 +134,7 @@ def await_rendezvous(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan
     """
     if plan.torchrun.rdzv_backend not in PORTS:
         return plan
-    seconds = patience(plan)
+    seconds = rendezvous_timeout(plan)
     _wait_for(plan, seconds)
     plan = with_way(plan, environ)
     _add_conf(plan.torchrun, dict.fromkeys(("timeout", "join_timeout"), math.ceil(seconds)))
@@ -158,7 +158,7 @@ def _wait_for(plan: LaunchPlan, seconds: float) -> None:
         except OSError as error:
             if left <= 0:
                 raise LaunchError(unreachable(host, port, seconds, error, static)) from None
-        if not reported and time.monotonic() > began + TELLING:
+        if not reported and time.monotonic() > began + REPORT_AFTER:
             reported = True
             print(f"parwrap: waiting for the first node, at {host} port {port}", file=sys.stderr)
         time.sleep(min(0.2, max(0.0, left)))
@@ -177,13 +177,13 @@ def unreachable(host: str, port: int, seconds: float, error: OSError, static: bo
     return f"no first node at {host} port {port}, tried for {seconds:g} s: {why}. Check {check}."
 
 
-def patience(plan: LaunchPlan) -> float:
+def rendezvous_timeout(plan: LaunchPlan) -> float:
     """Seconds that this node waits for the others."""
-    said = _conf(plan.torchrun)
-    asked = (plan.script.scope or {}).get("timeout")
+    configured = _conf(plan.torchrun)
+    timeout = (plan.script.scope or {}).get("timeout")
     with suppress(KeyError, ValueError):
-        asked = asked or float(said["timeout"])
-    return asked or PATIENCE
+        timeout = timeout or float(configured["timeout"])
+    return timeout or DEFAULT_TIMEOUT
 
 
 def _conf(torchrun: argparse.Namespace) -> dict[str, str]:

@@ -24,22 +24,22 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from parwrap.errors import LaunchError
 from parwrap.launching.elastic.failure_report import Failure, node_name, read_failures
-from parwrap.launching.elastic.network_route import towards
+from parwrap.launching.elastic.network_route import interface_variables
 from parwrap.system.processes import signal_name
 from parwrap.torch_private.elastic import agent_store, remaining_restarts, set_remaining_restarts
 
 __all__ = ["Nodes"]
 
-LINGERING = 3.0
+REPORT_WAIT = 3.0
 """Seconds that a node waits, after a failure, for the reports of the others."""
 
-LOOKING = 0.1
+POLLING = 0.1
 """Seconds between two checks for them."""
 
-BEAT = 1.0
+HEARTBEAT = 1.0
 """Seconds between two heartbeats of a node."""
 
-SILENCE = 60.0
+HEARTBEAT_TIMEOUT = 60.0
 """Seconds without a heartbeat after which a node is given up."""
 
 
@@ -60,12 +60,12 @@ class Nodes:
         self, failures: Path, variables: dict[str, str], timeout: float, waiting: Callable[[Any], AbstractContextManager[None]]
     ) -> None:
         self._waiting = waiting
-        self._failures, self._variables, self._silence = failures, variables, max(3 * BEAT, min(SILENCE, timeout))
+        self._failures, self._variables, self._heartbeat_timeout = failures, variables, max(3 * HEARTBEAT, min(HEARTBEAT_TIMEOUT, timeout))
         self._started = 0
         self._mine, self._names = 0, [""]
         self._store: Any = None
-        self._ranks_meet: TCPStore | None = None
-        self._through = self._all_through = self._failed = False
+        self._rank_store: TCPStore | None = None
+        self._finished = self._all_finished = self._failed = False
         self._answered = 0.0
         self.lost = False
 
@@ -90,7 +90,7 @@ class Nodes:
             # no join: the machine that keeps the store may be off
             threading.Thread(target=self._listen, name="parwrap nodes", daemon=True).start()
         self._started += 1
-        self._through = self._all_through = self._failed = False
+        self._finished = self._all_finished = self._failed = False
         self._answered = time.monotonic()
         self._store = store.clone()
 
@@ -102,8 +102,8 @@ class Nodes:
         store = PrefixStore(f"parwrap/{self._started if static else ''}", agent_store(agent))
         if self._mine == 0:
             if self._started or not static:
-                self._ranks_meet = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
-                group.master_port = self._ranks_meet.port
+                self._rank_store = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
+                group.master_port = self._rank_store.port
             store.set("ranks", json.dumps([group.master_addr, group.master_port]))
         store.set(f"beat/{self._mine}", "")
         store.set(f"node/{self._mine}", json.dumps([remaining_restarts(agent), socket.gethostname(), group.spec.local_addr]))
@@ -111,26 +111,26 @@ class Nodes:
         # a node that joined later has not seen earlier failures, and all ranks need the same attempt number
         set_remaining_restarts(agent, min(left for left, _, _ in arrivals))
         self._names = [node_name(node, host) for node, (_, host, _) in enumerate(arrivals)]
-        self._variables.update(towards([address for _, _, address in arrivals if address], {**os.environ, **self._variables}))
+        self._variables.update(interface_variables([address for _, _, address in arrivals if address], {**os.environ, **self._variables}))
         group.master_addr, group.master_port = json.loads(store.get("ranks"))
         return store
 
     @property
     def failed(self) -> bool:
         """Whether a node has reported a failure or has been given up."""
-        return not self._alone and (self._failed or self._deaf)
+        return not self._alone and (self._failed or self._unreachable)
 
-    def through(self) -> bool:
+    def finish(self) -> bool:
         """Report that this node's ranks have all ended well; returns whether those of the others have too."""
-        self._through = True
-        return self._alone or self._all_through
+        self._finished = True
+        return self._alone or self._all_finished
 
     def leave(self, signalled: int) -> None:
         """Report that a signal ends this node's launcher, so that the others need not wait for its heartbeat."""
-        if not self._alone and self._store and not self._deaf:
+        if not self._alone and self._store and not self._unreachable:
             with suppress(DistError):
                 self._publish([], f"{self._names[self._mine]} was stopped by {signal_name(signalled)}")
-                self._wait_until_read(time.monotonic() + LINGERING)
+                self._wait_until_read(time.monotonic() + REPORT_WAIT)
 
     def exchange(self) -> None:
         """The job has failed, here or elsewhere: write down all reports on every node."""
@@ -138,10 +138,10 @@ class Nodes:
             return
         others = [node for node in range(len(self._names)) if node != self._mine]
         try:
-            if self._deaf:
+            if self._unreachable:
                 raise DistError
             self._publish(read_failures(self._failures))
-            until = time.monotonic() + LINGERING
+            until = time.monotonic() + REPORT_WAIT
             self._wait_for([f"failures/{node}" for node in others], until)
             silent = [node for node in others if not self._store.check([f"failures/{node}"])]
             for node in {*others} - {*silent}:
@@ -161,34 +161,34 @@ class Nodes:
 
     def _listen(self) -> None:
         """Send heartbeats and check those of others while this process lives. Each node watches the one before it."""
-        store, beaten, heard = None, 0.0, (None, 0.0)
+        store, beaten, last_beat = None, 0.0, (None, 0.0)
         reported_done = False
         while True:
-            time.sleep(LOOKING)
+            time.sleep(POLLING)
             if store is not self._store:
-                store, heard, reported_done = self._store, (None, 0.0), False
+                store, last_beat, reported_done = self._store, (None, 0.0), False
             if store is None or self._alone or self._failed:
                 continue
-            all_through = failed = False
+            all_finished = failed = False
             try:
-                if time.monotonic() > beaten + BEAT:
+                if time.monotonic() > beaten + HEARTBEAT:
                     beaten = time.monotonic()
                     store.set(f"beat/{self._mine}", str(beaten))
                     watched = (self._mine or len(self._names)) - 1
                     beat = store.get(f"beat/{watched}")
-                    heard = heard if beat == heard[0] else (beat, beaten)
-                    if beaten - heard[1] > self._silence:
-                        self._publish([], f"no heartbeat from {self._names[watched]} for {self._silence:g} s")
-                if self._through:
+                    last_beat = last_beat if beat == last_beat[0] else (beat, beaten)
+                    if beaten - last_beat[1] > self._heartbeat_timeout:
+                        self._publish([], f"no heartbeat from {self._names[watched]} for {self._heartbeat_timeout:g} s")
+                if self._finished:
                     if not reported_done and store.add("through", 1) == len(self._names):
                         store.set("all through", "")
                     reported_done = True
-                    all_through = store.check(["all through"])
+                    all_finished = store.check(["all through"])
                 failed = store.check(["failed"])
             except DistError:
                 failed = True
             if store is self._store:  # and not the next start's
-                self._all_through, self._failed, self._answered = all_through, failed, time.monotonic()
+                self._all_finished, self._failed, self._answered = all_finished, failed, time.monotonic()
 
     def _publish(self, failures: Iterable[Failure], lost: str = "") -> None:
         self._store.set(f"failures/{self._mine}", json.dumps([asdict(failure) for failure in failures]))
@@ -199,9 +199,9 @@ class Nodes:
         return len(self._names) == 1
 
     @property
-    def _deaf(self) -> bool:
+    def _unreachable(self) -> bool:
         """Whether the store, which another node keeps, does not answer."""
-        return time.monotonic() - self._answered > self._silence
+        return time.monotonic() - self._answered > self._heartbeat_timeout
 
     def _wait_until_read(self, until: float) -> None:
         """Wait until every node has read the reports, because this node may keep the store."""
@@ -211,7 +211,7 @@ class Nodes:
 
     def _wait_for(self, keys: list[str], until: float) -> None:
         while not self._store.check(keys) and time.monotonic() < until:
-            time.sleep(LOOKING)
+            time.sleep(POLLING)
 
 
 @contextmanager

@@ -137,7 +137,7 @@ class RankOutput:
         """The function that takes one rank's output from one of its pipes; it gets empty bytes at the end."""
         lines, ranks = Lines(), self._ranks
 
-        def take(said: bytes) -> None:
+        def take(data: bytes) -> None:
             nonlocal ranks
             if ranks is not self._ranks:  # the ranks have been restarted
                 if shown is not None and self.pipes.everyone:
@@ -145,13 +145,13 @@ class RankOutput:
                 ranks = self._ranks
             if file := self._files.get(local_rank):
                 try:
-                    file.write(said)
+                    file.write(data)
                 except OSError as error:
                     del self._files[local_rank]
                     self._report_loss(f"in {file.name}", error)
             if shown is not None and shown not in self._lost:
                 try:
-                    _write(shown, prefixed(lines.take(said), self._ranks.get(local_rank, local_rank)) if self.pipes.everyone else said)
+                    _write(shown, prefixed(lines.take(data), self._ranks.get(local_rank, local_rank)) if self.pipes.everyone else data)
                 except BrokenPipeError:  # by the reader
                     self._lost.add(shown)
                 except OSError as error:
@@ -177,10 +177,10 @@ class Lines:
     def __init__(self) -> None:
         self._begun, self._shown = b"", time.monotonic()
 
-    def take(self, said: bytes) -> list[bytes]:
-        """The lines completed by ``said``; with empty bytes, the unfinished rest."""
-        *whole, self._begun = (self._begun + said).split(b"\n")
-        if not said and self._begun:
+    def take(self, data: bytes) -> list[bytes]:
+        """The lines completed by ``data``; with empty bytes, the unfinished rest."""
+        *whole, self._begun = (self._begun + data).split(b"\n")
+        if not data and self._begun:
             whole, self._begun = [self._begun], b""
         lines = [_last(line) for line in whole]
         if b"\r" in self._begun:

@@ -23,22 +23,22 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from parwrap.errors import LaunchError
 from parwrap.launching.command.plan import LaunchPlan
 from parwrap.launching.elastic.failure_report import node_name
-from parwrap.launching.elastic.network_route import PORTS, endpoint, patience, way_to
+from parwrap.launching.elastic.network_route import PORTS, endpoint, rendezvous_timeout, way_to
 from parwrap.system.background import in_background
 from parwrap.torch_private.elastic import arrived_nodes, this_node
 
 __all__ = ["command_there", "reporting_wait"]
 
-TELLING = 5.0
+REPORT_AFTER = 5.0
 """Seconds before the first message."""
 
 AGAIN = 600.0
 """Seconds between two messages."""
 
-LOOKING = 0.05
+POLLING = 0.05
 """Seconds between two checks for nodes that have joined."""
 
-MEETING = ("nnodes", "node-rank", "master-addr", "master-port", "local-addr", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
+RENDEZVOUS_OPTIONS = ("nnodes", "node-rank", "master-addr", "master-port", "local-addr", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
 """The options by which nodes find each other, repeated in the command for another node."""
 
 MOST = 4
@@ -74,11 +74,11 @@ def command_there(plan: LaunchPlan, node: int | None) -> str:
         node: the other node's number; ``None`` if nodes are numbered as they come.
     """
     torchrun = plan.torchrun
-    meeting = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in MEETING:
-        meeting.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in RENDEZVOUS_OPTIONS:
+        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
     of_script = len(plan.script.args) + 1
-    _, options = meeting.parse_known_args(plan.argv[:-of_script])
+    _, options = parser.parse_known_args(plan.argv[:-of_script])
     place = {"nnodes": torchrun.nnodes}
     if node is not None:
         place["node-rank"] = str(node)
@@ -90,12 +90,12 @@ def command_there(plan: LaunchPlan, node: int | None) -> str:
         place |= {"master-addr": torchrun.master_addr, **port}
     if torchrun.rdzv_id != "none":
         place["rdzv-id"] = torchrun.rdzv_id
-    said = [word for name, value in place.items() for word in (f"--{name}", value)]
-    return shlex.join(["python", "-m", "parwrap.run", *said, *options, *plan.argv[-of_script:]])
+    rendezvous = [word for name, value in place.items() for word in (f"--{name}", value)]
+    return shlex.join(["python", "-m", "parwrap.run", *rendezvous, *options, *plan.argv[-of_script:]])
 
 
 def _report(plan: LaunchPlan, handler: Any, missing: Callable[[LaunchPlan, Any], str], stopped: threading.Event) -> None:
-    pause = TELLING
+    pause = REPORT_AFTER
     while not stopped.wait(pause):
         with suppress(DistError, OSError):  # the rendezvous cannot be reached, which is reported elsewhere
             if text := missing(plan, handler):
@@ -107,7 +107,7 @@ def _all_numbers_come(plan: LaunchPlan) -> TCPStore:
     """Wait for the nodes, as torch would but without handling signals; returns the store of the rendezvous."""
     host, port = endpoint(plan.torchrun)
     number = plan.torchrun.node_rank
-    until = time.monotonic() + patience(plan)
+    until = time.monotonic() + rendezvous_timeout(plan)
     if number == 0:
         store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, multi_tenant=True)
     else:
@@ -116,7 +116,7 @@ def _all_numbers_come(plan: LaunchPlan) -> TCPStore:
     while not store.check([_has_come(each) for each in range(plan.nodes[0])]):
         if time.monotonic() > until:
             raise RendezvousTimeoutError
-        time.sleep(LOOKING)
+        time.sleep(POLLING)
     return store
 
 
@@ -137,7 +137,7 @@ def _connected(host: str, port: int, until: float) -> TCPStore:
                 f"the server at {host} port {port} does not answer like the first node of a job: check that --master-addr and "
                 "--master-port are those of --node-rank 0, and that no other server uses this port."
             )
-        time.sleep(LOOKING)
+        time.sleep(POLLING)
     return outcome.result()
 
 
@@ -146,7 +146,7 @@ def _missing_by_number(plan: LaunchPlan, handler: Any) -> str:
     if plan.torchrun.node_rank:
         return ""
     host, port = endpoint(plan.torchrun)
-    store = TCPStore("localhost", port, wait_for_workers=False, timeout=timedelta(seconds=TELLING))
+    store = TCPStore("localhost", port, wait_for_workers=False, timeout=timedelta(seconds=REPORT_AFTER))
     missing = [str(node) for node in range(1, plan.nodes[0]) if not store.check([_has_come(node)])]
     if not missing:
         return ""

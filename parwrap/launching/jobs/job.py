@@ -15,9 +15,9 @@ from parwrap.launching.command.command_line import UnknownOptionError, parse_opt
 from parwrap.launching.command.job_launchers import HOMES, launcher_named, launchers_with
 from parwrap.launching.command.plan import LaunchPlan, command_parser, plan_launch, unknown_option
 
-__all__ = ["Job", "job_asked", "launch_job", "say"]
+__all__ = ["Job", "launch_job", "print_line", "requested_job"]
 
-MEETING = (
+RENDEZVOUS_OPTIONS = (
     *("nnodes", "node_rank", "master_addr", "master_port", "local_addr"),
     *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
 )
@@ -51,7 +51,7 @@ class Job:
     dry_run: bool
 
 
-def job_asked(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Job | None:
+def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Job | None:
     """The job for ``python -m parwrap.run ARGV``; ``None`` if ``--launcher`` is not given or belongs to the script.
 
     Args:
@@ -70,7 +70,7 @@ def job_asked(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Jo
     for each in [name] if name in HOMES else HOMES:  # the parser needs all their options to find where the script starts
         group = parser.add_argument_group(f"--launcher {each}")
         launcher_named(each).add_options(group)
-    parser.set_defaults(nproc_per_node=None, **dict.fromkeys(MEETING))
+    parser.set_defaults(nproc_per_node=None, **dict.fromkeys(RENDEZVOUS_OPTIONS))
     try:
         ours, script = split_at_script(parser, argv)
     except UnknownOptionError as unknown:
@@ -81,7 +81,7 @@ def job_asked(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Jo
     if arguments.launcher is None:
         return None
     launcher = launcher_named(name)
-    for given in [option for option in MEETING if getattr(arguments, option) is not None]:
+    for given in [option for option in RENDEZVOUS_OPTIONS if getattr(arguments, option) is not None]:
         number = next(action.option_strings[0] for action in parser._actions if action.dest == "nodes")
         instead = f"{number} N sets how many" if given == "nnodes" else "remove it"
         raise UsageError(f"--{given.replace('_', '-')} is set by --launcher {name}, which connects the nodes: {instead}.")
@@ -96,8 +96,8 @@ def job_asked(argv: Sequence[str], environ: Mapping[str, str], cores: int) -> Jo
         ranks = str(options.gpus_per_node)
         command = ["--nproc-per-node", ranks, *command]
     gpus = options.gpus_per_node or int(ranks == "gpu")  # unless it was given, only the node knows
-    meeting = ["--nnodes", str(options.nodes), "--master-addr", "first-node"]  # the launcher fills in the address
-    plan = plan_launch([*meeting, *command], environ, gpus, cores, here=launcher.SHARES_FILES)
+    rendezvous = ["--nnodes", str(options.nodes), "--master-addr", "first-node"]  # the launcher fills in the address
+    plan = plan_launch([*rendezvous, *command], environ, gpus, cores, here=launcher.SHARES_FILES)
     return Job(
         launcher=name,
         nodes=options.nodes,
@@ -120,7 +120,7 @@ def launch_job(job: Job) -> int:
     return launcher_named(job.launcher).launch(job)
 
 
-def say(what: str) -> None:
+def print_line(what: str) -> None:
     """Report a job's progress to the user, apart from what its ranks write."""
     print(f"parwrap.run: {what}", file=sys.stderr, flush=True)
 

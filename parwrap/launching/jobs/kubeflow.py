@@ -101,7 +101,7 @@ def _name_of(script: str) -> str:
 
 
 def _pytorchjob(job: Job) -> dict[str, Any]:
-    """Pods that all restart when one fails if ``--max-restarts`` is given, else a master pod where the workers meet it."""
+    """Pods that all restart when one fails if ``--max-restarts`` is given, else a master pod, with the rendezvous, and workers."""
     common = {
         "runPolicy": {"cleanPodPolicy": "Running"},  # pods that wait for a failed one do not stay
         "nprocPerNode": job.ranks_per_node or "1",

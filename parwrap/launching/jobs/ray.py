@@ -21,7 +21,7 @@ from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.command.job_launchers import count
 from parwrap.launching.command.plan import columns, command_parser, describe_script
 from parwrap.launching.elastic.failure_report import Failure, report
-from parwrap.launching.jobs.job import Job, say
+from parwrap.launching.jobs.job import Job, print_line
 from parwrap.launching.jobs.ray_worker import be_a_rank
 from parwrap.patching.patch import Patch, installed
 
@@ -90,7 +90,7 @@ def launch(job: Job) -> int:
     worker = {"CPU": cores, "GPU": job.gpus_per_node or 0}
     for kind, each in worker.items():
         if (there := ray.cluster_resources().get(kind, 0)) < each * job.nodes:
-            say(f"the job needs {each * job.nodes} {kind}s and the cluster has {there:g}: it waits until the cluster has more")
+            print_line(f"the job needs {each * job.nodes} {kind}s and the cluster has {there:g}: it waits until the cluster has more")
     environ = {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS") if cluster and name in os.environ}
     try:
         with tempfile.TemporaryDirectory(prefix="parwrap-") as results:  # Ray would make ~/ray_results
@@ -107,7 +107,7 @@ def launch(job: Job) -> int:
             )
             return _follow(trainer, output)
     except KeyboardInterrupt:
-        say("stopping the job")
+        print_line("stopping the job")
         return 130
     except ray.exceptions.RayError as error:
         raise LaunchError(f"Ray failed: {error}") from None
@@ -188,7 +188,7 @@ def _follow(trainer: Any, output: Any) -> int:
     if ended is None:
         return 0
     if not failures:
-        say(f"Ray ended the job: {ended}")
+        print_line(f"Ray ended the job: {ended}")
         return 1
     if text := report(failures):
         print(text, file=sys.stderr)

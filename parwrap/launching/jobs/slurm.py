@@ -18,7 +18,7 @@ from pathlib import Path
 
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.command.job_launchers import add_node_options
-from parwrap.launching.jobs.job import Job, say
+from parwrap.launching.jobs.job import Job, print_line
 from parwrap.world.launchers import LOOPBACK
 
 __all__ = ["SHARES_FILES", "Status", "add_options", "batch_script", "launch", "read_status"]
@@ -45,7 +45,7 @@ LOOK = 0.5
 """Seconds between two reads of the log."""
 ASK = (1.0, 10.0)
 """Least and most seconds between two queries to SLURM; between them a tenth of the time since the last change."""
-PATIENCE = 600.0
+QUERY_TIMEOUT = 600.0
 """Seconds that SLURM may leave queries unanswered, as while its controller restarts."""
 
 ONE_NODE = """\
@@ -58,7 +58,7 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 # nodes that srun ends because one has failed exit with 143, which is not to hide that one's exit code
 srun --ntasks-per-node=1{cpus} --kill-on-bad-exit=1 bash -c '
     trap : TERM
-    "$3" -m parwrap.run --nnodes {nodes} {meeting} "${{@:4}}"
+    "$3" -m parwrap.run --nnodes {nodes} {rendezvous} "${{@:4}}"
     status=$?
     exit $((status == 143 ? 1 : status))
 ' bash "$host" "$port" {python} \\
@@ -115,7 +115,7 @@ def launch(job: Job) -> int:
             "where jobs are submitted and `sinfo` lists partitions. With --dry-run it prints the batch script."
         ) from None
     where = [f"--clusters={cluster}"] if cluster else []
-    say(f"submitted job {number}; Ctrl-C cancels it")
+    print_line(f"submitted job {number}; Ctrl-C cancels it")
     try:
         return _follow(number, where, submitted)
     except KeyboardInterrupt:
@@ -125,7 +125,7 @@ def launch(job: Job) -> int:
             raise LaunchError(
                 f"job {number} is still running, because scancel failed: {refused}: cancel it with `scancel {number}`."
             ) from None
-        say(f"cancelled job {number}")
+        print_line(f"cancelled job {number}")
         return 130
 
 
@@ -144,20 +144,20 @@ def batch_script(job: Job, python: str, directory: str) -> str:
         python=shlex.quote(python),
         command=shlex.join(job.command),
         nodes=job.nodes,
-        meeting=ELASTIC if job.max_restarts else STATIC,
+        rendezvous=ELASTIC if job.max_restarts else STATIC,
     )
     return "\n".join(["#!/bin/bash", *(f"#SBATCH {directive}" for directive in _directives(job, directory)), "", lines])
 
 
 def _directives(job: Job, directory: str) -> list[str]:
     """The options of sbatch, quoted; sbatch splits them as a shell does."""
-    asked = {name: getattr(job.options, name.replace("-", "_")) for name in OPTIONS}
-    asked["job-name"] = asked["job-name"] or Path(job.plan.script.target).name.removesuffix(".py")
+    given = {name: getattr(job.options, name.replace("-", "_")) for name in OPTIONS}
+    given["job-name"] = given["job-name"] or Path(job.plan.script.target).name.removesuffix(".py")
     return [
         f"--nodes={job.nodes}",
         "--ntasks-per-node=1",
         *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
-        *(f"--{name}={shlex.quote(value)}" for name, value in asked.items() if value),
+        *(f"--{name}={shlex.quote(value)}" for name, value in given.items() if value),
         f"--chdir={shlex.quote(directory)}",
         "--requeue",
         "--open-mode=append",
@@ -217,19 +217,19 @@ def read_status(text: str) -> Status:
 
 def _follow(number: str, where: list[str], since: float) -> int:
     """Print the log of job ``number``, and its state on stderr, until it has ended; returns its exit code."""
-    read = said = None
-    news_at = 0.0
+    read = shown = None
+    shown_at = 0.0
     while True:
         status = _status(number, where)
         if read is None:  # SLURM appends to an existing log
             older = os.path.exists(status.log) and os.path.getmtime(status.log) < since
             read = os.path.getsize(status.log) if older else 0
-        news = _news(number, status)
-        if news != said:
-            said, news_at = news, time.monotonic()
-            if news:
-                say(news)
-        until = time.monotonic() + min(max(ASK[0], (time.monotonic() - news_at) / 10), ASK[1])
+        text = _described(number, status)
+        if text != shown:
+            shown, shown_at = text, time.monotonic()
+            if text:
+                print_line(text)
+        until = time.monotonic() + min(max(ASK[0], (time.monotonic() - shown_at) / 10), ASK[1])
         while not status.ended and time.monotonic() < until:
             time.sleep(LOOK)
             read = _print_from(read, status.log)
@@ -237,7 +237,7 @@ def _follow(number: str, where: list[str], since: float) -> int:
             time.sleep(LOOK)  # a shared file system may lag behind
             _print_from(read, status.log)
             if status.ran and not os.path.exists(status.log):
-                say(
+                print_line(
                     f"cannot read the log of job {number} from here: it is {status.log} on its first node; give --output a path that all "
                     "nodes share"
                 )
@@ -245,7 +245,7 @@ def _follow(number: str, where: list[str], since: float) -> int:
 
 
 def _status(number: str, where: list[str]) -> Status:
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + QUERY_TIMEOUT
     while True:
         try:
             return read_status(_slurm("scontrol", *where, "show", "job", number))
@@ -255,7 +255,7 @@ def _status(number: str, where: list[str]) -> Status:
             time.sleep(ASK[0])
 
 
-def _news(number: str, status: Status) -> str:
+def _described(number: str, status: Status) -> str:
     if status.ended:
         return "" if status.state == "COMPLETED" else f"job {number} ended: {status.state}, exit code {status.code}"
     again = " again" if status.restarts else ""

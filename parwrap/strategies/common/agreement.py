@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from parwrap.errors import RankMismatchError
 
-__all__ = ["Described", "SiteReport", "alike", "checksums", "described", "differing", "is_stand_in", "refuse_different_parameters"]
+__all__ = [
+    "Described",
+    "SiteReport",
+    "alike",
+    "are_equal",
+    "checksums",
+    "described",
+    "differing",
+    "halves",
+    "is_stand_in",
+    "refuse_different_parameters",
+]
 
 MARK = "_parwrap_stand_in"
 
@@ -88,6 +100,24 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     for on_device in places.values():
         found.update(zip(on_device, torch.stack([sums[place] for place in on_device]).tolist(), strict=True))
     return [found[place] for place in range(len(sums))]
+
+
+def halves(thing: Any) -> list[int]:
+    """Numbers whose sums over ranks show whether all have an equal ``thing``, for :func:`are_equal`.
+
+    They are the halves of a checksum and their squares, whose sums are exact.
+    """
+    checksum = divmod(zlib.crc32(repr(thing).encode()), 1 << 16)
+    return [*checksum, *(half**2 for half in checksum)]
+
+
+def are_equal(sums: Sequence[float], size: int) -> bool:
+    """Whether all of ``size`` ranks have equal things, given the ``sums`` of their :func:`halves`.
+
+    >>> are_equal([2 * each for each in halves("a")], 2), are_equal([one + other for one, other in zip(halves("a"), halves("b"))], 2)
+    (True, False)
+    """
+    return all(int(total) ** 2 == int(squares) * size for total, squares in zip(sums[:2], sums[2:], strict=True))
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:

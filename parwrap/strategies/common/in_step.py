@@ -16,7 +16,7 @@ from parwrap.group.collectives import sums_of
 from parwrap.group.group import Group, is_alone
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
-from parwrap.strategies.common.training_buffers import SENT, fingerprint, send
+from parwrap.strategies.common.sent_values import SENT, copy_from, fingerprint, kind_of
 
 __all__ = ["InStep"]
 
@@ -103,15 +103,12 @@ class InStep(Interceptor):
         numbered = [*((place, 0, each) for place, each in enumerate(modules)), *((-1, *each) for each in strangers.items())]
         for place, number, module in numbered:
             mine |= {(place, number, path): buffer for path, buffer in module.named_buffers() if _is_sendable(buffer)}
-        layout = {key: (tuple(buffer.shape), buffer.dtype, fingerprint(buffer) if key[0] < 0 else 0) for key, buffer in mine.items()}
+        layout = {key: (kind_of(buffer), fingerprint(buffer) if key[0] < 0 else 0) for key, buffer in mine.items()}
         gathered = self._group.share("buffers at evaluation", layout, present)
         # buffers of the modules are statistics, which differ; most others are constants
-        sent = [key for key in gathered[source] if key[0] >= 0 or any(view.get(key) != gathered[source][key] for view in gathered.values())]
-        kinds = [gathered[source][key][:2] for key in sent]
-        for key, values in zip(sent, send(self._group, [mine.get(key) for key in sent], kinds, source), strict=True):
-            buffer = mine.get(key)
-            if buffer is not None and (buffer.shape, buffer.dtype) == (values.shape, values.dtype) and self._group.world.rank != source:
-                buffer.data.copy_(values)  # .data: not a change by the script, which would be sent after the next backward
+        views = gathered.values()
+        sent = {key: each[0] for key, each in gathered[source].items() if key[0] >= 0 or any(view.get(key) != each for view in views)}
+        copy_from(self._group, mine, sent, source)
         for module in modules:
             self._synced[module] = self._seen()
         for module in strangers.values():

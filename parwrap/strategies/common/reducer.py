@@ -6,7 +6,6 @@ It gets a holder of the parameters instead of the user's model. ``gradient_avera
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parwrap.group.device import uses_nccl
 from parwrap.options import Options
+from parwrap.strategies.common import sparse_gradients
 from parwrap.torch_private.modules import registered_parameters
 
 __all__ = ["Reducer", "reducer_options"]
@@ -24,9 +24,11 @@ def reducer_options(options: Options) -> dict[str, Any]:
     """The options of a distributed function that :class:`Reducer` needs."""
     # given 25, DDP would make the first bucket as large as the others; by default, it starts to send at 1 MB
     capacity = None if options.bucket_cap_mb == Options.bucket_cap_mb else options.bucket_cap_mb
-    given = {"bucket_cap_mb": capacity, "gradient_as_bucket_view": options.gradient_as_bucket_view}
+    given: dict[str, Any] = {"bucket_cap_mb": capacity, "gradient_as_bucket_view": options.gradient_as_bucket_view}
     if options.compress:  # a compression hook is imported only if it is used
-        given["compressed"] = resolve_name("parwrap.strategies.ddp.compression:compressed")(options)
+        from parwrap.strategies.common.compression import compressed
+
+        given["compressed"] = compressed(options)
     return given
 
 
@@ -48,7 +50,7 @@ class Reducer(DistributedDataParallel):
         if compressed is not None:
             self.register_comm_hook(None, compressed(signal).send)
         elif len(sparse) > 1 or (sparse and uses_nccl()):
-            self.register_comm_hook(None, resolve_name("parwrap.strategies.ddp.sparse_gradients:send"))
+            self.register_comm_hook(None, sparse_gradients.send)
 
 
 class _SparselyUsed(nn.Embedding):

@@ -10,32 +10,25 @@ from __future__ import annotations
 
 import gc
 import weakref
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from parwrap.coordination.call_site import worth_a_look
-from parwrap.group.collectives import CPU
 from parwrap.group.group import Group
 from parwrap.loop.loop_state import Loop
+from parwrap.strategies.common.sent_values import SENT, Kind, fingerprint, kind_of, send
 from parwrap.torch_private.modules import NormBase, is_initialized, registered_buffers, registered_parameters
 from parwrap.torch_private.tensors import version_of
 
-__all__ = ["SENT", "OuterModules", "TrainingBuffers", "fingerprint", "send"]
-
-SENT = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
-"""Dtypes that collectives support."""
+__all__ = ["OuterModules", "TrainingBuffers"]
 
 Name = tuple[int, str]
 """Identifies a buffer on all ranks: the position of its model's first parameter in the averaged set, and its path in the model."""
-
-Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass
@@ -183,8 +176,8 @@ class TrainingBuffers:
         asked = asked or names is None
         if asked or names is None:
             source, names, move = self._agree(contributes)
-        tensors = {name: buffer.now() for name in names if (buffer := self._buffers.get(name))}
-        for name, values in zip(names, send(self._group, [tensors.get(name) for name in names], list(names.values()), source), strict=True):
+        tensors = {name: tensor for name in names if (buffer := self._buffers.get(name)) and (tensor := buffer.now()) is not None}
+        for name, values in send(self._group, tensors, names, source).items():
             if (buffer := self._buffers.get(name)) and self._group.world.rank != source:
                 self._late.append((buffer, values))
         placed = {id(buffer): values for buffer, values in self._late}
@@ -217,11 +210,11 @@ class TrainingBuffers:
         self._taken += 1
         mine = {name: (_kind(tensor), fingerprint(tensor)) for name, each in self._buffers.items() if (tensor := each.now()) is not None}
         moved = set() if first else {name for name in mine if self._buffers[name].changed()}
-        told = self._group.share("buffers that training changes", (contributes, mine, moved), range(self._group.world.size))
-        source = min(rank for rank, (took_part, _, _) in told.items() if took_part)
-        all_moved = set().union(*(each for _, _, each in told.values()))
-        theirs = told[source][1]
-        differ = {name for name, each in theirs.items() if any(view.get(name, each) != each for _, view, _ in told.values())}
+        reported = self._group.share("buffers that training changes", (contributes, mine, moved), range(self._group.world.size))
+        source = min(rank for rank, (took_part, _, _) in reported.items() if took_part)
+        all_moved = set().union(*(each for _, _, each in reported.values()))
+        theirs = reported[source][1]
+        differ = {name for name, each in theirs.items() if any(view.get(name, each) != each for _, view, _ in reported.values())}
         names = {name: kind for name, (kind, _) in sorted(theirs.items()) if name in all_moved | differ}
         # which of them change in each step is known from the second exchange on
         self._agreed = None if first else {name: theirs[name][0] for name in {**(self._agreed or {}), **names} if name in theirs}
@@ -252,40 +245,9 @@ class TrainingBuffers:
             buffer.by_values = not buffer.changed() and before not in (None, buffer.values) and self._looks > 1
 
 
-def send(group: Group, tensors: Sequence[torch.Tensor | None], kinds: Sequence[Kind], source: int) -> list[torch.Tensor]:
-    """The values of rank ``source``'s ``tensors``, on all ranks; one collective for each dtype and device.
-
-    Args:
-        group: the ranks.
-        tensors: this rank's tensors; only ``source`` must have them.
-        kinds: their shapes and dtypes there.
-        source: the rank that sends.
-    """
-    received: list[Any] = list(tensors)
-    home = group.device if group.backend == "nccl" else CPU
-    for dtype in dict.fromkeys(dtype for _, dtype in kinds):
-        where = [index for index, kind in enumerate(kinds) if kind[1] == dtype]
-        sizes = [torch.Size(kinds[index][0]).numel() for index in where]
-        if group.world.rank == source:
-            flat = torch.cat([tensors[index].reshape(-1).to(home) for index in where])  # type: ignore[union-attr]
-        else:
-            flat = torch.empty(sum(sizes), dtype=dtype, device=home)
-        dist.broadcast(flat, source)
-        for index, values in zip(where, flat.split(sizes), strict=True):
-            here = tensors[index]
-            received[index] = values.view(kinds[index][0]).to(group.device if here is None else here.device)
-    return received
-
-
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
-def fingerprint(tensor: torch.Tensor) -> int:
-    """A fingerprint: equal for equal values, and almost surely different for others."""
-    values: Any = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()
-    return zlib.crc32(values)
-
-
 def _kind(tensor: torch.Tensor | None) -> Kind | None:
-    return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+    return None if tensor is None else kind_of(tensor)

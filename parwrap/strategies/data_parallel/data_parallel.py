@@ -52,18 +52,18 @@ class DataParallel(Interceptor):
         devices: one replica on each; the first has the model. With a single one, calls run unchanged.
         gather: whether outputs are gathered on the first.
         loss: how a number that a model returns combines the samples: ``"mean"`` or ``"sum"``; without it, such a model runs whole.
-        asked: whether the user named the devices.
+        named: whether the user named the devices.
     """
 
-    def __init__(self, devices: Sequence[torch.device], gather: bool, loss: str | None, asked: bool) -> None:
-        self._devices, self._gather, self._loss, self._asked = devices, gather, loss, asked
+    def __init__(self, devices: Sequence[torch.device], gather: bool, loss: str | None, named: bool) -> None:
+        self._devices, self._gather, self._loss, self._named = devices, gather, loss, named
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
-        self._said: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     @intercepts
     def call(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
         """Run the call of ``module``: on several devices if it is called from outside of any other module, and has parameters."""
-        if is_undivided() or _is_aside(module):
+        if is_undivided() or _is_internal(module):
             note_call(module)
             return run(*args, **kwargs)
         if isinstance(module, nn.parallel.DistributedDataParallel):  # the script deals with devices itself
@@ -77,7 +77,7 @@ class DataParallel(Interceptor):
 
     def _call(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
         if groups.current() is not None:
-            if self._asked and len(self._devices) > 1:
+            if self._named and len(self._devices) > 1:
                 refuse_ranks(self._devices, groups.world_size())
             return run(*args, **kwargs)
         if len(self._devices) < 2 or any(is_lazy(p) for p in module.parameters()):  # the first batch determines its shapes
@@ -90,14 +90,14 @@ class DataParallel(Interceptor):
         reason = self._why_not(known, module, (args, kwargs), leaves, sizes)
         if reason is None and len(sizes) > 1:
             if known.calls == 1:
-                _say_divided(type(module).__name__, tuple(self._devices[: len(sizes)]), tuple(sizes))
+                _print_division(type(module).__name__, tuple(self._devices[: len(sizes)]), tuple(sizes))
             return self._divided(module, args, kwargs, run, sizes)
         if reason is not None and not isinstance(reason, Untried):
-            self._say_whole(module, reason)
+            self._warn_of_whole(module, reason)
         outputs = _on_whole(run, args, kwargs)
         if isinstance(reason, Untried):  # otherwise the whole batch has failed too, and the script has seen only that error
             known.reason = reason
-            self._say_whole(module, reason)
+            self._warn_of_whole(module, reason)
         return outputs
 
     def _why_not(self, known: _Known, module: nn.Module, given: tuple[tuple, dict], leaves: list[Any], sizes: list[int]) -> str | None:
@@ -123,7 +123,7 @@ class DataParallel(Interceptor):
         try:
             return why_not_in_parts(module, given, sizes, self._merge(module, sizes, in_whole), self._loss)
         except torch.OutOfMemoryError:
-            self._say_once(
+            self._warn_once(
                 module, f"is divided without a look at whether that gives the same, since a whole batch does not fit on {self._devices[0]}"
             )
             return None
@@ -149,20 +149,20 @@ class DataParallel(Interceptor):
                     f"{first}, where the model must be: move it there, model.to('{first}'), or name other device_ids."
                 )
 
-    def _say_whole(self, module: nn.Module, reason: str) -> None:
+    def _warn_of_whole(self, module: nn.Module, reason: str) -> None:
         does = f"runs on the whole batch on {self._devices[0]} alone, and parwrap.data_parallel does nothing for it"
-        self._say_once(module, f"{does}: {reason}")
+        self._warn_once(module, f"{does}: {reason}")
 
-    def _say_once(self, module: nn.Module, what: str) -> None:
+    def _warn_once(self, module: nn.Module, what: str) -> None:
         name = type(module).__name__
-        if (name, what) not in self._said:
-            self._said.add((name, what))
+        if (name, what) not in self._warned:
+            self._warned.add((name, what))
             file, _, line = location().rpartition(":")
             warnings.warn_explicit(f"parwrap: {name} {what}. This is shown once.", UserWarning, file, int(line))
 
 
 @functools.cache
-def _say_divided(model: str, devices: Sequence[torch.device], sizes: Sequence[int]) -> None:
+def _print_division(model: str, devices: Sequence[torch.device], sizes: Sequence[int]) -> None:
     """Printed once, however often a function opens the scope."""
     each, parts = ", ".join(map(str, devices)), " + ".join(map(str, sizes))
     write_line(f"parwrap: 1 process on {each}, {model} is divided, batch {sum(sizes)} as {parts}")
@@ -181,7 +181,7 @@ def refuse_ranks(devices: Sequence[torch.device], ranks: int) -> None:
     )
 
 
-def _is_aside(module: nn.Module) -> bool:
+def _is_internal(module: nn.Module) -> bool:
     """Whether a call belongs to a replica, or to a model that torch recomputes, traces or transforms."""
     return (
         isinstance(module, nn.DataParallel)  # it calls its own replicas, or the model

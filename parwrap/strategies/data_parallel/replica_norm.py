@@ -29,7 +29,7 @@ def shared_over_replicas(call: Norm, replica: Replica) -> torch.Tensor:
     shape = [1, -1, *[1] * (x.dim() - 2)]
     over = [0, *range(2, x.dim())]
     own = torch.var_mean(x, over, correction=0) if x.numel() else (x.sum(over), x.sum(over))
-    *whole, count = replica.meet(_name(call, replica), (*own, x.numel() // x.size(1)), _whole)
+    *whole, count = replica.synchronize(_name(call, replica), (*own, x.numel() // x.size(1)), _whole)
     var, mean = (each.to(x.device) for each in whole)
     if call.running_mean is not None and call.running_var is not None and count:
         with torch.no_grad():

@@ -36,9 +36,9 @@ class Replica:
     def __init__(self, team: _Team, index: int, module: nn.Module | None) -> None:
         self.index, self.device, self.module = index, team.devices[index], module
         self.names: dict[int, str] | None = None
-        self._team, self._met = team, 0
+        self._team, self._passed = team, 0
 
-    def meet(self, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
+    def synchronize(self, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
         """The result of ``merge`` for the values of all replicas, in their order; the last one that comes calls it.
 
         Args:
@@ -49,8 +49,8 @@ class Replica:
         Raises:
             UsageError: another replica came for something else, or will not come.
         """
-        self._met += 1
-        return self._team.meet(self, self._met - 1, what, value, merge)
+        self._passed += 1
+        return self._team.synchronize(self, self._passed - 1, what, value, merge)
 
     def __str__(self) -> str:
         return f"replica {self.index} on {self.device}"
@@ -60,9 +60,9 @@ class _Abandoned(Exception):
     """Raised in a replica that waits for one that has failed; never shown."""
 
 
-class _Meeting:
+class _SyncPoint:
     def __init__(self) -> None:
-        self.came: dict[int, tuple[str, Any]] = {}
+        self.arrived: dict[int, tuple[str, Any]] = {}
         self.over = False
         self.result: Any = None
         self.error: Exception | None = None
@@ -75,12 +75,12 @@ class _Team:
         self.devices = devices
         self.results: list[Any] = [None] * len(devices)
         self.errors: dict[int, BaseException] = {}
-        self._through: set[int] = set()
+        self._finished: set[int] = set()
         self._failed = False
-        self._meetings: list[_Meeting] = []
+        self._sync_points: list[_SyncPoint] = []
         self._turns: dict[torch.device, int] = {}
         self._begun: set[int] = set()
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
 
     def run(self, replica: Replica, call: Callable[[], Any], modes: AbstractContextManager) -> None:
         """The body of a replica's thread."""
@@ -97,72 +97,72 @@ class _Team:
             self.errors[replica.index] = error
             self.stop()
         else:
-            with self._news:
-                self._through.add(replica.index)
+            with self._changed:
+                self._finished.add(replica.index)
         finally:
             self._end_turn(replica)
 
     def _take_turn(self, replica: Replica) -> None:
         """Wait until no other replica runs on its device, and earlier ones there have begun."""
         before = {index for index in range(replica.index) if self.devices[index] == replica.device}
-        with self._news:
-            self._news.wait_for(lambda: replica.device not in self._turns and before <= self._begun)
+        with self._changed:
+            self._changed.wait_for(lambda: replica.device not in self._turns and before <= self._begun)
             self._turns[replica.device] = replica.index
             self._begun.add(replica.index)
 
     def _end_turn(self, replica: Replica) -> None:
-        with self._news:
+        with self._changed:
             if self._turns.get(replica.device) == replica.index:
                 del self._turns[replica.device]
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Nobody may wait for others any longer."""
-        with self._news:
+        with self._changed:
             self._failed = True
-            self._news.notify_all()
+            self._changed.notify_all()
 
-    def meet(self, replica: Replica, number: int, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
-        with self._news:
-            if len(self._meetings) == number:
-                self._meetings.append(_Meeting())
-            meeting = self._meetings[number]
-            meeting.came[replica.index] = what, value
-            if len(meeting.came) == len(self.devices):
-                self._hold(meeting, merge)
-                self._news.notify_all()
+    def synchronize(self, replica: Replica, number: int, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
+        with self._changed:
+            if len(self._sync_points) == number:
+                self._sync_points.append(_SyncPoint())
+            sync_point = self._sync_points[number]
+            sync_point.arrived[replica.index] = what, value
+            if len(sync_point.arrived) == len(self.devices):
+                self._hold(sync_point, merge)
+                self._changed.notify_all()
             else:
                 self._end_turn(replica)
-                self._news.wait_for(lambda: meeting.over or self._failed or bool(self._through - meeting.came.keys()))
-                if meeting.over:
+                self._changed.wait_for(lambda: sync_point.over or self._failed or bool(self._finished - sync_point.arrived.keys()))
+                if sync_point.over:
                     self._take_turn(replica)
-        if not meeting.over:
+        if not sync_point.over:
             self._give_up(replica, what)
-        if meeting.error is not None:
-            raise meeting.error
-        return meeting.result
+        if sync_point.error is not None:
+            raise sync_point.error
+        return sync_point.result
 
-    def _hold(self, meeting: _Meeting, merge: Callable[[list[Any]], Any]) -> None:
-        meeting.over = True
-        came = sorted(meeting.came.items())
+    def _hold(self, sync_point: _SyncPoint, merge: Callable[[list[Any]], Any]) -> None:
+        sync_point.over = True
+        arrived = sorted(sync_point.arrived.items())
         try:
-            (first, (what, _)), *others = came
-            for other, (whatelse, _) in others:
-                if whatelse != what:
+            (first, (what, _)), *others = arrived
+            for other, (other_what, _) in others:
+                if other_what != what:
                     raise UsageError(
                         f"replica {first} on {self.devices[first]} is in {what} while replica {other} on {self.devices[other]} is in "
-                        f"{whatelse}. {ADVICE}"
+                        f"{other_what}. {ADVICE}"
                     )
-            meeting.result = merge([value for _, (_, value) in came])
+            sync_point.result = merge([value for _, (_, value) in arrived])
         except Exception as error:
-            meeting.error = error
-        meeting.came.clear()
+            sync_point.error = error
+        sync_point.arrived.clear()
 
     def _give_up(self, replica: Replica, what: str) -> None:
         if self._failed:
             raise _Abandoned
-        gone = min(self._through)
-        raise UsageError(f"{replica} is in {what}, and replica {gone} on {self.devices[gone]} is through with its forward. {ADVICE}")
+        done = min(self._finished)
+        raise UsageError(f"{replica} is in {what}, and replica {done} on {self.devices[done]} is through with its forward. {ADVICE}")
 
 
 ADVICE = "Have all replicas run the same layers in the same order, or remove parwrap.sync_bn."

@@ -12,6 +12,5 @@
     unaveraged.py             gradients that no averaged backward has left
     following.py              weights that a script changes differently on each rank
     bypasses.py               refuses updates that bypass backward
-    compression.py            gradients sent as bf16, fp16 or PowerSGD; sparse_gradients.py: sparse ones
     one_thread.py             the error of a second thread that trains
 """

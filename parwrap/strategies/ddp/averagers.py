@@ -16,7 +16,7 @@ from parwrap.coordination.call_site import warn
 from parwrap.group.group import Group
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.agreement import Described, SiteReport, alike, checksums, differing, is_stand_in
-from parwrap.strategies.common.same_values import BUILT_APART, BUILT_IN_LOOP, take_values
+from parwrap.strategies.common.same_values import take_values, warn_of_different
 from parwrap.strategies.common.state_transfer import take_state
 from parwrap.strategies.common.training_buffers import OuterModules
 from parwrap.strategies.ddp.following import Following
@@ -128,10 +128,7 @@ class AveragerRegistry:
         if apart and self._loop.trained:
             self.following.drifted()
         elif apart:
-            warn(
-                f"parwrap: {len(different)} of {total} parameters have different values on different ranks; rank {source}'s are used. "
-                f"{BUILT_IN_LOOP if self._loop.backwards and self._loop.passes_in_for else BUILT_APART}"
-            )
+            warn_of_different(len(different), total, source, in_loop=bool(self._loop.backwards and self._loop.passes_in_for))
         if apart and self._loop.backwards:
             self.take_state(source)  # they have drifted apart, and so has the optimizers' state
 

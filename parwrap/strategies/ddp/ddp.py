@@ -91,8 +91,8 @@ class DDP(Strategy):
         self._loop.look_for_parameters()
         if self._coordinator.number >= self._averagers.following.due:
             self._averagers.following.look()
-        thawed = site.frozen and any(p.requires_grad for p in site.frozen)
-        if site.visits < SETTLING or site.generation != self._loop.generation or thawed:
+        unfrozen = site.frozen and any(p.requires_grad for p in site.frozen)
+        if site.visits < SETTLING or site.generation != self._loop.generation or unfrozen:
             self._sites.agree(site, call)
             self.unaveraged.look_for_parameters()
             self._unexpected.watch()

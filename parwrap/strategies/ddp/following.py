@@ -19,7 +19,7 @@ from parwrap.group.group import Group, is_alone
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.agreement import Described, described
 from parwrap.strategies.common.same_values import take_values
-from parwrap.strategies.common.training_buffers import send
+from parwrap.strategies.common.sent_values import copy_from, kind_of
 
 __all__ = ["Following"]
 
@@ -127,20 +127,15 @@ class Following:
         """Copy the weights of the lowest rank present, as many as it has: garbage may live longer on one rank than on another."""
         source, owned = min(present), self._loop.once_owned()
         once = {id(p): number for number, p in sorted(owned.items(), reverse=True) if p.layout == torch.strided}
-        mine = {number: owned[number].detach() for number in sorted(once.values())}
-        kinds = {number: (tuple(p.shape), p.dtype) for number, p in mine.items()}
+        kinds = {number: kind_of(owned[number]) for number in sorted(once.values())}
         sent, rates = self._group.share(FOLLOWED, (kinds, self._rates()), [source])[source]
         if self._group.world.rank != source:
             self._take_rates(rates)
-        received = send(self._group, [mine.get(number) for number in sent], list(sent.values()), source)
-        for number, values in zip(sent, received, strict=True):
-            p = owned.get(number)
-            if p is not None and (p.shape, p.dtype) == (values.shape, values.dtype):
-                p.data.copy_(values)
+        copy_from(self._group, owned, sent, source)
 
     def _own(self, number: Number, like: Described, owned: dict[Number, torch.Tensor]) -> torch.Tensor:
         p = owned.get(number)
-        return p if p is not None and (tuple(p.shape), p.dtype) == like.kind else like.stand_in(self._group.device)
+        return p if p is not None and kind_of(p) == like.kind else like.stand_in(self._group.device)
 
 
 def _differ(rates: dict[int, Rates], number: int, group: int) -> bool:

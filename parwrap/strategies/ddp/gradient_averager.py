@@ -95,7 +95,7 @@ class GradientAverager:
     ) -> None:
         self._of_one_batch = of_one_batch
         self.missed = self._without = NONE
-        self.is_stale = self.at_once = self.buffers_move = self._has_news = False
+        self.is_stale = self.at_once = self.buffers_move = self._has_report = False
         self.error: Exception | None = None
         self.number, self.parameters = number, tuple(parameters)
         self.ids = frozenset(id(p) for p in self.parameters)
@@ -168,7 +168,7 @@ class GradientAverager:
             facts[:WEIGHT] = facts.new_tensor([id(p) in leaves for p in self.parameters])
         if self._sent_weight != weight:
             facts[WEIGHT] = self._sent_weight = weight
-        if weight != 1.0 or self._has_news:
+        if weight != 1.0 or self._has_report:
             self._group.coordinator.notify()
         self._signal.grad = None
         self.missed = self._without = NONE
@@ -217,7 +217,7 @@ class GradientAverager:
     def _forget(self) -> None:
         """All ranks have read this rank's report."""
         self._facts.data[UNEXPECTED:BUFFERS] = 0
-        self._has_news = False
+        self._has_report = False
 
     def note_unexpected(self) -> None:
         """A gradient came outside of the set, in the running backward."""
@@ -227,7 +227,7 @@ class GradientAverager:
     def note_stale_set(self) -> None:
         """The set is stale: this rank's losses now reach other parameters. The next backward reports it."""
         self._facts.data[STALE_SET] = 1
-        self._has_news = True
+        self._has_report = True
 
     def others(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters among ``leaves`` that are not in the set, though ranks share them."""

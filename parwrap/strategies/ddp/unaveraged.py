@@ -7,7 +7,6 @@ averaged.
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.intercept.scaler import ScalerCall
 from parwrap.intercept.skipping import stepping
 from parwrap.loop.loop_state import Loop, parameters_of
+from parwrap.strategies.common.agreement import are_equal, halves
 from parwrap.strategies.ddp.gradient_averager import Noted, note_gradients
 from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
 from parwrap.torch_private.tensors import version_of
@@ -210,10 +210,9 @@ class Unaveraged(Interceptor):
         """
         size, weight = self._group.world.size, counts * self._loop.weight
         factor = weight * self._loop.loss_factor
-        half, rest = divmod(zlib.crc32(repr(kinds).encode()), 1 << 16)  # sums of halves and of their squares are exact
-        facts = [half, rest, half**2, rest**2, counts, weight, float(counts > 0 and (weight, factor) != (1.0, 1.0))]
+        facts = [*halves(kinds), counts, weight, float(counts > 0 and (weight, factor) != (1.0, 1.0))]
         *sums, present, weights, weighed = sums_of(facts, self._group)
-        if any(total**2 != squares * size for total, squares in zip(sums[:2], sums[2:], strict=True)):
+        if not are_equal(sums, size):
             raise RankMismatchError(
                 f"at {location()} rank {self._group.world.rank} uses gradients that no backward made, of {len(kinds)} parameters, and "
                 "other ranks use those of other parameters at the same time. Have all ranks step the same optimizers in the same order."

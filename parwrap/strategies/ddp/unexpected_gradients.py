@@ -101,9 +101,8 @@ class UnexpectedGradients:
             )
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in others]
         grads = grads or [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]
-        *sums, weights = all_reduced([*grads, torch.tensor(weight, dtype=torch.float64)], self._group)
-        for p, total in zip(others, sums, strict=False):
-            p.grad = (total / weights.item()).to(p)
+        for p, average in zip(others, self._averages(grads, weight), strict=False):
+            p.grad = average.to(p)
         self._unaveraged.note(others)
         return bool(kinds) or any(is_stale for _, is_stale, _ in gathered)
 
@@ -124,10 +123,8 @@ class UnexpectedGradients:
         unexpected = [self._averagers.own(number, each, trained) for number, (each, _) in numbered]
         sparse = averager.sparse.union(id(p) for p, (_, (_, is_sparse)) in zip(unexpected, numbered, strict=True) if is_sparse)
         grads = [torch.zeros_like(p) if p.grad is None or not weight else p.grad.to_dense() for p in unexpected]
-        *sums, weights = all_reduced([*grads, torch.tensor(weight, dtype=torch.float64)], self._group)
-        for p, total in zip(unexpected, sums, strict=True):
-            average = (total / weights.item()).to(p)
-            p.grad = average.to_sparse(1) if id(p) in sparse else average
+        for p, average in zip(unexpected, self._averages(grads, weight), strict=True):
+            p.grad = average.to(p).to_sparse(1) if id(p) in sparse else average.to(p)
         self._found.clear()
         self._unaveraged.note(unexpected)
         extended = self._averagers.build([*averager.parameters, *unexpected], sparse, varies=True)
@@ -135,6 +132,11 @@ class UnexpectedGradients:
             if site.sync_point:
                 site.averager, site.sync_point = extended, SyncPoint(BACKWARD, site.sync_point.place, extended.number)
         self.watch()
+
+    def _averages(self, grads: list[torch.Tensor], weight: float) -> list[torch.Tensor]:
+        """The averages over the ranks of ``grads``, which are multiplied by this rank's ``weight``."""
+        *sums, weights = all_reduced([*grads, torch.tensor(weight, dtype=torch.float64)], self._group)
+        return [total / weights.item() for total in sums]
 
     def _note(self, parameter: torch.Tensor) -> None:
         if self.armed is not None and id(parameter) not in self.armed.ids:

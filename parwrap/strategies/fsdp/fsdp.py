@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import utils
 from torch.optim import Optimizer
 
-from parwrap.coordination.call_site import location, warn
+from parwrap.coordination.call_site import location
 from parwrap.coordination.status_board import SyncPoint
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group.collectives import sums_of
@@ -35,7 +35,7 @@ from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.options import Options
 from parwrap.strategies.common.agreement import checksums
 from parwrap.strategies.common.in_step import InStep
-from parwrap.strategies.common.same_values import BUILT_APART, take_values
+from parwrap.strategies.common.same_values import take_values, warn_of_different
 from parwrap.strategies.common.strategy import Strategy
 from parwrap.strategies.ddp.unaveraged import Unaveraged
 from parwrap.strategies.fsdp.replicated import Replicated
@@ -341,13 +341,8 @@ class FSDP(Strategy):
                 )
         sums = [set(each) for each in zip(*(checksums for _, checksums in gathered.values()), strict=True)]
         different = [p for (_, p), each in zip(named, sums, strict=True) if len(each) > 1]
-        if not different:
-            return
-        if take_values(different, 0, self._group):
-            warn(
-                f"parwrap: {len(different)} of {len(named)} parameters have different values on different ranks; rank 0's are used. "
-                f"{BUILT_APART}"
-            )
+        if different and take_values(different, 0, self._group):
+            warn_of_different(len(different), len(named), 0)
 
     def _enter_unit(self, what: str, unit: str, number: int) -> None:
         self._enter(what, f"{unit}, {location()}", zlib.crc32(f"{unit}/{number}".encode()) & 0x7FFFFFFF)

@@ -144,7 +144,7 @@ class Evaluations(Interceptor):
     def __init__(self, group: Group, loop: Loop) -> None:
         self._group, self._loop = group, loop
         self._in_step = InStep(group, loop)
-        self._trained, self._looking = 0, False
+        self._trained, self._evaluating = 0, False
         group.coordinator.answer(GOING_ON, lambda detail, present: None)
 
     @intercepts
@@ -153,11 +153,11 @@ class Evaluations(Interceptor):
         if is_alone() or not (self._loop.is_root(module) if training else self._loop.evaluated_with(module)):
             return
         if not training:
-            self._looking |= self._loop.backwards > self._trained
+            self._evaluating |= self._loop.backwards > self._trained
             self._trained = self._loop.backwards
             self._in_step.set_mode(module, training)
-        elif self._looking:
-            self._looking = False
+        elif self._evaluating:
+            self._evaluating = False
             self._group.synchronize(GOING_ON)
 
     @intercepts

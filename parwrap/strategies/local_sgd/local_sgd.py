@@ -230,11 +230,8 @@ class LocalSGD(Strategy):
 
     def _number(self, optimizer: torch.optim.Optimizer) -> int:
         """The number of ``optimizer`` on all ranks; a copy of one gets a number at its first step."""
-        for number, known in self._loop.numbered_optimizers():
-            if known is optimizer:
-                return number
-        self._loop.own_parameters(optimizer)
-        return self._number(optimizer)
+        number = self._loop.number(optimizer)
+        return self._loop.register(optimizer) if number is None else number
 
     def phase(self) -> int:
         return self._loop.generation

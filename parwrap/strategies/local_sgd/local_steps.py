@@ -5,7 +5,6 @@ Steps are counted for each optimizer, by its number, which is the same on all ra
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from parwrap.group.collectives import all_reduced, sums_of
 from parwrap.group.group import Group
 from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.options import Options
-from parwrap.strategies.common.agreement import Described, described
+from parwrap.strategies.common.agreement import Described, are_equal, described, halves
 from parwrap.strategies.local_sgd.diloco import DiLoCo
 
 __all__ = ["LocalSteps"]
@@ -228,10 +227,8 @@ class _Averaging:
             self._answered(self._means(kinds, {}), self.backwards >= backwards)
 
     def _same(self, mine: Kinds) -> bool:
-        """Whether all ranks have trained the same parameters; sums of halves of a checksum and of their squares are exact."""
-        halves = divmod(zlib.crc32(repr(mine).encode()), 1 << 16)
-        sums = [int(each) for each in sums_of([*halves, *(half**2 for half in halves)], self._group)]
-        return all(total**2 == squares * self._group.world.size for total, squares in zip(sums[:2], sums[2:], strict=True))
+        """Whether all ranks have trained the same parameters."""
+        return are_equal(sums_of(halves(mine), self._group), self._group.world.size)
 
     def _union(self, mine: Kinds | None, present: Sequence[int]) -> tuple[Kinds, int]:
         """The parameters that any present rank has trained, in the same order on all ranks, and the most backwards that one has run."""

@@ -14,11 +14,11 @@ from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.state_transfer import optimizers_and_schedulers, tensors_by_name
 from parwrap.strategies.parameter_server.optimizer_transfer import options_of, set_options, set_state, state_of
 
-__all__ = ["FinalState", "ending", "take_over"]
+__all__ = ["FinalState", "final_state_of", "take_over"]
 
 
 class FinalState(NamedTuple):
-    """The end of a run.
+    """The final state of a run.
 
     Attributes:
         tensors: parameters and buffers, by name.
@@ -31,8 +31,8 @@ class FinalState(NamedTuple):
     result: bytes | None
 
 
-def ending(loop: Loop, result: Any) -> FinalState:
-    """The end of this process's run, whose optimizers have their state."""
+def final_state_of(loop: Loop, result: Any) -> FinalState:
+    """The final state of this process, whose optimizers have their state."""
     tensors = {name: t.detach().cpu() for name, t in tensors_by_name(loop, {}).items() if t.layout == torch.strided}
     states = {}
     for name, each in optimizers_and_schedulers(loop).items():

@@ -69,8 +69,8 @@ class HeldOptimizer:
         """
         total = sum(weight for *_, weight in pushes)
         sums: dict[int, torch.Tensor] = {}
-        for worker, told, buffer, _ in pushes:
-            pushed = self._last[worker] = told or self._last[worker]
+        for worker, received, buffer, _ in pushes:
+            pushed = self._last[worker] = received or self._last[worker]
             if pushed.options is not None:
                 set_options(self._optimizer, pushed.options)
                 self._last[worker] = pushed._replace(options=None)

@@ -75,9 +75,9 @@ def set_state(optimizer: Optimizer, state: dict[int, dict[str, Any]], places: Se
         if places is None or place in places:
             optimizer.state.pop(p, None)
             if place in state:
-                optimizer.state[p] = {name: _beside(value, p) for name, value in state[place].items()}
+                optimizer.state[p] = {name: _on_device_of(value, p) for name, value in state[place].items()}
 
 
-def _beside(value: Any, parameter: torch.Tensor) -> Any:
+def _on_device_of(value: Any, parameter: torch.Tensor) -> Any:
     """State as large as the parameter stays on its device; counters stay where they were."""
     return value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value

@@ -25,7 +25,7 @@ from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
 from parwrap.strategies.common.in_step import EVALUATION, METRIC, InStep
 from parwrap.strategies.common.strategy import Strategy
-from parwrap.strategies.parameter_server.roles import joined, the_split
+from parwrap.strategies.parameter_server.roles import joined, roles_of
 from parwrap.strategies.parameter_server.server import Server
 from parwrap.strategies.parameter_server.worker import Worker
 
@@ -47,8 +47,8 @@ class ParameterServer(Strategy):
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         super().__init__(group, loop, options)
-        self._split = the_split()
-        self._pushing = Worker(self._split, group, loop, lambda: options().lr_factor(group.world.size))
+        self._roles = roles_of(group, options().servers)
+        self._pushing = Worker(self._roles, group, loop, lambda: options().lr_factor(group.world.size))
         self._weights: list[float] = []
         self._weight = 1.0
         self._result: Any = None
@@ -73,9 +73,7 @@ class ParameterServer(Strategy):
     @classmethod
     def outside_loop(cls, group: Group, options: Options, loop: Loop) -> Server:
         """The role of a rank that does not run the loop, out of all those of ``group``."""
-        split = the_split()
-        first, workers = group.world.rank - split.workers, split.workers
-        return Server(split.wire, group.world.rank, first, workers, options.staleness, options.survive, split.tell, loop)
+        return Server(roles_of(group, options.servers), options.staleness, loop)
 
     @property
     def averages_gradients(self) -> bool:
@@ -201,7 +199,7 @@ class ParameterServer(Strategy):
         self._pushing.set_waiting(waiting, step)
 
     def lost(self) -> Collection[int]:
-        return self._split.lost()
+        return self._roles.lost()
 
     def leave(self, returns: bool) -> None:
         self._pushing.end(self._result)
@@ -241,8 +239,8 @@ class _AtEvaluation(InStep):
         """The mean over the workers present; otherwise learning rates drift apart."""
         if is_alone():
             return metric
-        told = self._group.exchange(METRIC, float(metric))
-        return sum(told.values()) / len(told)
+        metrics = self._group.exchange(METRIC, float(metric))
+        return sum(metrics.values()) / len(metrics)
 
     @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:

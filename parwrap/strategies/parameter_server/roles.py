@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -20,9 +20,9 @@ from parwrap.loop.random_streams import get_state, set_state
 from parwrap.options import Options
 from parwrap.strategies.parameter_server.transport import Transport
 
-__all__ = ["Roles", "joined", "the_split"]
+__all__ = ["Roles", "joined", "roles_of"]
 
-LOOKING = 0.1
+POLLING = 0.1
 """Seconds between two checks for dead workers."""
 
 
@@ -38,7 +38,7 @@ class Roles:
         connections: torch's group of all ranks, for point-to-point calls only.
         runs: the number of runs so far.
         survives: whether workers continue without those that die.
-        wires: one for each run, the last for the present one.
+        transports: one for each run, the last for the present one.
     """
 
     group: Group
@@ -48,25 +48,25 @@ class Roles:
     connections: Any
     runs: int = 0
     survives: bool = False
-    wires: list[Transport] = field(default_factory=list)
+    transports: list[Transport] = field(default_factory=list)
     _looked: float = 0.0
     _lost: frozenset[int] = frozenset()
 
     @property
-    def wire(self) -> Transport:
-        return self.wires[-1]
+    def transport(self) -> Transport:
+        return self.transports[-1]
 
     @property
     def servers(self) -> range:
         return range(self.workers, self.group.world.size)
 
-    def tell(self, lost: set[int]) -> None:
+    def report_lost(self, lost: set[int]) -> None:
         """Record dead workers."""
         self.group.store.set(self._key, json.dumps(sorted(lost)))
 
     def lost(self) -> frozenset[int]:
         """The workers that servers have reported dead; without ``survives`` they raise an error instead."""
-        if self.survives and time.monotonic() > self._looked + LOOKING:
+        if self.survives and time.monotonic() > self._looked + POLLING:
             self._looked = time.monotonic()
             if self.group.store.check([self._key]):
                 self._lost = frozenset(json.loads(self.group.store.get(self._key)))
@@ -77,13 +77,9 @@ class Roles:
         return f"lost/{self.workers}/{self.runs}"
 
 
-_current: Roles | None = None
-
-
-def the_split() -> Roles:
-    """The wire of the open run."""
-    assert _current is not None
-    return _current
+def roles_of(group: Group, servers: int) -> Roles:
+    """The roles with that many servers; ``group`` is that of all ranks, or that of the workers. Created when all ranks have come to it."""
+    return cast(Roles, group.once(("parameter server", servers), lambda: _assigned(group, servers)))
 
 
 @contextmanager
@@ -93,7 +89,6 @@ def joined(group: Group | None, options: Options) -> Iterator[Group | None]:
     Raises:
         UsageError: there are too few ranks.
     """
-    global _current
     if group is None:
         yield None
         return
@@ -102,31 +97,28 @@ def joined(group: Group | None, options: Options) -> Iterator[Group | None]:
             f"servers={options.servers} leaves no worker on {group.world.size} ranks: the last of them are the servers. Start more ranks, "
             "or ask for fewer servers."
         )
-    split = group.once(("parameter server", options.servers), lambda: _split(group, group.world.size - options.servers))
+    roles = roles_of(group, options.servers)
     group.coordinator.begin()
     state = group.exchange("random state", get_state() if group.world.rank == 0 else None)[0]
-    split.runs += 1
-    split.survives, split._lost = options.survive, frozenset()
-    split.wires.append(Transport(split.connections, split.runs))
-    _current = split
+    roles.runs += 1
+    roles.survives, roles._lost = options.survive, frozenset()
+    roles.transports.append(Transport(roles.connections, roles.runs))
     set_state(state)
     try:
-        with within(split.among_workers, split.process_group, replace(group.world, size=split.workers)):
-            yield split.among_workers
+        with within(roles.among_workers, roles.process_group, replace(group.world, size=roles.workers)):
+            yield roles.among_workers
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             group.coordinator.fail(error)  # the first rank in the next run waits for this one
         raise
-    finally:
-        _current = None
 
 
 @contextmanager
-def _split(group: Group, workers: int) -> Iterator[Roles]:
+def _assigned(group: Group, servers: int) -> Iterator[Roles]:
     group.synchronize("parameter servers")
-    world, ranks = group.world, list(range(workers))
+    world, workers = group.world, group.world.size - servers
     connections = dist.new_group(backend="gloo", timeout=group.timeout)
-    process_group = dist.new_group(ranks, backend=torch_backend(group.backend), timeout=group.timeout)
+    process_group = dist.new_group(list(range(workers)), backend=torch_backend(group.backend), timeout=group.timeout)
     if world.rank >= workers:
         yield Roles(group, workers, None, process_group, connections)
         return
@@ -135,5 +127,7 @@ def _split(group: Group, workers: int) -> Iterator[Roles]:
     store = dist.PrefixStore(f"workers/{workers}", group.store)
     with status_board.opened(mine, store) as entries:
         among = Group(mine, group.backend, group.device, store, group.timeout, Coordinator(entries, group.timeout))
+        roles = Roles(group, workers, among, process_group, connections)
         with among._ends:
-            yield Roles(group, workers, among, process_group, connections)
+            among.once(("parameter server", servers), lambda: nullcontext(roles))
+            yield roles

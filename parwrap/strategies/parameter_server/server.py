@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,8 +29,9 @@ from parwrap.rank_zero.private_files import PrivateFiles
 from parwrap.strategies.parameter_server.final_state import take_over
 from parwrap.strategies.parameter_server.held_optimizer import HeldOptimizer, Pushed
 from parwrap.strategies.parameter_server.optimizer_transfer import set_options, unpacked
+from parwrap.strategies.parameter_server.roles import Roles
 from parwrap.strategies.parameter_server.staleness import Staleness
-from parwrap.strategies.parameter_server.transport import Kind, Layout, Message, Transport, gone
+from parwrap.strategies.parameter_server.transport import Kind, Layout, Message, connection_failure
 from parwrap.system.remote_exception import in_one_line
 
 __all__ = ["Begun", "Served", "Server"]
@@ -65,37 +66,24 @@ class Server(Interceptor):
     """Serves the workers of a run; the interceptor of backward in a server's own process.
 
     Args:
-        wire: the connection to the workers.
-        rank: the rank of this server.
-        place: the position of this server among the servers.
-        workers: the number of workers.
+        roles: the ranks by role, connected.
         staleness: how many steps a worker may be ahead of the slowest.
-        survives: continue without dead workers.
-        tell_lost: called with the dead ranks.
         loop: the loop state of this process.
     """
 
-    def __init__(
-        self,
-        wire: Transport,
-        rank: int,
-        place: int,
-        workers: int,
-        staleness: int | None,
-        survives: bool,
-        tell_lost: Callable[[set[int]], None],
-        loop: Loop,
-    ) -> None:
-        self._wire, self._rank, self._place, self._survives, self._tell_lost, self._loop = wire, rank, place, survives, tell_lost, loop
-        self._pace, self._there, self._lost = Staleness(range(workers), staleness), set(range(workers)), set[int]()
+    def __init__(self, roles: Roles, staleness: int | None, loop: Loop) -> None:
+        workers = range(roles.workers)
+        self._roles, self._transport, self._rank, self._loop = roles, roles.transport, roles.group.world.rank, loop
+        self._place = self._rank - roles.workers  # among the servers
+        self._staleness, self._there, self._lost = Staleness(workers, staleness), set(workers), set[int]()
         self._held: dict[int, HeldOptimizer] = {}
         self._parameters: dict[tuple[int, int], nn.Parameter] = {}
         self._pushed: dict[int, tuple[Message, Pushed | None]] = {}
         self._put: dict[str, bytes] = {}
         self._taking: dict[str, list[int]] = defaultdict(list)
-        self._told: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
-        self._said, self._served = sys.stderr, False
-        for worker in range(workers):
+        self._received: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+        self._stderr, self._served = sys.stderr, False
+        for worker in workers:
             threading.Thread(target=self._read, args=(worker,), name=f"parwrap worker {worker}", daemon=True).start()
 
     @intercepts
@@ -130,7 +118,7 @@ class Server(Interceptor):
     def serve(self) -> None:
         """Serve until all workers have ended, and copy the final values."""
         while self._there:
-            self._handle(*self._told.get())
+            self._handle(*self._received.get())
         if "end" in self._put and not self._served:
             self._served = True
             take_over(self._loop, pickle.loads(self._put["end"]), states=True)
@@ -142,7 +130,7 @@ class Server(Interceptor):
             text = str(error)
         for worker in sorted(self._there):
             try:
-                self._wire.send(worker, Message(Kind.FAILED, content=pickle.dumps(text)), waits=False)
+                self._transport.send(worker, Message(Kind.FAILED, content=pickle.dumps(text)), waits=False)
             except RuntimeError:  # it has gone as well
                 continue
 
@@ -150,21 +138,21 @@ class Server(Interceptor):
         kind = None
         try:
             while kind not in (Kind.END, Kind.FAILED):
-                message = self._wire.receive(worker)
+                message = self._transport.receive(worker)
                 kind = message.kind
-                self._told.put((worker, message))
+                self._received.put((worker, message))
         except BaseException as error:
-            self._told.put((worker, Message(Kind.FAILED, content=pickle.dumps(f"has died: {gone(error)}"))))
+            self._received.put((worker, Message(Kind.FAILED, content=pickle.dumps(f"has died: {connection_failure(error)}"))))
 
     def _handle(self, worker: int, message: Message) -> None:
-        pace, answer = self._pace, self._answer
+        staleness, answer = self._staleness, self._answer
         if message.kind is Kind.PUSH:
             self._pushed[worker] = message, message.object if message.content else None
-            pace.push(worker, message.optimizer, message.number, message.step)
+            staleness.push(worker, message.optimizer, message.number, message.step)
         elif message.kind is Kind.WAIT:
-            pace.wait(worker, message.number, message.step)
+            staleness.wait(worker, message.number, message.step)
         elif message.kind is Kind.GO_ON:
-            pace.go_on(worker)
+            staleness.go_on(worker)
         elif message.kind is Kind.SET:
             self._held[message.optimizer].set(message.object, message.values)  # type: ignore[arg-type]
         elif message.kind is Kind.PULL:
@@ -189,10 +177,10 @@ class Server(Interceptor):
                 self._taking[message.object].append(worker)
         elif message.kind is Kind.END:
             self._there.discard(worker)
-            pace.end(worker)
+            staleness.end(worker)
         elif message.kind is Kind.FAILED:
             self._lose(worker, message.object)
-        for due in pace.released():
+        for due in staleness.released():
             self._step(due)
 
     def _step(self, workers: list[int]) -> None:
@@ -250,10 +238,10 @@ class Server(Interceptor):
 
     def _send(self, worker: int, message: Message) -> None:
         try:
-            self._wire.send(worker, message)
+            self._transport.send(worker, message)
         except RuntimeError as error:  # it has died: its thread reports how
             if worker not in self._lost:
-                self._lose(worker, f"has died: {gone(error)}")
+                self._lose(worker, f"has died: {connection_failure(error)}")
 
     def _lose(self, worker: int, why: str) -> None:
         if worker not in self._there:
@@ -261,10 +249,10 @@ class Server(Interceptor):
         self._there.discard(worker)
         self._lost.add(worker)
         self._pushed.pop(worker, None)
-        self._pace.end(worker)
+        self._staleness.end(worker)
         text = f"rank {worker}, a worker of the parameter server, {why.rstrip('.')}."
-        if not self._survives or worker == 0 or not self._there:
+        if not self._roles.survives or worker == 0 or not self._there:
             raise RankMismatchError(text)
-        self._tell_lost(self._lost)
+        self._roles.report_lost(self._lost)
         if self._place == 0:
-            print(f"parwrap: {text} The others train on without it.", file=self._said, flush=True)
+            print(f"parwrap: {text} The others train on without it.", file=self._stderr, flush=True)

@@ -112,14 +112,14 @@ class Staleness:
     def _check(self, asking: dict[int, tuple[int, int]]) -> None:
         number = max(number for _, number in asking.values())
         if all(rank in asking or self._is_away(worker, number) for rank, worker in self._workers.items()):
-            told = ", ".join(f"rank {rank} one of optimizer {optimizer}" for rank, (optimizer, _) in sorted(asking.items()))
+            steps = ", ".join(f"rank {rank} one of optimizer {optimizer}" for rank, (optimizer, _) in sorted(asking.items()))
             raise RankMismatchError(
-                f"the workers have come to steps of different optimizers, and each would wait for the others for ever: {told}. Have all "
+                f"the workers have come to steps of different optimizers, and each would wait for the others for ever: {steps}. Have all "
                 "workers step in the same order, or leave staleness out."
             )
 
     def _is_away(self, worker: _Worker, number: int) -> bool:
-        """Whether ``worker`` waits for those whose next sync point has that ``number``; it may have passed it without saying so yet.
+        """Whether ``worker`` waits for those whose next sync point has that ``number``; it may have passed it without reporting it yet.
 
         One that waits for a file continues at any time, unless worker 0 has to take this step before it writes that.
         """

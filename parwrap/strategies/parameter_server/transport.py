@@ -15,7 +15,7 @@ import torch
 
 from parwrap.errors import RankMismatchError
 
-__all__ = ["Kind", "Layout", "Message", "Transport", "gone"]
+__all__ = ["Kind", "Layout", "Message", "Transport", "connection_failure"]
 
 ALIGNED = 16
 """The alignment in bytes: each tensor of a buffer begins at a multiple of it, so that it can be viewed in its dtype."""
@@ -147,10 +147,10 @@ class Transport:
 
 def lost(server: int, error: BaseException) -> RankMismatchError:
     """The error of a server that cannot be reached."""
-    return RankMismatchError(f"rank {server}, a parameter server, has died: {gone(error)}.")
+    return RankMismatchError(f"rank {server}, a parameter server, has died: {connection_failure(error)}.")
 
 
-def gone(error: BaseException) -> str:
+def connection_failure(error: BaseException) -> str:
     """Why a connection has failed, in a few words."""
     text = str(error).partition("\n")[0]
     return "its connection is closed" if "closed by peer" in text or "reset by peer" in text else f"its connection fails with {text}"

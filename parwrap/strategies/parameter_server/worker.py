@@ -20,7 +20,7 @@ from parwrap.errors import UsageError
 from parwrap.group.group import Group
 from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.strategies.common.agreement import checksums
-from parwrap.strategies.parameter_server.final_state import ending, take_over
+from parwrap.strategies.parameter_server.final_state import final_state_of, take_over
 from parwrap.strategies.parameter_server.held_optimizer import Pushed
 from parwrap.strategies.parameter_server.optimizer_transfer import options_of, packed, set_state, state_of
 from parwrap.strategies.parameter_server.roles import Roles
@@ -43,7 +43,7 @@ class _Part:
         gradients: the gradients to push.
         values: the pulled values.
         known: the tensors in ``values``.
-        told: what was pushed last beside the gradients, pickled.
+        sent: what was last pushed besides the gradients, pickled.
     """
 
     server: int
@@ -52,7 +52,7 @@ class _Part:
     gradients: torch.Tensor = field(init=False)
     values: torch.Tensor = field(init=False)
     known: list[torch.Tensor] = field(init=False)
-    told: bytes = b""
+    sent: bytes = b""
 
     def __post_init__(self) -> None:
         self.layout = Layout(self.parameters)
@@ -64,14 +64,14 @@ class Worker:
     """Has servers take the steps of this worker's optimizers.
 
     Args:
-        split: the connection to the servers.
+        roles: the connection to the servers.
         group: the workers.
         loop: the loop state, which numbers optimizers alike on all of them.
         lr_factor: the factor of learning rates.
     """
 
-    def __init__(self, split: Roles, group: Group, loop: Loop, lr_factor: Callable[[], float]) -> None:
-        self._split, self._wire, self._group, self._loop, self._lr_factor = split, split.wire, group, loop, lr_factor
+    def __init__(self, roles: Roles, group: Group, loop: Loop, lr_factor: Callable[[], float]) -> None:
+        self._roles, self._transport, self._group, self._loop, self._lr_factor = roles, roles.transport, group, loop, lr_factor
         self._parts: dict[int, list[_Part]] = {}
         self._places: dict[int, tuple[tuple[int, int], int]] = {}
         self._known: dict[int, torch.Tensor] = {}
@@ -121,7 +121,7 @@ class Worker:
             self._send(part.server, message)
         self._group.coordinator.fetching("a step of the parameter server", self._steps)
         for part in self._parts[number]:
-            self._wire.answer_of(part.server, part.values)
+            self._transport.answer_of(part.server, part.values)
             self._take(part)
         self._group.coordinator.fetched()
 
@@ -140,12 +140,12 @@ class Worker:
     def give(self, topic: str, content: Any, everywhere: bool = False) -> None:
         """Store an object for the other workers, and with ``everywhere`` for all servers."""
         message = Message(Kind.PUT, content=pickle.dumps((topic, pickle.dumps(content))))
-        for server in self._split.servers[: None if everywhere else 1]:
+        for server in self._roles.servers[: None if everywhere else 1]:
             self._send(server, message)
 
     def get(self, topic: str) -> Any:
         """An object that another worker has stored, or will store."""
-        return self._wire.ask(self._split.servers[0], Message(Kind.TAKE, content=pickle.dumps(topic))).object
+        return self._transport.ask(self._roles.servers[0], Message(Kind.TAKE, content=pickle.dumps(topic))).object
 
     @contextmanager
     def with_state(self, optimizer: Optimizer) -> Iterator[None]:
@@ -167,7 +167,7 @@ class Worker:
             return
         content = pickle.dumps((state_of(optimizer), options_of(optimizer, self._lr_factor())))
         for part in self._parts[number]:
-            part.told = b""
+            part.sent = b""
             self._send(part.server, Message(Kind.LOAD, number, content=content))
         optimizer.state.clear()
 
@@ -183,17 +183,17 @@ class Worker:
             if number in self._parts:
                 set_state(optimizer, self._state(number))
         if first:
-            self.give("end", ending(self._loop, result), everywhere=True)
-        for server in self._split.servers:
+            self.give("end", final_state_of(self._loop, result), everywhere=True)
+        for server in self._roles.servers:
             self._send(server, Message(Kind.END))
         self._ended = True
 
     def failed(self, error: BaseException) -> None:
         """This worker leaves with ``error``."""
         text = f"has failed with {in_one_line(error)}"
-        for server in self._split.servers if not self._ended else ():
+        for server in self._roles.servers if not self._ended else ():
             with suppress(RuntimeError):
-                self._wire.send(server, Message(Kind.FAILED, content=pickle.dumps(text)), waits=False)
+                self._transport.send(server, Message(Kind.FAILED, content=pickle.dumps(text)), waits=False)
         self._ended = True
 
     def close(self) -> None:
@@ -207,14 +207,14 @@ class Worker:
         """Notify the servers that this worker begins or stops waiting for others, in that ``step`` of another."""
         if not self._ended and (waiting, step) != self._waiting:
             self._waiting = waiting, step
-            for server in self._split.servers:
+            for server in self._roles.servers:
                 self._send(server, Message(Kind.WAIT if waiting else Kind.GO_ON, number=self._group.coordinator.number, step=step))
 
     def _send(self, server: int, message: Message) -> None:
         try:
-            self._wire.send(server, message)
+            self._transport.send(server, message)
         except RuntimeError:
-            self._wire.answer_of(server)  # that exception says more
+            self._transport.answer_of(server)  # that exception says more
             raise
 
     def _is_new(self, number: int, optimizer: Optimizer) -> bool:
@@ -222,36 +222,37 @@ class Worker:
 
     def _number(self, optimizer: Optimizer) -> int | None:
         """The number of ``optimizer``, if servers know it."""
-        return next((number for number, each in self._loop.numbered_optimizers() if each is optimizer and number in self._parts), None)
+        number = self._loop.number(optimizer)
+        return number if number in self._parts else None
 
     def _agree(self, new: dict[int, Optimizer] | None) -> None:
         """The lowest rank in a backward sends optimizers to the servers; returns ``None`` on a rank that is elsewhere."""
-        ranks = [rank for rank in range(self._group.world.size) if rank not in self._split.lost()]
+        ranks = [rank for rank in range(self._group.world.size) if rank not in self._roles.lost()]
         mine = None if new is None else {number: checksums(parameters_of(each)) for number, each in new.items()}
         own = dict(self._loop.numbered_optimizers())
         views = self._group.share(FIRST_BACKWARD, (mine, set(own)), ranks)
-        told = {rank: view for rank, (view, _) in views.items() if view is not None}
-        source = min(told)
-        for number in sorted(set().union(*told.values())):
+        described = {rank: view for rank, (view, _) in views.items() if view is not None}
+        source = min(described)
+        for number in sorted(set().union(*described.values())):
             if number in own:
                 self._lay_out(number, own[number])
         if self._group.world.rank == source:
             if self._dropped:
-                for server in self._split.servers:
+                for server in self._roles.servers:
                     self._send(server, Message(Kind.DROP, content=pickle.dumps(self._dropped)))
             for number, optimizer in (new or {}).items():
-                self._tell(number, optimizer)
+                self._register(number, optimizer)
         self._drop(self._parts.keys() - set().union(*(alive for _, alive in views.values())))
         self._group.share("parameter servers know", True, [source])
-        different = len({pickle.dumps(view) for view in told.values()}) > 1
+        different = len({pickle.dumps(view) for view in described.values()}) > 1
         if different and self._group.world.rank == source:
             warn(
                 f"parwrap: the workers have built parameters with different values; rank {source}'s are used. Seed before the model is "
                 "built, or build it inside the decorated function."
             )
-        for number in set().union(*told.values()) & own.keys():
+        for number in set().union(*described.values()) & own.keys():
             for part in self._parts[number]:
-                self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
+                self._transport.ask(part.server, Message(Kind.PULL, number), part.values)
                 self._take(part, unseen=True)
             own[number].state.clear()
 
@@ -268,18 +269,18 @@ class Worker:
     def _lay_out(self, number: int, optimizer: Optimizer) -> None:
         parameters = parameters_of(optimizer)
         new = [(place, p) for place, p in enumerate(parameters) if id(p) not in self._places]
-        chosen = dealt_out([p.numel() * p.element_size() for _, p in new], [0] * len(self._split.servers))
+        chosen = dealt_out([p.numel() * p.element_size() for _, p in new], [0] * len(self._roles.servers))
         self._places |= {id(p): ((number, place), holder) for (place, p), holder in zip(new, chosen, strict=True)}
         several: dict[int, list[torch.Tensor]] = {}
         for p in parameters:
-            several.setdefault(self._split.servers[self._places[id(p)][1]], []).append(p)
+            several.setdefault(self._roles.servers[self._places[id(p)][1]], []).append(p)
         self._parts[number] = [_Part(server, part) for server, part in sorted(several.items())]
         for part in self._parts[number]:
             for p, known in zip(part.parameters, part.known, strict=True):
                 known.copy_(p.detach())
                 self._known[id(p)] = known
 
-    def _tell(self, number: int, optimizer: Optimizer) -> None:
+    def _register(self, number: int, optimizer: Optimizer) -> None:
         try:
             sent: bytes | str = packed(optimizer)
         except Exception as error:  # whatever a user's class may raise
@@ -288,7 +289,7 @@ class Worker:
         keys, holders = zip(*(self._places[id(p)] for p in parameters_of(optimizer)), strict=True)
         begun = Begun(sent, kinds, list(keys), list(holders), options_of(optimizer, self._lr_factor()))
         for part in self._parts[number]:
-            self._wire.ask(part.server, Message(Kind.BEGIN, number, content=pickle.dumps(begun), values=part.values))
+            self._transport.ask(part.server, Message(Kind.BEGIN, number, content=pickle.dumps(begun), values=part.values))
 
     def _filled(self, part: _Part, options: list[dict[str, Any]]) -> bytes:
         """Write gradients into the buffer; returns the data to send with it."""
@@ -302,11 +303,11 @@ class Worker:
             else:
                 present.append(place)
                 view.copy_(p.grad.detach())
-        told = pickle.dumps(Pushed(tuple(present), sparse, options))
-        if told == part.told and not sparse:
+        content = pickle.dumps(Pushed(tuple(present), sparse, options))
+        if content == part.sent and not sparse:
             return b""
-        part.told = told
-        return told
+        part.sent = content
+        return content
 
     def _changed(self, part: _Part) -> list[int]:
         """The positions of the parameters that the script has changed by hand since they were pulled."""
@@ -331,7 +332,7 @@ class Worker:
     def _pull(self, number: int, unseen: bool = False) -> None:
         for part in self._parts[number]:
             kept = {place: part.known[place].clone() for place in self._changed(part)}
-            self._wire.ask(part.server, Message(Kind.PULL, number), part.values)
+            self._transport.ask(part.server, Message(Kind.PULL, number), part.values)
             for place, known in kept.items():  # a script that restores a value has changed nothing
                 part.known[place].copy_(known)
             self._take(part, unseen, without=kept)
@@ -339,5 +340,5 @@ class Worker:
     def _state(self, number: int) -> dict[int, dict[str, Any]]:
         state: dict[int, dict[str, Any]] = {}
         for part in self._parts[number]:
-            state |= self._wire.ask(part.server, Message(Kind.STATE, number)).object
+            state |= self._transport.ask(part.server, Message(Kind.STATE, number)).object
         return state

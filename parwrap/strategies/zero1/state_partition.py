@@ -108,12 +108,12 @@ class StatePartition:
                 self.optimizer.state.pop(p, None)
 
     def _hand_on(self, present: Collection[int]) -> None:
-        heir = min(present)
+        successor = min(present)
         for absent in sorted(set(self.owners()) - set(present)):
             gathered = [sent(self._own()) if self._group.world.rank == absent else None]
             dist.broadcast_object_list(gathered, absent)
-            self._owners = [heir if owner == absent else owner for owner in self._owners]
-            if self._group.world.rank == heir:
+            self._owners = [successor if owner == absent else owner for owner in self._owners]
+            if self._group.world.rank == successor:
                 parameters = parameters_of(self.optimizer)
                 for place, state in arrived(gathered[0], self._group.device).items():
                     self.optimizer.state[parameters[place]] = state

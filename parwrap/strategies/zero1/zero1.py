@@ -167,13 +167,12 @@ class Zero1(DDP):
         return is_alone() or has_inner(optimizer) or self._loop.is_of_one_batch(optimizer)
 
     def _number(self, optimizer: Optimizer) -> int:
-        """The number of ``optimizer`` on all ranks; a copy of one gets a number at its first use."""
-        for number, known in self._loop.numbered_optimizers():
-            if known is optimizer:
-                return number
-        self._loop.register(optimizer)
-        self.own_parameters(optimizer)
-        return self._number(optimizer)
+        """The number of ``optimizer`` on all ranks; a copy of one gets a number and shards at its first use."""
+        number = self._loop.number(optimizer)
+        if number is None:
+            number = self._loop.register(optimizer)
+            self.own_parameters(optimizer)
+        return number
 
     def _hold(self, number: int, optimizer: Optimizer) -> None:
         """Keep ``optimizer`` until a later one steps: a rank that has left must still have its shard when others step."""

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from parwrap.group.device import uses_nccl
 from parwrap.options import Options
-from parwrap.strategies.ddp.sparse_gradients import average_sparse
+from parwrap.strategies.common.sparse_gradients import average_sparse
 
 __all__ = ["Compressed", "compressed"]
 

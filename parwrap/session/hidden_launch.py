@@ -1,15 +1,26 @@
-"""Hides the process group from a plain script: it sees none, as in one process, and its own distributed code stays off."""
+"""Hides from a plain script that it was launched: its own distributed code stays off, as in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from parwrap.coordination.call_site import from_script
 from parwrap.intercept.interceptor import Interceptor, intercepts
 
-__all__ = ["HiddenGroup"]
+__all__ = ["HiddenGroup", "without_variables"]
+
+
+@contextmanager
+def without_variables(names: Iterable[str]) -> Iterator[None]:
+    """``os.environ`` without the variables ``names``."""
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
 
 
 class HiddenGroup(Interceptor):
