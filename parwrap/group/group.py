@@ -173,7 +173,7 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
             with _reporting_long_wait(world):
                 dist.init_process_group(torch_backend(backend), store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
             with status_board.opened(world, store) as entries:
-                _current = Group(world, backend, device, store, waiting, Coordinator(entries, waiting))
+                _current = Group(world, backend, device, store, waiting, Coordinator(entries, waiting, backend == "nccl"))
                 with _current._ends, _naming_first_failure(world, store):
                     yield _current
         finally:

@@ -134,6 +134,6 @@ def _split(group: Group, workers: int) -> Iterator[Roles]:
     mine = replace(world, size=workers, local_size=workers if world.on_one_node else 0)
     store = dist.PrefixStore(f"workers/{workers}", group.store)
     with status_board.opened(mine, store) as entries:
-        among = Group(mine, group.backend, group.device, store, group.timeout, Coordinator(entries, group.timeout))
+        among = Group(mine, group.backend, group.device, store, group.timeout, Coordinator(entries, group.timeout, group.backend == "nccl"))
         with among._ends:
             yield Roles(group, workers, among, process_group, connections)
