@@ -168,6 +168,8 @@ def as_on_gpus(folder: Any) -> Iterator[Lagging]:
         patch.setattr(groups, "collective_count", lambda process_group: len(process_group.posted))
         for module in (statistics_exchange, gathered_rows):
             patch.setattr(module, "new_group", lambda ranks, **options: dist.new_group(list(ranks), backend=NAME))
+        barrier = dist.barrier
+        patch.setattr(dist, "barrier", lambda device_ids: barrier())  # the CPU is none of several devices
         dist.distributed_c10d._update_default_pg(None)
         patch.setattr(gradient_averager, "_OnTheWay", _OnTheWay)
         patch.setattr(gradient_averager.GradientAverager, "_is_read_later", lambda averager: not averager.at_once)
