@@ -86,6 +86,9 @@ class GradientAverager:
         of_one_batch: gives the ids of tensors that each rank trains by itself.
         options: for the ``Reducer``, such as ``bucket_cap_mb``.
 
+    Raises:
+        UsageError: they are on the CPU and on GPUs.
+
     Attributes:
         missed: the positions of the parameters that this rank's last backward unexpectedly did not reach.
         is_stale: whether the last backward has shown that the set is stale: it reaches others, or some are frozen.
@@ -119,6 +122,11 @@ class GradientAverager:
         dtype, device = (torch.float32, group.device) if like is None else (torch.promote_types(like.dtype, torch.float32), like.device)
         self._sent_weight, self._sent_buffers = 1.0, False
         self._on_the_way: _OnTheWay | None = None
+        if len(kinds := {p.device.type for p in self.parameters}) > 1:
+            raise UsageError(
+                f"a backward leaves gradients of parameters on {' and '.join(sorted(kinds))}, and torch's DistributedDataParallel averages "
+                "those of one kind of device. Move the whole model to one: model.to('cuda')."
+            )
         self._facts = facts = torch.ones(len(self.parameters) - WEIGHT, dtype=dtype, device=device)
         facts[UNEXPECTED:] = 0
         self._signal = nn.Parameter(torch.zeros_like(facts))
