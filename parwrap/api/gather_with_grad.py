@@ -170,7 +170,7 @@ def _opened(group: Group) -> Iterator[_RowGatherer]:
     ranks = range(group.world.size)
     with status_board.opened(group.world, dist.PrefixStore(NAME, group.store)) as entries:
         sharing = StatisticsExchange(new_group(ranks, backend=group.backend, timeout=group.timeout), group)
-        sharing.nested = NestedCoordinator(entries, ranks, sharing.answer, ADVICE, runs_ahead=group.backend == "nccl")
+        sharing.nested = NestedCoordinator(entries, ranks, sharing.answer, ADVICE, group.coordinator.keep_pace)
         group.coordinator.add_nested(sharing.nested)
         gatherer = _RowGatherer(group, sharing)
         group.coordinator.answer(KIND, gatherer.answer, lasting=True)

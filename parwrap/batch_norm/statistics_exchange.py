@@ -234,6 +234,6 @@ def _opened(group: Group, ranks: Sequence[int], first_uses: _FirstUses) -> Itera
             sharing.board = SharedVectors(memory, world.size, place)
         else:
             sharing = StatisticsExchange(new_group(ranks, backend=group.backend, timeout=group.timeout), group, first_uses)
-        sharing.nested = NestedCoordinator(entries, ranks, sharing.answer, ADVICE, runs_ahead=group.backend == "nccl")
+        sharing.nested = NestedCoordinator(entries, ranks, sharing.answer, ADVICE, group.coordinator.keep_pace)
         group.coordinator.add_nested(sharing.nested)
         yield sharing

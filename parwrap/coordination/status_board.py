@@ -175,9 +175,13 @@ class StatusBoard:
         begin = self._glances(number)
         return self._memory[begin : begin + self.world.size * NUMBER.size] == self._expected[1]
 
-    def behind(self, number: int) -> bool:
-        """Whether a rank has not completed the ``number``-th sync point yet."""
-        return any(NUMBER.unpack_from(self._memory, self._row(rank))[0] < number for rank in range(self.world.size))
+    def behind(self, number: int, without: Collection[int] = ()) -> list[int]:
+        """The ranks, ``without`` some, that may still be in the ``number``-th sync point or before: they have not entered the next."""
+        return [rank for rank in range(self.world.size) if rank not in without and not self._has_left(rank, number)]
+
+    def _has_left(self, rank: int, number: int) -> bool:
+        row = self._row(rank)  # a rank completes several sync points at once, so that the entry of the next counts too
+        return max(NUMBER.unpack_from(self._memory, row)[0], NUMBER.unpack_from(self._memory, row + _in_row(number + 1))[0] - 1) >= number
 
     def agreed(self, number: int, sync_point: SyncPoint) -> bool:
         """Whether no rank is known to be in another sync point with that number."""
@@ -262,6 +266,7 @@ class EagerCoordinator:
 
     Args:
         status_board: the entries of the ranks.
+        runs_ahead: whether this rank's host leaves a sync point before the others have come, as with a GPU.
 
     Attributes:
         part: the part of the run.
@@ -270,8 +275,8 @@ class EagerCoordinator:
         signals: delays signals that arrive while this rank is in a sync point that it went ahead to.
     """
 
-    def __init__(self, status_board: StatusBoard) -> None:
-        self._status_board = status_board
+    def __init__(self, status_board: StatusBoard, runs_ahead: bool = False) -> None:
+        self._status_board, self._runs_ahead = status_board, runs_ahead
         self.immediate = status_board.immediate
         self.part, self.number = 0, 1
         self.signals = HeldSignals()
@@ -282,6 +287,8 @@ class EagerCoordinator:
         Raises:
             RankMismatchError: another rank has gone ahead to another sync point.
         """
+        if self._runs_ahead:
+            self.keep_pace(self._status_board, self.number)
         self.signals.held = threading.get_ident() == threading.main_thread().ident
         try:
             self._status_board.write(self.number, sync_point, State.CONTRIBUTING)
@@ -305,6 +312,10 @@ class EagerCoordinator:
 
     def raise_if_elsewhere(self, sync_point: SyncPoint) -> None:
         """Raise an error if a rank is known to be in another sync point than this one."""
+        raise NotImplementedError
+
+    def keep_pace(self, status_board: StatusBoard, number: int) -> None:
+        """Wait until no rank needs the entry that the ``number``-th overwrites; this host may run ahead of the others."""
         raise NotImplementedError
 
     def notify(self) -> None:

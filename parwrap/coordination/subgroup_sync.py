@@ -7,11 +7,10 @@ them without a contribution, so no rank hangs when ranks take different paths. C
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from parwrap.coordination.status_board import KEPT, PART, Entry, State, StatusBoard, SyncPoint
+from parwrap.coordination.status_board import PART, Entry, State, StatusBoard, SyncPoint
 from parwrap.errors import RankMismatchError
 from parwrap.system.background import in_background
 
@@ -32,7 +31,7 @@ class NestedCoordinator:
         ranks: the ranks in the order of the status board.
         answer: called with ``sent``, as given to :meth:`enter`, to take part without a contribution.
         advice: advice in the error about ranks in different sync points.
-        runs_ahead: whether a rank's host continues before the others have come, as with a GPU.
+        keep_pace: :meth:`Coordinator.keep_pace`.
 
     Attributes:
         part: the part of the run, a new one after each :meth:`begin`.
@@ -40,9 +39,14 @@ class NestedCoordinator:
     """
 
     def __init__(
-        self, status_board: StatusBoard, ranks: Sequence[int], answer: Callable[[int], None], advice: str = "", runs_ahead: bool = False
+        self,
+        status_board: StatusBoard,
+        ranks: Sequence[int],
+        answer: Callable[[int], None],
+        advice: str = "",
+        keep_pace: Callable[[StatusBoard, int], None] = lambda status_board, number: None,
     ) -> None:
-        self._status_board, self._answer, self._advice, self._runs_ahead = status_board, answer, advice, runs_ahead
+        self._status_board, self._answer, self._advice, self._keep_pace = status_board, answer, advice, keep_pace
         self._rank, self._ranks = status_board.world.rank, tuple(ranks)
         self.part, self.number = -1, 0
 
@@ -63,9 +67,7 @@ class NestedCoordinator:
             RankMismatchError: another rank has gone ahead to another sync point.
         """
         sync_point = SyncPoint(kind, detail=(main & (1 << PART) - 1) << ROOM | sent)
-        if self._runs_ahead and self._status_board.immediate and self.number & (1 << PART) - 1 > KEPT:
-            while self._status_board.behind(self.number - KEPT):
-                time.sleep(POLLING)
+        self._keep_pace(self._status_board, self.number)
         self._status_board.write(self.number, sync_point, State.CONTRIBUTING)
         self.compare()
 

@@ -20,7 +20,7 @@ from datetime import timedelta
 from parwrap.coordination.call_site import location, warn
 from parwrap.coordination.participant import Participant
 from parwrap.coordination.rank_positions import RankPositions
-from parwrap.coordination.status_board import PART, EagerCoordinator, Entry, State, StatusBoard, SyncPoint
+from parwrap.coordination.status_board import KEPT, PART, EagerCoordinator, Entry, State, StatusBoard, SyncPoint
 from parwrap.coordination.subgroup_sync import NestedCoordinator, answered_in_background
 from parwrap.errors import RankMismatchError
 from parwrap.system.remote_exception import in_one_line
@@ -50,6 +50,7 @@ class Coordinator(EagerCoordinator):
     Args:
         status_board: the entries of the ranks.
         timeout: how long to wait for another rank.
+        runs_ahead: whether this rank's host leaves a sync point before the others have come, as with a GPU.
 
     Attributes:
         part: the part of the run, a new one after each :meth:`begin`.
@@ -59,8 +60,8 @@ class Coordinator(EagerCoordinator):
         alike: whether all ranks in the last sync point gave the same ``detail``.
     """
 
-    def __init__(self, status_board: StatusBoard, timeout: timedelta) -> None:
-        super().__init__(status_board)
+    def __init__(self, status_board: StatusBoard, timeout: timedelta, runs_ahead: bool = False) -> None:
+        super().__init__(status_board, runs_ahead)
         self.timeout, self._rank = timeout, status_board.world.rank
         self.waits_for: SyncPoint | None = None
         self.alike = True
@@ -102,6 +103,21 @@ class Coordinator(EagerCoordinator):
                 "each other. Have all ranks call the same backwards in the same order, or sum the losses and call it once."
             )
 
+    def keep_pace(self, status_board: StatusBoard, number: int) -> None:
+        earlier = number - KEPT
+        if not self._runs_ahead or number & (1 << PART) - 1 <= KEPT or not status_board.behind(earlier):
+            return
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        before, status_board.waiting = status_board.waiting, True  # so that entries of other nodes come soon
+        try:
+            while status_board.behind(earlier, self._participant.lost() if status_board is self._status_board else ()):
+                self._raise_if_failed([])
+                if time.monotonic() > deadline and not self._participant.others_progress():
+                    raise self.in_vain(f"{KEPT} sync points ago", None)
+                time.sleep(POLLING)
+        finally:
+            status_board.waiting = before
+
     def answer_next(self, rank: int) -> bool:
         """Answer the sync point that ``rank`` has reached and this one has not, if it can be answered."""
         entry = self._status_board.read(rank, self.number)
@@ -140,6 +156,7 @@ class Coordinator(EagerCoordinator):
             sync_point = SyncPoint(kind, place, detail, SyncPoint(kind).identity)
         else:
             sync_point = SyncPoint(kind, place, self._participant.phase() if kind in self._answers else 0)
+        self.keep_pace(self._status_board, self.number)
         deadline, polling = time.monotonic() + self.timeout.total_seconds(), POLLING
         self._wait(True, sync_point)
         try:
@@ -150,6 +167,9 @@ class Coordinator(EagerCoordinator):
                 if unless_begun and any(entry and entry.state is State.CONTRIBUTING for entry in entries):
                     self._status_board.take_back(self.number)
                     return []
+                if self._runs_ahead and self._answer_nested(sync_point):  # a host that went ahead is past them already
+                    deadline = time.monotonic() + self.timeout.total_seconds()
+                    continue
                 if self._answer_begun(entries, answers_backwards):
                     if until_answered:
                         return []
@@ -325,6 +345,8 @@ class Coordinator(EagerCoordinator):
         self.stale = self.stale and any(entry.rank == self._rank and entry.sync_point.kind == END for entry in came)
 
     def _raise_if_failed(self, entries: list[Entry | None]) -> None:
+        if self._runs_ahead:  # that rank may be sync points behind
+            entries = [self._status_board.last(rank)[0] for rank in range(self._status_board.world.size)]
         failed = next(
             (entry for entry in entries if entry and entry.state is State.FAILED and entry.rank not in self._participant.lost()), None
         )

@@ -41,16 +41,21 @@ def choose_device(world: World, backend: str | None) -> torch.device:
 
     If there are fewer GPUs than ranks, ranks share them with the backend ``"gloo"``: nccl cannot do that.
     """
-    gpus = torch.cuda.device_count()  # not is_available(), which starts the driver: it would not read the variable again
-    if gpus == 0:
-        return torch.device("cpu")
-    variable = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    visible = ([name for name in variable.split(",") if name] or [str(index) for index in range(gpus)])[:gpus]
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    in_parts = bool(visible) and visible[0].startswith("MIG-")
+    if not in_parts:  # torch counts instances of a GPU by starting the driver, which gives a process the first one alone
+        gpus = torch.cuda.device_count()  # not is_available(), which starts the driver: it would not read the variable again
+        if gpus == 0:
+            return torch.device("cpu")
+        visible = (visible or [str(index) for index in range(gpus)])[:gpus]
     # torchrun's ranks see all GPUs of the node; other launchers may have given each its own (srun --gpus-per-task), of which it takes one
     mine = world.local_rank if world.launcher == "torchrun" and backend != "gloo" else world.local_rank % len(visible)
     gpu = visible_gpu(mine, visible)
     if not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        if in_parts and torch.cuda.device_count() == 0:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+            return torch.device("cpu")
         if len(visible) == 1 or _seen_by_the_driver() == 1:
             return torch.device("cuda", 0)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)

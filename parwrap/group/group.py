@@ -26,7 +26,7 @@ from parwrap.group.device import choose_backend, choose_device, torch_backend, u
 from parwrap.group.rendezvous import on_loopback, placed
 from parwrap.system.background import in_background
 from parwrap.system.remote_exception import in_one_line
-from parwrap.torch_private.distributed import collective_count, set_default_group
+from parwrap.torch_private.distributed import abort_process_groups, collective_count, set_default_group
 from parwrap.world.world import World, detect
 
 __all__ = [
@@ -173,9 +173,14 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
             with _reporting_long_wait(world):
                 dist.init_process_group(torch_backend(backend), store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
             with status_board.opened(world, store) as entries:
-                _current = Group(world, backend, device, store, waiting, Coordinator(entries, waiting))
+                _current = Group(world, backend, device, store, waiting, Coordinator(entries, waiting, backend == "nccl"))
                 with _current._ends, _naming_first_failure(world, store):
                     yield _current
+        except BaseException as error:
+            # NCCL would wait for what this rank has begun and the others may never take part in
+            if backend == "nccl" and _is_failure(error) and dist.is_initialized():
+                abort_process_groups()
+            raise
         finally:
             _current = None
             if dist.is_initialized():
@@ -317,6 +322,10 @@ def open_group() -> Group | None:
     return Group(World(dist.get_rank(), dist.get_world_size()), backend, device, store=None, timeout=PATIENCE, coordinator=None)
 
 
+def _is_failure(error: BaseException) -> bool:
+    return not isinstance(error, SystemExit) or bool(error.code)
+
+
 @contextmanager
 def _naming_first_failure(world: World, store: dist.Store) -> Iterator[None]:
     """An exception that leaves the block after another rank has failed gets a note about that failure, on Python 3.11 and later.
@@ -330,7 +339,7 @@ def _naming_first_failure(world: World, store: dist.Store) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:
+        if not _is_failure(error):
             raise
         cause = in_one_line(error)
         first = f"{world.rank} {cause}"

@@ -9,10 +9,20 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["check_reducer_finalized", "collective_count", "forget_process_groups", "has_rebuilt_buckets", "set_default_group"]
+__all__ = [
+    "abort_process_groups",
+    "check_reducer_finalized",
+    "collective_count",
+    "forget_process_groups",
+    "has_rebuilt_buckets",
+    "set_default_group",
+]
 
 collective_count: Callable[[dist.ProcessGroup | None], int] = methodcaller("_get_sequence_number_for_group")
 """How many collectives this rank has begun in a process group. Nothing public counts them."""
+
+abort_process_groups: Callable[[], None] = dist.distributed_c10d._abort_process_group
+"""Ends all process groups without waiting for collectives under way. Publicly, NCCL's wait for ranks that may never come."""
 
 set_default_group: Callable[[dist.ProcessGroup | None], None] = dist.distributed_c10d._update_default_pg
 """Sets the process group that collectives run in by default. Publicly that is always the one of all ranks."""

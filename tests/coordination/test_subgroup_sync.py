@@ -2,7 +2,7 @@
 
 import pytest
 
-from parwrap.coordination.status_board import KEPT, State, StatusBoard
+from parwrap.coordination.status_board import KEPT, PART, State, StatusBoard
 from parwrap.coordination.subgroup_sync import NestedCoordinator
 from parwrap.errors import RankMismatchError
 from parwrap.world.world import World
@@ -88,10 +88,12 @@ def test_another_part_begins_at_its_first_meeting_whatever_was_left_open():
     theirs.enter("forward", sent=5, main=3)
 
 
-def test_a_host_runs_ahead_of_the_others_only_as_far_as_they_can_follow(monkeypatch):
-    ours, theirs, _, answered = two_nested_coordinators(runs_ahead=True)
-    ours._status_board.immediate = True
-    monkeypatch.setattr("time.sleep", lambda seconds: theirs.answer_begun(3))
+def test_a_host_runs_ahead_of_the_others_only_as_far_as_they_can_follow():
+    def keep_pace(status_board, number):
+        while number & (1 << PART) - 1 > KEPT and status_board.behind(number - KEPT):
+            theirs.answer_begun(3)
+
+    ours, theirs, _, answered = two_nested_coordinators(keep_pace=keep_pace)
     for sent in range(3 * KEPT):
         ours.enter("forward", sent, main=3)
         ours.through()

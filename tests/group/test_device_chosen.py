@@ -1,11 +1,13 @@
 """The choice of a rank's GPU against a driver that behaves as CUDA's does: it reads the visible devices once, when it is first asked."""
 
 import os
+import sys
 import warnings
 
 import pytest
 import torch
 
+from parwrap.errors import LaunchError
 from parwrap.group.device import choose_device, torch_backend
 from parwrap.world.world import World
 
@@ -13,26 +15,29 @@ GPUS = 4
 
 
 class Driver:
-    """Stands for CUDA's driver and torch above it.
+    """Stands for CUDA's driver and torch above it: a mock.
 
     Attributes:
         seen: the GPUs that this process can use, once the driver was asked for them.
         current: torch's current device.
+        has_nvml: whether torch can count GPUs without the driver.
     """
 
     def __init__(self):
-        self.seen, self.current, self.initialized = None, 0, False
+        self.seen, self.current, self.initialized, self.has_nvml = None, 0, False, True
 
     def count(self):
-        self.seen = self.seen or self.visible()
+        self.seen = self.visible() if self.seen is None else self.seen
         return len(self.seen)
 
     def visible(self):
-        return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or [str(number) for number in range(GPUS)]
+        names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or [str(number) for number in range(GPUS)]
+        return names[:1] if is_mig(names) else names  # CUDA gives a process one instance of a GPU in parts
 
     def device_count(self):
-        """torch asks NVML as long as CUDA has started, and NVML reads the variable each time."""
-        return self.count() if self.initialized else len(self.visible())
+        """torch asks NVML until CUDA has started, and NVML reads the variable each time; of instances it asks the driver."""
+        by_nvml = self.has_nvml and not self.initialized and not is_mig(self.visible())
+        return len(self.visible()) if by_nvml else self.count()
 
     def set_device(self, device):
         self.count()
@@ -53,6 +58,10 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: driver.current)
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", driver.count, raising=False)
     return driver
+
+
+def is_mig(names):
+    return names[0].startswith("MIG-")
 
 
 def rank(local_rank, launcher="torchrun", size=GPUS):
@@ -87,6 +96,50 @@ def test_a_driver_that_was_asked_where_one_gpu_is_visible_is_no_problem(driver, 
     device = choose_device(rank(2, launcher="SLURM"), None)
 
     assert (torch.device("cuda", 0), "2") == (device, driver.used_by(device))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "SLURM"])
+@pytest.mark.parametrize("local_rank", range(2))
+def test_each_rank_has_an_instance_of_a_gpu_in_parts(driver, local_rank, launcher, monkeypatch, nothing_is_warned_of):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-ab,MIG-cd")
+
+    device = choose_device(rank(local_rank, launcher, size=2), None)
+
+    assert (torch.device("cuda", 0), ["MIG-ab", "MIG-cd"][local_rank]) == (device, driver.used_by(device))
+
+
+def test_more_ranks_than_instances_are_refused(driver, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-ab,MIG-cd")
+
+    with pytest.raises(LaunchError, match=r"local rank 2 has no GPU to itself: 2 visible \(MIG-ab, MIG-cd\)"):
+        choose_device(rank(2, size=3), None)
+
+
+def test_instances_that_torch_cannot_use_leave_the_cpu(driver, monkeypatch, nothing_is_warned_of):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-ab,MIG-cd")
+    driver.seen = []
+
+    assert torch.device("cpu") == choose_device(rank(1, size=2), None)
+    assert "MIG-ab,MIG-cd" == os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.parametrize("local_rank", range(GPUS))
+def test_without_nvml_torch_counts_by_starting_cuda_and_each_rank_has_its_own_nevertheless(driver, local_rank):
+    driver.has_nvml = False
+
+    with pytest.warns(UserWarning, match="so 'cuda:0' in the script means the same GPU on every rank"):
+        device = choose_device(rank(local_rank), None)
+
+    assert (str(local_rank), local_rank) == (driver.used_by(device), driver.current)
+
+
+@pytest.mark.parametrize("local_rank", range(2))
+def test_each_of_two_containers_on_a_node_has_one_gpu(driver, local_rank, monkeypatch, nothing_is_warned_of):
+    monkeypatch.setattr(sys.modules[__name__], "GPUS", 1)
+
+    device = choose_device(rank(local_rank, "SLURM", size=2), None)
+
+    assert (torch.device("cuda", 0), "0") == (device, driver.used_by(device))
 
 
 @pytest.mark.parametrize(("local_rank", "gpu"), [(0, "0"), (3, "3"), (4, "0"), (6, "2")])

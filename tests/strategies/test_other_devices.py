@@ -8,8 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import parwrap
+from parwrap.errors import UsageError
 from parwrap.group import group as groups
 from parwrap.strategies.common.agreement import described
+from parwrap.strategies.ddp.gradient_averager import GradientAverager
 from parwrap.strategies.fsdp import fsdp
 
 GPU = torch.device("cuda", 0)
@@ -41,6 +43,16 @@ def test_what_stands_in_for_a_parameter_is_where_the_others_have_theirs():
     """Another backend would carry its gradient, for which the others wait."""
     assert torch.device("cpu") == described([torch.zeros(2)])[0].stand_in(GPU).device
     assert torch.device("meta") == described([torch.zeros(2)])[0]._replace(device="meta").stand_in(torch.device("meta")).device
+
+
+@pytest.mark.ranks(2)
+def test_a_model_in_part_on_the_cpu_is_refused():
+    """The device ``meta`` stands for a GPU."""
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))]
+    text = "a backward leaves gradients of parameters on cpu and meta, and torch's .* Move the whole model to one: model.to\\('cuda'\\)"
+
+    with pytest.raises(UsageError, match=text):
+        GradientAverager(groups.current(), 1, parameters, frozenset(), varies=False)
 
 
 @pytest.mark.ranks(2)

@@ -50,6 +50,13 @@ def test_another_group_can_be_the_default():
     assert (before, others + 1) == (distributed.collective_count(world), distributed.collective_count(other))
 
 
+def test_process_groups_are_ended_without_waiting():
+    dist.new_group([0])
+    distributed.abort_process_groups()
+
+    assert not dist.is_initialized()
+
+
 def test_ddp_says_when_its_buckets_are_rebuilt():
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     assert not distributed.has_rebuilt_buckets(ddp)

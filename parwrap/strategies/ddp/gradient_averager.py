@@ -60,6 +60,19 @@ class Reported(NamedTuple):
     asked: bool = False
 
 
+class _OnTheWay:
+    """Numbers that a GPU sends to the host, which waits for them only when it reads them."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers, self._sent = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True), torch.cuda.Event()
+        self._numbers.copy_(numbers, non_blocking=True)
+        self._sent.record()
+
+    def read(self) -> list[float]:
+        self._sent.synchronize()
+        return self._numbers.tolist()
+
+
 class GradientAverager:
     """Averages the gradients of ``parameters`` over the ranks in each backward that it runs.
 
@@ -72,6 +85,9 @@ class GradientAverager:
         models: the outermost modules around the parameters.
         of_one_batch: gives the ids of tensors that each rank trains by itself.
         options: for the ``Reducer``, such as ``bucket_cap_mb``.
+
+    Raises:
+        UsageError: they are on the CPU and on GPUs.
 
     Attributes:
         missed: the positions of the parameters that this rank's last backward unexpectedly did not reach.
@@ -105,7 +121,12 @@ class GradientAverager:
         like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
         dtype, device = (torch.float32, group.device) if like is None else (torch.promote_types(like.dtype, torch.float32), like.device)
         self._sent_weight, self._sent_buffers = 1.0, False
-        self._copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._on_the_way: _OnTheWay | None = None
+        if len(kinds := {p.device.type for p in self.parameters}) > 1:
+            raise UsageError(
+                f"a backward leaves gradients of parameters on {' and '.join(sorted(kinds))}, and torch's DistributedDataParallel averages "
+                "those of one kind of device. Move the whole model to one: model.to('cuda')."
+            )
         self._facts = facts = torch.ones(len(self.parameters) - WEIGHT, dtype=dtype, device=device)
         facts[UNEXPECTED:] = 0
         self._signal = nn.Parameter(torch.zeros_like(facts))
@@ -149,7 +170,7 @@ class GradientAverager:
 
     def reported(self) -> Reported:
         """Divide by the sum of weights rather than by the number of ranks, and read the reports."""
-        if self._facts.is_cuda and not self.at_once:
+        if self._is_read_later():
             return self._reported_later()
         weight, unexpected, stale_set, failed, buffers, asked = self._received()[WEIGHT:].tolist()
         if weight and abs(weight - 1) > EXACT and not failed:
@@ -196,21 +217,21 @@ class GradientAverager:
         """The reports of the backward; it always reaches the signal."""
         return cast(torch.Tensor, self._signal.grad)
 
+    def _is_read_later(self) -> bool:
+        return self._facts.is_cuda and not self.at_once
+
     def _reported_later(self) -> Reported:
         """The same for a GPU, which the host must not wait for: it divides on the device, and reads reports a step later."""
         facts = self._received()
         divide([p.grad.data for p in self.parameters if p.grad is not None], facts[WEIGHT])
-        before, self._copied = self._copied, (torch.empty(-UNEXPECTED, dtype=facts.dtype, pin_memory=True), torch.cuda.Event())
-        self._copied[0].copy_(facts[UNEXPECTED:], non_blocking=True)
-        self._copied[1].record()
+        before, self._on_the_way = self._on_the_way, _OnTheWay(facts[UNEXPECTED:])
         if before is None:
             return Reported()
-        before[1].synchronize()
-        unexpected, stale_set, failed, buffers, asked = before[0].tolist()
+        unexpected, stale_set, failed, buffers, asked = before.read()
         if unexpected or stale_set or failed:
             self._forget()
         if unexpected or stale_set or failed or buffers:
-            self._copied = None
+            self._on_the_way = None
         # a rank that failed has missed a step, which cannot be undone
         return Reported(unexpected > 0, stale_set + failed > 0, buffers=buffers > 0, asked=asked > 0)
 

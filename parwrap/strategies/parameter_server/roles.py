@@ -126,7 +126,8 @@ def _assigned(group: Group, servers: int) -> Iterator[Roles]:
     mine = replace(world, size=workers, local_size=workers if world.on_one_node else 0)
     store = dist.PrefixStore(f"workers/{workers}", group.store)
     with status_board.opened(mine, store) as entries:
-        among = Group(mine, group.backend, group.device, store, group.timeout, Coordinator(entries, group.timeout))
+        coordinator = Coordinator(entries, group.timeout, group.backend == "nccl")
+        among = Group(mine, group.backend, group.device, store, group.timeout, coordinator)
         roles = Roles(group, workers, among, process_group, connections)
         with among._ends:
             among.once(("parameter server", servers), lambda: nullcontext(roles))
