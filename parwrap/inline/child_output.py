@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TextIO, cast
 
 from parwrap.errors import UsageError
 
-__all__ = ["ChildOutput", "refuse_stdin", "show_in_notebook", "write_through"]
+__all__ = ["ChildOutput", "redirect_output", "refuse_stdin", "show_in_notebook"]
 
 CHUNK = 1 << 16
 
@@ -69,7 +69,7 @@ class ChildOutput:
         os.close(source)
 
 
-def write_through(outputs: Mapping[int, int]) -> None:
+def redirect_output(outputs: Mapping[int, int]) -> None:
     """In a rank: send all output to ``outputs``, line by line, because the rank may be killed at any time."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if number in outputs:

@@ -58,10 +58,10 @@ class Forks:
         self._function, self._environ, self._inherited = function, environ, ForkState()
         self._inherited.warn(function)
 
-    def start(self, job: Callable[..., Job], output: ChildOutput, word: int) -> Any:
+    def start(self, job: Callable[..., Job], output: ChildOutput, pipe: int) -> Any:
         """The process of the rank that runs ``job``, completed with how it starts."""
         how = {"load": self._load, "environ": self._environ, "threads": 1, "streams": None, "outputs": dict(output.outputs)}
-        process = multiprocessing.get_context("fork").Process(target=run, args=(job(word=word, **how),))
+        process = multiprocessing.get_context("fork").Process(target=run, args=(job(pipe=pipe, **how),))
         process.start()
         return process
 
@@ -148,9 +148,9 @@ class ForkState:
         wanted = (*WRITERS, io.FileIO, DataLoader, MultiProcessingDataLoaderIter)
         kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, wanted)}
         mine = [thing for thing in everything if type(thing) in kinds]
-        spoken = {_place(number) for number in (1, 2)}
+        shown = {_place(number) for number in (1, 2)}
         raw = [thing for thing in mine if isinstance(thing, io.FileIO) and _is_written(thing)]
-        self._raw = {file.fileno(): file for file in raw if _place(file.fileno()) not in spoken}
+        self._raw = {file.fileno(): file for file in raw if _place(file.fileno()) not in shown}
         self._writers = [thing for kind in WRITERS for thing in mine if isinstance(thing, kind) and _number(thing) in self._raw]
         self._loaders = [thing for thing in mine if isinstance(thing, DataLoader)]
         self._passes = [thing for thing in mine if isinstance(thing, MultiProcessingDataLoaderIter)]

@@ -23,7 +23,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.inline.child_output import ChildOutput
 from parwrap.inline.forking import Forks, starting
 from parwrap.inline.object_sync import SyncedObjects
-from parwrap.inline.rank_process import WORD, Job
+from parwrap.inline.rank_process import MESSAGE, Job
 from parwrap.inline.spawning import Spawns
 from parwrap.system.processes import how_ended
 from parwrap.system.shared_memory import private_file
@@ -99,21 +99,21 @@ class _Rank:
 
     Attributes:
         failed_at: the time of its exception, or 0 if it has ended without a report; ``None`` if neither.
-        through: whether it has reported its end.
+        finished: whether it has reported its end.
         ended: whether its process has ended.
         how: how it has ended, if without a report.
     """
 
     def __init__(self, starter: Forks | Spawns, job: Callable[..., Job]) -> None:
         self.failed_at: float | None = None
-        self.through = self.ended = self._terminated = False
+        self.finished = self.ended = self._terminated = False
         self.how = ""
         self._output = ChildOutput()
-        self._words, theirs = os.pipe()
+        self._messages, theirs = os.pipe()
         try:
             self.process = starter.start(job, self._output, theirs)
         except BaseException:
-            os.close(self._words)
+            os.close(self._messages)
             self._output.close()
             raise
         finally:
@@ -128,25 +128,25 @@ class _Rank:
     @property
     def sources(self) -> list[Any]:
         """The descriptors to wait for."""
-        words = [] if self.through or self.failed_at is not None else [self._words]
-        return [self.sentinel, *words, *self._output.sources]
+        messages = [] if self.finished or self.failed_at is not None else [self._messages]
+        return [self.sentinel, *messages, *self._output.sources]
 
     def receive(self) -> None:
         """Read its messages, and show its output."""
         if self.ended:
             return
         self._output.show()
-        while wait([self._words], 0) and (word := os.read(self._words, WORD.size)):
-            (when,) = WORD.unpack(word)
+        while wait([self._messages], 0) and (message := os.read(self._messages, MESSAGE.size)):
+            (when,) = MESSAGE.unpack(message)
             if when:
                 self.failed_at = when
             else:
-                self.through = True
+                self.finished = True
 
     def end(self) -> None:
         """Its process has ended, or is killed with its children, if it did not report its end."""
         if not self.ended:
-            if not self.through:
+            if not self.finished:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._pid, signal.SIGKILL)
                 self.process.kill()
@@ -155,7 +155,7 @@ class _Rank:
             self.process.join()
             self.receive()
             self.ended = True
-            if not self.through and self.failed_at is None and not self._terminated:
+            if not self.finished and self.failed_at is None and not self._terminated:
                 self.how = _ending_of(self.process.exitcode)
                 self.failed_at = 0.0
             try:
@@ -163,7 +163,7 @@ class _Rank:
             except ValueError:  # something else has waited for it; it is assumed to be alive
                 cast(Any, self.process)._popen.close()
             self._output.close()
-            os.close(self._words)
+            os.close(self._messages)
             os.close(self.sentinel)
 
     def signal(self, number: int) -> None:
@@ -219,7 +219,7 @@ def _watch(ranks: Sequence[_Rank]) -> bool:
                 for rank in ranks:
                     if rank.failed_at is None:
                         rank.signal(signal.SIGTERM)
-            elif all(rank.through for rank in ranks):
+            elif all(rank.finished for rank in ranks):
                 deadline = time.monotonic() + GRACE
         except KeyboardInterrupt:
             if interrupted:
@@ -243,7 +243,7 @@ def _wait(ranks: Sequence[_Rank], deadline: float | None) -> None:
 
 def _outcome(ranks: Sequence[_Rank], interrupted: bool, callers: SyncedObjects, files: Sequence[tuple[BinaryIO, BinaryIO]]) -> Any:
     """Apply the changes of the caller's objects, and return rank 0's result or raise the first failure."""
-    returned = [number for number, rank in enumerate(ranks) if rank.through]
+    returned = [number for number, rank in enumerate(ranks) if rank.finished]
     ends = {number: _read(files[number][1], callers) for number in returned}
     changes = next((end.changes for end in ends.values() if end.changes is not None), None)
     if changes is not None:

@@ -22,16 +22,16 @@ import torch
 from parwrap.coordination.call_site import is_ours
 from parwrap.errors import UsageError
 from parwrap.group import group as groups
-from parwrap.inline.child_output import refuse_stdin, show_in_notebook, write_through
+from parwrap.inline.child_output import redirect_output, refuse_stdin, show_in_notebook
 from parwrap.inline.object_sync import SyncedObjects
 from parwrap.loop.random_streams import set_state
 from parwrap.system.processes import die_with_parent
 from parwrap.system.remote_exception import RemoteException
 from parwrap.world.world import World
 
-__all__ = ["ENDING", "WORD", "End", "Job", "failed", "run"]
+__all__ = ["ENDING", "MESSAGE", "End", "Job", "failed", "run"]
 
-WORD = struct.Struct("d")
+MESSAGE = struct.Struct("d")
 """The format of a failure's time, or of the 0 at the end."""
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -51,9 +51,9 @@ class Job:
         threads: the number of compute threads; ``None`` for the environment's.
         streams: the states of the random streams to continue from; ``None`` for the inherited ones.
         outputs: descriptors that stand for stdout and stderr, by the numbers of these.
-        failure: the descriptor of the file for a packed :class:`Raised`; when it is there, its time is sent through ``word``.
+        failure: the descriptor of the file for a packed :class:`RemoteException`; when it is there, its time is sent through ``pipe``.
         end: that of the file for a packed :class:`End`, which a 0 is sent for.
-        word: that of a pipe to the caller.
+        pipe: that of a pipe to the caller.
         parent: the caller's process.
     """
 
@@ -67,7 +67,7 @@ class Job:
     outputs: Mapping[int, int]
     failure: int
     end: int
-    word: int
+    pipe: int
     parent: int
 
 
@@ -108,7 +108,7 @@ def run(job: Job) -> None:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     os.environ.update(job.environ)
-    write_through(job.outputs)
+    redirect_output(job.outputs)
     refuse_stdin("ask before, and pass the answer")
     show_in_notebook(job.world.rank)
     if job.streams is not None:
@@ -131,7 +131,7 @@ def run(job: Job) -> None:
 
 def _run(job: Job) -> End:
     global _callers
-    value, leaves, through = None, False, False
+    value, leaves, finished = None, False, False
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         with groups.opened(job.world, job.backend, job.timeout) as group:
@@ -141,14 +141,14 @@ def _run(job: Job) -> End:
             except BaseException as error:
                 failed(error)
                 raise
-        through = True
+        finished = True
     except SystemExit as error:
-        leaves = through = not error.code
+        leaves = finished = not error.code
     except BaseException as error:
         _take_no_notice()
         failed(error)
     _take_no_notice()
-    changes = _callers.changes(value) if job.world.rank == 0 or not through else None
+    changes = _callers.changes(value) if job.world.rank == 0 or not finished else None
     return End(value if job.world.rank == 0 else None, changes, leaves)
 
 
@@ -179,8 +179,8 @@ def _pack(thing: Any, descriptor: int) -> None:
         _callers.pack(thing, file)
 
 
-def _send(job: Job, word: float) -> None:
-    os.write(job.word, WORD.pack(word))
+def _send(job: Job, when: float) -> None:
+    os.write(job.pipe, MESSAGE.pack(when))
 
 
 def _users(traceback: TracebackType | None) -> TracebackType | None:

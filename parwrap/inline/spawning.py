@@ -59,11 +59,11 @@ class Spawns:
         self._environ = {**shared_out, **os.environ, **environ}
         self._streams = get_state()
 
-    def start(self, job: Callable[..., Job], output: ChildOutput, word: int) -> _Interpreter:
+    def start(self, job: Callable[..., Job], output: ChildOutput, pipe: int) -> _Interpreter:
         """The process of the rank that runs ``job``, completed with how it starts."""
         how = {"load": partial(_load, self._function), "environ": {}, "threads": None, "streams": self._streams}
-        spawned = job(word=word, outputs={number: number for number in output.outputs}, **how)
-        return _Interpreter(spawned, [self._function, spawned.failure, spawned.end, word], output.outputs, self._environ)
+        spawned = job(pipe=pipe, outputs={number: number for number in output.outputs}, **how)
+        return _Interpreter(spawned, [self._function, spawned.failure, spawned.end, pipe], output.outputs, self._environ)
 
 
 class _Interpreter:
