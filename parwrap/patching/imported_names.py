@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -49,8 +50,8 @@ class Namespaces:
 
     def __init__(self, module: str | None = None) -> None:
         package = (module or "").partition(".")[0]
-        self._names = tuple(sys.modules)
-        by_owner = _by_owner(self._names)
+        by_owner = _loaded.by_owner()
+        self._names, self._known = _loaded.names, len(_loaded.names)
         self._looked_through = _namespaces([*by_owner.get("", ()), *(by_owner.get(package, ()) if package else ())])
 
     def exchange(self, instead: Mapping[int, Any]) -> None:
@@ -59,20 +60,38 @@ class Namespaces:
 
     def exchange_in_new(self, instead: Mapping[int, Any]) -> None:
         """The same, also in all modules loaded since, whoever owns them: they have imported the replaced objects."""
-        names = tuple(sys.modules)
-        new = () if names == self._names else {*names}.difference(self._names)
+        _loaded.by_owner()
+        new: Iterable[str] = _loaded.names[self._known :]
+        if _loaded.names is not self._names:
+            new = {*_loaded.names}.difference(self._names[: self._known])
         _exchange([*self._looked_through, *_namespaces(new), vars(sys.modules["__main__"])], instead)  # a script is run in another
 
 
-@functools.lru_cache(maxsize=8)
-def _by_owner(names: tuple[str, ...]) -> dict[str, list[str]]:
-    """The loaded modules ``names`` that may have to be searched: the user's under ``""``, installed ones by package."""
-    by_owner: dict[str, list[str]] = {}
-    for name in names:
-        owner = _owner(name, id(sys.modules.get(name)))
-        if owner is not None:
-            by_owner.setdefault(owner, []).append(name)
-    return by_owner
+class _Loaded:
+    """The modules loaded so far. Each is looked at once: in a forked process a look at a module copies a page of memory.
+
+    Attributes:
+        names: in the order of ``sys.modules``; another list once some have been unloaded.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._by_owner: dict[str, list[str]] = {}
+
+    def by_owner(self) -> dict[str, list[str]]:
+        """The names that may have to be searched: the user's under ``""``, those of installed modules by package."""
+        added = len(sys.modules) - len(self.names)
+        *new, last = islice(reversed(sys.modules), max(0, added) + 1)
+        if added >= 0 and [last] == self.names[-1:]:
+            new.reverse()
+        else:  # some have been unloaded
+            new, self.names, self._by_owner = list(sys.modules), [], {}
+        for name in new:
+            owner = _owner(name, id(sys.modules.get(name)))
+            if owner is not None:
+                self._by_owner.setdefault(owner, []).append(name)
+        self.names += new
+        return self._by_owner
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -113,3 +132,6 @@ def _exchange_values(names: dict[Any, Any], instead: Mapping[int, Any]) -> None:
 def _exchange_function(partial: functools.partial, instead: Mapping[int, Any]) -> None:
     if (function := instead.get(id(partial.func))) is not None:
         partial.__setstate__((function, partial.args, partial.keywords, vars(partial)))  # type: ignore[attr-defined]  # func is read-only
+
+
+_loaded = _Loaded()

@@ -114,6 +114,21 @@ def test_a_module_that_was_imported_meanwhile_has_the_function_itself_afterwards
     assert late.square_root is math.sqrt
 
 
+@pytest.mark.parametrize("unloads", [False, True])
+def test_a_module_that_was_unloaded_before_and_is_loaded_again_has_the_function_itself_afterwards(unloads, monkeypatch):
+    loaded("other", "/python/site-packages/other.py", monkeypatch)
+    with monkeypatch.context() as before:
+        loaded("late", "/python/site-packages/late.py", before)
+        with installed([Patch(math, "sqrt", negated)]):
+            pass
+    with installed([Patch(math, "sqrt", negated)]):
+        if unloads:
+            monkeypatch.delitem(sys.modules, "other")
+        late = loaded("late", "/python/site-packages/late.py", monkeypatch)
+
+    assert late.square_root is math.sqrt
+
+
 def test_patches_that_are_taken_off_in_another_order_leave_nothing(monkeypatch):
     """A script that distributes itself has the outer ones taken off while the inner stay."""
     helpers = loaded("helpers", "/project/helpers.py", monkeypatch)

@@ -160,7 +160,7 @@ class GradientAverager:
         try:
             call.with_root(self._root, self._signal).run()
         except Exception as error:
-            if has_timed_out(error):
+            if has_timed_out(error) or _has_lost_rank(error):
                 raise
             self._report_error(error)
             self._complete(error)
@@ -383,6 +383,11 @@ def note_gradients(parameters: Iterable[torch.Tensor], noted: Noted) -> None:
 def has_timed_out(error: BaseException) -> bool:
     """Whether another rank has not sent its part within the timeout of the process group."""
     return isinstance(error, RuntimeError) and TIMED_OUT in str(error)
+
+
+def _has_lost_rank(error: Exception) -> bool:
+    """Whether another rank has ended: there is nothing left to agree on."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in ("closed by peer", "reset by peer"))
 
 
 def divide(grads: Iterable[torch.Tensor], weight: torch.Tensor) -> None:
