@@ -38,13 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         restart.with_what_ranks_need()
     working_directory = [] if _is_safe() else [sys.path.pop(0)]
     with loading(to_share=forks), _torchs_warnings_off(argv), _ended_by_ctrl_c():
-        import torch.distributed.run  # not a module of this name in the directory that the command runs in
+        import torch.distributed.run  # noqa: F401 - not a module of this name in the directory that the command runs in
     restart.clean_environment()
     if forks:
         _start_fork_server(argv)
     sys.path[:0] = working_directory
     from parwrap.errors import ParwrapError
-    from parwrap.group.device import cores
+    from parwrap.group.device import cores, gpu_count
     from parwrap.launching.command.plan import plan_launch
 
     try:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             job = requested_job(argv, environ, cores())
             if job is not None:
                 return launch_job(job)
-        plan = plan_launch(argv, environ, torch.cuda.device_count(), cores())
+        plan = plan_launch(argv, environ, gpu_count(), cores())
         if plan.dry_run:
             return _describe(plan, environ)
         if plan.notice:

@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
 from parwrap.api import distributed
 from parwrap.api.self_launch import Launch, on_ranks
 from parwrap.decorator import decorators_of, describe
 from parwrap.errors import UsageError
+from parwrap.group.device import gpu_count
 
 __all__ = ["launch"]
 
@@ -70,7 +69,7 @@ def launch(
     options = (decorated or [distributed.distributed()])[0]._options
     _refuse_options(function.__wrapped__ if decorators_of(function) else function, kwargs)  # type: ignore[attr-defined]
     call = partial(function if decorated else distributed.distributed()(function), *args, **kwargs)
-    if nprocs is None and torch.cuda.device_count():
+    if nprocs is None and gpu_count():
         nprocs = "gpu"
     return on_ranks(Launch(nprocs, returns, start_method), options, call, joins=distributed.loaders_read() is not None)
 

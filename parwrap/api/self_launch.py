@@ -19,7 +19,7 @@ from parwrap.coordination.call_site import warn
 from parwrap.errors import LaunchError, UsageError
 from parwrap.group import group as groups
 from parwrap.group.collectives import gather
-from parwrap.group.device import cores
+from parwrap.group.device import cores, gpu_count
 from parwrap.inline.forking import choose_start_method, import_for_optimizers, refuse_unforkable
 from parwrap.inline.launching import run_on_ranks
 from parwrap.loop.random_streams import get_state, set_state
@@ -67,7 +67,7 @@ class Launch:
         Raises:
             LaunchError: the machine has fewer GPUs.
         """
-        gpus = torch.cuda.device_count()
+        gpus = gpu_count()
         named = {"gpu": gpus, "cpu": cores(), "auto": gpus or cores()}
         if self.nprocs == "gpu" and not gpus:
             raise LaunchError("nprocs='gpu' starts a rank on each GPU, but torch can use none here: give a number to train on the CPU.")

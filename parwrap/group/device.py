@@ -16,7 +16,7 @@ from parwrap.errors import LaunchError
 from parwrap.torch_private.cuda import driver_device_count
 from parwrap.world.world import World
 
-__all__ = ["choose_backend", "choose_device", "cores", "torch_backend", "uses_nccl", "visible_gpu"]
+__all__ = ["choose_backend", "choose_device", "cores", "gpu_count", "torch_backend", "uses_nccl", "visible_gpu"]
 
 
 def visible_gpu(local_rank: int, visible: list[str]) -> str:
@@ -36,24 +36,39 @@ def visible_gpu(local_rank: int, visible: list[str]) -> str:
     return visible[local_rank]
 
 
+def _named() -> list[str]:
+    return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+
+
+def _in_parts(names: list[str]) -> bool:
+    """Whether ``names`` are instances of GPUs (MIG). CUDA gives a process the first alone, and torch counts them by starting CUDA."""
+    return bool(names) and names[0].startswith("MIG-")
+
+
+def gpu_count() -> int:
+    """How many GPUs, or instances of GPUs, ranks can have here.
+
+    Not ``torch.cuda.is_available()``, which starts the driver: it would not read ``CUDA_VISIBLE_DEVICES`` again.
+    """
+    names = _named()
+    return len(names) if _in_parts(names) and torch.backends.cuda.is_built() else torch.cuda.device_count()
+
+
 def choose_device(world: World, backend: str | None) -> torch.device:
     """The device that this rank trains on; leaves it one visible GPU if any.
 
     If there are fewer GPUs than ranks, ranks share them with the backend ``"gloo"``: nccl cannot do that.
     """
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    in_parts = bool(visible) and visible[0].startswith("MIG-")
-    if not in_parts:  # torch counts instances of a GPU by starting the driver, which gives a process the first one alone
-        gpus = torch.cuda.device_count()  # not is_available(), which starts the driver: it would not read the variable again
-        if gpus == 0:
-            return torch.device("cpu")
-        visible = (visible or [str(index) for index in range(gpus)])[:gpus]
+    gpus, names = gpu_count(), _named()
+    if gpus == 0:
+        return torch.device("cpu")
+    visible = (names or [str(index) for index in range(gpus)])[:gpus]
     # torchrun's ranks see all GPUs of the node; other launchers may have given each its own (srun --gpus-per-task), of which it takes one
     mine = world.local_rank if world.launcher == "torchrun" and backend != "gloo" else world.local_rank % len(visible)
     gpu = visible_gpu(mine, visible)
     if not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-        if in_parts and torch.cuda.device_count() == 0:
+        if _in_parts(names) and torch.cuda.device_count() == 0:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
             return torch.device("cpu")
         if len(visible) == 1 or _seen_by_the_driver() == 1:

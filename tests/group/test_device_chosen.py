@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parwrap.errors import LaunchError
-from parwrap.group.device import choose_device, torch_backend
+from parwrap.group.device import choose_device, gpu_count, torch_backend
 from parwrap.world.world import World
 
 GPUS = 4
@@ -57,6 +57,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", driver.set_device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: driver.current)
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", driver.count, raising=False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     return driver
 
 
@@ -106,6 +107,14 @@ def test_each_rank_has_an_instance_of_a_gpu_in_parts(driver, local_rank, launche
     device = choose_device(rank(local_rank, launcher, size=2), None)
 
     assert (torch.device("cuda", 0), ["MIG-ab", "MIG-cd"][local_rank]) == (device, driver.used_by(device))
+
+
+def test_a_launcher_counts_the_instances_and_starts_no_driver(driver, monkeypatch):
+    assert GPUS == gpu_count()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-ab,MIG-cd")
+
+    assert 2 == gpu_count()
+    assert driver.seen is None
 
 
 def test_more_ranks_than_instances_are_refused(driver, monkeypatch):
