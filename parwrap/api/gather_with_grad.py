@@ -16,10 +16,11 @@ __all__ = ["gather_with_grad"]
 
 
 def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
-    """The rows of every rank's ``x``, in the order of ranks, on every rank; gradients flow back to the ranks of the rows.
+    """Gather the rows of every rank's ``x``, in the order of ranks, on every rank. Gradients flow back to the rank that a row came from.
 
-    For losses over pairs of samples, such as those of CLIP and SupCon. Compute the loss of the whole from what you gather, on every rank;
-    ``backward`` then leaves the gradient that one process with the whole batch has. See docs/batch_losses.rst.
+    Use it for losses over pairs of samples, such as those of CLIP and SupCon. On every rank, compute the loss of the whole batch from the
+    gathered rows; ``backward`` then leaves the gradient that a single process with the whole batch would compute. See
+    docs/batch_losses.rst.
 
     Args:
         x: a tensor with at least one dimension. Only the number of rows may differ between ranks.
@@ -31,7 +32,7 @@ def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
         ``"hogwild"``).
 
     Raises:
-        UsageError: ``x`` is no tensor with rows, or the call is in a checkpoint that the backward computes again.
+        UsageError: ``x`` is not a tensor with rows, or the call is in a checkpoint that the backward recomputes.
         RankMismatchError: dtypes or shapes of rows differ; on every rank, with the difference.
 
     >>> gather_with_grad(torch.tensor([[1.0], [2.0]]))
@@ -43,7 +44,7 @@ def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
     if x.dim() == 0 or x.layout != torch.strided or (x.is_complex() and x.requires_grad):
         what = f"one of shape {list(x.shape)}, {x.dtype}, {x.layout}"
         raise UsageError(
-            "parwrap.gather_with_grad() takes a dense tensor with a row for each sample, of real numbers if it requires a gradient, "
+            "parwrap.gather_with_grad() takes a dense tensor with one row per sample, and with a real dtype if it requires a gradient, "
             f"not {what}."
         )
     return cast(torch.Tensor, _gathered(x))
@@ -59,7 +60,7 @@ def _gathered(x: torch.Tensor) -> torch.Tensor:
         return x
     if current_graph_task_id() != NO_GRAPH_TASK:
         raise UsageError(
-            "parwrap.gather_with_grad() runs in a checkpoint that is computed again in the backward, where the ranks cannot "
+            "parwrap.gather_with_grad() runs in a checkpoint that is recomputed in the backward pass, where the ranks cannot "
             "synchronize: call it outside of the checkpointed part."
         )
     if parts is not None and parts.loop.weights.upcoming(lambda: {len(x)}).weight == 0:

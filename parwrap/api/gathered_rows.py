@@ -1,7 +1,7 @@
 """Gathers the rows of a tensor from all ranks, and sends the gradients of the gathered rows back to their ranks.
 
-The forward is a sync point of all ranks; one that has left the loop answers it with no rows. The backward comes amid the ranks' gradient
-averages, so it has a separate process group and nested sync points, like shared batch norms.
+The forward pass is a sync point of all ranks; a rank that has left the loop takes part with no rows. The backward pass runs while the ranks
+average gradients, so it has a separate process group and nested sync points, like shared batch norms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["NAME", "RowGatherer", "row_gatherer"]
 
 NAME = "gather_with_grad"
 KIND = f"parwrap.{NAME}"
-ADVICE = "Have all ranks call parwrap.gather_with_grad() and backward() in the same order."
+ADVICE = "Call parwrap.gather_with_grad() and backward() in the same order on all ranks."
 ALIKE = "Only the first dimension may differ between ranks."
 ROWS, ROW_BYTES = "the number of rows", "the bytes of a row"
 
@@ -58,12 +58,12 @@ class RowGatherer:
         return _Gathered.apply(x, self, rows) if requires_grad else self.send(x, rows)
 
     def answer(self, detail: int, present: list[int]) -> None:
-        """Take part in the gathering of the ranks ``present``, without rows."""
+        """Take part, without rows, when the ranks ``present`` gather theirs."""
         structures: dict[int, Structure] = self._group.share("structure", None, present)
         self._send_bytes(torch.empty(0, dtype=torch.uint8), self._rows(structures), int(structures[present[0]][ROW_BYTES]))
 
     def send(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Gather the rows of the ranks, which have ``rows`` each."""
+        """Gather the rows of all ranks; ``rows`` has the number of each."""
         sent = x.detach().contiguous().reshape(-1).view(torch.uint8)  # not every backend supports every dtype
         gathered = self._send_bytes(sent, rows, math.prod(x.shape[1:]) * x.element_size())
         return gathered.to(x.device).view(x.dtype).view(sum(rows), *x.shape[1:])
@@ -71,7 +71,7 @@ class RowGatherer:
     def send_back(self, gradient: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """The ``gradient`` of this rank's rows, from the losses of all ranks."""
         exact = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
-        total = self._sharing.together(SUM, f"the backward of {KIND} ({len(gradient)} rows)", exact.reshape(-1))
+        total = self._sharing.together(SUM, f"the backward pass of {KIND} ({len(gradient)} rows)", exact.reshape(-1))
         first = sum(rows[: self._group.world.rank])
         return total.view_as(gradient)[first : first + rows[self._group.world.rank]].to(gradient.dtype)
 

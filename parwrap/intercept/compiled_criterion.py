@@ -1,7 +1,7 @@
-"""``cross_entropy`` and ``nll_loss`` in compiled code: an operator gives each mean to ``Interceptor.criterion`` when the graph runs.
+"""``cross_entropy`` and ``nll_loss`` in compiled code: an operator passes each mean to ``Interceptor.criterion`` when the graph runs.
 
-A compiler cannot trace what ranks send each other. ``TRACED`` holds what ``torch.compile`` reads in the place of torch's functions. The
-operator finds out each time it runs which interceptor is installed, so a graph holds nothing of it.
+A compiler cannot trace communication between ranks. ``TRACED`` contains what ``torch.compile`` traces instead of torch's functions.
+Whenever the operator runs, it looks up which interceptor is installed, so a graph does not contain it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from parwrap.torch_private.modes import current_transform
 __all__ = ["TRACED", "Asked", "opened"]
 
 CROSS_ENTROPY, NLL_LOSS = functional.cross_entropy, functional.nll_loss
-"""torch's own."""
+"""Torch's own functions."""
 
 Asked = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor | None]
-"""Gives what ``Interceptor.criterion`` returns for a loss, its targets, their weights and the class that is ignored."""
+"""A function that returns what ``Interceptor.criterion`` returns, given a loss, its targets, their weights and the ignored class."""
 
 _open: list[tuple[Interceptor, Asked]] = []
 
 
 @contextmanager
 def opened(interceptor: Interceptor, asked: Asked) -> Iterator[None]:
-    """While this is held, losses in compiled code are those of ``interceptor``, which is ``asked`` for each."""
+    """Make losses in compiled code call ``asked`` inside the block, for ``interceptor``."""
     _define_operators()
     _open.append((interceptor, asked))
     try:
@@ -70,22 +70,26 @@ def _nll_loss(
 
 
 TRACED: dict[str, Callable] = {"cross_entropy": _cross_entropy, "nll_loss": _nll_loss}
-"""By the name of torch's function, what is compiled in its place."""
+"""The functions that are compiled instead of torch's, by name."""
 
 
 def _counted(loss: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, is_mean: bool) -> torch.Tensor:
-    """The ``loss``, whose gradient counts by its divisor if it is a mean."""
+    """``loss``.
+
+    If it is a mean with a gradient, it goes through an operator that calls ``Interceptor.criterion`` and ``criterion_grad`` when the graph
+    runs.
+    """
     return torch.ops.parwrap.criterion(loss, target, weight, ignore_index)[0] if is_mean and _counts(loss) else loss
 
 
 def _counts(loss: torch.Tensor) -> bool:
-    """Whether it has a gradient here: in a transform of ``torch.func`` that is left to the transform."""
+    """Whether ``loss`` has a gradient here. Inside a ``torch.func`` transform, the transform decides."""
     return loss.requires_grad and not torch.compiler.is_exporting() and isinstance(current_transform(), NoneType)
 
 
 @functools.cache
 def _define_operators() -> None:
-    """Make ``torch.ops.parwrap.criterion`` known to torch, which keeps it for the life of the process."""
+    """Register ``torch.ops.parwrap.criterion``, which torch keeps for the life of the process."""
     unsafe = (torch.Tag.cudagraph_unsafe,)
     schema = "(Tensor loss, Tensor target, Tensor? weight, int ignore_index) -> (Tensor, Tensor)"
     forward = torch.library.custom_op("parwrap::criterion", _forward, mutates_args=(), schema=schema, tags=unsafe)
@@ -98,7 +102,7 @@ def _define_operators() -> None:
 
 
 def _forward(loss: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss, and what its gradient is multiplied by: NaN for nothing."""
+    """The loss, and the factor for its gradient; NaN stands for no factor."""
     factor = _open[-1][1](loss, target, weight, ignore_index) if _open else None
     nothing = loss.new_full((), float("nan"), dtype=torch.float32)
     return loss.clone(), nothing if factor is None else nothing.copy_(factor)
@@ -116,5 +120,5 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 def _differentiate(ctx: Any, grad: torch.Tensor, of_factor: Any) -> tuple[Any, ...]:
     (factor,) = ctx.saved_tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _backward(grad, factor), None, None, None  # which can be differentiated again
+        return _backward(grad, factor), None, None, None  # this can be differentiated again
     return torch.ops.parwrap.criterion_backward(grad, factor), None, None, None

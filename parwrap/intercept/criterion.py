@@ -22,7 +22,7 @@ __all__ = ["Criterion", "patches"]
 
 
 class Criterion(NamedTuple):
-    """A mean over classified targets.
+    """A mean loss over classified targets.
 
     Attributes:
         loss: the mean.

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a whole or not at all, and chooses the device of ``torch.load``."""
+"""Saves a checkpoint completely or not at all, and chooses the device for ``torch.load``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def write_atomically(path: str, write: Callable[[Any], Any]) -> Any:
     """Call ``write`` with a temporary path of the same name, whose stem torch puts into the archive, and rename the file to ``path``."""
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isfile(path):
-        return write(path)  # a device or a pipe cannot be renamed over
+        return write(path)  # a device or a pipe cannot be replaced by a rename
     folder, name = os.path.split(path)
     temporary = None
     with suppress(OSError):
         temporary = tempfile.mkdtemp(prefix=PART, dir=folder)
     if temporary is None:
-        return write(path)  # a writable file may lie in a read-only folder; otherwise torch reports the error
+        return write(path)  # a writable file may be in a read-only folder; otherwise torch reports the error
     try:
         result = write(os.path.join(temporary, name))
         os.replace(os.path.join(temporary, name), path)
@@ -36,7 +36,7 @@ def write_atomically(path: str, write: Callable[[Any], Any]) -> Any:
 
 
 def on_own_gpu(location: Any) -> Any:
-    """The ``map_location`` that loads onto this rank's one GPU, whichever GPU ``location`` names or the file was saved from."""
+    """The ``map_location`` that loads onto this rank's GPU, whichever GPU ``location`` names or the file was saved on."""
     if not torch.cuda.is_available():
         return location
     if location is None:

@@ -1,4 +1,4 @@
-"""Hides the process group from a plain script: it sees none, as in one process, and its own distributed code stays off."""
+"""Hides the process group from a plain script: it sees none, as in a single process, so its own distributed code stays off."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HiddenGroup(Interceptor):
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While this is open, the script sees the group too, because one of its functions asked parwrap for ranks."""
+        """Show the group to the script inside the block, because one of its functions asked parwrap for ranks."""
         self._shown += 1
         try:
             yield

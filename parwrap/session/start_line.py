@@ -1,4 +1,4 @@
-"""Printed once when training begins: what the ranks do together, or that the script distributes itself."""
+"""The line that is printed once when training begins: what the ranks do together, or that the script distributes itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["stand_aside", "start_line"]
 
 
 def start_line(group: Group, strategy: Strategy, options: Options, data: TrainingData | None, lr_factor: float) -> str:
-    """What the ranks of ``group`` do together.
+    """The line that says what the ranks of ``group`` do together.
 
     Args:
         group: the ranks.
@@ -30,7 +30,7 @@ def start_line(group: Group, strategy: Strategy, options: Options, data: Trainin
     size = group.world.size
     facts = [counted(size, "rank"), f"{group.backend} on {group.device}", strategy.described()]
     if data is None:
-        facts.append("no DataLoader was split: every rank trains on what it reads or makes itself")
+        facts.append("no DataLoader was split: every rank trains on data that it reads or creates itself")
     else:
         shared = f", {data.global_batch} global" if strategy.steps_together else ""
         dealt = "batches dealt out" if options.batch == "per_rank" else "each batch split"
@@ -48,9 +48,9 @@ def start_line(group: Group, strategy: Strategy, options: Options, data: Trainin
 
 @functools.cache
 def stand_aside(what: str) -> None:
-    """Printed once, however often a decorated function runs."""
+    """Print once that the script calls ``what`` itself, however often a decorated function runs."""
     if groups.is_rank_zero():
         write_line(
-            f"parwrap: this script calls {what} itself, so parwrap stands aside: it splits no data and averages no gradients here. "
-            "Remove the script's own distributed code to have parwrap do it."
+            f"parwrap: this script calls {what} itself, so parwrap leaves it alone: it splits no data and averages no gradients here. To "
+            "let parwrap do this, remove the script's own distributed code."
         )

@@ -179,7 +179,7 @@ def test_a_driver_that_hangs_or_kills_is_told(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(gathering, "PATIENCE", 0.2)
     monkeypatch.setattr(gathering, "_tell", lambda answer: __import__("time").sleep(60))
-    assert "the driver does not answer in 0.2 s" == find_gpus({}).error
+    assert "the driver did not answer within 0.2 s" == find_gpus({}).error
 
     monkeypatch.setattr(gathering, "PATIENCE", 30)
     monkeypatch.setattr(gathering, "_tell", lambda answer: os._exit(7))

@@ -1,6 +1,6 @@
-"""The options of ``parwrap.run`` for feature decorators: their values, and the decorators that they add.
+"""The options of ``parwrap.run`` for features: their values, and the decorators that they select.
 
-How they combine with other options is decided in ``plan.py``.
+``plan.py`` decides how they combine with other options.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ AMP_VALUES = ("auto", "bf16", "fp16", "bfloat16", "float16", "O0", "O1", "O2", "
 
 
 def add_feature_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options to ``group``; one that is not given leaves no attribute."""
+    """Add the options to ``group``. An option that is not given sets no attribute."""
     absent = argparse.SUPPRESS
     group.add_argument(
         "--amp",
         default=absent,
         metavar="DTYPE",
-        help=f"Mixed precision: {', '.join(AMP_VALUES)}; without a value auto, which is bf16 where the device has it.",
+        help=f"Mixed precision: {', '.join(AMP_VALUES)}; without a value, auto: bf16 where the device supports it.",
     )
     group.add_argument("--sync-bn", "--sync_bn", default=absent, action="store_true", help="Compute BatchNorm statistics over all ranks.")
     group.add_argument(
@@ -101,14 +101,14 @@ def refuse_missing_gpus(devices: Sequence[int | str], gpus: int) -> None:
     for device in devices:
         number = str(device).removeprefix("cuda:")
         if number.isdecimal() and int(number) >= gpus:
-            raise LaunchError(f"--data-parallel names cuda:{number}, but torch can use {gpus} GPUs here: choose others, or all.")
+            raise LaunchError(f"--data-parallel names cuda:{number}, but torch can use only {gpus} GPUs here: choose others, or all.")
 
 
 def whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number.") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer.") from None
 
 
 def _steps(text: str) -> int | str:

@@ -1,4 +1,4 @@
-"""The options of ``parwrap.run`` for how ranks train together; each is an option of ``distributed`` of the same name."""
+"""The options of ``parwrap.run`` for how ranks train together. Each has the same name as an option of ``distributed``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def _wrap(text: str) -> int | tuple[str, ...]:
 
 STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
     "strategy": {"help": "How ranks train together: ddp averages gradients; docs/strategies.rst describes the others."},
-    "every": {"type": whole, "help": "With --strategy local_sgd: steps between two averages of weights; by default 8."},
+    "every": {"type": whole, "help": "With --strategy local_sgd: average weights every N steps; by default 8."},
     "warmup": {"type": whole, "help": "With --strategy local_sgd: synchronous steps before the first local one."},
-    "outer": {"help": "With --strategy local_sgd: nesterov, for an outer optimizer as in DiLoCo."},
+    "outer": {"help": "With --strategy local_sgd: nesterov adds an outer optimizer, as in DiLoCo."},
     "outer_lr": {"type": number, "help": "With --outer: its learning rate; by default 0.7."},
     "outer_momentum": {"type": number, "help": "With --outer: its momentum; by default 0.9."},
     "compress": {"help": "Send gradients in fewer bytes: bf16, fp16 or powersgd."},
@@ -29,9 +29,9 @@ STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
     "servers": {"type": whole, "help": "Number of ranks that are parameter servers; by default 1."},
     "staleness": {
         "type": whole,
-        "help": "How many steps a worker of parameter servers may be ahead of the slowest; by default unlimited.",
+        "help": "How many steps a worker of the parameter servers may be ahead of the slowest one; by default unlimited.",
     },
-    "survive": {"action": "store_true", "help": "Keep training when a worker of parameter servers dies, unless it is rank 0."},
+    "survive": {"action": "store_true", "help": "Keep training when a worker of the parameter servers dies, unless it is rank 0."},
     "wrap": {
         "type": _wrap,
         "metavar": "UNITS",
@@ -42,12 +42,12 @@ STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "As in DistributedDataParallel: saves memory, but gradients kept across steps change.",
     },
-    "lock": {"action": "store_true", "help": "With --strategy hogwild: one rank steps at a time, for comparison."},
+    "lock": {"action": "store_true", "help": "With --strategy hogwild: only one rank steps at a time, for comparison."},
 }
 """Arguments of ``argparse`` for each."""
 
 
 def add_strategy_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options to ``group``; one that is not given leaves no attribute."""
+    """Add the options to ``group``. An option that is not given sets no attribute."""
     for name, arguments in STRATEGY_OPTIONS.items():
         group.add_argument(*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), default=argparse.SUPPRESS, **arguments)

@@ -17,10 +17,10 @@ ULPS = 256
 """Roundings of a parameter's largest value by which linear algebra in an initialization (qr, svd, lstsq) may differ between processes."""
 
 BUILT_APART = (
-    "Build the model inside the decorated function, or seed before it is built. If you do, look for other sources of its values: a "
-    "separate generator with another seed, the time, or the rank."
+    "Build the model inside the decorated function, or set the seed before you build it. If you already do, look for other sources of "
+    "different values: a separate generator with another seed, the time, or the rank."
 )
-"""Advice if ranks have built different parameters."""
+"""Advice for ranks that have built different parameters."""
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def take_values(different: Sequence[torch.Tensor], source: int, group: Group) ->
     """Copy rank ``source``'s values of the parameters that are ``different``; called on all ranks.
 
     Returns:
-        Whether they differ by more than rounding on any rank, the same on all.
+        Whether they differ by more than rounding on any rank. The answer is the same on all ranks.
     """
     apart = False
     for p in different:

@@ -14,11 +14,11 @@ from parwrap.torch_private.modules import BatchNorm
 __all__ = ["warn_of_small_batches"]
 
 FEW = 2
-"""Batches up to this number of samples are too small to normalize by."""
+"""Batches with at most this number of samples are too small for BatchNorm."""
 
 
 def warn_of_small_batches(batch_size: int | None) -> None:
-    """Warn if this rank takes batches of ``batch_size`` samples, and a BatchNorm trains on each rank's alone.
+    """Warn if batches of ``batch_size`` samples are too small for a BatchNorm that trains on each rank's own batch.
 
     Modules are searched for one only if the batches are that small.
     """
@@ -27,6 +27,6 @@ def warn_of_small_batches(batch_size: int | None) -> None:
     layers = (thing for thing in gc.get_objects() if issubclass(type(thing), BatchNorm) and type(thing) is not nn.SyncBatchNorm)
     if any(getattr(layer, "training", False) for layer in layers):
         warn(
-            f"parwrap: BatchNorm layers train on batches of {batch_size} on each rank, whose statistics are mostly noise. With "
-            "@parwrap.sync_bn (--sync-bn on the command line) they use those of all ranks together."
+            f"parwrap: BatchNorm layers train on batches of {batch_size} on each rank, whose statistics are mostly noise. To use the "
+            "statistics of all ranks together, add @parwrap.sync_bn (--sync-bn on the command line)."
         )

@@ -112,10 +112,10 @@ class Staleness:
     def _check(self, asking: dict[int, tuple[int, int]]) -> None:
         number = max(number for _, number in asking.values())
         if all(rank in asking or self._is_away(worker, number) for rank, worker in self._workers.items()):
-            told = ", ".join(f"rank {rank} one of optimizer {optimizer}" for rank, (optimizer, _) in sorted(asking.items()))
+            told = ", ".join(f"rank {rank} is at a step of optimizer {optimizer}" for rank, (optimizer, _) in sorted(asking.items()))
             raise RankMismatchError(
-                f"the workers have come to steps of different optimizers, and each would wait for the others for ever: {told}. Have all "
-                "workers step in the same order, or leave staleness out."
+                f"the workers are at steps of different optimizers, and would wait for each other forever: {told}. Call the steps in the "
+                "same order on all workers, or remove staleness=."
             )
 
     def _is_away(self, worker: _Worker, number: int) -> bool:
