@@ -145,7 +145,7 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
             "sum",
             (True,),
             (False,),
-            "evaluate(reduce='sum'): the result[0] is another on other ranks: True, False. Give",
+            "evaluate(reduce='sum'): the result[0] is another on other ranks: True, False. Pass",
         ),
         ("sum", torch.tensor([True]), torch.tensor([True]), "the result is of type bool, which has no sum: pass a function as reduce."),
         ("sum", [1], [1, 2], "evaluate(reduce='sum'): the result has a different length on other ranks: 1, 2."),
@@ -166,7 +166,7 @@ WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a 
             {"a": "sum"},
             {"a": 1, "b": 2},
             {"a": 1, "b": 2},
-            "reduce={'a': 'sum'} does not fit the result, {'a': 1, 'b': 2}: give",
+            "reduce={'a': 'sum'} does not match the result, {'a': 1, 'b': 2}: pass",
         ),
         (("sum",), 1, 2, "reduce=('sum',) does not match the result, 1: pass one reduction for each of its entries."),
         (

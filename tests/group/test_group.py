@@ -33,7 +33,7 @@ def test_a_rank_that_never_comes_is_named():
             ),
         ):
             mine.exchange("lunch", None)
-        with pytest.raises(RankMismatchError, match=r"for rank 1 at the same point \(tea\)"):
+        with pytest.raises(RankMismatchError, match=r"for rank 1 to reach the same point \(tea\)"):
             mine.wait_until(lambda: False, 1, "tea")
         mine.store.set("gave up", b"")
 

@@ -99,7 +99,7 @@ def test_what_cannot_be_done_is_an_error_that_says_so():
 
         @parwrap.rank_zero_only
         def look():
-            with pytest.raises(UsageError, match=r"forward at .* needs the other ranks, .* Call it outside of that function"):
+            with pytest.raises(UsageError, match=r"forward at .* needs the other ranks, .*: call it outside of that function"):
                 model(x)
             with pytest.raises(UsageError, match=r"Keeps.state_dict\(\) at .* needs the other ranks"):
                 model.state_dict()

@@ -140,7 +140,7 @@ def test_outputs_that_cannot_be_put_together_are_errors(parts, message):
     "value", [[5, 4, 2], (5, 4, 2), ["a", "b", "c"], np.ones(3), np.ones((3, 2)), [[1], [2, 3], []], {"lengths": [5, 4, 2]}]
 )
 def test_items_beside_the_tensors_may_be_of_samples(value):
-    assert "items for 3 samples, which may have one for each" in items_of_samples([torch.ones(3, 2), value], 3)
+    assert "items for 3 samples, which may have one item per sample" in items_of_samples([torch.ones(3, 2), value], 3)
     assert items_of_samples([torch.ones(2, 2), value], 4) is None
     assert items_of_samples([torch.ones(3, 2), [torch.ones(3)] * 3, "abc", None], 3) is None
 

@@ -113,7 +113,7 @@ def test_counts_are_repeated():
 
 @pytest.mark.parametrize("text", ["", "2(x3", "2(3)", "a", "1,,2", "-1", "2(x99999999)", "²"])
 def test_what_is_no_list_of_counts_is_refused(text):
-    with pytest.raises(LaunchError, match=r"cannot parse the list of tasks per node .*: it (has|is of)"):
+    with pytest.raises(LaunchError, match=r"cannot parse the list of tasks per node .*: it (has|covers)"):
         expanded_counts(text)
 
 

@@ -236,11 +236,11 @@ def test_launchers_that_disagree_are_both_shown(environ, text):
         ({"PARWRAP_RANK": "1", **TORCHRUN}, "Otherwise set PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK too.$"),
         (
             KUBEFLOW,
-            "RANK=1 and WORLD_SIZE=2 number the nodes of a job (as Kubeflow or PAI does), not its ranks: start the ranks of this node "
+            "RANK=1 and WORLD_SIZE=2 number the nodes of a job .as Kubeflow or PAI does., not its ranks: start the ranks of this node "
             "with `python -m parwrap.run train.py`, which reads these variables, or set PARWRAP_RANK, PARWRAP_WORLD_SIZE and "
             "PARWRAP_LOCAL_RANK",
         ),
-        (TRAINER, r"PET_NODE_RANK=1 and PET_NNODES=2 number the nodes of a job, \(as Kubeflow Trainer"),
+        (TRAINER, r"PET_NODE_RANK=1 and PET_NNODES=2 number the nodes of a job \(as Kubeflow Trainer"),
         ({**TRAINER, "PET_NNODES": "1:4"}, "PET_NODE_RANK=1 and PET_NNODES=1:4 number the nodes"),
         (SAGEMAKER, r"SM_CURRENT_HOST=algo-2 and SM_HOSTS=\[.*\] number the nodes of a job \(as SageMaker does\)"),
     ],
