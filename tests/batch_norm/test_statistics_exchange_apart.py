@@ -169,4 +169,6 @@ def test_one_that_waits_too_long_ends_with_an_error():
         normalize(impatient)
 
     if parwrap.rank() == 0:
-        assert "rank 0 waited 0.3 s for the other ranks at the same point (the statistics of a batch norm)" in str(error.value)
+        assert "rank 0 timed out after waiting 0.3 s for the other ranks to reach the same point (the statistics of a batch norm)" in str(
+            error.value
+        )

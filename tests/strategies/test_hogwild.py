@@ -166,7 +166,9 @@ def test_a_rank_that_neither_trains_nor_comes_is_waited_for_no_longer():
         model = nn.Linear(1, 1)
         step(torch.optim.SGD(model.parameters(), lr=0.1), model(torch.ones(1)).sum())
         if parwrap.rank() == 0:
-            with pytest.raises(RankMismatchError, match=r"rank 0 waited 0.2 s for the other ranks at the same point \(evaluation"):
+            with pytest.raises(
+                RankMismatchError, match=r"rank 0 timed out after waiting 0.2 s for the other ranks to reach the same point \(evaluation"
+            ):
                 model.eval()
             group.store.set("raised", b"")
         group.store.wait(["raised"], timedelta(seconds=30))
