@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the rows")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("torch can use no GPU here: nothing is measured.")
+        print("torch cannot use a GPU here: nothing is measured.")
         return
     rows = []
     for case in CASES:

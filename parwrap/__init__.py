@@ -1,7 +1,7 @@
 """Run a plain single-GPU PyTorch training function or script on many ranks, unchanged.
 
-The public names; each is imported on first use, so that ``import parwrap`` costs nothing besides torch and ``python -m parwrap.run`` can
-set things up before torch is imported.
+Lists the public names. Each is imported on first use, so ``import parwrap`` takes no longer than importing torch, and ``python -m
+parwrap.run`` can prepare the process before torch is imported.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The base of parwrap's decorators: one class serves ``@f``, ``@f(...)`` and ``with f():``.
+"""The base class of parwrap's decorators: one class supports ``@f``, ``@f(...)`` and ``with f():``.
 
 Decorators on one function merge: however they are stacked, their scopes open in the order of ``layer``. Each call opens new scopes, so
 recursive calls and threads share no state. Subclasses define what a scope does.
@@ -26,9 +26,9 @@ class EarlyExit(SystemExit):
     """Raised by a scope to end the function early and successfully.
 
     Attributes:
-        function: the function of the scope; ``None`` if it is not known yet, or if the whole process ends.
-        returns: whether the function has another result instead.
-        result: that result.
+        function: the function that the scope runs; ``None`` if it is not known yet, or if the whole process ends.
+        returns: whether the function returns ``result`` instead of its own result.
+        result: the result to return.
     """
 
     function: Any = None
@@ -37,7 +37,7 @@ class EarlyExit(SystemExit):
 
 
 class ScopeDecorator:
-    """A scope around a function's run, or around a ``with`` block.
+    """A scope around each call of a function, or around a ``with`` block.
 
     Subclasses set ``layer`` and implement :meth:`scope`.
     """
@@ -77,11 +77,11 @@ class ScopeDecorator:
 
     @classmethod
     def _first_is_option(cls) -> bool:
-        """Whether its first option can be given without its name."""
+        """Whether its first option may be passed by position."""
         return any(each.kind is each.POSITIONAL_OR_KEYWORD for each in list(inspect.signature(cls.__init__).parameters.values())[1:])
 
     def scope(self, function: Callable | None) -> AbstractContextManager:
-        """The context of one call of ``function``; ``None`` stands for a ``with`` block."""
+        """The context manager for one call of ``function``; ``None`` stands for a ``with`` block."""
         raise NotImplementedError
 
     def around(self, function: Callable) -> Callable:
@@ -140,7 +140,7 @@ def decorators_of(function: Any) -> tuple[ScopeDecorator, ...]:
 
 
 def reporting_result(function: Callable, report: Callable[[Any], None]) -> Callable:
-    """``function``, which also reports its result."""
+    """``function``, wrapped to report its result too."""
 
     @functools.wraps(function)
     def reporting(*args: Any, **kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ def reporting_result(function: Callable, report: Callable[[Any], None]) -> Calla
 
 
 def refuse_undecoratable(function: Any, decorator: str) -> None:
-    """Raise :class:`UsageError` for objects that a scope around a call cannot serve: classes, coroutines, generators."""
+    """Raise :class:`UsageError` for objects that cannot be decorated with a scope around a call: classes, coroutines, generators."""
     if inspect.isclass(function):
         problem = "is a class", "decorate the method that trains, or a function that uses the class"
     elif inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):

@@ -1,4 +1,4 @@
-"""The exceptions that parwrap raises; every message says what was asked, why it is impossible and what to do.
+"""The exceptions that parwrap raises; every message says what was requested, why it is impossible and what to do.
 
 ::
 
@@ -27,18 +27,18 @@ class LaunchError(ParwrapError):
 
 
 class RankMismatchError(ParwrapError):
-    """The ranks disagree where they must agree."""
+    """The ranks disagree where they must agree, or one is missing."""
 
 
 class RankZeroError(ParwrapError):
-    """Rank 0 failed at what the other ranks were waiting for."""
+    """Rank 0 failed while the other ranks were waiting for its result."""
 
 
 def explain(error: BaseException) -> None:
-    """Add advice to a CUDA error on one of several ranks; from Python 3.11 on."""
+    """Add advice to a CUDA error on one of several ranks, on Python 3.11 and later."""
     said = any("invalid device ordinal" in text for text in error.args if isinstance(text, str))
     if said and sys.version_info >= (3, 11) and not getattr(error, "__notes__", None):
         error.add_note(
-            "parwrap: each rank sees only its own GPU, which is 'cuda:0' there, so other numbers do not exist. Write 'cuda' or "
-            "'cuda:0'; parwrap.local_rank() distinguishes the ranks of a node."
+            "parwrap: each rank sees only its own GPU, which is 'cuda:0' there, so other device numbers do not exist. Write 'cuda' or "
+            "'cuda:0'. To distinguish the ranks of a node, use parwrap.local_rank()."
         )

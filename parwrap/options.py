@@ -1,4 +1,4 @@
-"""The options of ``@distributed``: their values, the meaning of these, and which are refused. ``distributed.py`` applies them."""
+"""The options of ``@distributed``: their values, what the values mean, and which are refused. ``distributed.py`` applies them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CHOICES", "OF_STRATEGIES", "Options"]
 
 CHOICES: dict[str, dict[Any, str]] = {
     "batch": {
-        "per_rank": "each rank takes batches of the loader's batch_size, so the global batch is that times the ranks",
+        "per_rank": "each rank takes batches of the loader's batch_size, so the global batch is batch_size times the number of ranks",
         "global": "the loader's batch_size is the global batch, and each rank takes a part of it",
     },
     "uneven": {
@@ -24,14 +24,14 @@ CHOICES: dict[str, dict[Any, str]] = {
         "join": "every sample is used once, and ranks are weighted by their number of samples",
     },
     "lr": {
-        "keep": "learning rates stay as they are",
-        "linear": "they are multiplied by the number of ranks, as the global batch is",
-        "sqrt": "they are multiplied by its square root",
+        "keep": "learning rates are unchanged",
+        "linear": "they are multiplied by the number of ranks, like the global batch",
+        "sqrt": "they are multiplied by the square root of the number of ranks",
     },
     "loss": {"mean": "the loss is an average over the batch", "sum": "the loss is a sum over the batch"},
     "strategy": {
-        "ddp": "gradients are averaged in every backward",
-        "zero1": "as ddp, and each rank holds the optimizer's state of a part of the parameters",
+        "ddp": "gradients are averaged in every backward pass",
+        "zero1": "like ddp, but each rank holds the optimizer state of only a part of the parameters",
         "local_sgd": "each rank steps on its own gradients, and weights are averaged every few steps",
         "hogwild": "every rank steps separately, on parameters that all share in memory",
         "fsdp": "each rank keeps a part of the parameters, gradients and optimizer states",
@@ -39,14 +39,14 @@ CHOICES: dict[str, dict[Any, str]] = {
         "parameter_server": "the last ranks hold the parameters and take the steps with the gradients of the others",
     },
     "outer": {
-        None: "averaged weights are the means",
-        "nesterov": "the ranks' progress is a gradient for SGD with Nesterov momentum, as in DiLoCo",
+        None: "weights are averaged, without an outer optimizer",
+        "nesterov": "SGD with Nesterov momentum uses the averaged change of the weights as its gradient, as in DiLoCo",
     },
     "compress": {
-        None: "gradients are sent as they are",
+        None: "gradients are sent in full precision",
         "bf16": "they are sent in bfloat16",
         "fp16": "they are sent in float16",
-        "powersgd": "each matrix is sent as two thin ones that approximate it",
+        "powersgd": "each gradient matrix is approximated by the product of two small ones, which are sent",
     },
 }
 
@@ -109,58 +109,58 @@ class Options:
         for name, choices in CHOICES.items():
             if (value := getattr(self, name)) not in tuple(choices):
                 meanings = "; ".join(f"{choice!r}: {meaning}" for choice, meaning in choices.items())
-                raise UsageError(f"{name}={value!r} is not one of its values. {meanings}.")
+                raise UsageError(f"{name}={value!r} is not a valid value. Choose one of: {meanings}.")
         if self.lr != "keep" and self.batch == "global":
             raise UsageError(
-                f"lr={self.lr!r} has no effect with batch='global', where the global batch is that of a single process: remove one of them."
+                f"lr={self.lr!r} has no effect with batch='global', because the global batch is that of a single process: remove one of "
+                "them."
             )
         if self.backend is not None and not dist.is_backend_available(self.backend):
             there = ", ".join(name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name))
             raise UsageError(
-                f"backend={self.backend!r} is not available in this build of torch, which has {there}. Remove it to choose by device."
+                f"backend={self.backend!r} is not available in this build of torch, which has {there}. Remove backend= to choose it by "
+                "device."
             )
         if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
-            raise UsageError(f"seed={self.seed!r} is not a whole number from 0 to 2**64 - 1.")
+            raise UsageError(f"seed={self.seed!r} is not an integer from 0 to 2**64 - 1.")
         if not self.bucket_cap_mb > 0:
-            raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a number of megabytes above 0.")
+            raise UsageError(f"bucket_cap_mb={self.bucket_cap_mb!r} is not a positive number of megabytes.")
         if not _whole(self.every, 1):
-            raise UsageError(f"every={self.every!r} is not a number of steps: give a whole number, at least 1.")
+            raise UsageError(f"every={self.every!r} is not a positive integer.")
         if not _whole(self.warmup, 0):
-            raise UsageError(f"warmup={self.warmup!r} is not a number of steps from 0.")
+            raise UsageError(f"warmup={self.warmup!r} is not a non-negative integer.")
         if not self.outer_lr > 0:
-            raise UsageError(f"outer_lr={self.outer_lr!r} is not a learning rate above 0.")
+            raise UsageError(f"outer_lr={self.outer_lr!r} is not a positive learning rate.")
         if not 0 <= self.outer_momentum < 1:
-            raise UsageError(f"outer_momentum={self.outer_momentum!r} is not a momentum from 0 to below 1.")
+            raise UsageError(f"outer_momentum={self.outer_momentum!r} is not in the range [0, 1).")
         if not _whole(self.powersgd_rank, 1):
-            raise UsageError(f"powersgd_rank={self.powersgd_rank!r} is not the rank of a matrix, a whole number from 1.")
+            raise UsageError(f"powersgd_rank={self.powersgd_rank!r} is not a positive integer.")
         if self.powersgd_rank == 2:
             raise UsageError(
-                "powersgd_rank=2 is refused, because torch's orthogonalization of two columns doubles gradients of rank 1. Give 1, or 3 "
+                "powersgd_rank=2 is refused, because torch's orthogonalization of two columns doubles gradients of rank 1. Use 1, or 3 "
                 "and above."
             )
         if self.compress != "powersgd" and self.powersgd_rank != Options.powersgd_rank:
             raise UsageError(
-                f"powersgd_rank={self.powersgd_rank!r} has no effect with compress={self.compress!r}: remove it, or give "
+                f"powersgd_rank={self.powersgd_rank!r} has no effect with compress={self.compress!r}: remove it, or use "
                 "compress='powersgd'."
             )
         if type(self.servers) is not int or self.servers < 1:
-            raise UsageError(f"servers={self.servers!r} is not a number of parameter servers: give a whole number from 1.")
+            raise UsageError(f"servers={self.servers!r} is not a positive integer.")
         if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
-            raise UsageError(
-                f"staleness={self.staleness!r} is not a number of steps: give a whole number from 0, or remove it for no bound."
-            )
+            raise UsageError(f"staleness={self.staleness!r} is not a non-negative integer. Remove it for no bound.")
         if not (self.wrap is None or _counts(self.wrap) or all(isinstance(each, (str, type)) for each in _several(self.wrap))):
             raise UsageError(
-                f"wrap={self.wrap!r} says which modules are units of strategy='fsdp': a number of parameters from 1 up, a class, its name, "
-                "or a tuple of these."
+                f"wrap={self.wrap!r} does not say which modules to shard as units with strategy='fsdp': use a positive number of "
+                "parameters, a class, a class name, or a tuple of classes and names."
             )
         if self.timeout is not None and not self.patience > timedelta(0):  # type: ignore[operator]
-            raise UsageError(f"timeout={self.timeout!r} is not a number of seconds above 0.")
+            raise UsageError(f"timeout={self.timeout!r} is not a positive number of seconds.")
 
         if not isinstance(self.lock, bool):
             raise UsageError(f"lock={self.lock!r} is neither True nor False.")
         if not self.hang_after > 0:
-            raise UsageError(f"hang_after={self.hang_after!r} is not a number of seconds above 0.")
+            raise UsageError(f"hang_after={self.hang_after!r} is not a positive number of seconds.")
 
     @property
     def patience(self) -> timedelta | None:

@@ -1,7 +1,7 @@
 """``python -m parwrap.run [options] train.py ARGS``: run a plain script on several ranks.
 
 The command itself: it loads torch, starts the fork server, makes the plan, carries it out and ends with the script's exit code.
-``launching/command/restart.py`` decides when it has to start again.
+``launching/command/restart.py`` decides when it has to restart.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` and return its exit code; 2 if it cannot be run."""
+    """Run the command line ``argv``. Returns its exit code, or 2 if it cannot run."""
     argv = sys.argv[1:] if argv is None else argv
     is_command = __name__ == "__main__"
     restart = Restart(os.environ, possible=is_command)
@@ -166,7 +166,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def _torchs_warnings_off(argv: Sequence[str]) -> Iterator[None]:
-    """Keep torch from writing a page of C++ trace for each store that is lost with a node."""
+    """Keep torch from printing a page of C++ stack trace for each store that is lost with a node."""
     off = "TORCH_CPP_LOG_LEVEL" not in os.environ and any(argument.startswith(("--nnodes", "--rdzv")) for argument in argv)
     if off:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"

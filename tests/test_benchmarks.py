@@ -43,7 +43,7 @@ def test_the_benchmark_for_gpus_says_so_where_there_is_none():
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     printed = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True).stdout
 
-    assert "torch can use no GPU here: nothing is measured.\n" == printed
+    assert "torch cannot use a GPU here: nothing is measured.\n" == printed
 
 
 @pytest.mark.slow

@@ -70,5 +70,5 @@ def test_a_script_that_accumulates_already_is_told_so(parwrap_run, script):
     status, stdout, stderr = parwrap_run("--accumulate", "2", decorated)
 
     assert (1, "") == (status, stdout)
-    assert "parwrap.accumulate(4) cannot be opened inside parwrap.accumulate(2), because a batch is in one window only." in stderr
+    assert "parwrap.accumulate(4) cannot be opened inside parwrap.accumulate(2), because a batch belongs to only one window." in stderr
     assert (0, "inside\n") == parwrap_run("--accumulate", "4", decorated)[:2]

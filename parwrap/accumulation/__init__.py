@@ -1,6 +1,6 @@
-"""Gradient accumulation: an optimizer step for several batches, in a loop that asks for one after each.
+"""Gradient accumulation: one optimizer step for several batches, in a loop that calls ``step()`` after each batch.
 
-It may import the strategies and all below. Start with ``accumulation.py``.
+It may import the strategies and all rooms below them. Start with ``accumulation.py``.
 
 ::
 

@@ -1,7 +1,8 @@
 """The interceptor that takes an optimizer step every few batches: it handles backward, clipping, steps and passes over loaders.
 
-Inside a window a backward adds to this rank's gradients and sends nothing, and a step keeps the gradients that it would have used. The
-backward that closes the window is passed to the strategy with all of them. ``position.py`` counts the position in a window.
+Inside a window, a backward pass only adds to this rank's gradients, and a step only keeps the gradients that it would have used. The
+backward pass that closes the window goes to the strategy, with all gradients of the window. ``position.py`` counts the position in a
+window.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from parwrap.torch_private.tensors import version_of
 __all__ = ["Accumulation"]
 
 LOOKS = 8
-"""The number of skipped steps to check before a loop is trusted."""
+"""The number of skipped steps to check before the checks become rare."""
 
 
 @dataclass
 class _Reading:
-    """A pass over a loader, whether it has drawn for the running batch, and whether any of its batches is in the open window."""
+    """A pass over a loader: whether the running batch was drawn from it, and whether any of its batches is in the open window."""
 
     batches: weakref.ref[Pass] | None = None
     drew: bool = False
@@ -53,7 +54,7 @@ class _Reading:
 
     @property
     def last_part(self) -> float | None:
-        """The filled part of the last drawn batch, if it is the last of the pass."""
+        """How full the last drawn batch is, if it is the last batch of the pass."""
         batches = self.batches() if self.batches else None
         if batches is None or not batches.last():
             return None
@@ -65,7 +66,7 @@ class Accumulation(AtWork):
 
     Args:
         steps: batches in a full window.
-        over_ranks: returns the object that averages windows over the ranks; ``None`` for a single rank.
+        over_ranks: a function that returns the object that averages windows over the ranks, or ``None`` for a single rank.
     """
 
     def __init__(self, steps: int, over_ranks: Callable[[], OverRanks | None]) -> None:
@@ -84,12 +85,12 @@ class Accumulation(AtWork):
         self._thread = threading.get_ident()
 
     def count(self, total: float) -> None:
-        """The next batch holds ``total`` tokens or samples on all ranks together; this weights it in its window."""
+        """Weight the next batch in its window by ``total``, its number of tokens or samples on all ranks together."""
         self.position.count(total)
 
     @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """A pass over ``loader``; one that only looks has no backwards, and does not count."""
+        """Iterate over ``loader``. A pass without backward passes does not count."""
         batches = original(loader)
         if is_alone() or get_worker_info() is not None or not torch.is_grad_enabled():
             return batches
@@ -115,7 +116,10 @@ class Accumulation(AtWork):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call`` with its weight in the window; if it closes the window, have it averaged together with the earlier ones."""
+        """Run the backward pass ``call`` with its weight in the window.
+
+        If it closes the window, the strategy averages all gradients of the window.
+        """
         if self._busy or is_alone():
             call.run()
             return
@@ -139,7 +143,7 @@ class Accumulation(AtWork):
                 else:
                     call._replace(averaged=False).run()
             except BaseException:
-                self._drop_batch()  # a script may catch that, and continue with the next
+                self._drop_batch()  # a script may catch this error, and continue with the next batch
                 raise
         position.ran_backward(site)
         self._changes.remember()
@@ -161,7 +165,10 @@ class Accumulation(AtWork):
         return all(id(leaf) in stepped for leaf in reached(call.roots) if isinstance(leaf, torch.nn.Parameter))
 
     def _leave(self, call: Backward) -> None:
-        """No step has followed the previous batch: it was skipped, as after a non-finite loss, or the loop accumulates by hand."""
+        """Handle a previous batch without a step.
+
+        If its gradients were kept, the loop accumulates by hand: count the batch. Otherwise drop it.
+        """
         if any(leaf.grad is not None and leaf.grad.any() for leaf in reached(call.roots)):
             self._next_batch()
             return
@@ -169,7 +176,7 @@ class Accumulation(AtWork):
         self._drop_batch()
 
     def _drop_batch(self) -> None:
-        """The running batch does not count, and neither does the window that it would have closed."""
+        """Drop the running batch, and the window that it would have closed."""
         self._clips = []
         if self.position.closing:
             self._asked, self._asks = {}, Counter()
@@ -197,7 +204,7 @@ class Accumulation(AtWork):
         if self._busy or is_alone():
             return False
         self._catch_up()
-        self._settle()  # before another optimizer may keep the same gradients
+        self._settle()  # before another optimizer keeps the same gradients
         position = self.position
         if not (position.is_open or self._has_stepped):
             self._refuse_own_gradients(optimizer)
@@ -228,7 +235,7 @@ class Accumulation(AtWork):
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure runs backwards inside a step, which may be skipped."""
+        """Refuse a step with a closure: it runs backward passes inside the step, which may be skipped."""
         if self._busy or is_alone():
             return closure
         raise UsageError(
@@ -237,7 +244,7 @@ class Accumulation(AtWork):
         )
 
     def finish(self) -> None:
-        """The function has returned: apply the window that is open."""
+        """Apply the open window, after the function has returned."""
         self._catch_up()
         if self.position.is_open:
             if not self._has_stepped:
@@ -245,7 +252,7 @@ class Accumulation(AtWork):
             self._end_window()
 
     def end(self) -> None:
-        """Passes that outlive the function have no effect any more."""
+        """Make passes that outlive the function have no effect."""
         self._ended = True
 
     def _drew(self) -> None:
@@ -255,7 +262,10 @@ class Accumulation(AtWork):
         self.position.drew()
 
     def _close(self) -> None:
-        """A training pass is over, maybe because its iterator is deleted, where an error could not be raised."""
+        """End the window at the end of a training pass.
+
+        If the iterator is being deleted, keep the work or its error for :meth:`_catch_up`, because a finalizer cannot raise.
+        """
         if self._ended:
             return
         if self._busy or threading.get_ident() != self._thread:
@@ -267,7 +277,7 @@ class Accumulation(AtWork):
             self._failure = error
 
     def _catch_up(self) -> None:
-        """Do the work that was impossible when a pass was deleted."""
+        """Do the work that :meth:`_close` postponed, or raise its error."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -276,7 +286,7 @@ class Accumulation(AtWork):
             self._end_window()
 
     def _settle(self) -> None:
-        """Before gradients change: detect loops that drop them after a step, so that they need not be copied."""
+        """Called before gradients change: detect whether the loop drops them after a step, so that they need not be copied."""
         unsettled, self._unsettled = self._unsettled, []
         for key, asked in unsettled:
             self._drops[key] = asked.sums.settle()
@@ -311,12 +321,12 @@ class Accumulation(AtWork):
         if any(asked.given for asked in self._asked.values()) and not self._warned:
             self._warned = True
             warn(
-                "parwrap: in the last batch of a window of parwrap.accumulate, the loop skipped a step that it took for the batches "
-                "before, so their gradients are not used either. This is shown once."
+                "parwrap: in the last batch of a window of parwrap.accumulate, the loop skipped the optimizer step, so the gradients of "
+                "the earlier batches in this window are not used either. This is shown once."
             )
 
     def _complete(self, several: list[Asked]) -> None:
-        """A step is about to be taken without the backward that would bring these sums: the loop takes another path."""
+        """Add sums that no later backward will include, because the loop steps without one."""
         self._settle()
         left = [asked for asked in several if asked.sums]
         if left:
@@ -334,8 +344,9 @@ class Accumulation(AtWork):
     def _refuse_own_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if any(p.grad is not None for p in parameters_of(optimizer)):
             raise UsageError(
-                f"{type(optimizer).__name__}.step() at {location()} uses gradients that no backward() has left, and parwrap.accumulate "
-                "adds up what backward() leaves. Call loss.backward(), or train this part without it."
+                f"{type(optimizer).__name__}.step() at {location()} uses gradients that backward() did not compute, but "
+                "parwrap.accumulate only adds up gradients from backward(). Call loss.backward(), or train this part without "
+                "parwrap.accumulate."
             )
 
     def _refuse_no_step(self, batches: int) -> None:
@@ -343,14 +354,14 @@ class Accumulation(AtWork):
         raise UsageError(
             f"parwrap.accumulate({self.position.steps}) is for a loop that calls optimizer.step() after each backward, but none was "
             f"called in {batches} {'batch' if batches == 1 else 'batches'}: the loop updates its weights by hand, or accumulates by hand "
-            "over more batches than that. Remove parwrap.accumulate, or let the loop step in every batch."
+            "over more batches. Remove parwrap.accumulate, or call optimizer.step() in every batch."
         )
 
 
 class _ChangesByHand:
-    """Compares gradients at a step with what the last backward has left; warns once, of a loop that changes them in between.
+    """Compares the gradients at a step with those that the last backward pass left, and warns once if the loop has changed them in between.
 
-    Inside a window such a change applies to the gradient of a part of it, and in the last batch once more to all.
+    Inside a window, such a change applies to the gradients of each batch, and in the last batch also to the sum of all gradients.
     """
 
     def __init__(self) -> None:
@@ -359,13 +370,13 @@ class _ChangesByHand:
         self._looks = LOOKS
 
     def remember(self) -> None:
-        """A backward has run."""
+        """Remember the gradients after a backward pass."""
         if self._looks:
             parameters = [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
             self._left = {id(p): (p.grad, version_of(p.grad)) for p in parameters if p.grad is not None}
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step of ``optimizer`` is about to be skipped."""
+        """Check the gradients of ``optimizer`` before its step is skipped."""
         if not self._looks:
             return
         self._looks -= 1
@@ -377,8 +388,8 @@ class _ChangesByHand:
                 self._looks = 0
                 warn(
                     f"parwrap: gradients were changed between backward() and the step at {location()}. Inside a window of "
-                    "parwrap.accumulate this changes the part of each batch, and in the last batch once more all of it: a mask is "
-                    "right, a weight decay is applied several times. torch.nn.utils.clip_grad_norm_ and similar functions act only on "
-                    "gradients that a step uses. This is shown once."
+                    "parwrap.accumulate, the change is applied to the gradients of each batch, and to their sum in the last batch: a "
+                    "mask has the right effect, but weight decay is applied several times. torch.nn.utils.clip_grad_norm_ and similar "
+                    "functions act only on gradients that a step uses. This is shown once."
                 )
                 return

@@ -1,4 +1,4 @@
-"""Marks when an interceptor itself calls backwards, clips and steps, which it intercepts too, but which are not the user's."""
+"""Marks the backward passes, clips and steps that an interceptor calls itself: it must not intercept these as the user's."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["AtWork"]
 
 
 class AtWork(Interceptor):
-    """The base of such interceptors: while they are busy, they let calls pass."""
+    """The base class of interceptors that make such calls: while they are busy, they do not intercept calls."""
 
     _busy = False
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Calls inside are not the user's."""
+        """Treat the calls inside the block as the interceptor's own."""
         self._busy = True
         try:
             yield

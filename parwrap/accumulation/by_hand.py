@@ -1,7 +1,7 @@
-"""The interceptor for a loop that accumulates by hand: gradients are averaged once for each of its steps, not in each of its backwards.
+"""The interceptor for a loop that accumulates by hand: gradients are averaged once per step, not in every backward pass.
 
-:class:`_Pattern` learns which backwards a step follows. Until all ranks have learned the same, every backward is averaged; when the loop
-deviates, the remaining gradients are averaged before they are used.
+:class:`_Pattern` learns which backward passes precede a step. Until all ranks have learned the same, every backward is averaged; when the
+loop deviates, the remaining gradients are averaged before they are used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RARER = 4
 
 LONGEST = 4096
 MOST = 64
-"""The limits of backwards in a window, and of windows, beyond which a loop is no longer learned, to bound memory."""
+"""The limits of backward passes in a window, and of windows, beyond which a loop is no longer learned, to bound memory."""
 
 
 @dataclass
@@ -48,17 +48,17 @@ class _Reading:
 
 @dataclass
 class _Local:
-    """Local gradients from the backwards of one place on this rank: the weight of each, and their tensors, if these must be known."""
+    """The local gradients that backward passes at one place computed on this rank: the weight of each, and their tensors if needed."""
 
     weights: list[float] = field(default_factory=list)
     reached: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class ByHand(AtWork):
-    """Averages once for each step.
+    """Averages gradients once per step.
 
     Args:
-        over_ranks: returns the object that averages over the ranks; ``None`` for a single rank, which has nothing to average.
+        over_ranks: a function that returns the object that averages over the ranks; ``None`` for a single rank.
     """
 
     def __init__(self, over_ranks: Callable[[], OverRanks | None]) -> None:
@@ -69,11 +69,11 @@ class ByHand(AtWork):
         self._first_sync_point = self._next_look = 0
 
     def count(self, total: float) -> None:
-        """The loop weights its batches itself."""
+        """Do nothing, because the loop weights its batches itself."""
 
     @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """A pass over ``loader``: many loops step after its last batch, however many came before."""
+        """Iterate over ``loader``, and detect its last batch, after which many loops step even if the window is not full."""
         batches = original(loader)
         if is_alone() or get_worker_info() is not None or not torch.is_grad_enabled():
             return batches
@@ -93,7 +93,7 @@ class ByHand(AtWork):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call``, and average its gradients unless another backward is expected in its place before the next step."""
+        """Run ``call``, and average its gradients unless the same place is expected to call backward again before the next step."""
         over_ranks = None if self._busy or is_alone() else self._over_ranks()
         if over_ranks is None:
             call.run()
@@ -128,28 +128,28 @@ class ByHand(AtWork):
 
     @intercepts
     def use_scaler(self, call: ScalerCall) -> Any:
-        """A script's own scaler checks gradients for non-finite values, which all ranks must see."""
+        """Average gradients before the script's own scaler checks them, because all ranks must see non-finite values."""
         if call.name != "update":
             self._average()
         return call.run()
 
     @intercepts
     def skips(self, optimizer: torch.optim.Optimizer) -> bool:
-        """No step is skipped; each uses averaged gradients."""
+        """Average the remaining gradients before a step."""
         if not (self._busy or is_alone()):
             self._average()
             self._pattern.step()
         return False
 
     def finish(self) -> None:
-        """The function has returned: unused gradients belong to the steps of ranks that continue."""
+        """Average unused gradients after the function has returned, for the steps of ranks that continue."""
         self._average(gives=True)
 
     def end(self) -> None:
-        """Nothing of it outlives the function."""
+        """Forget everything that was learned at the end of the function."""
 
     def _look_at_others(self, over_ranks: OverRanks, call: Backward) -> None:
-        """At sync points that are the same on all ranks, check whether they have learned the same."""
+        """Check whether all ranks have learned the same windows. All ranks check at the same sync points."""
         if not self._first_sync_point:
             self._first_sync_point = over_ranks.next_sync_point
             self._next_look = self._first_sync_point + FIRST_LOOK
@@ -163,10 +163,10 @@ class ByHand(AtWork):
         self._next_look = over_ranks.next_sync_point + max(FIRST_LOOK, (over_ranks.next_sync_point - self._first_sync_point) // RARER)
 
     def _average(self, gives: bool = False) -> None:
-        """Average the local gradients of backwards.
+        """Average the local gradients of backward passes.
 
         Args:
-            gives: whether they may be added to backwards of ranks that do not come for this.
+            gives: whether they may be added to backward passes of ranks that do not reach this sync point.
         """
         if self._busy or is_alone() or not self._local:
             return
@@ -181,12 +181,12 @@ class ByHand(AtWork):
 
 
 class _Pattern:
-    """Which backwards a loop runs between two steps, as seen from those that it has run: windows, by the place of the first.
+    """Learns which backward passes a loop runs between two steps: windows, identified by the place of their first backward pass.
 
-    A window that has come twice in a row is *learned*; it is expected once it was :meth:`taken`.
+    A window that has occurred twice in a row is *learned*. It is expected once all ranks have :meth:`taken` it over.
 
     Attributes:
-        running: the places of the backwards that have run since the last step.
+        running: the places of the backward passes that have run since the last step.
 
     >>> pattern = _Pattern()
     >>> for _ in range(2):
@@ -206,7 +206,7 @@ class _Pattern:
         self._expected: list[Hashable] | None = None
 
     def goes_on(self, place: Hashable) -> bool:
-        """A backward is about to run at ``place``: returns whether another is expected there before the next step."""
+        """Record a backward pass at ``place``. Returns whether another one is expected there before the next step."""
         if not self.running:
             self._expected = self._taken.get(place)
         at = len(self.running)
@@ -222,15 +222,15 @@ class _Pattern:
 
     @property
     def mixed(self) -> bool:
-        """Whether backwards of several places are expected in the running window."""
+        """Whether backward passes at several places are expected in the running window."""
         return len(set(self._expected or ())) > 1
 
     def expects(self, place: Hashable) -> int:
-        """The number of backwards expected at ``place`` in the running window."""
+        """The number of backward passes expected at ``place`` in the running window."""
         return self._expected.count(place) if self._expected else 0
 
     def step(self) -> None:
-        """An optimizer is about to step."""
+        """End the running window at a step, and learn it if the previous window that began at the same place was equal."""
         window, self.running = self.running, []
         if not window or len(window) == LONGEST or (len(self._last) == MOST and window[0] not in self._last):
             return
@@ -244,11 +244,11 @@ class _Pattern:
         return tuple(tuple(numbers.setdefault(place, len(numbers)) for place in window) for window in self._learned.values())
 
     def take(self) -> None:
-        """From the next step on expect the learned windows."""
+        """Expect the learned windows from the next step on."""
         self._taken = dict(self._learned)
 
     def drop(self) -> None:
-        """From the next step on expect nothing."""
+        """Expect no windows from the next step on."""
         self._taken = {}
 
 

@@ -21,9 +21,9 @@ class Applied:
 
     Attributes:
         gradients: parameters and their mean gradients.
-        clips: the clips of these before the steps.
+        clips: the calls that clip these gradients before the steps.
         optimizers: the optimizers to step, in order.
-        held: makes the context of the steps.
+        held: a function that returns a context manager to enter around the steps.
     """
 
     gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -32,7 +32,7 @@ class Applied:
     held: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def run(self, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Step with these gradients and no others; restores ``.grad`` afterwards.
+        """Step with these gradients only, and restore ``.grad`` afterwards.
 
         Args:
             scaler: the script's own scaler, which scales them.
@@ -71,5 +71,5 @@ def mean_of(several: Iterable[Asked], weight: float) -> list[tuple[torch.Tensor,
 
 
 def clips_of(several: Iterable[Asked]) -> list[Clip]:
-    """The clips before these steps, each once."""
+    """The clipping calls before these steps, each once."""
     return list({id(clip): clip for asked in several for clip in asked.clips}.values())

@@ -1,7 +1,7 @@
-"""Open windows of several ranks: averaged with each other, or with the backward that closes the window of the others.
+"""Averages the open windows of several ranks with each other, or with the backward pass that closes the window of other ranks.
 
-A rank that leaves its loop first has an open window, and others may still fill theirs. While it waits it adds its sums to the backwards
-that close those, and takes the same steps. Sums that remain when all ranks wait are averaged among them.
+A rank that leaves its loop first may have an open window while other ranks still fill theirs. While it waits, it adds its sums to the
+backward passes that close those windows, and takes the same steps. Sums that remain when all ranks wait are averaged among these ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from parwrap.strategies.common.strategy import Strategy
 __all__ = ["OverRanks"]
 
 WINDOW = "an open window of batches"
-LEARNED = "what its loop does between two steps"
+LEARNED = "what the loop does between two steps"
 
 Number = tuple[int, int]
 
 
 class _WindowReport(NamedTuple):
-    """A rank's report on its open window; parameters and optimizers by the loop's numbers, which are the same on all ranks.
+    """A rank's report on its open window. It identifies parameters and optimizers by the loop's numbers, which are the same on all ranks.
 
     Attributes:
         kinds: the shape, dtype and sparsity of each sum.
@@ -94,12 +94,12 @@ class OverRanks:
         return set(views.values()) if len(views) == self._group.world.size else None
 
     def applied(self, several: list[Asked], weight: float, share: Callable[[], Share]) -> Applied:
-        """Synchronize with the others, and apply the windows of all ranks that came.
+        """Synchronize with the other ranks, and apply the windows of all ranks that take part.
 
         Args:
             several: the skipped steps.
             weight: the part of a window that they cover.
-            share: returns the share for backwards of others before they come.
+            share: a function that returns this rank's share in backward passes that other ranks run before this sync point.
         """
         if not self.averages_gradients:
             return Applied(mean_of(several, weight or 1.0), clips_of(several), [asked.optimizer for asked in several if asked.optimizer])
@@ -125,12 +125,12 @@ class OverRanks:
         )
 
     def in_step(self, several: list[Asked], weight: float, scaler: torch.amp.GradScaler | None) -> Callable[[], Share]:
-        """Adds ``several`` to the backwards that close the window of others, and steps as this rank's loop would; then removes them."""
+        """Adds ``several`` to the backward passes that close the windows of others, steps as this rank's loop would, and removes them."""
         self._answered = 0
         return partial(self._share, several, weight, scaler)
 
     def given(self, several: list[Asked], weight: float) -> Callable[[], Share]:
-        """Adds ``several`` to the next backward of others, and removes them."""
+        """Adds ``several`` to the next backward pass of other ranks, and removes them."""
 
         def share() -> Share:
             gradients = {key: total for key, (_, total) in merged(several).items()}
@@ -140,7 +140,7 @@ class OverRanks:
         return share
 
     def _answer(self, present: list[int]) -> None:
-        """Others apply their windows, and this rank waits for something else: it has missed this step."""
+        """Answer ranks that apply their windows while this rank waits for something else. This rank misses that step."""
         views = list(self._group.share(WINDOW, None, present).values())
         if self._mean(views, {}, 0.0):
             self._group.coordinator.miss()

@@ -15,8 +15,8 @@ class Position:
     Attributes:
         steps: the batches of a full window.
         batches: the finished batches of this window.
-        backwards: the number of backwards in the running batch.
-        closing: whether it is the last of its window; known at its first backward.
+        backwards: the number of backward passes in the running batch.
+        closing: whether the running batch is the last of its window; known at its first backward pass.
 
     >>> position = Position(steps=2)
     >>> position.begin(closing=False); position.factor
@@ -33,14 +33,14 @@ class Position:
         self.begin_window()
 
     def begin_window(self) -> None:
-        """Another window, still without a batch."""
+        """Begin another window, without a batch yet."""
         self.batches = 0
         self._size, self._weight = 0.0, 0.0
         self._reference: float | None = None
         self.begin_batch()
 
     def begin_batch(self) -> None:
-        """Another batch, still without a backward."""
+        """Begin another batch, without a backward pass yet."""
         if self._sites:
             self._before[next(iter(self._sites))] = {*self._sites}
         self.backwards, self.closing = 0, False
@@ -65,22 +65,22 @@ class Position:
         return self.batches + 1 >= self.steps
 
     def count(self, total: float) -> None:
-        """The next batch holds ``total`` tokens or samples on all ranks together; this is its weight."""
+        """Set the weight of the next batch to ``total``, its number of tokens or samples on all ranks together."""
         if self._counted is None:
             self._counted = total
 
     def drew(self) -> None:
-        """The earlier count belonged to another batch."""
+        """Forget the last count, because it belonged to another batch."""
         self._counted = None
         self._drawn_after.update(self._sites)
 
     def begin(self, closing: bool, weight: float = 1.0, part: float = 1.0, loss_factor: float = 1.0) -> None:
-        """The first backward of the batch is about to run.
+        """Begin the running batch at its first backward pass.
 
         Args:
             closing: whether the batch is the last of its window.
             weight: the weight of this rank's part in an average over ranks.
-            part: its number of samples, in full batches, unless :meth:`count` has set it.
+            part: the batch's number of samples as a fraction of a full batch, unless :meth:`count` has set its weight.
             loss_factor: the factor of its loss besides the weight.
         """
         self._relative = part
@@ -93,7 +93,7 @@ class Position:
         self._weight += self._relative * weight
 
     def take_back(self) -> None:
-        """No batch is running yet."""
+        """Remove the running batch from the window, and begin another."""
         self._size -= self._relative
         self._weight -= self._relative * self._own_weight
         self.begin_batch()
@@ -103,7 +103,7 @@ class Position:
         self._sites[site] = None
 
     def step(self) -> None:
-        """The loop has called ``step`` of an optimizer."""
+        """Record that the loop has called ``step`` of an optimizer."""
         self._counted = None
         self._followed.update(self._sites)
 
@@ -121,7 +121,7 @@ class Position:
         return site in self._drawn_after
 
     def end(self) -> None:
-        """The running batch has ended, and the window continues."""
+        """End the running batch and continue the window with the next one."""
         self.batches += 1
         self.begin_batch()
 
@@ -142,6 +142,6 @@ class Position:
 
     @property
     def open_weight(self) -> float:
-        """The filled part of the window on this rank; a batch that was left before its step does not count."""
+        """How full the window is on this rank. A batch that was left before its step does not count."""
         left = self.backwards > 0 and not (self._followed or self.closing)
         return (self._weight - left * self._relative * self._own_weight) / self.steps

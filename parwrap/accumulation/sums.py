@@ -1,6 +1,7 @@
 """The gradients that skipped steps would have used, kept for the next real step, and restored for it.
 
-Gradients count when ``step()`` is called on them: whatever a loop zeroes or drops before that, the plain loop would have dropped too.
+Gradients count only when ``step()`` is called on them: without accumulation, gradients that a loop zeroes or drops before that would be
+lost too.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class Sums:
 
     @torch.no_grad()
     def add(self, parameters: Iterable[torch.Tensor], lent: bool = False) -> None:
-        """Add the gradients of ``parameters``, which stay unchanged.
+        """Add the gradients of ``parameters`` to the sums. The gradients themselves do not change.
 
         Args:
             parameters: those without a gradient are skipped.
-            lent: whether the gradients are about to be dropped, so that the first of each need not be copied.
+            lent: whether the loop is about to drop the gradients. The first dense gradient of each parameter is then used without a copy.
         """
         onto_lent: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         sums, grads = [], []
@@ -78,10 +79,10 @@ class Sums:
             p.grad = None
 
     def settle(self) -> bool:
-        """Copy gradients that were lent and not dropped.
+        """Copy gradients that were lent but not dropped.
 
         Returns:
-            Whether all gradients were dropped since they were added.
+            Whether the loop has dropped all gradients since they were added.
 
         Raises:
             UsageError: one was changed in place.
@@ -90,8 +91,9 @@ class Sums:
             p, total = self._known[key]
             if version_of(total) != version:
                 raise UsageError(
-                    "a gradient was changed in place after optimizer.step() was called on it, although earlier batches had dropped it "
-                    "by zero_grad() or p.grad = None, and parwrap.accumulate still needs it. Zero gradients in the same way throughout."
+                    "a gradient was changed in place after optimizer.step() was called on it, but parwrap.accumulate still needs it, "
+                    "because the script dropped it with zero_grad() or p.grad = None in earlier batches. Zero gradients in the same way "
+                    "in every batch."
                 )
             if p.grad is not None and p.grad.data_ptr() == total.data_ptr():
                 self._known[key] = p, total.clone()
@@ -104,10 +106,10 @@ class Asked:
     """One skipped step that an optimizer should have taken in the batches of a window.
 
     Attributes:
-        optimizer: the optimizer; ``None`` if the loop will call its step itself.
-        at: the number of backwards in its batch before the one that it followed.
+        optimizer: the optimizer; ``None`` if the loop will call ``step()`` itself.
+        at: which backward pass of its batch the step followed, counted from 0.
         sums: the gradients that it would have used.
-        clips: the clips before it.
+        clips: the clipping calls before it.
         given: whether the sums were added to a backward.
     """
 

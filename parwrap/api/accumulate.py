@@ -28,19 +28,19 @@ class accumulate(FeatureDecorator):
     """Take an optimizer step every ``steps`` batches, as if each batch were that much larger.
 
     Write ``@accumulate(steps=4)``, ``@accumulate(4)`` or ``with accumulate(steps=4):``, with or without ``distributed``. Inside another
-    ``accumulate`` it has no effect, and a different ``steps`` is an error. Inside a window of ``steps`` batches ``backward`` sends nothing
-    to other ranks, and ``step`` and clipping do nothing; its last batch leaves the mean gradient of the window in ``.grad``. The last
-    window of an epoch may be smaller.
+    ``accumulate``, it has no effect, and a different ``steps`` is an error. Inside a window of ``steps`` batches, ``backward`` sends
+    nothing to other ranks, and ``step`` and clipping do nothing. The last batch leaves the mean gradient of the window in ``.grad``. The
+    last window of an epoch may be smaller.
 
     ``@accumulate("auto")`` is for a loop that accumulates by hand, and changes only how often gradients are sent: once for each step. It
-    learns from the loop how many backwards a step follows; if the loop steps, clips or unscales sooner, the remaining gradients are
+    learns from the loop how many backward passes precede a step. If the loop steps, clips or unscales sooner, the remaining gradients are
     averaged first.
 
     Args:
         steps: batches in a window, from 1, or ``"auto"``.
 
     Raises:
-        UsageError: ``steps`` has another value; inside: a step with a closure, or a loop that calls no ``step``.
+        UsageError: ``steps`` has another value. Inside the function: a step has a closure, or the loop never calls ``step``.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -61,7 +61,7 @@ class accumulate(FeatureDecorator):
         super().__init__()
         if steps != AUTO and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise UsageError(
-                f"accumulate(steps={steps!r}): steps is the number of batches of one optimizer step, a whole number from 1, or 'auto' "
+                f"accumulate(steps={steps!r}): steps must be a positive integer, the number of batches in one optimizer step, or 'auto' "
                 "for a loop that accumulates by hand."
             )
         self._steps = steps
@@ -105,12 +105,13 @@ class accumulate(FeatureDecorator):
 
     def check_within(self, around: FeatureDecorator) -> None:
         raise UsageError(
-            f"parwrap.accumulate({self.asked()!r}) cannot be opened inside parwrap.accumulate({around.asked()!r}), because a batch is in "
-            "one window only. Give both the same steps, or remove one of them; --accumulate counts as one too."
+            f"parwrap.accumulate({self.asked()!r}) cannot be opened inside parwrap.accumulate({around.asked()!r}), because a batch "
+            "belongs to only one window. Use the same steps for both, or remove one of them. The option --accumulate counts as one of "
+            "them too."
         )
 
 
 def count_batch(total: float) -> None:
-    """The next batch holds ``total`` tokens or samples on all ranks together; this weights it in the open window."""
+    """Weight the next batch in the open window by ``total``, its number of tokens or samples on all ranks together."""
     if _open:
         _open[-1].count(total)

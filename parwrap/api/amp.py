@@ -1,4 +1,4 @@
-"""``@amp``: mixed precision around a plain training function or script, with no edit to backward, step or clipping.
+"""``@amp``: mixed precision for a plain training function or script, without changes to backward, step or clipping.
 
 Opens autocast and makes the interceptors of ``precision/``.
 """
@@ -34,7 +34,7 @@ _states: list[AmpState] = []
 class amp(FeatureDecorator):
     """Compute in half precision where it is faster, with dynamic loss scaling where it is needed.
 
-    Write ``@amp``, ``@amp(dtype="fp16")`` or ``with amp():``. ``loss.backward()`` leaves true-scale gradients, and a step with a non-finite
+    Write ``@amp``, ``@amp(dtype="fp16")`` or ``with amp():``. ``loss.backward()`` leaves unscaled gradients, and a step with a non-finite
     gradient is skipped on every rank. The scale is kept from call to call, unless the function builds an optimizer before its first
     backward. Inside another ``amp``, a dtype or level sets the precision of the forward, and the scale stays that of the outer one.
 
@@ -76,12 +76,12 @@ class amp(FeatureDecorator):
         super().__init__()
         check(dtype, level)
         if device not in (None, "cpu", "cuda"):
-            raise UsageError(f"device={device!r} is not a type of device for parwrap.amp: give 'cuda' or 'cpu', or remove it.")
+            raise UsageError(f"device={device!r} is not a device type for parwrap.amp: use 'cuda' or 'cpu', or remove it.")
         for name, value, good, wanted in (
-            ("init_scale", init_scale, init_scale > 0, "a number above 0"),
+            ("init_scale", init_scale, init_scale > 0, "a positive number"),
             ("growth_factor", growth_factor, growth_factor > 1, "a number above 1"),
             ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "a number between 0 and 1"),
-            ("growth_interval", growth_interval, growth_interval >= 1, "a number of iterations from 1"),
+            ("growth_interval", growth_interval, growth_interval >= 1, "a positive number of iterations"),
         ):
             if not good:
                 raise UsageError(f"{name}={value!r} is not {wanted}.")
@@ -129,7 +129,7 @@ class amp(FeatureDecorator):
         return choose(dtype, level, device or _device())
 
     def _scalings(self, state: AmpState) -> list[Scaling]:
-        """The interceptor of the loss scale, if any: the same in every call, so that the scale is kept."""
+        """The interceptor of the loss scale, if any. It is the same in every call, so the scale persists."""
         if not state.scales:
             return []
         self._scaling = self._scaling or Scaling(state)

@@ -1,6 +1,6 @@
 """``@data_parallel``: one process trains on several devices, each with a part of every batch.
 
-This file has the options and their meaning with ranks; ``strategies/data_parallel/`` divides the calls.
+This file has the options, and decides what they mean on several ranks; ``strategies/data_parallel/`` divides the calls.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ class data_parallel(FeatureDecorator):
     """Run a plain ``model(x)`` on several devices of one process, each with a part of the batch.
 
     Write ``@data_parallel``, ``@data_parallel(gather=False)`` or ``with data_parallel():``. The first dimension of all inputs and outputs
-    of a model must be the batch. Gradients are those of one device: some calls are computed both ways on copies to check this, and a model
-    whose parts do not give the result of the whole batch runs on the first device alone, with a warning. Models are modules with parameters
-    that are called from outside of any other module. On several ranks with one device each, it has no effect.
+    of a model must be the batch. Gradients equal those of one device. To check this, some calls are computed both ways on copies of the
+    model. If the parts of a batch do not give the result of the whole batch, the model runs only on the first device, with a warning. A
+    module counts as a model if it has parameters and is called from outside any other module. On several ranks with one device each, it has
+    no effect.
 
     Args:
-        device_ids: numbers of GPUs or names of devices, as ``[0, 1]`` or ``["cpu", "cpu"]``; by default all GPUs that torch sees. The
-            model must be on the first. A device may be repeated. With a single one, or none, nothing is divided.
+        device_ids: GPU numbers or device names, such as ``[0, 1]`` or ``["cpu", "cpu"]``; by default all GPUs that torch sees. The model
+            must be on the first. A device may be repeated. With a single one, or none, nothing is divided.
         gather: whether outputs are gathered on the first device. If not, they stay on their devices, look like whole tensors, and
             torch's losses are computed on the parts; any other operation gathers them when needed.
-        loss: ``"mean"`` or ``"sum"``: how a loss that a model returns, as a number, combines the samples of a batch. Without it, a
-            model that returns a number runs on the first device alone.
+        loss: ``"mean"`` or ``"sum"``: how a loss that the model returns as a number combines the samples of a batch. Without this option, a
+            model that returns a number runs only on the first device.
 
     Raises:
         UsageError: an unknown option or value; several devices on several ranks.
@@ -54,12 +55,11 @@ class data_parallel(FeatureDecorator):
         super().__init__()
         if not isinstance(gather, bool):
             raise UsageError(
-                f"gather={gather!r} is not one of its values: True gathers outputs on the first device, False leaves them on their devices."
+                f"gather={gather!r} is neither True, which gathers outputs on the first device, nor False, which leaves them on their "
+                "devices."
             )
         if loss not in (None, "mean", "sum"):
-            raise UsageError(
-                f"loss={loss!r} is not one of its values: numbers that a model returns are a 'mean' over the samples or a 'sum'."
-            )
+            raise UsageError(f"loss={loss!r} is not 'mean' or 'sum': it says how a number that the model returns combines the samples.")
         self._device_ids = None if device_ids is None else _devices(device_ids)
         self._gather, self._loss = gather, loss
 
@@ -80,7 +80,9 @@ class data_parallel(FeatureDecorator):
         gpus = torch.cuda.device_count()
         for device in self._device_ids or ():
             if device.type == "cuda" and (device.index or 0) >= gpus:
-                raise UsageError(f"device_ids names {device}, and torch sees {gpus} GPUs here: choose others, or remove it for all.")
+                raise UsageError(
+                    f"device_ids names {device}, but torch sees {gpus} GPUs here: choose others, or remove device_ids to use all of them."
+                )
         if self._device_ids is None and (current() is not None or gpus < 2):
             return nullcontext()
         return super().opened(module)
@@ -88,7 +90,9 @@ class data_parallel(FeatureDecorator):
 
 def _devices(device_ids: Any) -> tuple[torch.device, ...]:
     if not isinstance(device_ids, (list, tuple)) or not device_ids:
-        raise UsageError(f"device_ids={device_ids!r} is not a list of devices: give numbers of GPUs or names, as [0, 1] or ['cpu', 'cpu'].")
+        raise UsageError(
+            f"device_ids={device_ids!r} is not a list of devices: use GPU numbers or device names, such as [0, 1] or ['cpu', 'cpu']."
+        )
     devices = []
     for each in device_ids:
         try:
@@ -96,7 +100,7 @@ def _devices(device_ids: Any) -> tuple[torch.device, ...]:
                 raise TypeError
             device = torch.device("cuda", each) if isinstance(each, int) else torch.device(each)
         except (RuntimeError, TypeError):
-            raise UsageError(f"device_ids names {each!r}, which is not a device: give numbers of GPUs, 'cuda:0' or 'cpu'.") from None
+            raise UsageError(f"device_ids names {each!r}, which is not a device: use GPU numbers, 'cuda:0' or 'cpu'.") from None
         if device.type not in ("cpu", "cuda"):
             raise UsageError(f"device_ids names {each!r}, but parwrap.data_parallel runs on GPUs ('cuda:0' or its number) and on 'cpu'.")
         devices.append(torch.device("cpu") if device.type == "cpu" else torch.device("cuda", device.index or 0))

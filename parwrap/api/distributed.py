@@ -1,4 +1,4 @@
-"""``@distributed``: while a plain training function or script runs, it runs on every rank of the launch.
+"""``@distributed``: runs a plain training function or script on every rank of the launch.
 
 Opens the process group, and in it a session (``session.py``), which builds the interceptors and installs their patches. When the function
 returns or raises, every patch is removed. ``self_launch.py`` launches ranks for a call.
@@ -34,27 +34,27 @@ __all__ = ["distributed"]
 LAUNCH_OPTIONS = tuple(field.name for field in fields(Launch))
 
 NOT_HERE = {
-    **dict.fromkeys(("amp", "mixed_precision", "precision", "fp16", "bf16"), "use @parwrap.amp beside it"),
-    **dict.fromkeys(("sync_bn", "sync_batchnorm", "sync_batch_norm"), "use @parwrap.sync_bn beside it"),
+    **dict.fromkeys(("amp", "mixed_precision", "precision", "fp16", "bf16"), "add @parwrap.amp"),
+    **dict.fromkeys(("sync_bn", "sync_batchnorm", "sync_batch_norm"), "add @parwrap.sync_bn"),
     **dict.fromkeys(
         ("accumulate", "accumulation_steps", "gradient_accumulation_steps", "accumulate_grad_batches"),
-        "use @parwrap.accumulate(steps) beside it",
+        "add @parwrap.accumulate(steps)",
     ),
     **dict.fromkeys(
         ("devices", "gpus", "nproc_per_node", "nproc", "num_processes", "world_size"),
-        "give the number of ranks to parwrap.run as --nproc-per-node, or as nprocs= to start them from Python",
+        "pass the number of ranks to parwrap.run as --nproc-per-node, or pass nprocs= to start them from Python",
     ),
     **dict.fromkeys(("find_unused_parameters", "static_graph"), "remove it: unused parameters are found without it"),
-    "uniform_length": "use @parwrap.uniform_length beside it",
-    "evaluate": "use @parwrap.evaluate on the function that evaluates",
+    "uniform_length": "add @parwrap.uniform_length",
+    "evaluate": "decorate the function that evaluates with @parwrap.evaluate",
     "data_parallel": "use @parwrap.data_parallel instead of it",
     "epochs": "it is an argument of your function",
 }
-"""Options of other tools that users may try in ``distributed``, with advice."""
+"""Options of other tools that users may pass to ``distributed``, each with advice."""
 
 
 def signature_of(*options: type) -> Signature:
-    """The signature of a decorator that takes the fields of the dataclasses ``options`` by name."""
+    """The signature of a decorator that takes the fields of the dataclasses in ``options`` as keyword arguments."""
     given = [field for each in options for field in fields(each)]
     return Signature([Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type) for each in given])
 
@@ -69,25 +69,24 @@ class distributed(ScopeDecorator):
     Args:
         backend: the backend of the process group; by default nccl for GPUs and gloo for the CPU.
         seed: the seed of torch, numpy and python on all ranks; by default they continue from rank 0's state.
-        batch: ``"per_rank"``: each rank takes batches of the loader's ``batch_size``; ``"global"``: each rank takes its part
-            of every batch, so that the run has the numbers of a single process.
-        uneven: if samples do not divide evenly, ``"pad"``: some are repeated, as by ``DistributedSampler``; ``"drop"``: some are skipped;
+        batch: ``"per_rank"``: each rank takes batches of the loader's ``batch_size``; ``"global"``: each rank takes its part of every
+            batch, so that the results equal those of a single process.
+        uneven: if samples do not divide evenly, ``"pad"``: some are repeated, like in ``DistributedSampler``; ``"drop"``: some are skipped;
             ``"join"``: each is used once, and ranks are weighted by their number of samples in a step, which may be 0.
-        lr: ``"linear"`` or ``"sqrt"``: steps are taken at the learning rate times the number of ranks, or its root, because the global
-            batch is that much larger. ``param_groups`` and schedules are unchanged.
-        loss: ``"mean"`` or ``"sum"``, over the samples of a batch, where parts of different size are averaged; a sum is summed over the
-            ranks with ``batch="global"``.
+        lr: ``"linear"`` or ``"sqrt"``: multiplies the learning rate of each step by the number of ranks, or its square root, because the
+            global batch is that much larger. ``param_groups`` and schedules are unchanged.
+        loss: ``"mean"`` or ``"sum"``: how the loss combines the samples of a batch. It weights parts of different sizes. With
+            ``batch="global"``, a sum is summed over the ranks.
         strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; docs/strategies.rst describes ``"zero1"``,
             ``"fsdp"``, ``"local_sgd"``, ``"parameter_server"``, ``"hogwild"`` and ``"none"``, and the options that only they have.
-        compress: ``"bf16"`` or ``"fp16"`` makes DDP send gradients in half the bytes, ``"powersgd"`` in a small part of them.
+        compress: ``"bf16"`` or ``"fp16"`` halves the bytes of the gradients that DDP sends; ``"powersgd"`` reduces them much further.
         bucket_cap_mb: size of DDP's gradient buckets in megabytes.
-        timeout: seconds (or a ``timedelta``) that a rank waits for another; by default 30 minutes.
-        hang_after: seconds after which rank 0 reports, once, where every rank is, if one still waits.
-        wrap: with ``"fsdp"``, the modules to gather and shard one by one: a class, its name, a tuple of these, or the least number of
-            parameters of such a module; by default the repeated blocks of 100,000 parameters or more in a ``ModuleList`` or
-            ``Sequential``.
+        timeout: seconds (or a ``timedelta``) that a rank waits for another one; by default 30 minutes.
+        hang_after: if a rank has waited this many seconds, rank 0 reports once where every rank is.
+        wrap: with ``"fsdp"``, the modules to gather and shard one by one: a class, its name, a tuple of these, or the minimum number of
+            parameters of such a module; by default the repeated blocks of 100,000 parameters or more in a ``ModuleList`` or ``Sequential``.
         gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
-        nprocs, returns, start_method: a call outside a launch launches ranks, as by :func:`parwrap.launch`.
+        nprocs, returns, start_method: a call that is not on launched ranks launches them, like :func:`parwrap.launch`.
 
     Raises:
         UsageError: an unknown option or value.
@@ -118,7 +117,7 @@ class distributed(ScopeDecorator):
         if function is None and self._launch.nprocs not in (None, 1) and not there_are_ranks():
             raise UsageError(
                 f"`with parwrap.distributed(nprocs={self._launch.nprocs!r}):` has no function that other processes could run: decorate "
-                "the training function, or call it by parwrap.launch."
+                "the training function, or call it with parwrap.launch."
             )
         return _opened(self._options, module_of(function), function)
 
@@ -142,7 +141,7 @@ class distributed(ScopeDecorator):
     def script_scope(cls, **options: Any) -> AbstractContextManager[Any]:
         """The scope for a whole plain script; see :class:`distributed` for the options.
 
-        The script must not see that it was launched, because its own distributed code would start: the launch variables are hidden from it.
+        The launch variables are hidden from the script. Otherwise, its own distributed code would start.
         """
         return _opened(cls(**options)._options, "__main__", None, hidden=launch_variables(), returns=False)
 
@@ -166,7 +165,7 @@ def trains_apart() -> bool:
 
 
 def steps_apart() -> bool:
-    """Whether every rank steps separately in the running function, with the gradients of its own batches."""
+    """Whether every rank steps separately in the running function, using only the gradients of its own batches."""
     return (now := strategy()) is not None and not now.steps_together
 
 
@@ -177,7 +176,7 @@ def loaders_read() -> Loaders | None:
 
 @contextmanager
 def errors_noted() -> Iterator[None]:
-    """While this is open, an error gets notes about its likely cause before it is shown."""
+    """Add notes about its likely cause to an exception that leaves the block."""
     try:
         yield
     except Exception as error:
@@ -187,7 +186,7 @@ def errors_noted() -> Iterator[None]:
 
 
 def shared_out(samples: int | None) -> None:
-    """The user splits data outside of loaders: for the line at the start of training; ``None`` if it has no length."""
+    """Record that the user splits data outside of loaders, for the line at the start of training. The length is ``None`` if unknown."""
     if _session is not None:
         _session.began(TrainingData(samples, None, None))
 
@@ -196,7 +195,7 @@ def shared_out(samples: int | None) -> None:
 def _opened(
     options: Options, module: str | None, function: Callable[..., Any] | None, hidden: Iterable[str] = (), returns: bool = True
 ) -> Iterator[None]:
-    """A session for the length of the block, in the open process group or in a new one."""
+    """Open a session inside the block, in the open process group or in a new one."""
     global _session
     outer = groups.current()
     if outer is None and dist.is_initialized():

@@ -53,7 +53,7 @@ PASSED_OVER = (
 
 
 class Onlooker(Interceptor):
-    """Observes a function while it runs on the whole.
+    """Observes a function while it runs on all the data.
 
     Attributes:
         loaders: the loaders that it has read, with the earlier state of their samplers.
@@ -114,7 +114,7 @@ class Onlooker(Interceptor):
 
 
 def modes_set_together() -> Patch:
-    """While each rank runs separately, ``model.eval()`` must still give all the same buffers."""
+    """While each rank runs separately, ``model.eval()`` must still give all ranks the same buffers."""
 
     def train(wrapped: Callable[..., Any], instance: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
         with together():
@@ -134,7 +134,7 @@ def _samplers_state(loader: DataLoader[Any]) -> list[tuple[Any, Any]]:
 
 
 class Silent(Interceptor):
-    """Silences a function that runs once more.
+    """Silences a function that runs a second time.
 
     Attributes:
         printed: what it would have printed.
@@ -219,7 +219,7 @@ _ABSENT = object()
 
 
 def _is_cache(place: str, before: Any, of_module: bool) -> bool:
-    """Whether a new value at ``place`` is something that a first call keeps for the next, rather than a result."""
+    """Whether a new value at ``place`` is something that the first call caches for later calls, rather than a result."""
     return (of_module and (before is _ABSENT or before is None)) or (before is _ABSENT and place.rpartition(".")[2].startswith("_"))
 
 
@@ -248,7 +248,7 @@ def _content(value: Any) -> Any:
 
 @torch.no_grad()
 def _summed(value: torch.Tensor) -> str | None:
-    """What shows whether ``value`` was overwritten by equal numbers, such as a buffer that ranks have agreed on."""
+    """A value that changes if ``value`` is overwritten, even with equal numbers, for example a buffer that the ranks have agreed on."""
     if value.layout != torch.strided or value.is_quantized or value.is_meta or value.nbytes > LARGEST:
         return None
     real = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()

@@ -1,4 +1,4 @@
-"""``@evaluate``: a plain ``evaluate(model, loader)`` reads each sample once on all ranks together, and returns what one process would.
+"""``@evaluate``: the ranks of a plain ``evaluate(model, loader)`` together read each sample once, and return what one process would.
 
 ``data/evaluation/evaluation.py`` divides the data, ``data/evaluation/merging.py`` merges the ranks' results. This file has the decorator
 and the sync point at the end.
@@ -45,32 +45,32 @@ class evaluate(ScopeDecorator):
     """Make each rank read a part of the loaders of an evaluation, and return on every rank what a single process would.
 
     Write ``@evaluate`` or ``@evaluate(reduce="sum")``, on a function or method that all ranks call together, inside ``distributed``. No
-    sample is read twice or missed; a loader with fewer batches than ranks is right too. Batches are those of a single process, so the
-    results for each are the same. Each pass must read its loader to the end. With one rank it has no effect.
+    sample is read twice or missed, even if a loader has fewer batches than there are ranks. Batches are the same as in a single process, so
+    the result of each batch is the same. Each pass must read its loader to the end. With one rank it has no effect.
 
-    The first call checks itself: every rank also computes the whole. If the shared result differs by more than floating-point noise, the
-    result of the whole is returned and every later call computes the whole, with a warning. The same holds for a function with side
-    effects, such as a list it appends to, a metric it updates or a file it writes, because these would cover only a rank's part.
+    The first call checks the result: every rank also evaluates all the data. If the merged result differs from this by more than
+    floating-point noise, a warning is shown, and this and every later call evaluate all the data on every rank. The same holds for a
+    function with side effects, such as a list it appends to, a metric it updates or a file it writes, because these would cover only a
+    rank's part.
 
     Args:
         reduce: how the ranks' results are merged. Dicts, tuples and dataclasses are merged by entry; values other than numbers, tensors
             and arrays must be the same on all ranks.
 
-            - ``"mean"``: weighted by the samples that each rank has read. For a function that divides by the samples it has counted, or
-              by ``len(loader.dataset)``, which here is the length of the rank's part. A mean of batch means, such as
-              ``np.mean(losses)``, equals that of one process only if all batches have the same size.
-            - ``"sum"``: for counts, and for sums divided by a length of the whole, such as ``len(loader.dataset)`` and
-              ``len(loader)``, which are whole here.
-            - ``"gather"``: tensors and arrays are concatenated along the first dimension and lists are joined, in the order of a single
-              process. Lengths are those of the rank's part, as for ``"mean"``.
-            - a function of the list of the ranks' results, in their order; on one rank, a list of one.
-            - a dict or tuple of these, one for each entry of the result. With a ``"sum"`` or a function in it, lengths are whole.
-        check: compare the first result with that of the whole; again if the parts were too similar to tell, and for datasets of another
-            length. ``False`` divides the data unchecked.
+            - ``"mean"``: weighted by the samples that each rank has read. Use it for a function that divides by the number of samples it
+              has counted, or by ``len(loader.dataset)``, which is then the length of the rank's part. A mean of batch means, such as
+              ``np.mean(losses)``, equals that of one process only if all batches have the same size. - ``"sum"``: for counts, and for sums
+              divided by the length of all the data, such as ``len(loader.dataset)`` and ``len(loader)``, which then cover all the data. -
+              ``"gather"``: tensors and arrays are concatenated along the first dimension and lists are joined, in the order of a single
+              process. Lengths are those of the rank's part, as for ``"mean"``. - a function of the list of the ranks' results, in their
+              order; on one rank, a list of one. - a dict or tuple of these, one for each entry of the result. If one of them is ``"sum"``
+              or a function, lengths cover all the data.
+        check: compare the first result with that of all the data. Compare again if the parts were too similar to tell, and for datasets of
+            another length. ``False`` divides the data unchecked.
 
     Raises:
         UsageError: ``reduce`` has another value, the function trains, or its results cannot be merged exactly.
-        Exception: the function has raised on any rank; the others raise the same, so that all continue alike.
+        Exception: the function raised an error on some rank. All ranks raise the same error, so that all continue in the same way.
 
     >>> import torch
     >>> from torch.utils.data import DataLoader
@@ -90,7 +90,7 @@ class evaluate(ScopeDecorator):
 
     def scope(self, function: Callable[..., Any] | None) -> AbstractContextManager[Any]:
         if function is None:
-            raise UsageError("`with parwrap.evaluate():` has no result to merge: decorate the function that returns it.")
+            raise UsageError("`with parwrap.evaluate():` has no result to merge: decorate the function that returns the result.")
         return nullcontext()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +113,10 @@ def _check(reduce: Any) -> None:
     for way in _ways(reduce):
         if not (callable(way) or (isinstance(way, str) and way in REDUCTIONS)):
             meanings = "; ".join(f"{value!r}: {meaning}" for value, meaning in REDUCTIONS.items())
-            raise UsageError(f"reduce={way!r} is not one of the ways to merge results. {meanings}; or a function of their list.")
+            raise UsageError(
+                f"reduce={way!r} is not a way to merge results. Choose one of: {meanings}; or pass a function that takes a list with the "
+                "result of each rank."
+            )
 
 
 def _ways(reduce: Any) -> Iterator[Any]:
@@ -130,7 +133,7 @@ _running: list[Evaluation] = []
 
 
 class _Report(NamedTuple):
-    """What a rank sends to the others at the end.
+    """What a rank sends to the other ranks at the end.
 
     Attributes:
         result: the result of the function.
@@ -146,10 +149,10 @@ class _Report(NamedTuple):
 
 
 class _Trust:
-    """Whether the merged result of the ranks equals that of the whole, for one function.
+    """Whether the merged result of the ranks equals that of all the data, for one function.
 
     Attributes:
-        whole: it does not, so that every rank computes the whole.
+        whole: it does not, so every rank evaluates all the data.
         checks: whether to compare.
     """
 
@@ -162,22 +165,22 @@ class _Trust:
         return self.checks and self._left.get(data, TRIES if len(self._left) < MOST_CHECKED else 0) > 0
 
     def agreed(self, data: Any, proves: bool) -> None:
-        """The results were equal; ``proves`` says whether they could have differed."""
+        """Record that the results were equal; ``proves`` says whether they could have differed."""
         self._left[data] = 0 if proves else self._left.get(data, TRIES) - 1
 
 
 TRIES = 3
-"""The number of calls to check if parts are so similar that any way to merge them would seem right."""
+"""The number of calls to check if the parts are so similar that any way to merge them would seem right."""
 MOST_CHECKED = 16
 """The number of data lengths to check."""
 
 
 class _FailedError(Exception):
-    """The function has raised on some rank.
+    """Raised when the function failed on some rank.
 
     Args:
-        error: the exception that this rank raises for it.
-        text: the error of the lowest such rank in one line.
+        error: the exception to raise on this rank.
+        text: the error of the lowest failed rank, in one line.
         refused: whether it is one of parwrap's own.
     """
 
@@ -221,20 +224,20 @@ class _Call:
             return [each[0] for each in gathered]
         rank, (packed, text, refused) = failed
         if error is None:
-            error = RankMismatchError(f"rank {rank} has failed with {text} in {self.name}, which all ranks evaluate together.")
+            error = RankMismatchError(f"rank {rank} failed with {text} in {self.name}, which all ranks evaluate together.")
             if packed is not None:
                 cause, error = error, pickle.loads(packed)
                 error.__cause__ = cause
-        raise _FailedError(error, f"rank {rank} has failed with {text}", refused)
+        raise _FailedError(error, f"rank {rank} failed with {text}", refused)
 
     def data(self) -> Any:
-        """The lengths of the evaluated datasets, as far as they are visible from outside."""
+        """The lengths of the evaluated datasets, as far as they can be found without running the function."""
         held = [each for value in self.arguments.values() for each in (value, *getattr(value, "__dict__", {}).values())]
         return tuple(len(each.dataset) for each in held if isinstance(each, DataLoader) and hasattr(each.dataset, "__len__"))
 
 
 def _packed(error: Exception) -> tuple[bytes | None, str, bool]:
-    """What the other ranks need about an ``error``: the exception if it can be sent, in one line, and whether it is parwrap's own."""
+    """What other ranks need to know about an ``error``: the exception if it can be sent, its text, and whether it is parwrap's own."""
     try:
         packed = pickle.dumps(error)
         pickle.loads(packed)
@@ -266,7 +269,7 @@ def _evaluated(call: _Call, trust: _Trust) -> Any:
     with call.shared():
         before = get_state()
     onlooker = Onlooker()
-    # first the whole: its output and other side effects are those of a single process
+    # evaluate all the data first: its output and other side effects are those of a single process
     try:
         whole, hindrance = _whole(call, onlooker)
     except _FailedError as failed:
@@ -286,14 +289,14 @@ def _evaluated(call: _Call, trust: _Trust) -> Any:
         if call.known:
             for loader, _ in onlooker.loaders.values():
                 if not is_stream(loader):
-                    call.known.loaders.agree(loader)  # the whole's warnings must be shown
+                    call.known.loaders.agree(loader)  # the warnings of the whole evaluation must be shown
         silent = Silent()
         try:
             shared, parts = _shared(call, silent)
         except _FailedError as failed:
             if failed.refused:
                 raise
-            hindrance = f"on parts of the data {failed.text}, but it does not fail on the whole."
+            hindrance = f"on parts of the data {failed.text}, but it does not fail on the whole data."
         else:
             differing, proves = compared(whole, shared, parts)
             if differing and callable(call.reduce) and leaves(whole).keys() != leaves(shared).keys():
@@ -302,8 +305,8 @@ def _evaluated(call: _Call, trust: _Trust) -> Any:
                 trust.agreed(data, proves)
                 if onlooker.printed != silent.printed:
                     _warn(
-                        f"{call.name} prints something else for a rank's part than for the whole, and from the next call on it prints "
-                        "the numbers of rank 0's part. Print its result instead."
+                        f"{call.name} prints something different for a rank's part of the data than for all of it. From the next call "
+                        "on, it prints the numbers of rank 0's part. Print its result instead."
                     )
                 return shared
             hindrance = _differs(call.reduce, differing)
@@ -314,25 +317,25 @@ def _evaluated(call: _Call, trust: _Trust) -> Any:
     return whole
 
 
-NOTHING_READ = "{} has read no DataLoader, so every rank has computed all of it and returns its own result."
+NOTHING_READ = "{} did not read a DataLoader, so every rank computed all of it and returns its own result."
 
 REMEDY = (
     'To divide the work, return the inputs of the metric, such as predictions and labels, with @parwrap.evaluate(reduce="gather"), and '
-    "compute, keep and print the metric outside. check=False divides it unchecked."
+    "compute, keep and print the metric outside the function. To divide it without this check, pass check=False."
 )
 
 
 def _differs(reduce: Any, differing: list[tuple[str, Any, Any]]) -> str:
-    named = "; ".join(f"result{place} is {_short(ours)}, and {_short(whole)} of the whole" for place, ours, whole in differing[:3])
+    named = "; ".join(f"result{place} is {_short(ours)}, but {_short(whole)} for all of the data" for place, ours, whole in differing[:3])
     way = f"reduce={reduce!r}" if isinstance(reduce, str) else "reduce"
     return (
-        f"merged by {way}, {named}. This happens for a result that is no mean over samples, such as AUC, F1, RMSE, perplexity, median or "
-        'maximum; for a mean of batches\' means, where reduce="sum" with len(loader) is exact; and for random numbers, as in dropout.'
+        f"merged by {way}, {named}. This happens for a result that is not a mean over samples, such as AUC, F1, RMSE, perplexity, median "
+        'or maximum; for a mean of batch means, where reduce="sum" with len(loader) is exact; and for random numbers, as in dropout.'
     )
 
 
 def _whole(call: _Call, onlooker: Onlooker) -> tuple[Any, str | None]:
-    """The result of the whole, rank 0's on every rank, and the reason not to divide the work, if any."""
+    """The result of all the data, which is rank 0's on every rank, and the reason not to divide the work, if any."""
     roots = reached(call.function, call.arguments)
     before = State(roots)
     result, error = None, None
@@ -347,7 +350,7 @@ def _whole(call: _Call, onlooker: Onlooker) -> tuple[Any, str | None]:
     if error is None:
         changed = before.changed(State(reached(call.function, call.arguments)))
         if result is None and not callable(call.reduce):
-            hindrance = "it returns nothing, so that its output or side effects would be those of a rank's part."
+            hindrance = "it returns nothing, so its output or side effects would cover only a rank's part."
         elif onlooker.written is not None:
             hindrance = f"it writes {onlooker.written}, which would contain only a rank's part."
         elif changed is not None:
@@ -420,7 +423,7 @@ def _unseen(silent: Silent | None) -> Iterator[None]:
 
 
 def _have_same_buffers(loop: Loop, arguments: Mapping[str, Any]) -> None:
-    """Models among the ``arguments`` that no optimizer knows get rank 0's buffers, because each rank evaluates its part with them."""
+    """Copy rank 0's buffers into models in ``arguments`` that are in no optimizer, because each rank evaluates its part with them."""
     for each in arguments.values():
         if isinstance(each, nn.Module):
             loop.know(each)
@@ -429,7 +432,7 @@ def _have_same_buffers(loop: Loop, arguments: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _innermost(evaluation: Evaluation, known: Any) -> Iterator[None]:
-    """``evaluation`` divides what is read, and outer ones do not."""
+    """Make ``evaluation`` divide what is read inside the block; outer evaluations do not."""
     around = _running[-1] if _running else None
     if around is not None:
         around.asleep = True

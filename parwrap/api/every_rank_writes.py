@@ -13,7 +13,7 @@ __all__ = ["every_rank_writes"]
 
 
 class every_rank_writes(ScopeDecorator):
-    """Every rank, not only rank 0, writes its files in the block: give each rank a different path.
+    """Let every rank, not only rank 0, write files in the block. Use a different path on each rank.
 
     Write ``with every_rank_writes():`` or ``@every_rank_writes``. Paths written in the block, and everything below directories made in it,
     stay the rank's own afterwards. It applies to the thread that opens it.

@@ -1,7 +1,7 @@
 """``gather_with_grad``: the batch of all ranks, for losses that compare the samples of a batch with each other.
 
-The forward is a sync point of all ranks; one that has left the loop answers it with no rows. The backward comes amid the ranks' gradient
-averages, so it has a separate process group and nested sync points, like shared batch norms.
+The forward pass is a sync point of all ranks; a rank that has left the loop takes part with no rows. The backward pass runs while the ranks
+average gradients, so it has a separate process group and nested sync points, like shared batch norms.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ __all__ = ["gather_with_grad"]
 
 NAME = "gather_with_grad"
 KIND = f"parwrap.{NAME}"
-ADVICE = "Have all ranks call parwrap.gather_with_grad() and backward() in the same order."
+ADVICE = "Call parwrap.gather_with_grad() and backward() in the same order on all ranks."
 ALIKE = "Only the first dimension may differ between ranks."
 ROWS, ROW_BYTES = "the number of rows", "the bytes of a row"
 
 
 def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
-    """The rows of every rank's ``x``, in the order of ranks, on every rank; gradients flow back to the ranks of the rows.
+    """Gather the rows of every rank's ``x``, in the order of ranks, on every rank. Gradients flow back to the rank that a row came from.
 
-    For losses over pairs of samples, such as those of CLIP and SupCon. Compute the loss of the whole from what you gather, on every rank;
-    ``backward`` then leaves the gradient that one process with the whole batch has. See docs/batch_losses.rst.
+    Use it for losses over pairs of samples, such as those of CLIP and SupCon. On every rank, compute the loss of the whole batch from the
+    gathered rows; ``backward`` then leaves the gradient that a single process with the whole batch would compute. See
+    docs/batch_losses.rst.
 
     Args:
         x: a tensor with at least one dimension. Only the number of rows may differ between ranks.
@@ -49,7 +50,7 @@ def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
         (``strategy="none"``, ``"hogwild"``).
 
     Raises:
-        UsageError: ``x`` is no tensor with rows, or the call is in a checkpoint that the backward computes again.
+        UsageError: ``x`` is not a tensor with rows, or the call is in a checkpoint that the backward recomputes.
         RankMismatchError: dtypes or shapes of rows differ; on every rank, with the difference.
 
     >>> gather_with_grad(torch.tensor([[1.0], [2.0]]))
@@ -61,7 +62,7 @@ def gather_with_grad(x: torch.Tensor) -> torch.Tensor:
     if x.dim() == 0 or x.layout != torch.strided or (x.is_complex() and x.requires_grad):
         what = f"one of shape {list(x.shape)}, {x.dtype}, {x.layout}"
         raise UsageError(
-            "parwrap.gather_with_grad() takes a dense tensor with a row for each sample, of real numbers if it requires a gradient, "
+            "parwrap.gather_with_grad() takes a dense tensor with one row per sample, and with a real dtype if it requires a gradient, "
             f"not {what}."
         )
     return cast(torch.Tensor, _from_all_ranks(x))
@@ -77,7 +78,7 @@ def _from_all_ranks(x: torch.Tensor) -> torch.Tensor:
         return x
     if current_graph_task_id() != NO_GRAPH_TASK:
         raise UsageError(
-            "parwrap.gather_with_grad() runs in a checkpoint that is computed again in the backward, where the ranks cannot "
+            "parwrap.gather_with_grad() runs in a checkpoint that is recomputed in the backward pass, where the ranks cannot "
             "synchronize: call it outside of the checkpointed part."
         )
     if parts is not None and parts.loop.weights.upcoming([x]).weight == 0:
@@ -112,12 +113,12 @@ class _RowGatherer:
         return _Gathered.apply(x, self, rows) if requires_grad else self.send(x, rows)
 
     def answer(self, detail: int, present: list[int]) -> None:
-        """Take part in the gathering of the ranks ``present``, without rows."""
+        """Take part, without rows, when the ranks ``present`` gather theirs."""
         structures: dict[int, Structure] = self._group.share("structure", None, present)
         self._send_bytes(torch.empty(0, dtype=torch.uint8), self._rows(structures), int(structures[present[0]][ROW_BYTES]))
 
     def send(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Gather the rows of the ranks, which have ``rows`` each."""
+        """Gather the rows of all ranks; ``rows`` has the number of each."""
         sent = x.detach().contiguous().reshape(-1).view(torch.uint8)  # not every backend supports every dtype
         gathered = self._send_bytes(sent, rows, math.prod(x.shape[1:]) * x.element_size())
         return gathered.to(x.device).view(x.dtype).view(sum(rows), *x.shape[1:])
@@ -125,7 +126,7 @@ class _RowGatherer:
     def send_back(self, gradient: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """The ``gradient`` of this rank's rows, from the losses of all ranks."""
         exact = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
-        total = self._sharing.together(SUM, f"the backward of {KIND} ({len(gradient)} rows)", exact.reshape(-1))
+        total = self._sharing.together(SUM, f"the backward pass of {KIND} ({len(gradient)} rows)", exact.reshape(-1))
         first = sum(rows[: self._group.world.rank])
         return total.view_as(gradient)[first : first + rows[self._group.world.rank]].to(gradient.dtype)
 

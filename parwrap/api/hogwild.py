@@ -1,4 +1,4 @@
-"""``@hogwild``: a plain training function runs on forked workers, which train one model in shared memory.
+"""``@hogwild``: runs a plain training function on forked workers, which train one model in shared memory.
 
 Checks the options, lets ``launching.py`` start the workers, and opens ``distributed`` in each of them; ``strategies/hogwild/`` trains.
 """
@@ -29,24 +29,25 @@ _running: list[hogwild] = []
 
 
 class hogwild(ScopeDecorator):
-    """Train one model by several processes at once, each on its own part of the data, without locks (Recht et al., 2011).
+    """Train one model with several processes at once, each on its own part of the data, without locks (Recht et al., 2011).
 
     Write ``@hogwild`` or ``@hogwild(workers=4)``, on a plain training function in a plain process. Each call forks the workers, on CPUs and
     with a thread each, and returns worker 0's result when all have finished. The caller's models, optimizers and schedulers then have the
-    trained state, and are the same objects as before. Other objects that the function changes stay as they were, so return what you need.
-    An exception of a worker is raised here, and the others are ended.
+    trained state, and are the same objects as before. Changes to other objects are lost, so return what you need. If a worker raises an
+    exception, it is raised here, and the other workers are ended.
 
-    Inside the function everything works as in ``distributed(strategy="hogwild")``. Inside itself it has no effect.
+    Inside the function, everything works as in ``distributed(strategy="hogwild")``. A nested ``hogwild`` has no effect.
 
     Args:
         workers: the number of workers; by default the number of cores.
         lock: one worker at a time takes a step. This is slower, and meant for comparison.
-        timeout: seconds that a worker waits for another at an evaluation or at the end while none takes a step; by default 30 minutes.
+        timeout: seconds that a worker waits for another one at an evaluation or at the end, while no worker takes a step; by default 30
+            minutes.
         seed: the seed of torch, numpy and python in all workers; by default each call draws one from torch's generator.
 
     Raises:
         UsageError: an unknown option or value; or workers cannot be forked where it is called.
-        RankMismatchError: a worker has ended without a report.
+        RankMismatchError: a worker ended without a result.
 
     >>> from torch import nn
     >>> weights = nn.Embedding(4, 2, sparse=True)
@@ -71,7 +72,7 @@ class hogwild(ScopeDecorator):
         super().__init__()
         workers = cores() if workers is None else workers
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-            raise UsageError(f"workers={workers!r} is not a number of processes: give a whole number from 1.")
+            raise UsageError(f"workers={workers!r} is not a positive integer.")
         self._workers = workers
         self._options = Options(strategy="hogwild", lock=lock, timeout=timeout, seed=seed)
 
@@ -90,7 +91,7 @@ class hogwild(ScopeDecorator):
             if distributed.loaders_read() is not None:
                 raise UsageError(
                     "@parwrap.hogwild starts its own workers, which is not possible inside parwrap.distributed and parwrap.run: remove "
-                    "it and choose strategy='hogwild' there, or run the script by plain python."
+                    "it and use strategy='hogwild' there, or run the script with plain python."
                 )
             refuse_unforkable("@parwrap.hogwild")
             if self._workers == 1:
@@ -102,7 +103,7 @@ class hogwild(ScopeDecorator):
         return on_workers
 
     def _seeded(self) -> hogwild:
-        """The same, with a seed for one call."""
+        """These options, with a seed for one call."""
         seed = int(torch.randint(2**31, ())) if self._options.seed is None else self._options.seed
         return hogwild(workers=self._workers, lock=self._options.lock, timeout=self._options.timeout, seed=seed)
 
@@ -119,5 +120,5 @@ class hogwild(ScopeDecorator):
         if mine != theirs:
             raise UsageError(
                 f"parwrap.hogwild(workers={mine[0]}, lock={mine[1]}) cannot be called inside hogwild(workers={theirs[0]}, "
-                f"lock={theirs[1]}), whose workers are running: give both the same options, or remove one of them."
+                f"lock={theirs[1]}), whose workers are running: use the same options for both, or remove one of them."
             )

@@ -14,18 +14,18 @@ __all__ = ["loaders"]
 
 
 def loaders(*which: DataLoader[Any]) -> list[Position]:
-    """The positions of training loaders, inside a function that ``parwrap.distributed`` runs.
+    """Return the positions of the training loaders, inside a function that ``parwrap.distributed`` runs.
 
-    Each has ``state_dict()``, for a checkpoint, and ``load_state_dict(state)``: then the next batch is the one that would have followed, on
-    any number of ranks. ``len(loader)`` stays that of a whole pass.
+    Save ``state_dict()`` of each in a checkpoint. After ``load_state_dict(state)``, training continues with the next batch, on any number
+    of ranks. ``len(loader)`` stays that of a whole pass.
 
     Args:
-        which: these loaders, in this order, also before they are trained on; by default all trained ones, in the order of their first
-            passes.
+        which: the loaders to return, in this order, even before they are trained on; by default all trained ones, in the order of their
+            first passes.
 
     Raises:
-        UsageError: outside of a distributed function, for another object than a ``DataLoader``, or if none was trained on yet and none
-            is given.
+        UsageError: the call is outside of a distributed function, an argument is not a ``DataLoader``, or no loader is given and none was
+            trained on yet.
 
     >>> import parwrap, torch
     >>> from torch.utils.data import DataLoader
@@ -45,8 +45,8 @@ def loaders(*which: DataLoader[Any]) -> list[Position]:
     read = distributed.loaders_read()
     if read is None:
         raise UsageError(
-            "parwrap.loaders() lists the training loaders of a function or script that parwrap.distributed runs, but none runs here. "
-            "Call it inside, before the function returns."
+            "parwrap.loaders() lists the training loaders of a function or script that parwrap.distributed runs, but none is running "
+            "here. Call it inside that function or script, before it returns."
         )
     for each in which:
         if not isinstance(each, DataLoader):
@@ -54,7 +54,7 @@ def loaders(*which: DataLoader[Any]) -> list[Position]:
     listed = [read.positions.of(each) for each in which] or read.positions.trained()
     if not listed:
         raise UsageError(
-            "no DataLoader was trained on yet, so parwrap.loaders() has none to list. To load a state before the first pass, name the "
+            "no DataLoader was trained on yet, so parwrap.loaders() has none to list. To load a state before the first pass, pass the "
             "loader: parwrap.loaders(train_loader)[0].load_state_dict(state)."
         )
     return listed

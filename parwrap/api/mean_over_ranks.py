@@ -16,10 +16,10 @@ __all__ = ["mean_over_ranks"]
 
 
 def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
-    """A loss whose gradient, after ``backward`` has averaged it over the ranks, is that of the mean over all that they count.
+    """Return a loss whose averaged gradient is that of the mean over all tokens or samples that the ranks count.
 
-    The mean of each rank's mean would give a token of a rank with few tokens more weight than one of a rank with many. Inside
-    ``parwrap.accumulate`` the batches of a window are weighted by their totals too; there, call it once for each batch. A loop that
+    A mean of the ranks' means would give a token on a rank with few tokens more weight than one on a rank with many. Inside
+    ``parwrap.accumulate``, batches of a window are weighted by their totals too; call this once for each batch there. A loop that
     accumulates by hand gets the exact mean of each single batch.
 
     Args:
@@ -30,7 +30,7 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
         ``loss_sum`` times the number of ranks over the count of all ranks; 0 if nothing is counted. On one rank, the mean.
 
     Raises:
-        UsageError: ``loss_sum`` is no scalar tensor, or ``count`` no number from 0.
+        UsageError: ``loss_sum`` is not a tensor with one element, or ``count`` is not a non-negative number.
 
     >>> mean_over_ranks(torch.tensor(6.0), 3)
     tensor(2.)
@@ -40,7 +40,7 @@ def mean_over_ranks(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torc
         raise UsageError(f"mean_over_ranks takes the sum of this rank's losses, a tensor with one element, not {what}.")
     number = float(count)
     if not (number >= 0 and math.isfinite(number)):
-        raise UsageError(f"mean_over_ranks takes the number of tokens or samples in the sum, from 0, not {count!r}.")
+        raise UsageError(f"mean_over_ranks takes the number of tokens or samples in the sum, which cannot be negative, not {count!r}.")
     factor, total = _factor(number, loss_sum)
     count_batch(total)
     return loss_sum * factor

@@ -1,4 +1,4 @@
-"""The decorators for classes: a mixin next to the user's base class decorates its training methods.
+"""The decorators for classes: add a mixin to the base classes, and it decorates the training methods.
 
 Only this file deals with classes; the decorators define what happens while a method runs.
 """
@@ -34,7 +34,7 @@ class _Methods(NamedTuple):
 
     Attributes:
         usual: their default names.
-        named_in: the class attribute and keyword that names more.
+        named_in: the class attribute and keyword that names further methods.
     """
 
     usual: tuple[str, ...]
@@ -45,7 +45,7 @@ TRAINING = _Methods(("train", "fit"), "parwrap_methods")
 EVALUATING = _Methods(("evaluate", "validate", "test"), "parwrap_evaluate_methods")
 
 _running: list[tuple[Any, _Methods]] = []
-"""The instances with open scopes, and the methods that opened them."""
+"""The instances with open scopes, each with the method that opened them."""
 
 
 class _Mixin:
@@ -62,8 +62,8 @@ class _Mixin:
     The ``train(mode)`` of an ``nn.Module`` that sets the mode, overridden or not, is not decorated unless it is named.
 
     Raises:
-        UsageError: ``parwrap_options`` has an option that no mixin takes; or the class lacks all of the methods, or one that it names.
-            An empty ``parwrap_methods=()`` is for a base whose subclasses have them.
+        UsageError: ``parwrap_options`` has an option that no mixin takes, or the class has none of the methods, or lacks one that it names.
+            Set ``parwrap_methods=()`` in a base class whose subclasses have the methods.
     """
 
     _feature: ClassVar[Any]
@@ -85,7 +85,7 @@ class _Mixin:
         known = {name for mixin in mixins for name in mixin._feature.option_names()}
         cls._keywords = {name: value for name, value in keywords.items() if name in known}
         others = {name: value for name, value in keywords.items() if name not in known}
-        if others and isinstance(super().__init_subclass__, BuiltinMethodType):  # of object: no other base takes any
+        if others and isinstance(super().__init_subclass__, BuiltinMethodType):  # object is the next base, and it takes no keywords
             raise _unknown_options(f"{cls.__name__} has the class keyword", others, known | named)
         super().__init_subclass__(**others)
         options: dict[str, Any] = {}
@@ -114,7 +114,7 @@ def _decorate_methods(cls: type, methods: _Methods, mixins: list[type[_Mixin]], 
 
 
 def _is_filled_later() -> bool:
-    """Whether cloudpickle makes the class, which is empty at first."""
+    """Whether cloudpickle is building the class, which is empty at first."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_name != "_make_skeleton_class":
         frame = frame.f_back
@@ -125,10 +125,10 @@ def _check_named(cls: type, methods: _Methods, taken: bool) -> None:
     """Raise :class:`UsageError` if ``cls`` names its methods in an invalid way."""
     named = cls.__dict__.get(methods.named_in, ())
     if isinstance(named, str):
-        raise UsageError(f"{cls.__name__}.{methods.named_in} is {named!r}: give a tuple, as in ({named!r},).")
+        raise UsageError(f"{cls.__name__}.{methods.named_in} is {named!r}: use a tuple, such as ({named!r},).")
     if named and not taken:
         other = next(kind for kind in (TRAINING, EVALUATING) if kind is not methods)
-        raise UsageError(f"{cls.__name__} has {methods.named_in}, but no mixin that takes it: its own take {other.named_in}.")
+        raise UsageError(f"{cls.__name__} has {methods.named_in}, but no mixin that uses it: its mixins use {other.named_in}.")
     for name in named:
         if inspect.getattr_static(cls, name, None) is None:
             raise UsageError(
@@ -145,8 +145,8 @@ def _without_methods(cls: type, methods: _Methods, mixins: list[type[_Mixin]]) -
     mode = " (the train(mode) of a module only sets its mode)" if "train" in methods.usual and hasattr(cls, "train") else ""
     return UsageError(
         f"{cls.__name__} has none of the methods that {' and '.join(mixin.__name__ for mixin in mixins)} would decorate: "
-        f"{', '.join(methods.usual)}{mode}. Give it one, or name yours with the class keyword, as in {example}. A base class whose "
-        f"subclasses have the methods says {methods.named_in}=()."
+        f"{', '.join(methods.usual)}{mode}. Add one, or name your own with the class keyword, as in {example}. If this is a base class "
+        f"and its subclasses have the methods, set {methods.named_in}=()."
     )
 
 
@@ -222,7 +222,7 @@ def _mixins(cls: type) -> Iterator[type[_Mixin]]:
 
 
 def _decorate(cls: Any, name: str, named: bool, of: _OfEach, methods: _Methods) -> bool:
-    """Make the method ``name`` of ``cls`` run in the scopes of decorators; returns whether it exists."""
+    """Make the method ``name`` of ``cls`` run in the scopes of decorators. Returns whether the method exists."""
     found = inspect.getattr_static(cls, name, None)
     if found is None or (not named and name == "train" and issubclass(cls, nn.Module) and _sets_mode(found)):
         return False
@@ -233,7 +233,7 @@ def _decorate(cls: Any, name: str, named: bool, of: _OfEach, methods: _Methods) 
 
 
 def _sets_mode(train: Any) -> bool:
-    """Whether ``train`` is a form of ``nn.Module.train(mode=True)``, which ``eval()`` calls too, rather than a training loop."""
+    """Whether ``train`` is a variant of ``nn.Module.train(mode=True)``, which ``eval()`` calls too, rather than a training loop."""
     if not inspect.isfunction(train):
         return False
     mode = next(iter(list(inspect.signature(train).parameters.values())[1:]), None)
@@ -247,7 +247,7 @@ def _decorated(method: Any, decorators: list[ScopeDecorator]) -> Any:
 
 
 def _once(method: Any, of: _OfEach, methods: _Methods) -> Any:
-    """``method`` in the scopes of the instance's decorators, or plain if a method of the same instance has opened them already."""
+    """``method`` in the scopes of the instance's decorators, or unchanged if another method of the instance has already opened them."""
     if isinstance(method, classmethod):
         return classmethod(_once(method.__func__, of, methods))
 
@@ -274,7 +274,7 @@ def _inherited(cls: type, name: str, found: Any) -> Any:
 
 
 def _called(found: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` under the name of ``found``, although it has other code."""
+    """``function`` with the name and signature of ``found``."""
     functools.update_wrapper(function, found)
     del function.__dict__["__wrapped__"]
     with suppress(TypeError, ValueError):  # of a builtin

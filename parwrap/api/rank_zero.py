@@ -1,4 +1,4 @@
-"""``@rank_zero_only`` and ``rank_zero_first``: one rank works for all.
+"""``@rank_zero_only`` and ``rank_zero_first``: one rank does work for all ranks.
 
 Waiting ranks use the store, not a collective: a download may take longer than a collective's timeout.
 """
@@ -21,7 +21,7 @@ __all__ = ["rank_zero_first", "rank_zero_only"]
 
 
 class rank_zero_only(ScopeDecorator):
-    """Run a function on rank 0 only; on the others it does nothing and returns ``None``.
+    """Run a function on rank 0 only; on the other ranks it does nothing and returns ``None``.
 
     Write ``@rank_zero_only`` or ``@rank_zero_only(broadcast=True)``, on functions and methods.
 
@@ -43,7 +43,9 @@ class rank_zero_only(ScopeDecorator):
     def __init__(self, *, local: bool = False, broadcast: bool = False) -> None:
         super().__init__()
         if local and broadcast:
-            raise UsageError("rank_zero_only(local=True, broadcast=True) leaves open which node's result to use: give one of them.")
+            raise UsageError(
+                "rank_zero_only(local=True, broadcast=True) does not say which node's result to use: remove one of the two options."
+            )
         self._local, self._broadcast = local, broadcast
 
     def scope(self, function: Callable[..., Any] | None) -> Any:
@@ -65,7 +67,7 @@ class rank_zero_only(ScopeDecorator):
 
 
 class rank_zero_first(ScopeDecorator):
-    """Rank 0 runs the block first, the other ranks once it has finished: rank 0 downloads, then the others read.
+    """Run the block on rank 0 first, and on the other ranks once rank 0 has finished: rank 0 downloads, then the others read.
 
     Write ``with rank_zero_first():`` or ``@rank_zero_first``.
 
@@ -105,13 +107,13 @@ def _waiting_group(name: str) -> Group | None:
     group = group_for(name)
     if group is not None and group.store is None:
         raise UsageError(
-            f"parwrap.{name} needs parwrap's own process group, and the script has started its own: use torch.distributed there."
+            f"parwrap.{name} needs parwrap's own process group, but the script has started another one: use torch.distributed there."
         )
     return group
 
 
 def _shared(group: Group, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Rank 0's result on every rank; an exception there ends the waiting of the others."""
+    """Return rank 0's result on every rank. If rank 0 raises an exception, the waiting ranks raise an error too."""
     outcome = group.key("rank_zero_only")
     if group.world.rank > 0:
         failure = group.fetch(outcome, 0, f"rank_zero_only {describe(function)}").decode()

@@ -1,6 +1,7 @@
 """``nprocs=``: a call in a plain process, a REPL or a notebook launches the ranks that it runs on.
 
-Decides how many, how they start and what the caller gets; inside a launch it starts none. ``parwrap/inline/launching.py`` starts them.
+Decides how many ranks to launch, how they start and what the caller gets. Inside a launch, it starts no ranks.
+``parwrap/inline/launching.py`` starts them.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ __all__ = ["Launch", "gathered", "on_ranks", "there_are_ranks"]
 CHOICES: dict[str, dict[Any, str]] = {
     "returns": {"rank0": "rank 0's result", "all": "the list of the results of all ranks"},
     "start_method": {
-        None: "forks ranks unless CUDA has started",
-        "fork": "ranks inherit everything in this process, and compute with a thread each",
-        "spawn": "ranks are new interpreters, which get what the function uses",
+        None: "forks ranks unless CUDA is initialized",
+        "fork": "ranks inherit everything in this process, and compute with one thread each",
+        "spawn": "ranks are new interpreters, which receive what the function uses",
     },
 }
 NAMED = ("gpu", "cpu", "auto")
@@ -55,11 +56,11 @@ class Launch:
 
     def __post_init__(self) -> None:
         if not (self.nprocs is None or self.nprocs in NAMED or (type(self.nprocs) is int and self.nprocs > 0)):
-            raise UsageError(f"nprocs={self.nprocs!r} is not a number of ranks: give one above 0, or 'gpu', 'cpu' or 'auto'.")
+            raise UsageError(f"nprocs={self.nprocs!r} is not a positive number of ranks, nor 'gpu', 'cpu' or 'auto'.")
         for name, choices in CHOICES.items():
             if (value := getattr(self, name)) not in tuple(choices):
                 meanings = "; ".join(f"{choice!r}: {meaning}" for choice, meaning in choices.items())
-                raise UsageError(f"{name}={value!r} is not one of its values. {meanings}.")
+                raise UsageError(f"{name}={value!r} is not a valid value. Choose one of: {meanings}.")
 
     def ranks(self, backend: str | None) -> int:
         """The number of ranks on this machine.
@@ -70,12 +71,14 @@ class Launch:
         gpus = gpu_count()
         named = {"gpu": gpus, "cpu": cores(), "auto": gpus or cores()}
         if self.nprocs == "gpu" and not gpus:
-            raise LaunchError("nprocs='gpu' starts a rank on each GPU, but torch can use none here: give a number to train on the CPU.")
+            raise LaunchError(
+                "nprocs='gpu' starts a rank on each GPU, but torch cannot use a GPU here: set a number of ranks to train on the CPU."
+            )
         count = named[self.nprocs] if isinstance(self.nprocs, str) else self.nprocs or 1
         if gpus and count > gpus and backend != "gloo":
             raise LaunchError(
-                f"nprocs={self.nprocs!r} is more than the GPUs that torch can use here ({gpus}). Give at most {gpus}, or backend='gloo' to "
-                "let ranks share GPUs."
+                f"nprocs={self.nprocs!r} is more than the GPUs that torch can use here ({gpus}). Use at most {gpus}, or set "
+                "backend='gloo' to let ranks share GPUs."
             )
         return count
 
@@ -90,13 +93,13 @@ _asked: Launch | None = None
 
 
 def on_ranks(launch: Launch, options: Options, call: Callable[[], Any], joins: bool) -> Any:
-    """``call()`` on the ranks that ``launch`` describes, or on existing ones.
+    """Run ``call()`` on the ranks that ``launch`` describes, or on existing ranks.
 
     Args:
         launch: the launch options.
         options: the options of the ``distributed`` that ``call`` opens.
-        call: opens it and runs the function.
-        joins: whether one is open already.
+        call: opens ``distributed`` and runs the function.
+        joins: whether a ``distributed`` is open already.
     """
     __tracebackhide__ = True
     if _asked is not None:  # parwrap.launch has launched it for this very function
@@ -105,7 +108,7 @@ def on_ranks(launch: Launch, options: Options, call: Callable[[], Any], joins: b
         size = groups.world_size()
         if launch.nprocs not in (None, *NAMED, size):
             warn(
-                f"parwrap: nprocs={launch.nprocs} launches nothing here: the function runs on "
+                f"parwrap: nprocs={launch.nprocs} starts no new ranks here: the function runs on "
                 f"{f'the {size} existing ranks' if size > 1 else 'the one existing rank'}."
             )
         return _begun(launch, call)
@@ -140,7 +143,7 @@ def _begun(launch: Launch, call: Callable[[], Any]) -> Any:
 
 
 def gathered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with the results of all ranks, if requested."""
+    """``function``, changed to return the results of all ranks if requested."""
 
     def of_all(*args: Any, **kwargs: Any) -> Any:
         global _asked
@@ -158,13 +161,13 @@ def gathered(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _packed(result: Any) -> bytes:
-    """``result`` with each storage once, however many tensors are in it."""
+    """Pickle ``result`` with each storage only once, however many tensors share it."""
     with io.BytesIO() as file:
         try:
             torch.save(result, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)  # raised by torch itself; a TimeoutError is an OSError
         except Exception as error:
             raise UsageError(
-                f"the result on rank {groups.rank()} cannot be sent to the other ranks, as returns='all' requires: {error}. Return "
+                f"the result on rank {groups.rank()} cannot be sent to the other ranks, as returns='all' requires: {error}. Return only "
                 "tensors, models, numbers and containers of them, and define their classes outside of the function."
             ) from error
         return file.getvalue()

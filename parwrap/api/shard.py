@@ -1,4 +1,4 @@
-"""``parwrap.shard(x)`` and ``parwrap.replicate(loader)``: you say how to split data that the loaders' own rules get wrong."""
+"""``parwrap.shard(x)`` and ``parwrap.replicate(loader)``: tell parwrap how to split data that its rules for loaders do not cover."""
 
 from __future__ import annotations
 
@@ -22,35 +22,38 @@ L = TypeVar("L", bound=DataLoader[Any])
 
 
 def shard(x: Any, uneven: str = "pad") -> Any:
-    """This rank's part of ``x``, for data outside of a ``DataLoader``: every ``world_size()``-th item, from the ``rank()``-th on.
+    """Return this rank's part of ``x``, for data outside of a ``DataLoader``: every ``world_size()``-th item, from item ``rank()`` on.
 
     Args:
-        x: the same on all ranks: a tensor or an array, split along the first dimension; a list, tuple or other sequence; a dataset; a
-            table of pandas, by rows; or any other iterable, which is read to its end on every rank.
-        uneven: if items do not divide evenly, ``"pad"``: some are repeated; ``"drop"``: some are skipped; ``"join"``: ranks have one
-            more or one less.
+        x: the data, the same on all ranks: a tensor or an array, split along the first dimension; a list, tuple or other sequence; a
+            dataset; a pandas table, split by rows; or any other iterable, which is read to its end on every rank.
+        uneven: if items do not divide evenly, ``"pad"``: some are repeated; ``"drop"``: some are skipped; ``"join"``: some ranks have one
+            item more than others.
 
     Returns:
         A tensor, array, tuple, table or ``Subset`` if ``x`` is a tensor, array, tuple, table or dataset; a list for other sequences;
             otherwise an iterator. On one rank ``x`` itself.
 
     Raises:
-        UsageError: ``x`` has no items in an order that could be split.
+        UsageError: ``x`` has no items with an order, so it cannot be split.
 
     >>> shard([1, 2, 3])
     [1, 2, 3]
     """
     if uneven not in tuple(CHOICES["uneven"]):
-        raise UsageError(f"uneven={uneven!r} is not one of {', '.join(map(repr, CHOICES['uneven']))}.")
+        raise UsageError(f"uneven={uneven!r} is not a valid value. Choose one of: {', '.join(map(repr, CHOICES['uneven']))}.")
     if isinstance(x, DataLoader):
-        raise UsageError("parwrap.shard is for data that is in no DataLoader: parwrap splits a training loader without it.")
+        raise UsageError(
+            "parwrap.shard does not take a DataLoader, because parwrap splits training loaders automatically: iterate over the loader "
+            "itself, or pass its dataset."
+        )
     if isinstance(x, (str, bytes, Mapping, Set)) or not (isinstance(x, (Iterable, Dataset)) or hasattr(x, "__getitem__")):
         raise UsageError(
-            f"parwrap.shard cannot split a {type(x).__name__}: give a sequence, a tensor, an array, a dataset or an iterator, such as "
-            "sorted(x) or list(x.items())."
+            f"parwrap.shard cannot split a {type(x).__name__}: pass a sequence, a tensor, an array, a dataset or an iterator, for "
+            "example sorted(x) or list(x.items())."
         )
     if isinstance(x, (torch.Tensor, np.ndarray)) and x.ndim == 0:
-        raise UsageError("parwrap.shard cannot split a tensor or an array without a dimension.")
+        raise UsageError("parwrap.shard cannot split a tensor or an array with 0 dimensions.")
     if world_size() == 1:
         return x
     pick = Pick(rank(), world_size(), uneven)
@@ -69,15 +72,15 @@ def shard(x: Any, uneven: str = "pad") -> Any:
 
 
 def replicate(loader: L) -> L:
-    """Make every rank read all of ``loader`` in training too, in the same order; returns the unchanged loader.
+    """Make every rank read all of ``loader`` in training too, in the same order. Returns the same loader.
 
-    For data that shards itself in a way that parwrap does not detect, and for data that every rank needs as a whole.
+    Use it for data that shards itself in a way that parwrap does not detect, and for data that every rank needs completely.
 
     Args:
         loader: a ``DataLoader``.
 
     Raises:
-        UsageError: it is another object.
+        UsageError: ``loader`` is another object.
 
     >>> [batch.tolist() for batch in replicate(DataLoader(range(4), batch_size=2))]
     [[0, 1], [2, 3]]

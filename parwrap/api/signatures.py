@@ -1,7 +1,7 @@
 """The decorators as editors and type checkers see them: ``@f``, ``@f(option=value)`` and ``with f():``, with every option.
 
-A type checker does not understand how :class:`ScopeDecorator` serves all three. Nothing here is imported when a program runs. The options
-are those of each class's ``__init__``; only ``distributed`` collects them here, and a test compares those.
+A type checker does not understand how :class:`ScopeDecorator` supports all three forms. Nothing here is imported when a program runs. The
+options are those of each class's ``__init__``. Only those of ``distributed`` are repeated here, and a test compares them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Decorator(Protocol[P]):
 
 
 def decorator(init: Callable[Concatenate[Any, P], None]) -> Decorator[P]:
-    """The decorator of a class with this ``__init__``."""
+    """The type of a decorator whose class has this ``__init__``."""
     raise NotImplementedError
 
 

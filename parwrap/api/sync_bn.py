@@ -1,6 +1,6 @@
-"""``@sync_bn``: BatchNorm layers normalize by the statistics of the whole batch, of which each rank has a part.
+"""``@sync_bn``: BatchNorm layers use the statistics of the whole batch, of which each rank has a part.
 
-No module is converted: its class and the keys of its state stay. ``batch_norm/`` sends and computes the statistics.
+No module is converted: its class and its state dict keys stay the same. ``batch_norm/`` sends and computes the statistics.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["sync_bn"]
 
 
 class sync_bn(FeatureDecorator):
-    """Share the batch statistics of every BatchNorm layer over the ranks, also on CPUs.
+    """Share the batch statistics of every BatchNorm layer over the ranks, on CPUs too.
 
     Write ``@sync_bn``, ``@sync_bn(group_size=2)`` or ``with sync_bn():``, together with ``distributed`` or in your own process group.
-    Outputs, gradients and running statistics are those of a single process with the whole batch. Parts may differ in size and be empty;
-    data that all ranks read whole, as in evaluation, counts once. Averaged gradients are those of the mean of the ranks' losses. With one
-    rank it has no effect.
+    Outputs, gradients and running statistics equal those of a single process with the whole batch. Parts may differ in size, and may be
+    empty. Data that all ranks read completely, as in evaluation, counts once. Averaged gradients are those of the mean of the ranks'
+    losses. With one rank it has no effect.
 
-    Inside another ``sync_bn``, it shares among the ranks in its options, or as the outer one does.
+    A nested ``sync_bn`` shares among the ranks in its own options; without options, it does what the outer one does.
 
     Args:
         process_group: the ranks that share, as ``torch.distributed.new_group`` returns it; by default all.
@@ -79,10 +79,12 @@ def _reads_whole() -> bool:
 
 def _check(process_group: Any, group_size: Any) -> None:
     if process_group is not None and group_size is not None:
-        raise UsageError("parwrap.sync_bn takes process_group or group_size: both say which ranks share, so remove one of them.")
+        raise UsageError(
+            "parwrap.sync_bn takes either process_group or group_size, because both say which ranks share statistics: remove one of them."
+        )
     if group_size is not None and not (isinstance(group_size, int) and not isinstance(group_size, bool) and group_size > 0):
-        raise UsageError(f"group_size={group_size!r} is not a number of ranks: give a whole number above 0.")
+        raise UsageError(f"group_size={group_size!r} is not a positive integer.")
     if process_group is not None and not isinstance(process_group, (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))):
         raise UsageError(
-            f"process_group={process_group!r} is not a process group: give what torch.distributed.new_group returns, or use group_size."
+            f"process_group={process_group!r} is not a process group: pass the result of torch.distributed.new_group, or use group_size."
         )

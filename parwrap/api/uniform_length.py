@@ -20,13 +20,13 @@ __all__ = ["uniform_length"]
 
 
 class uniform_length(FeatureDecorator):
-    """Make the shuffled loaders of a plain loop draw batches of samples of similar length, padded to the longest of each batch.
+    """Make the shuffled loaders of a plain loop draw batches of samples with similar lengths, each padded to its longest sample.
 
     Write ``@uniform_length``, ``@uniform_length(pad_value=0)`` or ``with uniform_length():``, with or without ``distributed``. A shuffled
     ``DataLoader`` of samples that differ in length draws from a :class:`parwrap.data.UniformLengthBatchSampler`. Other loaders keep their
     order, and so do those whose samples all have one length. In all of them, batches padded to a maximum are cut to their longest sequence,
-    if ``attention_mask`` or ``pad_value`` marks the padding; ``pad_collate`` replaces torch's ``default_collate``; your own ``collate_fn``
-    is kept.
+    if ``attention_mask`` or ``pad_value`` marks the padding. ``pad_collate`` replaces torch's ``default_collate``, but your own
+    ``collate_fn`` is kept.
 
     All samples of a shuffled loader are read once, unless ``length`` is a sequence.
 
@@ -38,7 +38,8 @@ class uniform_length(FeatureDecorator):
         multiple_of: round the length of a batch up to a multiple of this.
 
     Raises:
-        UsageError: an invalid option; inside: a ``length`` that does not fit the samples, or a sample longer than ``max_tokens``.
+        UsageError: an option is invalid. Inside the function: ``length`` does not match the samples, or a sample is longer than
+            ``max_tokens``.
 
     >>> from torch.utils.data import DataLoader
     >>> @uniform_length(pad_value=0)
@@ -55,15 +56,15 @@ class uniform_length(FeatureDecorator):
         super().__init__()
         if length is not None and not callable(length) and not isinstance(length, (str, int, Sequence, torch.Tensor, np.ndarray)):
             raise UsageError(
-                f"length={length!r} does not describe the lengths of samples: give a function from sample to length, the name or index "
-                "of its field, or a sequence of all lengths."
+                f"length={length!r} does not describe the lengths of samples: pass a function that returns the length of a sample, the "
+                "name or index of the field that has a length, or a sequence of all lengths."
             )
         if pad_value is not None and not isinstance(pad_value, (int, float)):
             raise UsageError(f"pad_value={pad_value!r} is not a number.")
         for name, value in {"max_tokens": max_tokens, "multiple_of": multiple_of}.items():
             optional = name == "max_tokens" and value is None
             if not optional and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-                raise UsageError(f"{name}={value!r} is not a whole number above 0.")
+                raise UsageError(f"{name}={value!r} is not a positive integer.")
         self._length, self._pad_value, self._max_tokens, self._multiple_of = length, pad_value, max_tokens, multiple_of
         self._lengths = Lengths(length, pad_value)  # they keep their state from call to call
 

@@ -1,11 +1,11 @@
 """Batch normalization of a batch that is split over ranks: the computation, and the data to exchange.
 
-Each rank sends the mean, variance and size of its part, and all normalize by those of the whole: one collective in the forward. In the
-backward they sum two numbers for each channel: another. The ``exchange`` sends them; ``kernels.py`` has torch's kernels for the local
-computation.
+In the forward pass, each rank sends the mean, variance and size of its part, and all ranks normalize with those of the whole batch: one
+collective. In the backward pass, the ranks sum two numbers per channel: another collective. The ``exchange`` sends them; ``kernels.py`` has
+torch's kernels for the local computation.
 
 The gradients are those of the sum of all ranks' losses. A rank's ``weight.grad`` contains the gradient through its own part, as in torch's
-``SyncBatchNorm``, and DDP takes the mean over ranks: together that is the gradient of the mean of the ranks' losses.
+``SyncBatchNorm``. DDP averages it over the ranks, which gives the gradient of the mean of the ranks' losses.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class BatchNorm(torch.autograd.Function):
 
 
 Three = tuple[Any, Any, Any]
-"""One of each for the input, the weight and the bias."""
+"""Three values: for the input, the weight and the bias."""
 
 
 def normalize(
@@ -76,7 +76,7 @@ def normalize(
     running: Running,
     eps: float,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], float]:
-    """The output for this rank's part of a batch, the statistics of the whole, and the number of values of each channel in it.
+    """The output for this rank's part of a batch, the statistics of the whole batch, and its number of values per channel.
 
     Updates the running statistics in place. If no rank has any value, there are no statistics.
 
@@ -98,7 +98,7 @@ def normalize(
 
 
 def gradients(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Three, whole: Whole) -> Three:
-    """The gradients of a rank's normalization, as far as they are ``needed``."""
+    """Those gradients of a rank's normalization that are ``needed``."""
     input, weight, bias = of
     kernels = kernels_for(input)
     x, grad = kernels.prepared(input), kernels.prepared(grad)
@@ -127,7 +127,7 @@ class _Sum(torch.autograd.Function):
 
 
 def differentiable(exchange: Exchange, grad: torch.Tensor, of: Three, needed: Three, total: float, eps: float) -> Three:
-    """Gradients for a backward with ``create_graph=True``, which can be differentiated again, from the formula."""
+    """Gradients for a backward pass with ``create_graph=True``: computed from the formula, so that they can be differentiated again."""
     input, weight, bias = of
     over = [0, *range(2, input.dim())]
     shape = [1, -1, *[1] * (input.dim() - 2)]

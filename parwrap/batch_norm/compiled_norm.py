@@ -1,7 +1,7 @@
 """Shared batch normalization in compiled models: two operators that a graph calls, because a compiler cannot trace communication.
 
-``torch.compile`` reads ``traced`` instead of ``torch.nn.functional.batch_norm``. At each run its operators find out from the open scopes
-which ranks share the batch. So a graph holds nothing of a scope, and one that torch has cached on disk fits any run.
+``torch.compile`` reads ``traced`` instead of ``torch.nn.functional.batch_norm``. Whenever they run, its operators look up in the open
+scopes which ranks share the batch. So a graph contains nothing about a scope, and a graph that torch has cached on disk works in any run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BACKWARD = (
 
 
 class _Alone:
-    """The exchange of a rank that shares with no other."""
+    """The exchange of a rank that does not share its batch."""
 
     def gathered(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers.view(1, -1)
@@ -64,9 +64,9 @@ class _Scopes:
 
     @contextmanager
     def opened(self, exchange: Callable[[Norm], Exchange | None], shared: bool) -> Iterator[None]:
-        """While this is open, ``exchange`` returns how the ranks share a layer, or ``None`` if this rank normalizes separately."""
+        """Use ``exchange`` inside the block: it returns how the ranks share a layer, or ``None`` if this rank normalizes separately."""
         before = self.shared
-        if not self._exchanges:  # a backward may come after its scope, until there is another
+        if not self._exchanges:  # a backward pass may run after its scope has ended, until another scope opens
             self._numbers.clear()
             self._used.clear()
         self._exchanges.append(exchange)
@@ -85,7 +85,7 @@ class _Scopes:
         self.shared = True
 
     def exchange(self, call: Norm) -> tuple[Exchange, int]:
-        """How the ranks now share the layer of ``call``, and a number for :meth:`used` that no other exchange ever gets."""
+        """How the ranks now share the layer of ``call``, and a unique number for :meth:`used`."""
         found = (self._exchanges[-1](call) if self._exchanges else None) or self._alone
         number = self._numbers.get(found)
         if number is None:
@@ -94,9 +94,14 @@ class _Scopes:
         return found, number
 
     def used(self, number: int) -> Exchange:
-        """The exchange of that number, which a backward gets from its forward: operators take and give only tensors and numbers."""
+        """The exchange with this number.
+
+        A backward pass gets the number from its forward pass, because operators only take and return tensors and numbers.
+        """
         if number not in self._used:
-            raise UsageError("the backward of a compiled batch norm runs after its parwrap.sync_bn has ended: call it inside.")
+            raise UsageError(
+                "the backward pass of a compiled batch norm runs after parwrap.sync_bn has ended: call backward() inside parwrap.sync_bn."
+            )
         return self._used[number]
 
 

@@ -1,7 +1,7 @@
 """The local part of a batch normalization: torch's own kernels, on the CPU and on a GPU.
 
-The CPU's kernels have no form for a batch that is spread over ranks, so those for eval mode, which normalize by given statistics, are
-combined. The GPU's are those of ``torch.nn.SyncBatchNorm``. ``batch_norm.py`` sends numbers in between.
+The CPU has no kernels for a batch that is spread over ranks, so its kernels for eval mode, which use given statistics, are combined. The
+GPU's are those of ``torch.nn.SyncBatchNorm``. ``batch_norm.py`` sends numbers in between.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Kernels(Protocol):
         """``tensor`` in a dtype and a layout for the other steps."""
 
     def statistics(self, x: torch.Tensor, eps: float) -> torch.Tensor:
-        """Two numbers for each channel, and the number of values of each channel in ``x``."""
+        """Two numbers per channel, and the number of values per channel in ``x``."""
 
     def merged(self, x: torch.Tensor, rows: torch.Tensor, total: float, running: Running, eps: float) -> tuple[torch.Tensor, ...]:
-        """The statistics of the whole batch from the ranks' own; updates the running ones."""
+        """Compute the statistics of the whole batch from those of the ranks, and update the running statistics."""
 
     def restored(self, mean: torch.Tensor, spread: torch.Tensor, total: float) -> tuple[torch.Tensor, ...]:
-        """The statistics of :meth:`merged`, from its first two."""
+        """The statistics that :meth:`merged` returns, given its first two."""
 
     def normalized(self, x: torch.Tensor, weight: Any, bias: Any, whole: Whole) -> torch.Tensor:
         """The output for ``x``, which is not empty."""
@@ -79,8 +79,8 @@ class Kernels(Protocol):
 
 
 class _OnCPU:
-    """``merged`` are the mean and the biased variance. It uses as few operations as possible: on vectors this short, all take equally
-    long."""
+    """Torch's CPU kernels. ``merged`` is the mean and the biased variance. The code uses as few operations as possible, because on such
+    short vectors every operation takes about the same time."""
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.dtype == torch.float64 else tensor.float()
@@ -131,7 +131,7 @@ class _OnCPU:
 
 
 class _OnGPU:
-    """``merged`` are the mean, one over the standard deviation, and the number of values of each rank."""
+    """Torch's GPU kernels. ``merged`` is the mean, the inverse standard deviation, and the number of values of each rank."""
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         last = tensor.is_contiguous(memory_format=torch.channels_last) or tensor.is_contiguous(memory_format=torch.channels_last_3d)

@@ -1,8 +1,8 @@
-"""How ranks that share the batch of a layer send each other its numbers.
+"""How ranks that share the batch of a layer exchange its statistics.
 
-On the CPUs of one node they write them to shared memory, elsewhere they have a process group for it. They also have nested sync points,
-because this happens within forwards and backwards, whose own must stay separate. A rank that has left the common path answers with zeros,
-which do not count.
+On the CPUs of one node, they use shared memory; elsewhere, they use a separate process group. They have nested sync points, because this
+happens within forward and backward passes, which have sync points of their own. A rank that took a different path answers with zeros, which
+do not count.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from parwrap.torch_private.modules import registered_buffers, registered_paramet
 __all__ = ["SUM", "StatisticsExchange", "new_group", "own_group", "shared_among"]
 
 FIRST_USE = "the first use of a batch norm"
-ADVICE = "Have all ranks run the same layers in the same order, or remove @parwrap.sync_bn."
+ADVICE = "Run the same layers in the same order on all ranks, or remove @parwrap.sync_bn."
 SEARCHES = 8
-"""The number of new layers for which all objects are searched each time, then ever more rarely: layers may be new in each step."""
+"""For this many new layers, all objects are searched each time; then ever more rarely, because layers may be new in each step."""
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 GATHER, SUM = 0, 1
@@ -84,7 +84,7 @@ class StatisticsExchange:
         if self.board is not None:
             if len(sent) > CAPACITY:
                 raise UsageError(
-                    f"{what} sends {len(sent)} numbers, but parwrap.sync_bn shares layers of at most {CAPACITY // 2 - 1} channels."
+                    f"{what} sends {len(sent)} numbers, but parwrap.sync_bn supports layers with at most {CAPACITY // 2 - 1} channels."
                 )
             sent = sent.double()
         if self.nested is None:
@@ -135,21 +135,21 @@ class StatisticsExchange:
         return rows.sum(0) if how == SUM else rows
 
     def _find(self, tensor: torch.Tensor) -> tuple[weakref.ref[torch.Tensor], _Layer] | None:
-        """The layer of a new ``tensor``, once all ranks have come to one; ``None`` if it belongs to no module."""
+        """The layer of a new ``tensor``, once all ranks have reached a new layer; ``None`` if it belongs to no module."""
         times = self._first_uses.synchronize()  # type: ignore[union-attr]
         if times > SEARCHES and not worth_a_look(times):
             self._layers[id(tensor)] = weakref.ref(tensor), self._nameless
         else:
             named = _named_layers()
             self._layers = {key: (weakref.ref(each), _Layer(self, f"batch norm {path!r}")) for key, (each, path) in named.items()}
-            self._search = id(tensor) in self._layers  # if one is not found, the next would not be either
+            self._search = id(tensor) in self._layers  # if one is not found, the next will not be found either
         return self._layers.get(id(tensor))
 
 
 class _FirstUses:
-    """The sync points at which all ranks have come to layers that are new to them.
+    """The sync points at which all ranks have reached layers that are new to them.
 
-    All ranks count them alike, including ranks that have only answered, so that all search at the same one.
+    All ranks count them in the same way, including ranks that only answer, so that all search at the same sync point.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -157,7 +157,7 @@ class _FirstUses:
         coordinator.answer(FIRST_USE, lambda detail, present: self._count(), lasting=True)
 
     def synchronize(self) -> int:
-        """Wait for all; returns the number of this time in the present part of the run."""
+        """Wait for all ranks. Returns the number of this sync point in the present part of the run."""
         self._coordinator.wait(FIRST_USE)
         self._count()
         return self._times
@@ -187,25 +187,25 @@ class _Layer:
         self._sharing, self._name = sharing, name
 
     def gathered(self, numbers: torch.Tensor) -> torch.Tensor:
-        what = f"the forward of {self._name} ({numbers.numel() // 2} channels)"
+        what = f"the forward pass of {self._name} ({numbers.numel() // 2} channels)"
         return self._sharing.together(GATHER, what, numbers)
 
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
-        return self._sharing.together(SUM, f"the backward of {self._name} ({numbers.numel() // 2} channels)", numbers)
+        return self._sharing.together(SUM, f"the backward pass of {self._name} ({numbers.numel() // 2} channels)", numbers)
 
 
 def shared_among(group: Group, ranks: Sequence[int]) -> StatisticsExchange | None:
-    """The exchange of ``ranks`` of ``group``, unless that is one rank; made once, when all ranks of the group have come to it."""
+    """The exchange of ``ranks`` of ``group``, or ``None`` for one rank. It is created once, when all ranks of the group have reached it."""
     first_uses = group.once(FIRST_USE, lambda: nullcontext(_FirstUses(group.coordinator)))
     return group.once(("sync_bn", ranks), lambda: _opened(group, ranks, first_uses))
 
 
 _own_groups: weakref.WeakKeyDictionary[Any, dict[Sequence[int], Any]] = weakref.WeakKeyDictionary()
-"""The exchange for ranks of a process group that the user's own code has started; it ends with that group."""
+"""The exchange for ranks of a process group that the user's own code has started. It ends with that group."""
 
 
 def own_group(ranks: Sequence[int]) -> Any:
-    """A process group of ``ranks``, besides the one that the user's own code has started; made once."""
+    """A separate process group of ``ranks``, next to the one that the user's own code has started. It is created once."""
     made = _own_groups.setdefault(dist.group.WORLD, {})
     if ranks not in made:
         made[ranks] = new_group(ranks)
@@ -213,7 +213,7 @@ def own_group(ranks: Sequence[int]) -> Any:
 
 
 def new_group(ranks: Sequence[int], **options: Any) -> Any:
-    """Another process group of ``ranks``, created without the others."""
+    """A separate process group of ``ranks``, created without the other ranks."""
     return dist.new_group(list(ranks), use_local_synchronization=True, **options)
 
 

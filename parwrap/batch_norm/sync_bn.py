@@ -1,6 +1,6 @@
 """The interceptor of batch normalization: which calls are shared, and by which ranks.
 
-It shares calls that use the statistics of their batch: in training, and wherever a layer keeps no running ones. ``statistics_exchange.py``
+It shares calls that use the statistics of their batch: in training, and in layers without running statistics. ``statistics_exchange.py``
 sends the ranks' numbers, ``batch_norm.py`` computes with them.
 """
 
@@ -55,18 +55,18 @@ class SyncBN(Interceptor):
     traced_norm = staticmethod(traced)
 
     def prepare(self) -> None:
-        """Prepare everything if the ranks are together already."""
+        """Prepare everything if the ranks have already synchronized."""
         if group := groups.current():
             self._open(group)
 
     @intercepts
     def norm(self, call: Norm) -> torch.Tensor:
-        """The normalization ``call`` by the statistics of all ranks' or replicas' parts of the batch, if it uses those of a batch."""
+        """Run the normalization ``call``. If it uses batch statistics, use those of all ranks or replicas together."""
         if call.training and call.eps > 0 and (replica := current_replica()) is not None:
             return self._over_replicas(call, replica)
         if self._has_replicas and current_graph_task_id() != NO_GRAPH_TASK:
             raise UsageError(
-                "a batch norm inside a checkpoint is computed again in the backward, where the replicas of parwrap.data_parallel cannot "
+                "a batch norm inside a checkpoint is recomputed in the backward pass, where the replicas of parwrap.data_parallel cannot "
                 "synchronize: remove @parwrap.sync_bn, or do not checkpoint that part."
             )
         if not call.training or call.eps <= 0:
@@ -86,25 +86,25 @@ class SyncBN(Interceptor):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Warn, ever more rarely checking, of batch norms that no patch of Python names reaches; then run ``call``."""
+        """Warn about batch norms that patches of Python names do not reach, then run ``call``. The checks become ever rarer."""
         self._backwards += 1
         if worth_a_look(self._backwards) and self._sharing is not None and not (self._said or self._has_whole()):
             self._said = normalizes_by_torch(call.roots)
             if self._said:
                 warn(
-                    f"parwrap: the backward at {location()} goes through a batch norm that used only this rank's part of the batch. "
-                    "parwrap.sync_bn shares torch.nn.functional.batch_norm and the modules that call it, not those in TorchScript "
-                    "(torch.jit), in exported programs or called as torch.batch_norm: train the plain module. This is shown once."
+                    f"parwrap: the backward pass at {location()} goes through a batch norm that used only this rank's part of the batch. "
+                    "parwrap.sync_bn works for torch.nn.functional.batch_norm and the modules that call it, but not in TorchScript "
+                    "(torch.jit), in exported programs or for torch.batch_norm: train the plain module. This is shown once."
                 )
         call.run()
 
     @intercepts
     def foreign(self, what: str, instance: Any) -> None:
-        """The script starts a process group, in which compiled layers share too."""
+        """Record that the script starts a process group: compiled layers share their statistics in it too."""
         scopes.share()
 
     def exchange(self, call: Norm) -> Exchange | None:
-        """The exchange for the layer of ``call``, which is compiled; ``None`` if this rank normalizes separately."""
+        """The exchange for the compiled layer of ``call``; ``None`` if this rank normalizes separately."""
         if self._has_whole():
             return None
         self._look_for_ranks()
@@ -122,8 +122,8 @@ class SyncBN(Interceptor):
     def _over_replicas(self, call: Norm, replica: Replica) -> torch.Tensor:
         if self._process_group is not None or self._group_size is not None:
             raise UsageError(
-                "inside parwrap.data_parallel, parwrap.sync_bn shares among all replicas, while process_group and group_size are for "
-                "ranks: remove them."
+                "inside parwrap.data_parallel, parwrap.sync_bn uses the statistics of all replicas, but process_group and group_size are "
+                "for ranks: remove them."
             )
         if not self._is_plain(call):
             return call.run()
@@ -147,7 +147,7 @@ class SyncBN(Interceptor):
         if self._process_group is not None:
             if self._process_group is dist.GroupMember.NON_GROUP_MEMBER:
                 raise UsageError(
-                    f"rank {groups.rank()} is not in the process_group of parwrap.sync_bn. Give each rank a group that it is in, or use "
+                    f"rank {groups.rank()} is not in the process_group of parwrap.sync_bn. Pass a group that contains the rank, or use "
                     "group_size."
                 )
             return tuple(dist.get_process_group_ranks(self._process_group))
@@ -159,7 +159,7 @@ class SyncBN(Interceptor):
         return tuple(range(first, first + each))
 
     def _is_plain(self, call: Norm) -> bool:
-        """Whether ``call`` can be shared: it is no trace or transform of torch's, and collectives support its tensors."""
+        """Whether ``call`` can be shared: torch does not trace or transform it, and collectives support its tensors."""
         x = call.input
         plain = (
             type(x) in (torch.Tensor, nn.Parameter)
@@ -174,7 +174,7 @@ class SyncBN(Interceptor):
             self._warned = True
             warn(
                 f"parwrap: a batch norm of {type(x).__name__} {[int(size) for size in x.shape]} on {x.device} uses only this rank's part "
-                "of the batch: parwrap.sync_bn shares those of plain floating point tensors outside of torch.func and torch.jit. This "
-                "is shown once."
+                "of the batch: parwrap.sync_bn supports only plain floating point tensors outside of torch.func and torch.jit. This is "
+                "shown once."
             )
         return plain

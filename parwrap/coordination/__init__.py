@@ -1,6 +1,6 @@
-"""Who waits for whom: ranks announce where they are, synchronize at sync points, and report who is missing.
+"""Who waits for whom: ranks announce where they are, synchronize at sync points, and report which ranks are missing.
 
-It knows no strategy and no loader. Start with ``sync_points.py``; in ``status_board.py`` ranks read each other's state.
+It knows nothing about strategies or loaders. Start with ``sync_points.py``; in ``status_board.py`` ranks read each other's state.
 
 ::
 

@@ -25,14 +25,14 @@ _OURS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torc
 
 
 _PASSING_ON = (contextlib.__file__, functools.__file__)
-"""Code that leaves a scope or calls a wrapped function: never a place in the script."""
+"""Code that leaves a scope or calls a wrapped function; it is never a place in the script."""
 
 
 def call_site() -> tuple:
     """A key for the place in the user's script where the running call comes from; two callers of one helper have different keys."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back  # as many as there are interceptors
+        frame = frame.f_back  # there are as many such frames as interceptors
     key: list[int] = []
     while frame is not None and len(key) < 2 * DEPTH:
         key += (id(frame.f_code), frame.f_lasti)  # hashing a code object covers all its contents, which takes longer than the walk
@@ -41,7 +41,7 @@ def call_site() -> tuple:
 
 
 def trail() -> tuple[str, ...]:
-    """The same place as that of :func:`call_site`, in lines of files, which identify it on other ranks; the innermost comes first."""
+    """The place of :func:`call_site` as file names and line numbers, innermost first, which identify it on other ranks."""
     frame: FrameType | None = sys._getframe(1)
     lines: list[str] = []
     while frame is not None and len(lines) < DEPTH:
@@ -52,7 +52,7 @@ def trail() -> tuple[str, ...]:
 
 
 def worth_a_look(visits: int) -> bool:
-    """Whether to check the ``visits``-th visit of a call site: ever more rarely, so that the cost vanishes.
+    """Whether to check the ``visits``-th visit of a call site. Checks become ever rarer, so that their cost vanishes.
 
     >>> [visits for visits in range(1, 20) if worth_a_look(visits)]
     [1, 2, 4, 8, 16]
@@ -78,7 +78,7 @@ def is_ours(frame: FrameType) -> bool:
 
 
 def outside(frame: FrameType, level: int) -> int:
-    """``level``, which counts frames from ``frame`` outwards as ``warnings.warn`` does, raised to the first frame outside parwrap."""
+    """``level``, raised to the first frame outside parwrap. Like ``warnings.warn``, it counts frames from ``frame`` outwards."""
     around: FrameType | None = frame
     for _ in range(level - 1):
         around = around and around.f_back
@@ -88,7 +88,7 @@ def outside(frame: FrameType, level: int) -> int:
 
 
 def warn(text: str) -> None:
-    """Warn at the script's innermost line in the running call; at the script's last line once it has ended."""
+    """Warn at the script's innermost line in the running call, or at the script's last line if it has ended."""
     frame = _script_frame(sys._getframe(1)) or _script_frame(sys._current_frames().get(threading.main_thread().ident or 0))
     if frame is None:
         warnings.warn_explicit(text, UserWarning, sys.argv[0], len(linecache.getlines(sys.argv[0])))
@@ -98,7 +98,7 @@ def warn(text: str) -> None:
 
 
 def _script_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the script around ``frame``, if it is in a module; the fork server's command is in none."""
+    """The innermost frame of the script around ``frame``, if it is in a module (the fork server's command is not)."""
     while frame is not None and not (frame.f_globals.get("__name__") and _is_script(frame)):
         frame = frame.f_back
     return frame
@@ -107,8 +107,8 @@ def _script_frame(frame: FrameType | None) -> FrameType | None:
 def from_script(frame: FrameType | None) -> bool:
     """Whether ``frame`` runs the script's code: ``__main__``, its package, and modules that are not installed.
 
-    Frames of the standard library are decided by the frames around them, as in ``threading``. While ``torch.compile`` traces code, that
-    code decides.
+    For frames of the standard library, such as ``threading``, the frames around them decide. While ``torch.compile`` traces code, that code
+    decides.
     """
     while frame is not None:
         kind = _kind(frame.f_code.co_filename)
@@ -133,7 +133,7 @@ _DYNAMO = source_directory()
 
 @functools.cache
 def _kind(file: str) -> int:
-    """Whose code the source ``file`` contains."""
+    """Whether the source ``file`` contains code of the user, of torch or of another library."""
     if file == _DYNAMO + "symbolic_convert.py":
         return TRACER  # its frames have the traced code in ``self.f_code``
     if file.startswith(("<frozen ", _DYNAMO + "variables")) or is_standard(file) or f"{os.sep}wrapt{os.sep}" in file:
@@ -142,12 +142,12 @@ def _kind(file: str) -> int:
 
 
 def _is_in_script_directory(file: str) -> bool:
-    """Whether ``file`` is below the working directory or the script's; others may be installed elsewhere, and found by ``PYTHONPATH``."""
+    """Whether ``file`` is below the working directory or the script's directory. Other files may be libraries that ``PYTHONPATH`` names."""
     folders = os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))
     return any(os.path.abspath(file).startswith(os.path.join(folder, "")) for folder in folders)
 
 
 def _in_main_package(frame: FrameType) -> bool:
-    """Whether ``frame`` belongs to ``__main__`` or a module of its package: ``python -m`` runs installed ones too."""
+    """Whether ``frame`` belongs to ``__main__`` or a module of its package, because ``python -m`` also runs installed packages."""
     name, main = frame.f_globals.get("__name__") or "", getattr(sys.modules["__main__"], "__package__", None)
     return name == "__main__" or bool(main and name.partition(".")[0] == main.partition(".")[0])

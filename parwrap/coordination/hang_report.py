@@ -1,6 +1,6 @@
 """The report of a hang: when a rank has waited for long, report once where every rank is.
 
-A thread of each rank checks the status board from time to time. It ends nothing: a slow rank is no error.
+A thread of each rank checks the status board from time to time. It does not end the run, because a slow rank is not an error.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LOOKS = 10
 
 @contextmanager
 def watched(rank_positions: RankPositions, rank: int, hang_after: float, timeout: float) -> Iterator[None]:
-    """While this is open, rank 0 reports if any rank waits for longer than ``hang_after`` seconds.
+    """Inside the block, report once on rank 0 if any rank waits for longer than ``hang_after`` seconds.
 
-    Every rank notes its place in time for that report, and for the errors of ranks that give up.
+    Every rank publishes its place before that report, and before ranks that time out raise errors.
 
     Args:
         rank_positions: where each rank is.
@@ -44,7 +44,7 @@ def watched(rank_positions: RankPositions, rank: int, hang_after: float, timeout
                 rank_positions.publish_place(innermost(frame))
             if not rank_positions.waited(hang_after):
                 continue
-            # all ranks check in this time, and report where they are
+            # within this time, all ranks check, and publish where they are
             if rank == 0 and not stopped.wait(2 * hang_after / LOOKS) and rank_positions.waited(hang_after):
                 print(f"parwrap: a rank has waited for more than {hang_after:g} s. {rank_positions.described()}", file=said, flush=True)
                 return

@@ -20,7 +20,7 @@ __all__ = ["HeldSignals"]
 
 
 class HeldSignals:
-    """Signals that arrive between :meth:`hold` and :meth:`release` are handled by :meth:`release`.
+    """Delays signals that arrive after :meth:`hold` until :meth:`release`.
 
     Attributes:
         held: whether handlers are delayed.
@@ -32,7 +32,7 @@ class HeldSignals:
         self.arrived: dict[int, Callable[[FrameType | None], Any]] = {}
 
     def hold(self) -> None:
-        """Delay handlers from now on; in other threads than the main one, where Python runs handlers, this has no effect."""
+        """Delay handlers from now on. This only has an effect in the main thread, where Python runs handlers."""
         self.held = threading.current_thread() is threading.main_thread()
 
     def release(self) -> None:
@@ -42,13 +42,13 @@ class HeldSignals:
             self.run_arrived()
 
     def run_arrived(self) -> None:
-        """Run those handlers."""
+        """Run the handlers of the signals that have arrived."""
         while self.arrived:
             self.arrived.pop(next(iter(self.arrived)))(sys._getframe(1))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """While this is open, the present handlers and those that a script sets can be delayed."""
+        """Inside the block, make signal handlers delayable: those already set, and those that the script sets."""
         if threading.current_thread() is not threading.main_thread():  # where Python refuses to set handlers
             yield
             return
@@ -88,7 +88,7 @@ class HeldSignals:
 
 
 class _Waiting:
-    """A delayed handler, and the one that was set."""
+    """A signal handler that can delay the one that the script has set, ``handler``."""
 
     def __init__(self, handler: Any, handle: Callable[[int, FrameType | None], Any]) -> None:
         self.handler, self._handle = handler, handle

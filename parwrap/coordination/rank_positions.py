@@ -24,7 +24,7 @@ class RankPositions:
         self._ranks = range(status_board.world.size)
 
     def described(self, but: int | None = None) -> str:
-        """The position of every rank ``but`` one, in one sentence each."""
+        """The position of every rank except ``but``, in one sentence each."""
         lines = []
         for rank in self._ranks:
             if rank == but:
@@ -34,16 +34,16 @@ class RankPositions:
             if entry is None:
                 state = "has reached no sync point yet"
             elif entry.state is State.FAILED:
-                state = f"has failed with {entry.sync_point}"
+                state = f"failed with {entry.sync_point}"
             elif inside:
-                state = f"is in {entry.sync_point} for {time.time() - entry.since:.0f} s"
+                state = f"has been in {entry.sync_point} for {time.time() - entry.since:.0f} s"
             else:
                 state = f"has left {entry.sync_point} and is in the script" + (f" at {where}" if where else "")
             lines.append(f"Rank {rank} {state}.")
         return " ".join(lines)
 
     def waited(self, seconds: float) -> bool:
-        """Whether any rank has been in a sync point for longer than that."""
+        """Whether any rank has been in a sync point for longer than ``seconds``."""
         now = time.time()
         return any(entry and inside and now - entry.since > seconds for entry, inside in map(self._last, self._ranks))
 

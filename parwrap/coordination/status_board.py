@@ -1,9 +1,9 @@
 """Where every rank is: before a rank synchronizes with others, it writes which sync point it enters, for all ranks to read.
 
-A sync point is anything that ranks do together: a backward, a reduction, the end. Every rank has a short ring of entries, one for each sync
-point, in memory that the ranks of one node share; across nodes a thread copies it through the store. Writing costs microseconds and no
-collective. This file contains the regular path, which enters a sync point without waiting. ``sync_points.py`` waits, answers and raises
-errors.
+A sync point is anything that ranks do together: a backward pass, a reduction, the end. Every rank has a short ring buffer of entries, one
+per sync point, in memory that the ranks of one node share. Across nodes, a thread copies it through the store. Writing takes microseconds
+and needs no collective. This file contains the regular path, which enters a sync point without waiting. ``sync_points.py`` waits, answers
+and raises errors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GPU the host runs a few steps ahead. Two parts may begin with no sync point betw
 RING = KEPT * PARTS
 
 PART = 32
-"""The bits of a number that count within a part; the higher ones are the part's."""
+"""The bits of a sync point's number that count within a part of the run. The higher bits are the number of the part."""
 
 TEXT = 220
 CARRYING = 0.005
@@ -45,9 +45,9 @@ LOOKING = 1.0
 NUMBER = struct.Struct("q")
 IDENTIFIED = struct.Struct("q q")
 HEAD = struct.Struct(f"q {TEXT}s 28x")
-"""The number of the last sync point that a rank has completed, and its place."""
+"""The layout of a rank's summary: the number of the last sync point that it has completed, and its place."""
 ENTRY = struct.Struct(f"q q q d B ? ? {TEXT}s x")
-"""Number, identity, detail, since, state, stale, diverged, text."""
+"""The layout of an entry: number, identity, detail, since, state, stale, diverged, text."""
 DIVERGED = struct.calcsize("q q q d B ?")
 ROW = HEAD.size + RING * ENTRY.size
 
@@ -60,13 +60,13 @@ class State(IntEnum):
     FETCHING = 2
     """It waits for a file of another rank, not for a sync point."""
     CONTRIBUTING = 3
-    """It has gone ahead and relies on the others to come."""
+    """It has gone ahead and relies on the others to follow."""
     ANSWERING = 4
-    """It takes part in what others have begun, without a contribution."""
+    """It takes part without a contribution in what other ranks have begun."""
     MET = 5
     """All ranks were in it."""
     FAILED = 6
-    """It has left with an error and enters no further sync point."""
+    """It has failed with an error and enters no further sync point."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class SyncPoint:
     """Something that ranks do together.
 
     Attributes:
-        kind: such as ``"backward"``.
+        kind: what the ranks do, such as ``"backward"``.
         place: file and line in the user's script.
         detail: a number that distinguishes sync points of one kind.
-        identity: identifies it on other ranks; an entry has its writer's, because a long ``kind`` is cut off.
+        identity: identifies the sync point on other ranks. An entry contains its writer's identity, because a long ``kind`` is cut off.
     """
 
     kind: str
@@ -93,7 +93,7 @@ class SyncPoint:
         object.__setattr__(self, "text", self.kind.encode() + b"\n" + self.place.encode()[-room:])
 
     def of_batch(self, number: int) -> SyncPoint:
-        """The same for one batch, which all ranks in this sync point must have."""
+        """This sync point for one batch, which all ranks in it must have."""
         return SyncPoint(self.kind, f"{self.place}, batch {number}", self.detail, zlib.crc32(f"{self.identity}/{number}".encode()))
 
     def __str__(self) -> str:
@@ -120,9 +120,9 @@ class StatusBoard:
         memory: a writable buffer for all ranks' entries, of ``StatusBoard.size(world)`` bytes.
 
     Attributes:
-        waiting: whether this rank waits for entries of others.
+        waiting: whether this rank waits for entries of other ranks.
         written: the last sync point that this rank has entered, with its number.
-        immediate: whether all ranks see an entry immediately.
+        immediate: whether other ranks see an entry immediately.
 
     >>> status_board = StatusBoard(World(), bytearray(StatusBoard.size(World())))
     >>> status_board.write(1, SyncPoint("barrier", "train.py:7"), State.WAITING)
@@ -156,19 +156,19 @@ class StatusBoard:
         self.written = number, sync_point
 
     def take_back(self, number: int) -> None:
-        """This rank will not complete the ``number``-th sync point, if it has entered it."""
+        """Mark that this rank will not complete the ``number``-th sync point, if it has entered it."""
         if self.written and self.written[0] == number:
             NUMBER.pack_into(self._memory, self._mine + _in_row(number), 0)
             self.written = None
 
     def done(self, number: int) -> None:
-        """This rank has completed the ``number``-th sync point."""
+        """Mark that this rank has completed the ``number``-th sync point."""
         NUMBER.pack_into(self._memory, self._mine, number)
 
     def regular(self, number: int, sync_point: SyncPoint) -> bool:
-        """Whether all ranks known to be in the ``number``-th sync point went ahead to ``sync_point``, with no report.
+        """Whether all ranks known to be in the ``number``-th sync point went ahead to ``sync_point`` without a report.
 
-        A rank that has not come yet counts by its entry ``KEPT`` sync points ago.
+        For a rank that has not arrived yet, its entry from ``KEPT`` sync points ago counts.
         """
         if self._expected[0] != sync_point.identity:
             self._expected = sync_point.identity, NUMBER.pack(sync_point.identity) * self.world.size
@@ -189,11 +189,11 @@ class StatusBoard:
         return all(written != number or identity == sync_point.identity for written, identity in elsewhere)
 
     def notify(self, number: int) -> None:
-        """This rank has a report in the ``number``-th sync point."""
+        """Mark that this rank has a report in the ``number``-th sync point."""
         NUMBER.pack_into(self._memory, self._glances(number) + self.world.rank * NUMBER.size, 0)
 
     def diverge(self, number: int) -> None:
-        """In the ``number``-th sync point, this rank does something unexpected."""
+        """Mark that this rank does something unexpected in the ``number``-th sync point."""
         self._memory[self._mine + _in_row(number) + DIVERGED] = True
         self.notify(number)
 
@@ -202,7 +202,7 @@ class StatusBoard:
         return any(self._memory[self._row(rank) + _in_row(number) + DIVERGED] for rank in range(self.world.size))
 
     def read(self, rank: int, number: int) -> Entry | None:
-        """The entry of ``rank`` for the ``number``-th sync point, if it has come there."""
+        """The entry of ``rank`` for the ``number``-th sync point, if it has arrived there."""
         at = self._row(rank) + _in_row(number)
         written, identity, detail, since, state, stale, _, text = ENTRY.unpack_from(self._memory, at)
         if not number or written != number or NUMBER.unpack_from(self._memory, at) != (number,):
@@ -211,7 +211,7 @@ class StatusBoard:
         return Entry(rank, number, SyncPoint(kind, place, detail, identity), State(state), stale, since)
 
     def read_all(self, number: int, without: Collection[int] = ()) -> list[Entry | None]:
-        """The entries of every rank for the ``number``-th sync point, ``without`` some."""
+        """The entry of every rank except ``without`` for the ``number``-th sync point."""
         return [self.read(rank, number) for rank in range(self.world.size) if rank not in without]
 
     def last(self, rank: int) -> tuple[Entry | None, bool]:
@@ -223,12 +223,12 @@ class StatusBoard:
 
     @property
     def where(self) -> list[str]:
-        """The places that the ranks have published last."""
+        """The last place that each rank has published."""
         heads = [HEAD.unpack_from(self._memory, self._row(rank)) for rank in range(self.world.size)]
         return [place.rstrip(b"\0").decode(errors="replace") for _, place in heads]
 
     def publish_place(self, place: str) -> None:
-        """This rank is at ``place`` in its script."""
+        """Publish that this rank is at ``place`` in its script."""
         # only the place: this thread must not overwrite a number that the main thread writes
         begin = self._mine + NUMBER.size
         self._memory[begin : begin + TEXT] = place.encode()[-TEXT:].ljust(TEXT, b"\0")
@@ -238,7 +238,7 @@ class StatusBoard:
         return bytes(self._memory[self._mine : self._mine + ROW])
 
     def take_row(self, rank: int, row: bytes) -> None:
-        """Store the entries that ``rank`` has written elsewhere."""
+        """Store the entries that ``rank`` has written on another node."""
         begin = self._row(rank)
         self._memory[begin : begin + ROW] = row
 
@@ -246,12 +246,12 @@ class StatusBoard:
         return self._rows + rank * ROW
 
     def _glances(self, number: int) -> int:
-        """The offset of the summary of each rank's sync point, if that is the ``number``-th."""
+        """The offset of each rank's summary for the ``number``-th sync point."""
         return _slot(number) * self.world.size * NUMBER.size
 
 
 def _slot(number: int) -> int:
-    """The offset of the entry of the ``number``-th sync point; the end of one part and the beginning of the next do not overlap."""
+    """The offset of the entry of the ``number``-th sync point. The end of one part and the beginning of the next do not overlap."""
     return number % KEPT + KEPT * ((number >> PART) % PARTS)
 
 
@@ -271,7 +271,7 @@ class EagerCoordinator:
     Attributes:
         part: the part of the run.
         number: the number of the next sync point, the same on all ranks.
-        immediate: whether all ranks see an entry immediately.
+        immediate: whether other ranks see an entry immediately.
         signals: delays signals that arrive while this rank is in a sync point that it went ahead to.
     """
 
@@ -300,7 +300,7 @@ class EagerCoordinator:
     def compare(self, sync_point: SyncPoint) -> bool:
         """Check the other ranks in the running sync point.
 
-        Whether none of them has a report; known once all data has been sent, and only if :attr:`immediate`.
+        Whether no rank has a report. This is known once all data has been sent, and only if :attr:`immediate`.
 
         Raises:
             RankMismatchError: a rank is known to be in another sync point than this one.
@@ -331,7 +331,7 @@ class EagerCoordinator:
         return self._status_board.any_diverged(self.number)
 
     def through(self, over: bool = True) -> None:
-        """This rank has completed the sync point that it went ahead to; unless ``over``, :meth:`past` follows later."""
+        """Record that this rank has completed the sync point that it went ahead to. Unless ``over``, :meth:`past` follows later."""
         self.number += 1
         if over:
             self._status_board.done(self.number - 1)
@@ -341,7 +341,7 @@ class EagerCoordinator:
                 self.signals.run_arrived()
 
     def past(self) -> None:
-        """All sync points until now are over."""
+        """Mark all sync points before the present one as completed."""
         self._status_board.done(self.number - 1)
 
 
@@ -358,7 +358,7 @@ def opened(world: World, store: Any) -> Iterator[StatusBoard]:
 
 @contextmanager
 def _carried(status_board: StatusBoard, store: Any) -> Iterator[None]:
-    """Copy entries between nodes while this is open."""
+    """Copy entries between nodes inside the block."""
     store = store.clone()
     mine, others = status_board.world.rank, [rank for rank in range(status_board.world.size) if rank != status_board.world.rank]
     store.set(f"status/{mine}", bytes(ROW))

@@ -1,7 +1,7 @@
-"""Sync points besides the main ones: what ranks do together within the forwards and backwards of their scripts.
+"""Nested sync points: what ranks do together within the forward and backward passes of their scripts.
 
-A group of ranks has a status board and numbers for them. They are entered without waiting. A rank that waits in a main sync point answers
-them without a contribution, so no rank hangs when ranks take different paths. Callers define what is sent.
+A group of ranks has a separate status board and separate numbers for them. Ranks enter them without waiting. A rank that waits in a main
+sync point answers them without a contribution, so no rank hangs when ranks take different paths. Callers define what is sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POLLING = 5e-5
 """Seconds between two checks of other ranks."""
 
 ROOM = 30
-"""The bits of a sync point's detail that describe what is sent; the higher ones are the number of the next main sync point."""
+"""The bits of a sync point's detail that describe what is sent. The higher bits are the number of the next main sync point."""
 
 
 class NestedCoordinator:
@@ -29,7 +29,7 @@ class NestedCoordinator:
     Args:
         status_board: the entries of those ranks.
         ranks: the ranks in the order of the status board.
-        answer: called with ``sent``, as given to :meth:`enter`, to take part without a contribution.
+        answer: a function, called with ``sent``, as given to :meth:`enter`, to take part without a contribution.
         advice: advice in the error about ranks in different sync points.
         keep_pace: :meth:`Coordinator.keep_pace`.
 
@@ -51,12 +51,12 @@ class NestedCoordinator:
         self.part, self.number = -1, 0
 
     def begin(self, part: int) -> None:
-        """Begin another part of the run."""
+        """Begin ``part`` of the run: number its sync points from 1. Nothing happens if this part has already begun."""
         if part != self.part:
             self.part, self.number = part, (part << PART) + 1
 
     def enter(self, kind: str, sent: int, main: int) -> None:
-        """Go ahead to the next sync point.
+        """Enter the next sync point without waiting.
 
         Args:
             kind: its name in errors.
@@ -72,19 +72,19 @@ class NestedCoordinator:
         self.compare()
 
     def compare(self) -> None:
-        """See to it that no rank is in another sync point than the one that this rank has entered."""
+        """Raise an error if a rank is in another sync point than the one that this rank has entered."""
         if self._status_board.written and not self._status_board.agreed(*self._status_board.written):
             raise RankMismatchError(
                 f"the ranks are in different places at the same time: {self._described()}. Their data cannot be combined. {self._advice}"
             )
 
     def through(self) -> None:
-        """This rank has completed the sync point that it has entered or answered."""
+        """Record that this rank has completed the sync point that it entered or answered."""
         self._status_board.done(self.number)
         self.number += 1
 
     def begun(self, main: int) -> bool:
-        """Whether another rank is in the next sync point, and has reached at most the main sync point ``main``."""
+        """Whether another rank is in the next nested sync point, and its present or next main sync point is not after ``main``."""
         return self._begun(main) is not None
 
     def answer_begun(self, main: int) -> bool:
@@ -98,7 +98,7 @@ class NestedCoordinator:
         return True
 
     def wait(self, waiting: bool) -> None:
-        """Whether this rank waits for what others do."""
+        """Set whether this rank waits for what other ranks do."""
         self._status_board.waiting = waiting
 
     def passed(self, rank: int) -> bool:
@@ -126,7 +126,10 @@ class NestedCoordinator:
 
 @contextmanager
 def answered_in_background(nested_coordinators: Sequence[NestedCoordinator], number: int) -> Iterator[None]:
-    """While this is open, a thread answers the nested sync points within sync point ``number``, and raises at the end."""
+    """Answer the nested sync points within sync point ``number`` from a background thread while the block runs.
+
+    An error in that thread is raised when the block ends.
+    """
     failed: list[BaseException] = []
 
     def answer(stopped: threading.Event) -> None:

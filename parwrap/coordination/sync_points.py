@@ -1,12 +1,13 @@
 """How ranks synchronize: who goes ahead, who waits, and who answers without a contribution.
 
-A backward is entered without waiting, so a regular run pays only for writing an entry. At every other sync point a rank waits until all
-have come. While it waits it *answers* the others: it takes part in their backwards without a contribution, so no rank hangs when ranks take
-different paths. Once all wait, the sync point with the highest priority takes place; ranks that came for another one answer it and keep
-waiting. Ranks that have answered backwards are *stale*: before anything else they copy the state of a rank that is not.
+Ranks enter a backward pass without waiting, so a regular run pays only for writing an entry. At every other sync point, a rank waits until
+all ranks arrive. While it waits, it *answers* the others: it takes part in their backward passes without a contribution, so no rank hangs
+when ranks take different paths. Once all wait, the sync point with the highest priority takes place; ranks that wait for another one answer
+it and keep waiting. Ranks that have answered backward passes are *stale*: before they continue, they copy the state of a rank that is not
+stale.
 
-Whoever registers an answer knows how to answer a sync point, and the ``Participant`` that has joined knows what a rank trains. Nothing is
-sent here; see ``status_board.py``.
+The code that registers an answer knows how to answer a sync point, and the ``Participant`` that has joined knows what a rank trains. This
+file sends no data; see ``status_board.py``.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ __all__ = ["BACKWARD", "END", "FIRST_BACKWARD", "THEN_AVERAGED", "Coordinator"]
 
 BACKWARD = "backward"
 THEN_AVERAGED = "backward, averaged afterwards"
-FIRST_BACKWARD = "its first backward here"
+FIRST_BACKWARD = "its first backward pass here"
 END = "the end of its script or function"
-FILE = "a file that another rank has to write"
+FILE = "a file that another rank must write"
 
 POLLING = 5e-5
-"""Seconds between two checks of the others, at first."""
+"""The initial number of seconds between two checks of the other ranks."""
 LONGEST_POLLING = 2e-3
 GRACE = 5.0
-"""Seconds for a launcher to end the ranks after one has failed; that rank's error should be shown."""
+"""Seconds that a launcher needs to end the ranks after one has failed, so that only that rank's error is shown."""
 
 Answer = Callable[[int, list[int]], bool | Callable[[], bool] | None]
-"""Called with the sync point's detail and the ranks in it; returns true, or a function that returns true afterwards, if nothing was
-missed."""
+"""A function, called with the sync point's detail and the ranks in it. It returns true, or a function that later returns true, if this rank
+has missed nothing."""
 
 
 class Coordinator(EagerCoordinator):
@@ -55,7 +56,7 @@ class Coordinator(EagerCoordinator):
     Attributes:
         part: the part of the run, a new one after each :meth:`begin`.
         rank_positions: the positions of all ranks.
-        stale: whether the others have trained without this rank, which has not copied their state yet.
+        stale: whether other ranks have trained without this rank, and it has not copied their state yet.
         waits_for: the sync point that this rank waits for, if any.
         alike: whether all ranks in the last sync point gave the same ``detail``.
     """
@@ -78,12 +79,15 @@ class Coordinator(EagerCoordinator):
             self._lasting[kind] = answer
 
     def add_nested(self, nested: NestedCoordinator) -> None:
-        """From now on answer the sync points of ``nested`` whenever this rank waits."""
+        """Answer the sync points of ``nested`` from now on, whenever this rank waits."""
         nested.begin(self.part)
         self._nested.append(nested)
 
     def answering(self) -> AbstractContextManager[None]:
-        """While this is open, another thread answers the nested sync points within this rank's, and raises at the end."""
+        """Answer the nested sync points within this rank's sync point from another thread while the block runs.
+
+        Its error is raised when the block ends.
+        """
         return answered_in_background(self._nested, self.number) if self._nested else nullcontext()
 
     def raise_if_elsewhere(self, sync_point: SyncPoint) -> None:
@@ -93,14 +97,16 @@ class Coordinator(EagerCoordinator):
         kinds = {(entry.sync_point.kind, entry.sync_point.detail) for entry in elsewhere}
         if len(kinds) == 1 and len({entry.sync_point.identity for entry in elsewhere}) > 1:
             raise RankMismatchError(
-                f"the ranks are in backwards of different batches: {_described(elsewhere)}. With batch='global' a rank cannot skip its "
-                "part of a batch alone, as by `if not torch.isfinite(loss): continue`, or leave a pass alone. Have all ranks decide "
-                "alike, by parwrap.reduce_mean(loss), or give batch='per_rank'."
+                f"the ranks run backward passes of different batches: {_described(elsewhere)}. With batch='global', one rank cannot skip "
+                "its part of a batch on its own, for example with `if not torch.isfinite(loss): continue`, and cannot leave the loop "
+                "early on its own. Make the same decision on all ranks, for example from parwrap.reduce_mean(loss), or use "
+                "batch='per_rank'."
             )
         if len(kinds) > 1:
             raise RankMismatchError(
-                f"the ranks are in different backwards at the same time: {_described(elsewhere)}. Their gradients cannot be averaged with "
-                "each other. Have all ranks call the same backwards in the same order, or sum the losses and call it once."
+                f"the ranks run different backward passes at the same time: {_described(elsewhere)}. Their gradients cannot be averaged "
+                "with each other. Call backward() on the same losses in the same order on all ranks, or sum the losses and call "
+                "backward() once."
             )
 
     def keep_pace(self, status_board: StatusBoard, number: int) -> None:
@@ -135,21 +141,21 @@ class Coordinator(EagerCoordinator):
         answers_backwards: bool = True,
         unless_begun: bool = False,
     ) -> list[int]:
-        """Synchronize with all other ranks for ``kind``, answering their earlier sync points meanwhile.
+        """Synchronize with all other ranks for ``kind``. Until they arrive, answer their other sync points.
 
         Args:
             kind: the purpose.
             place: the place in the user's script; found by default.
             until_answered: return after answering one sync point.
             detail: a 64-bit number that ranks compare; if it differs, they synchronize too, and :attr:`alike` is ``False``.
-            answers_backwards: whether ranks may take different paths here; otherwise a backward of another rank is an error.
-            unless_begun: return, with no ranks, when another has gone ahead to a sync point, without answering it.
+            answers_backwards: whether ranks may take different paths here. If not, a backward pass of another rank is an error.
+            unless_begun: return no ranks if another rank has gone ahead to a sync point, without answering it.
 
         Returns:
-            The ranks that came for it; the others answer it.
+            The ranks that synchronize for ``kind``; the others answer.
 
         Raises:
-            RankMismatchError: the ranks have come for different purposes, one has failed, or one does not come in time.
+            RankMismatchError: the ranks wait for different purposes, one has failed, or one does not arrive in time.
         """
         place = location() if place is None else place
         if detail:
@@ -194,14 +200,14 @@ class Coordinator(EagerCoordinator):
             self._wait(False)
 
     def fetching(self, purpose: str, step: int = 0) -> None:
-        """Publish that this rank waits for another's file, or in that ``step``, unless it is in a sync point or not in its main thread."""
+        """Publish that this rank waits for another rank's file, or in ``step``, unless it is in a sync point or not in its main thread."""
         inside = self._status_board.written is not None and self._status_board.written[0] == self.number
         if not self._fetching and not inside and threading.current_thread() is threading.main_thread():
             self._fetching = self._status_board.waiting = True
             self._status_board.write(self.number, SyncPoint(purpose, location(), step), State.FETCHING)
 
     def hold_up(self, rank: int) -> None:
-        """This rank still waits for a file of ``rank``: if that rank waits in a step, tell it not to wait for this one."""
+        """Keep waiting for a file of ``rank``. If that rank waits in a step, tell it not to wait for this one."""
         entry = (
             self._status_board.read(rank, self.number) if self._fetching and threading.current_thread() is threading.main_thread() else None
         )
@@ -211,7 +217,7 @@ class Coordinator(EagerCoordinator):
         self._seen = step
 
     def fetched(self) -> None:
-        """The waiting is over."""
+        """Publish that this rank no longer waits for another rank's file."""
         if self._fetching and threading.current_thread() is threading.main_thread():
             self._fetching = self._status_board.waiting = False
             self._participant.set_waiting(False)
@@ -226,15 +232,15 @@ class Coordinator(EagerCoordinator):
         )
 
     def fail(self, error: BaseException) -> None:
-        """This rank leaves with ``error``: inform the ranks that would wait for it."""
+        """Inform the ranks that would wait for this one that it has failed with ``error``."""
         self._status_board.write(self.number, SyncPoint(in_one_line(error)), State.FAILED)
 
     def miss(self) -> None:
-        """The others have taken a step without this rank."""
+        """Record that other ranks have taken a step without this one."""
         self.stale = True
 
     def begin(self) -> None:
-        """Begin another part of the run, with only the lasting answers; numbers restart, wherever an error has ended the last part."""
+        """Begin another part of the run, with only the lasting answers. Numbers restart, even if an error ended the last part."""
         self.part += 1
         self.number = (self.part << PART) + 1
         self.stale = False
@@ -243,7 +249,7 @@ class Coordinator(EagerCoordinator):
             nested.begin(self.part)
 
     def join(self, participant: Participant) -> None:
-        """From now on ``participant`` takes part in the sync points of this part of the run."""
+        """Let ``participant`` take part in the sync points of this part of the run from now on."""
         self._participant = participant
 
     def raise_if_failed(self) -> None:
@@ -254,8 +260,8 @@ class Coordinator(EagerCoordinator):
         """The error of a timeout, for rank ``owner`` or for any."""
         whom = "the other ranks" if owner is None else f"rank {owner}"
         return RankMismatchError(
-            f"rank {self._rank} waited {self.timeout.total_seconds():g} s for {whom} at the same point ({what}), in vain. "
-            f"{self.rank_positions.described()} A missing rank has ended, is stuck or took another path; if it is only slow, raise "
+            f"rank {self._rank} timed out after waiting {self.timeout.total_seconds():g} s for {whom} to reach the same point ({what}). "
+            f"{self.rank_positions.described()} A missing rank has ended, is stuck or took another path. If it is only slow, raise "
             "timeout=."
         )
 
@@ -266,7 +272,7 @@ class Coordinator(EagerCoordinator):
             nested.wait(waiting)
 
     def _answer_nested(self, sync_point: SyncPoint) -> bool:
-        """Answer the nested sync points of others before they come to ``sync_point``, for which this rank waits."""
+        """Answer the nested sync points of other ranks before they reach ``sync_point``, which this rank waits for."""
         begun = [nested for nested in self._nested if nested.begun(self.number)]
         if begun and not self.stale:
             # they must read that before they come there themselves
@@ -282,8 +288,8 @@ class Coordinator(EagerCoordinator):
         if not answers:
             raise RankMismatchError(
                 "the ranks are at different points of the script, and their gradients cannot be averaged with each other: "
-                f"{_described([entry for entry in entries if entry])}. Have all ranks make their gradients in the same way in each step, "
-                "and step together."
+                f"{_described([entry for entry in entries if entry])}. Compute gradients in the same way on all ranks in each step, and "
+                "step together."
             )
         self.signals.hold()
         try:
@@ -304,14 +310,14 @@ class Coordinator(EagerCoordinator):
         return came if len(came) == len(entries) else []
 
     def _hold(self, came: list[Entry]) -> list[int]:
-        """Run the sync point with the highest priority among those that ranks ``came`` for; returns the ranks that came for it."""
+        """Run the sync point with the highest priority among those that ranks wait for, ``came``. Returns the ranks that wait for it."""
         chosen = max((entry.sync_point for entry in came), key=self._precedence)
         present = [entry.rank for entry in came if entry.sync_point.identity == chosen.identity]
         others = [entry for entry in came if entry.rank not in present]
         if others and chosen.kind not in self._answers:
             raise RankMismatchError(
-                f"the ranks are at different points of the script, and each would wait for the others forever: {_described(came)}. Have "
-                "all ranks take the same path there, or guard what only one rank should do with @parwrap.rank_zero_only."
+                f"the ranks are at different points of the script, and would wait for each other forever: {_described(came)}. Take the "
+                "same path on all ranks, or put what only one rank should do into a function with @parwrap.rank_zero_only."
             )
         self.alike = len({entry.sync_point.detail for entry in came if entry.rank in present}) == 1
         mine = next(entry.sync_point for entry in came if entry.rank == self._rank)
@@ -324,21 +330,22 @@ class Coordinator(EagerCoordinator):
         return present
 
     def _precedence(self, sync_point: SyncPoint) -> tuple[int, int, bool, str]:
-        """The priority: first what others can answer, by phase and backwards first; then collectives of the user; last leaving, and waiting
-        for a file."""
+        """The priority of a sync point. First comes what other ranks can answer, by phase, and within a phase backward passes first; then
+        collectives of the user; last leaving, and waiting for a file."""
         importance = {FILE: -1, END: 0}.get(sync_point.kind, 2 if sync_point.kind in self._answers else 1)
         return importance, -sync_point.detail, sync_point.kind == FIRST_BACKWARD, sync_point.kind
 
     def _catch_up(self, came: list[Entry]) -> None:
-        """The stale ranks copy the state of the lowest that is not."""
+        """Make the stale ranks copy the state of the lowest rank that is not stale."""
         behind = [entry for entry in came if entry.stale]
         source = min(entry.rank for entry in came if not entry.stale)
         if self._rank == 0 and not self._warned:
             self._warned = True
             warn(
-                f"parwrap: {_described(behind)}, and other ranks have trained in the meantime: it ran fewer batches (by a break, a "
-                "continue, a return or its own exception, or because its part of a stream is shorter). Their gradients were averaged "
-                f"without it, and it now has the weights, buffers, optimizers and schedulers of rank {source}. This is shown once."
+                f"parwrap: {_described(behind)}, and other ranks have trained in the meantime: it ran fewer batches (because of a break, "
+                "a continue, a return or an exception of its own, or because its part of a stream is shorter). Their gradients were "
+                f"averaged without it, and it now has the weights, buffers, optimizers and schedulers of rank {source}. This is shown "
+                "once."
             )
         self._participant.take_state(source)
         # a rank that has ended misses what the others' scripts do after this, such as loading weights, and copies the state at the end
@@ -351,7 +358,7 @@ class Coordinator(EagerCoordinator):
             (entry for entry in entries if entry and entry.state is State.FAILED and entry.rank not in self._participant.lost()), None
         )
         if failed and time.time() > failed.since + GRACE:
-            raise RankMismatchError(f"rank {failed.rank} has failed with {failed.sync_point}, and rank {self._rank} waits for it in vain.")
+            raise RankMismatchError(f"rank {failed.rank} failed with {failed.sync_point} while rank {self._rank} waited for it.")
 
 
 def _described(entries: list[Entry]) -> str:

@@ -65,7 +65,7 @@ class Pipelines(Interceptor):
         loop: what the training loop has done so far.
         streams: the random streams.
         split: whether the user's batch is that of all ranks together (``batch="global"``).
-        began: called when training data is known to be split.
+        began: a function, called when training data is known to be split.
     """
 
     def __init__(
@@ -180,11 +180,11 @@ class Pipelines(Interceptor):
         if any(view[0] != lengths for view in views.values()):
             counts = ", ".join(f"{view[0]} on rank {rank}" for rank, view in views.items())
             raise RankMismatchError(
-                f"{_named(iterator)} finds different numbers of samples on different ranks: {counts}. Each must find the same."
+                f"{_named(iterator)} finds different numbers of samples on different ranks: {counts}. Every rank must find the same number."
             )
         if any(view[1] != listed for view in views.values()):
             raise RankMismatchError(
-                f"{_named(iterator)} got different files, or the same in another order, on other ranks, so that their shards overlap. "
+                f"{_named(iterator)} got different files on different ranks, or the same files in a different order, so shards overlap. "
                 "os.listdir and glob return files in any order: sort them."
             )
 
@@ -212,8 +212,8 @@ class Pipelines(Interceptor):
             if exhausted and not history.has_trained and history.trains is None:
                 history.trains = False
                 self._say(
-                    f"{_named(iterator)} was read to its end without training, and each rank saw only its share. From its next pass on "
-                    "every rank sees all of it; with torch.no_grad() around the loop, the first pass would too."
+                    f"{_named(iterator)} was read to its end without training, and each rank saw only its share. From the next pass on, "
+                    "every rank reads all of it. To read all of it in the first pass too, wrap the loop in torch.no_grad()."
                 )
 
         return self._pass(watched(), True, False, closed)
@@ -234,23 +234,24 @@ class Pipelines(Interceptor):
         history.has_trained = True
         if history.alike:
             self._say(
-                f"{_named(iterator)} is read whole by every rank; now that it is trained on, its batches are divided among the ranks, "
-                "and len() of it, which was that of the whole, is that of a share. To divide the reading too, give the reader "
-                "random_shuffle=True, or num_shards=parwrap.world_size() and shard_id=parwrap.rank()."
+                f"{_named(iterator)} is read completely by every rank. Now that the loop trains on it, its batches are divided among the "
+                "ranks, and its len(), which was that of the whole, becomes that of this rank's share. To divide the reading too, pass "
+                "the reader random_shuffle=True, or num_shards=parwrap.world_size() and shard_id=parwrap.rank()."
             )
         else:
             self._say(
-                f"{_named(iterator)} gives different batches on different ranks, so parwrap leaves them alone: each rank trains on all "
-                "that it reads. That is right if you split the data yourself. Otherwise build the pipeline inside what parwrap runs, "
-                "and have an external source draw from torch, np.random or random."
+                f"{_named(iterator)} gives different batches on different ranks, so parwrap does not divide them: each rank trains on "
+                "everything that it reads. This is correct if you shard the data yourself. If not, build the pipeline inside the "
+                "function or script that parwrap runs. If it reads an external source, let the source draw random numbers from torch, "
+                "np.random or random."
             )
 
     def _check_whole(self, iterator: Any, history: _History, trained: bool) -> None:
         if trained and not self._loop.passes and not history.trains:
             history.trains = history.has_trained = True
             self._say(
-                f"{_named(iterator)} was read in eval() mode or before any optimizer was built, and yet trained on: every rank trained "
-                "on all of it. From its next pass on its batches are divided among the ranks."
+                f"{_named(iterator)} was read in eval() mode or before any optimizer was built, but the loop then trained on it: every "
+                "rank trained on all of it. From the next pass on, its batches are divided among the ranks."
             )
 
     def _announce(self, pipelines: Collection[Any]) -> None:

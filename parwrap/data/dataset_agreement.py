@@ -57,7 +57,7 @@ class Agreement:
         return [each for each in held_by(loader) if each and self._is_new(each, loader)]
 
     def _is_new(self, attributes: list[Held], loader: DataLoader) -> bool:
-        """Whether these belong to a new or grown dataset, or have another order than before."""
+        """Whether ``attributes`` belong to a dataset that is new or has changed in length, or are in a different order than before."""
         holder = attributes[0].holder
         known, length, orders = self._known.get(id(holder), (lambda: None, 0, {}))
         if all(known() is not each for each in (holder, loader)) or length != length_of(holder):
@@ -104,19 +104,19 @@ class Agreement:
         others = [held for each in contents for held in each]
         if orders:
             _warn(
-                f"{_named(orders)} differ between ranks; rank 0's are used on all of them. Draw them from torch, np.random or random, "
-                "which are the same on all ranks, or seed their generator: np.random.default_rng(0)."
+                f"{_named(orders)} differ between ranks, so all ranks use rank 0's. Draw them from torch, np.random or random, which are "
+                "the same on all ranks, or seed their generator: np.random.default_rng(0)."
             )
         if others and taken:
             _warn(
-                f"the ranks have the same items in different orders in {_named(others)}; rank 0's order is used on all of them. "
-                "os.listdir and glob return files in any order: sort them."
+                f"the ranks have the same items in different orders in {_named(others)}, so all ranks use rank 0's order. os.listdir and "
+                "glob return files in any order: sort them."
             )
         elif others:
             _warn(
-                f"the ranks hold different data of the same length in {_named(others)}: each trains on its own, and one rank may train "
-                "on what another holds back for a test. Make the data from a seed, np.random.default_rng(0), and sort what os.listdir "
-                "and glob return before it is split."
+                f"the ranks hold different data of the same length in {_named(others)}: each rank trains on its own data, and one may "
+                "train on what another holds out for testing. Generate the data from a seed, np.random.default_rng(0), and sort what "
+                "os.listdir and glob return before you split it."
             )
         self._hand_out([*orders, *(others if taken else ())], list(views))
 
@@ -189,8 +189,8 @@ class SameDraws:
             self._agreed["same"] = len(set(self._group.exchange(DRAWS, repr(first)).values())) == 1
             if not self._agreed["same"]:
                 _warn(
-                    f"a {self._name} draws different samples on different ranks; rank 0's are used on all of them. Have it draw from "
-                    "torch, np.random or random, which are the same on all ranks, or seed its generator."
+                    f"a {self._name} draws different samples on different ranks, so all ranks use rank 0's. Let it draw from torch, "
+                    "np.random or random, which are the same on all ranks, or seed its generator."
                 )
         if self._agreed["same"]:
             yield from first
@@ -200,7 +200,7 @@ class SameDraws:
             listed = _from_first(self._group, present, self._listed(first, drawing) if self._group.world.rank == min(present) else None)
             if listed is None:
                 raise RankMismatchError(
-                    f"a {self._name} draws different samples on different ranks, and is endless, so rank 0's cannot be sent to the "
+                    f"a {self._name} draws different samples on different ranks. It is endless, so rank 0's cannot be sent to the "
                     "others. Seed its generator."
                 )
             yield from listed

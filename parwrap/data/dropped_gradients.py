@@ -17,7 +17,7 @@ class DroppedGradients:
 
     Args:
         loop: what the training loop has done so far.
-        say: called with the warning.
+        say: a function, called with the warning.
     """
 
     def __init__(self, loop: Loop, say: Callable[[str], None]) -> None:
@@ -34,10 +34,10 @@ class DroppedGradients:
         if not self._said and self._drops(training):
             self._said = True
             self._say(
-                f"a DataLoader was read at {location()} with backwards and without a step: their gradients are means over the ranks, and "
-                "each rank has read its own share. For gradients of single samples or batches, such as for a Fisher matrix or gradient "
-                "norms, use torch.autograd.grad(loss, parameters), with which each rank reads all data and has its own gradients, or a "
-                "function under @parwrap.rank_zero_only. This is shown once."
+                f"at {location()} the loop over a DataLoader called backward() but no optimizer step. The gradients are means over the "
+                "ranks, and each rank read only its own share. For gradients of single samples or batches, such as for a Fisher matrix "
+                "or gradient norms, use torch.autograd.grad(loss, parameters), so that each rank reads all data and has its own "
+                "gradients, or compute them in a function decorated with @parwrap.rank_zero_only. This is shown once."
             )
 
     def _drops(self, training: OpenPass) -> bool:

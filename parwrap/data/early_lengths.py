@@ -44,9 +44,9 @@ class EarlyLengths:
         if history.given_lengths is None or may_train_yet or trains == (history.given_lengths[0] < history.given_lengths[1]):
             return
         (given, other), history.given_lengths = history.given_lengths, None
-        seen, why = ("this rank's share", "trained on") if trains else ("all of it", "only looked at")
+        seen, why = ("this rank's share", "trained on") if trains else ("all of it", "not trained on")
         warn(
-            f"parwrap: len() of a DataLoader was {given} before its first pass, and now it is {other}: the loader is {why}, so that a "
-            f"pass sees {seen}. Values computed from {given}, such as the steps of a schedule or an average, are wrong: call len() in "
-            f"the pass, or after model.{'train' if trains else 'eval'}()."
+            f"parwrap: len() of a DataLoader was {given} before its first pass, but is {other} now: the loader is {why}, so a pass reads "
+            f"{seen}. Values computed from {given}, such as the steps of a schedule or an average, are wrong: call len() in the pass, or "
+            f"after model.{'train' if trains else 'eval'}()."
         )

@@ -1,7 +1,7 @@
 """Decides what a training pass is for if that is unclear at its start: at its first backward, or at the end of this rank's share.
 
-A pass without training by then only looks at data. It continues with the rest, so that every rank sees all samples, with one warning.
-``unread.py`` finds those samples, and ``looking.py`` decides when to ask.
+If the pass has not trained by then, it is taken for an evaluation: it continues with the rest of the data, so that every rank sees all
+samples, and warns once. ``unread.py`` finds those samples, and ``looking.py`` decides when to ask.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["EndOfShare"]
 
 
 class EndOfShare:
-    """Decides whether a pass that began as one that may train does so.
+    """Decides whether a pass trains, if that was unclear at its start.
 
     Args:
         loop: what the training loop has done so far.
@@ -30,7 +30,7 @@ class EndOfShare:
         doubts: the doubts about passes that have ended.
         positions: the positions of training passes.
         numbers: detects sums over a share.
-        say: called with the warning.
+        say: a function that shows a warning.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class EndOfShare:
         self._positions, self._numbers, self._say = positions, numbers, say
 
     def trained(self, training: OpenPass, read: int, looked: bool) -> None:
-        """The pass has trained, after ``read`` batches; ``looked`` is whether it was taken for one that only looks."""
+        """Record that the pass has trained, after ``read`` batches. ``looked`` is whether it was taken for a pass that does not train."""
         history = training.history
         if not history.has_trained:
             history.by_batch = read == 1 and not looked
@@ -55,12 +55,12 @@ class EndOfShare:
         if looked:
             history.draws_ahead = True
             self._say(
-                "a DataLoader is drawn ahead to the end of this rank's share before its first backward, and was taken for one that only "
-                "looks at data: ranks have trained on batches of others. From its next pass on each rank gets its share."
+                "the loop read a DataLoader to the end of this rank's share before its first backward, so parwrap assumed that it does "
+                "not train: ranks also trained on batches of other ranks. From the next pass on, each rank gets only its share."
             )
 
     def rest(self, training: OpenPass, read: int, waits: bool) -> Iterator | None:
-        """The share has ended without training: returns the rest, if the pass only looks.
+        """Decide what follows a share that ended without training: the rest of the data if the pass does not train, otherwise ``None``.
 
         Args:
             training: the pass.
@@ -83,8 +83,8 @@ class EndOfShare:
         if unread is None:
             history.reads_whole = True
             self._say(
-                f"a DataLoader was read to its end at {place} without training, and each rank saw only its share. From its next pass on "
-                "every rank sees all of it; with torch.no_grad() around the loop, the first pass would too."
+                f"a DataLoader was read to its end at {place} without training, and each rank saw only its share. From the next pass on, "
+                "every rank reads all of it. To read all of it in the first pass too, wrap the loop in torch.no_grad()."
             )
             return None
         self._begin_to_look(training)
@@ -111,7 +111,7 @@ class EndOfShare:
         if history.noted:
             return
         history.noted = True
-        length = f"Its len() was {given[0]} before, and that of the whole is {given[1]}. " if given else ""
+        length = f"Its len() was {given[0]} before; the len() of all the data is {given[1]}. " if given else ""
         if training.batches is not None and training.batches.kept():
             length += (
                 "If the batches are kept for training, every rank trains on all of them, which is no faster: read the loader in each "
@@ -119,7 +119,6 @@ class EndOfShare:
             )
         length += f"It has {batches} batches instead of {whole}: divide by the number counted. " if batches != whole else ""
         self._say(
-            f"a DataLoader is read at {place} without a backward: each rank sees its own share first and then the rest, so that sums and "
-            f"counts equal those of one process, in another order. {length}With torch.no_grad() around the loop the order is the same "
-            "too."
+            f"a DataLoader was read at {place} without a backward: each rank reads its own share first and then the rest. Sums and "
+            f"counts equal those of one process, but the order differs. {length}To keep the order too, wrap the loop in torch.no_grad()."
         )

@@ -40,8 +40,8 @@ class Blocks:
 
     Args:
         within: the loader's own sampler.
-        shared: returns the streams to draw from.
-        chosen: called with all draws; returns this rank's.
+        shared: a function that returns a context manager; draws inside it use the right random streams.
+        chosen: a function, called with all draws; returns this rank's.
     """
 
     def __init__(self, within: Iterable, shared: Callable[[], AbstractContextManager], chosen: Callable[[list], list]) -> None:
@@ -71,8 +71,8 @@ class Turns:
     Args:
         batches: the stream.
         most: the number of ranks.
-        begin: called with up to ``most`` first batches; returns ``rank`` and ``readers``.
-        ended: called with the number of batches when the stream has ended.
+        begin: a function, called with up to ``most`` first batches; returns ``rank`` and ``readers``.
+        ended: a function, called with the number of batches when the stream has ended.
     """
 
     def __init__(self, batches: Iterator, most: int, begin: Callable[[list], tuple[int, int]], ended: Callable[[int], None]) -> None:

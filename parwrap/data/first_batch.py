@@ -29,7 +29,7 @@ class FirstBatch:
     Args:
         loop: what the training loop has done so far.
         streams: the random streams.
-        shares: makes this rank's share of a loader.
+        shares: the object that makes this rank's share of a loader.
         histories: the histories of all loaders.
         lengths: the lengths given before the first pass.
         positions: the positions of training passes.

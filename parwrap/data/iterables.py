@@ -1,7 +1,8 @@
 """This rank's part of an ``IterableDataset``: replaces the dataset in the copy of the loader that is iterated.
 
-A dataset that calls ``get_worker_info()`` shards itself by workers, and sees the workers of all ranks. One that asks for the number of
-ranks is left alone, and Hugging Face's are split by their own library. Of any other, each rank reads everything and takes its samples.
+A dataset that calls ``get_worker_info()`` shards itself by workers, and sees the workers of all ranks. A dataset that asks for the number
+of ranks is left unchanged, and Hugging Face datasets are split by their own library. From any other dataset, each rank reads everything and
+takes its own samples.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _read: list[_Place] = []
 
 
 def world_size_asked() -> None:
-    """Someone asks for the number of ranks: a dataset that is being read shards itself by it."""
+    """Called when code asks for the number of ranks: if a dataset is being read, it shards itself."""
     for place in _read[-1:]:
         place.knows_ranks = True
 
@@ -65,14 +66,14 @@ class _Place:
         return self._own.num_workers * self._size if self.of_all_ranks else self._own.num_workers
 
     def spread(self) -> None:
-        """From now on, be one of the workers of all ranks, with separate random numbers."""
+        """Make this worker one of the workers of all ranks from now on, with separate random numbers."""
         self.of_all_ranks = True
         self.seed = (self.seed + APART * self._rank) % 2**63
         seed_all(self.seed)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While this is open, ``get_worker_info()`` returns it."""
+        """Make ``get_worker_info()`` return this object inside the block, or ``None`` if this process is not a worker."""
         before = worker_info()
         set_worker_info(self if self._own else None)
         _read.append(self)
@@ -90,7 +91,7 @@ class Pick(NamedTuple):
         rank: this rank.
         size: the number of ranks.
         uneven: the treatment of samples that do not divide evenly, as in :class:`parwrap.distributed`.
-        batch: the number of samples that all ranks take together, each its part; ``None`` to take turns.
+        batch: the number of samples that all ranks take together, each a part of them; ``None`` to take turns.
         drop_last: whether a smaller last batch is dropped.
 
     >>> list(Pick(1, 2, "pad")("abcde")), list(Pick(1, 2, "join")("abcde")), list(Pick(1, 2, batch=3)("abcdef"))
@@ -117,7 +118,7 @@ class Pick(NamedTuple):
 
 
 class RankPart(IterableDataset):
-    """This rank's part of ``dataset``, read in a worker or in the main process.
+    """This rank's part of ``dataset``, which a worker or the main process reads.
 
     Args:
         dataset: the user's.
@@ -133,7 +134,7 @@ class RankPart(IterableDataset):
         self._place: _Place | None = None
 
     def begin_worker(self, init: Callable[[int], Any] | None) -> None:
-        """A worker starts: the user's ``worker_init_fn`` may shard the dataset by worker number."""
+        """Prepare a worker that starts: the user's ``worker_init_fn`` may shard the dataset by worker number."""
         if init is None:
             return
         place = self._new_place()
@@ -172,7 +173,7 @@ class RankPart(IterableDataset):
             if place.asked or place.knows_ranks:
                 raise UsageError(
                     f"{type(self.dataset).__name__} asks for the number of workers or ranks after it has yielded its first sample, when "
-                    "each rank already takes part of what it reads. Ask at the beginning of its __iter__, or give its loader to "
+                    "parwrap already splits what it yields. Ask at the beginning of its __iter__, or pass its loader to "
                     "parwrap.replicate."
                 )
             yield sample
@@ -194,7 +195,7 @@ def part_of(loader: DataLoader, rank: int, size: int, sharing: Sharing) -> dict[
     """The changes to a ``loader`` of an ``IterableDataset`` that give it the part of one rank of ``size``.
 
     Raises:
-        UsageError: its batches have to be split, but cannot be.
+        UsageError: its batches would have to be split, but cannot be.
     """
     dataset: Any = loader.dataset
     if _is_hugging_faces(dataset):
@@ -211,13 +212,13 @@ def part_of(loader: DataLoader, rank: int, size: int, sharing: Sharing) -> dict[
 def _check_can_be_split(batch_size: int, size: int, sharing: Sharing) -> None:
     if sharing.loss == "sum":
         raise UsageError(
-            'loss="sum" with batch="global" does not work with an IterableDataset: a rank does not know how many samples the others '
-            "have in its last batch. Have the loss be a mean over the batch."
+            'loss="sum" with batch="global" does not work with an IterableDataset: a rank does not know how many samples the other ranks '
+            "have in the last batch. Use a loss that is a mean over the batch."
         )
     if batch_size < size:
         raise UsageError(
             f'batch="global" cannot split the batches of an IterableDataset: {counted(batch_size, "sample")} for {size} ranks. Raise '
-            'batch_size, or give batch="per_rank".'
+            'batch_size, or use batch="per_rank".'
         )
 
 
@@ -230,5 +231,5 @@ def _split_by_node(dataset: Any, rank: int, size: int) -> Any:
     from datasets.distributed import split_dataset_by_node
 
     part = split_dataset_by_node(dataset, rank, size)
-    part._epoch = dataset._epoch  # one tensor in shared memory, which set_epoch also changes for persistent workers
+    part._epoch = dataset._epoch  # one tensor in shared memory, so that set_epoch also reaches persistent workers
     return part

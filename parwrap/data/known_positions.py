@@ -1,6 +1,6 @@
 """The positions of all loaders, in the order of their first training passes.
 
-``loader_position.py`` defines a position, and how it is kept and loaded.
+``loader_position.py`` defines a position, and saves and loads it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class KnownPositions:
 
     Args:
         streams: the random streams.
-        shares: makes this rank's share of a loader.
+        shares: the object that makes this rank's share of a loader.
     """
 
     def __init__(self, streams: RandomStreams, shares: TrainingShares) -> None:
@@ -32,7 +32,7 @@ class KnownPositions:
         self._trained = 0
 
     def of(self, loader: DataLoader) -> Position:
-        """The position of ``loader``, also before its first training pass."""
+        """The position of ``loader``, even before its first training pass."""
         loader = users_own(loader)
         if loader not in self._positions:
             self._positions[loader] = Position(loader, self._streams, self._shares.plan)
@@ -46,8 +46,8 @@ class KnownPositions:
         """The position of ``loader``, over which a training pass begins."""
         if getattr(loader, "next_iter_state", None) is not None:
             raise UsageError(
-                f"a {type(loader).__name__} got a state that was taken without parwrap, which does not contain the position of several "
-                "ranks. Take it from the loader, or from parwrap.loaders(), where parwrap runs the training."
+                f"a {type(loader).__name__} got a state that was saved without parwrap, which does not contain the positions of several "
+                "ranks. Call state_dict() on the loader, or on parwrap.loaders(), while parwrap runs the training."
             )
         position = self.of(loader)
         if position.number is None:
@@ -56,7 +56,7 @@ class KnownPositions:
         return position
 
     def take_back(self, loader: DataLoader, position: Position) -> None:
-        """``loader`` has not been trained on yet, although a pass over it began as one that may train."""
+        """Record that ``loader`` has not been trained on yet, although a pass over it began as one that may train."""
         if position.number is not None and position.number == self._trained - 1:
             position.number = None
             self._trained -= 1

@@ -1,7 +1,7 @@
-"""The position of the training passes over one loader: saved in a checkpoint, and continued by a later run.
+"""The position of the training passes over one loader. A checkpoint saves it, and a later run continues from it.
 
 It counts what all ranks together have trained on, so that any number of ranks can continue. ``training_share.py`` deals out the rest of a
-pass; ``known_positions.py`` knows all loaders.
+pass; ``known_positions.py`` has the positions of all loaders.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ LOADED = "the position that a training loader continues from"
 LENGTH, RANKS, EPOCH = "dataset's length", "number of ranks", "sampler's epoch"
 
 HINTS = {
-    RANKS: " Only passes whose indices parwrap deals out can continue with another number of ranks.",
+    RANKS: " Only a loader whose sampler parwrap replaces can continue with another number of ranks.",
     EPOCH: " Call the set_epoch of its DistributedSampler before the pass, as in the run that saved the state.",
 }
 """Advice for facts that differ from the saved ones."""
 
 MEANINGS = {
     "samples": "one that takes each sample once, in order or shuffled",
-    "batches": "one with a sampler of its own",
-    "draws": "one whose ranks take their samples together",
+    "batches": "one with its own sampler",
+    "draws": "one whose ranks form their batches together",
     "own": "one with a DistributedSampler for as many replicas as there are ranks",
     "stream": "one over an IterableDataset",
 }
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     Attributes:
         kind: one of ``MEANINGS``.
         per_step: the units that all ranks together take per step.
-        takes: the kinds whose positions it can continue from.
+        takes: the kinds of positions that it can continue from.
         facts: what must be the same in the continuing run, by its name in errors.
     """
 
@@ -67,15 +67,15 @@ class Position:
     Args:
         loader: the loader, kept alive only while a pass is open.
         streams: the random streams that its sampler may draw from.
-        plan: returns how a loader is read, optionally for a position of the given ``kind``.
+        plan: a function that returns how a loader is read, optionally for a position of the given ``kind``.
 
     Attributes:
-        number: the loader's number in the order of first training passes; ``None`` before.
-        epoch: the number of the last pass begun, from 0; -1 before.
-        seed: the seed that splits the loader, and how many loaders had one then.
-        given: the same from a loaded state, until it is used.
+        number: the loader's number in the order of first training passes; ``None`` before its first pass.
+        epoch: the number of the last pass begun, counted from 0; -1 before the first pass.
+        seed: the seed for splitting the loader, and the number of loaders that had a seed at that time.
+        given: the seed from a loaded state, until it is used.
         draws: the counter of the sampler's draws in the last pass begun.
-        unread: the part of the whole that this pass does not see; ``None`` if that cannot be read or is not needed.
+        unread: the part of the data that this pass does not read; ``None`` if it cannot be read or is not needed.
         looked_at: the number of open passes that do not train.
     """
 
@@ -118,9 +118,9 @@ class Position:
         return self._plan.per_step if self._plan else 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's position: after the batch that the loop has drawn last, however far its workers have read ahead.
+        """Return the loader's position, which is after the last batch that the loop has drawn, however far its workers have read ahead.
 
-        Numbers and texts, a few kilobytes, the same on all ranks. No rank waits for another.
+        It contains numbers and texts, a few kilobytes, and is the same on all ranks. No rank waits for another one.
 
         Raises:
             UsageError: two training passes over the loader are open, or one was left early; or an open pass does not train.
@@ -134,7 +134,7 @@ class Position:
             )
         if self._several:
             raise UsageError(
-                "two training passes over one DataLoader are open, so that it has no single position. Give each its own DataLoader."
+                "two training passes over one DataLoader are open, so it has no single position. Use a separate DataLoader for each."
             )
         loader, inside = self._alive(), self._open > 0
         plan = self._plan or self._plan_of(loader)
@@ -156,22 +156,24 @@ class Position:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next pass continue from ``state``; call it on every rank.
+        """Make the next pass continue from ``state``. Call it on every rank.
 
         Args:
             state: the result of ``state_dict()``, from any number of ranks.
 
         Raises:
-            UsageError: it is not such a state, or belongs to another kind of loader or a dataset of another length.
+            UsageError: ``state`` is not such a state, or belongs to a different kind of loader or to a dataset of a different length.
         """
         loader = self._alive()
         if not isinstance(state, dict) or state.get(MARK) != 1:
-            raise UsageError(f"load_state_dict takes the result of state_dict() of parwrap.loaders(), not {_described(state)}.")
+            raise UsageError(
+                f"load_state_dict takes what the state_dict() of a loader in parwrap.loaders() returned, not {_described(state)}."
+            )
         self._check_kind(state, self._plan_of(loader))
         self._loaded = state
 
     def begin(self, loader: DataLoader, group: Group | None) -> dict[str, Any] | None:
-        """A pass begins: the state to continue from; ``None`` if the pass starts at its first batch."""
+        """Begin a pass. Returns the state to continue from, or ``None`` if the pass starts at its first batch."""
         state, self._loaded = self._loaded, None
         if state is not None:
             self._agree(state, group)
@@ -197,22 +199,22 @@ class Position:
             set_sources(loader, self._began)
 
     def went_on(self, loader: DataLoader, state: dict[str, Any]) -> None:
-        """The pass is where ``state`` says, and so are the streams from now on, despite other draws since."""
+        """Set the pass to the position in ``state``, and the streams too, even if they were used since."""
         with self._streams.shared():
             set_sources(loader, state["now"])
 
     def drew(self) -> None:
-        """The loop has got a batch."""
+        """Advance the position by one batch."""
         self._done += self._per_step
 
     def take_back(self, epoch: int) -> None:
-        """The pass of this ``epoch`` was no training pass."""
+        """Undo the beginning of a pass that turned out not to train, including its ``epoch``."""
         self.end()
         if self.epoch == epoch:
             self.epoch -= 1
 
     def end(self) -> None:
-        """A pass is over."""
+        """Close a pass. The position is reset when no pass is open."""
         self._open -= 1
         if not self._open:
             self._done, self._several, self._held = 0, False, None
@@ -227,18 +229,20 @@ class Position:
         if state["kind"] not in plan.takes:
             raise UsageError(
                 f"the state belongs to another kind of DataLoader, {MEANINGS[state['kind']]}; this is {MEANINGS[plan.kind]}. "
-                "parwrap.loaders() lists in the order of the first training passes: load the states in the same order."
+                "parwrap.loaders() lists loaders in the order of their first training passes: load the states in the same order."
             )
         _compare(state["facts"], plan.facts, only=LENGTH)
 
     def _agree(self, state: dict[str, Any], group: Group | None) -> None:
-        """A rank that has loaded nothing, or something else, would train on samples of others."""
+        """Check that all ranks have loaded the same state. Otherwise a rank would train on samples of other ranks."""
         if group is None:
             return
         places = group.exchange(LOADED, {"epoch": state["epoch"], "done": state["done"], "seed": state["seed"]})
         if len({repr(place) for place in places.values()}) > 1:
             listed = ", ".join(f"epoch {place['epoch']} after {place['done']} on rank {rank}" for rank, place in places.items())
-            raise RankMismatchError(f"the states loaded for a DataLoader differ between ranks: {listed}. Load the same on every rank.")
+            raise RankMismatchError(
+                f"the states loaded for a DataLoader differ between ranks: {listed}. Load the same state on every rank."
+            )
 
 
 def digest(drawn: Any) -> str:
@@ -255,7 +259,8 @@ def _compare(before: dict[str, Any], now: dict[str, Any], only: str | None = Non
     for name in before.keys() & now.keys() if only is None else {only} & before.keys():
         if before[name] != now[name]:
             raise UsageError(
-                f"the state is of a DataLoader whose {name} was {before[name]}; this one's is {now[name]}.{HINTS.get(name, '')}"
+                f"the state belongs to a DataLoader whose {name} was {before[name]}, but that of this one is "
+                f"{now[name]}.{HINTS.get(name, '')}"
             )
 
 

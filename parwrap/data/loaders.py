@@ -1,7 +1,7 @@
 """The interceptor of loaders: a training pass gives this rank its share, any other pass gives every rank the whole loader.
 
-So printed metrics are those of a single process. This file is the regular pass: it begins, hands out batches and ends.
-``training_share.py`` chooses the samples of a share, ``pass_history.py`` guesses what a pass is for. Rare cases are left to others:
+So printed metrics are those of a single process. This file has the regular pass: it begins, returns batches and ends. ``training_share.py``
+chooses the samples of a share, and ``pass_history.py`` guesses what a pass is for. Other files handle rare cases:
 
 - ``first_batch.py``: the pass turns out to be for something else, or is read for one batch;
 - ``end_of_share.py``: nothing was trained by the end of the share;
@@ -49,7 +49,10 @@ from parwrap.system.structures import tensors_in
 __all__ = ["Loaders"]
 
 Instead = Callable[[bool], Pass | None]
-"""Returns the pass that replaces one that has begun, or the same; its argument is whether the first batch is the only one."""
+"""A function that returns the pass that replaces a begun one, or the same pass.
+
+Its argument says whether the first batch is the only one.
+"""
 
 
 class Loaders(Interceptor):
@@ -59,13 +62,13 @@ class Loaders(Interceptor):
         group: the ranks; ``None`` for a single rank.
         loop: what the training loop has done so far.
         streams: the random streams.
-        sharing: returns the present options.
-        began: called at the first training pass.
+        sharing: a function that returns the current sharing options.
+        began: a function, called at the first training pass.
 
     Attributes:
         streams: the random streams.
         positions: the positions of training passes.
-        numbers: detects numbers that the script takes for those of all ranks.
+        numbers: the object that detects numbers of one rank that the script uses as if they covered all ranks.
     """
 
     def __init__(
@@ -91,32 +94,32 @@ class Loaders(Interceptor):
 
     @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """A pass over ``loader`` begins."""
+        """Begin a pass over ``loader``."""
         if is_private():
             return original(loader)
         if self._loop.parts:  # ``@evaluate`` has split it already
             return self._look(loader, original)
 
-        # does it look or train?
+        # does it train?
         history = self._histories.of(loader)
         if not torch.is_grad_enabled():
             return self._look(loader, original, instead=lambda only_one: self._lengths.check(loader, history, trains=False))
         self._doubts.resolve(history)
         trains, before = self._histories.may_train(loader, history), replace(history)
 
-        # asked again at the first batch, which may replace the pass
+        # decided again at the first batch, which may replace the pass
         begin, look = partial(self._begin, loader, original, history), partial(self._look, loader, original)
         return begin(trains, partial(self._first_batch.instead, loader, history, before, trains, begin, look))
 
     def _begin(self, loader: DataLoader, original: Callable, history: LoaderHistory, trains: bool, instead: Instead | None = None) -> Pass:
-        """A pass over this rank's share if it ``trains``, otherwise over the whole loader."""
+        """Iterate over this rank's share if the pass ``trains``, otherwise over the whole loader."""
         history.trains, history.phase = trains, self._loop.phase
         if trains:
             return self._train(loader, original, history, instead)
         return self._look(loader, original, watch_for_training(self._loop, history, self._say), instead)
 
     def _train(self, loader: DataLoader, original: Callable, history: LoaderHistory, instead: Instead | None) -> Pass:
-        """A pass that may train: this rank reads its share."""
+        """Iterate over this rank's share, in a pass that may train."""
         position, history.looked_phase = self.positions.begin(loader), None
         share, weights = self._shares.batches(loader, original, position)
         self._loop.opened_pass()
@@ -129,7 +132,7 @@ class Loaders(Interceptor):
         return Pass(batches, partial(self._ended, training), partial(self._drew, training), self._loop.reads_in_for, instead)
 
     def _drew(self, training: OpenPass, batch: Any) -> None:
-        """Hand out a batch of a pass that may train."""
+        """Return a batch of a pass that may train."""
         samples = samples_in(batch)
         self._loop.drew_batch(samples=samples)
         if training.looks:
@@ -143,7 +146,7 @@ class Loaders(Interceptor):
             self._loop.weights.draw(training.weighed, Weighed(weight, factor, samples, split), tensors_in(batch))
 
     def _ended(self, training: OpenPass, exhausted: bool) -> None:
-        """A pass that may train has ended, failed or was dropped."""
+        """Handle the end of a pass that may train, whether it ended, failed or was dropped."""
         history, loop, position, batches = training.history, self._loop, training.position, training.batches
         if training.looks:
             position.looked_at -= 1
@@ -168,11 +171,11 @@ class Loaders(Interceptor):
     def _look(
         self, loader: DataLoader, original: Callable, watch: Callable[[], None] = lambda: None, instead: Instead | None = None
     ) -> Pass:
-        """A pass that only looks: every rank reads everything, or its part in ``@evaluate``. Calls ``watch`` after each batch and at the
+        """Iterate without training: every rank reads everything, or its part in ``@evaluate``. Call ``watch`` after each batch and at the
         end."""
         if self._loop.drawing():
             self._shares.take_first(loader)
-        with self.streams.shared():  # a loader with workers draws ahead immediately
+        with self.streams.shared():  # a loader with workers immediately reads ahead
             batches, whole = original(loader), not (self._loop.parts or self._shares.shares_out_itself(loader))
         self._loop.opened_evaluation()
         self.numbers.looks(loader.dataset)
@@ -193,18 +196,18 @@ class Loaders(Interceptor):
 
     @intercepts
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
-        """``len(loader)``: of the part that this rank sees."""
+        """Return ``len(loader)``, of the part that this rank reads."""
         whole = original(loader)
         return whole if is_private() or self._loop.parts else self._lengths.length(loader, whole)
 
     @intercepts
     def loader_state(self, loader: DataLoader, original: Callable[[], dict]) -> dict:
-        """``state_dict()`` of a loader that has one: if the loader is split, its own iterator is not the one that is read."""
+        """Return ``state_dict()`` of a stateful loader. If the loader is split, its own iterator is not the one that is read."""
         return original() if is_private() or not self._histories.will_train(loader) else self.positions.of(loader).state_dict()
 
     @intercepts
     def load_loader_state(self, loader: DataLoader, original: Callable[[dict], None], state: dict) -> None:
-        """``load_state_dict(state)`` of such a loader."""
+        """Run ``load_state_dict(state)`` of a stateful loader."""
         if isinstance(state, dict) and MARK in state:
             self.positions.of(loader).load_state_dict(state)
         else:
@@ -212,7 +215,7 @@ class Loaders(Interceptor):
 
     @intercepts
     def world_size_asked(self) -> None:
-        """A dataset that asks for the number of ranks shards itself."""
+        """Record that code asks for the number of ranks: a dataset that does this shards itself."""
         world_size_asked()
 
     def agree(self, loader: DataLoader) -> None:
@@ -221,11 +224,11 @@ class Loaders(Interceptor):
         self._shares.agree(loader)
 
     def left(self) -> None:
-        """The function or script is over."""
+        """Resolve open doubts at the end of the function or script."""
         self._doubts.resolve_all()
 
     def close(self) -> None:
-        """The session is over: passes that outlive it continue unchanged."""
+        """Close the loaders at the end of the session. Passes that outlive it continue unchanged."""
         self._first_batch.close()
         self._shares.close()
 

@@ -1,7 +1,7 @@
-"""A pass that may train or only look at the data: this rank's share, and then, if nothing was trained, the rest of the whole.
+"""A pass that may or may not train: this rank's share, and then, if nothing was trained, the rest of the dataset.
 
-A training pass has trained by the end of the share, so that its batches are unchanged. The remaining case is a loss that is summed over the
-whole pass and waits for its backward.
+Most training passes have trained by the end of the share, so their batches are unchanged. The exception is a loss that is summed over the
+whole pass before its backward pass.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ class ShareThenRest:
 
     Args:
         share: this rank's batches.
-        unread: the part of the whole that it does not see; ``None`` if that cannot be read.
-        trained: returns a number that changes whenever something is trained.
-        looks: called when the share ends without training, with the number of batches read and whether a loss waits for a backward;
+        unread: the rest of the dataset; ``None`` if it cannot be read.
+        trained: a function that returns a number, which changes whenever something is trained.
+        looks: a function, called when the share ends without training, with the number of batches read and whether a loss waits for a
+            backward pass;
         returns the rest, or ``None`` if the pass trains after all.
-        shown: called once, when something was trained, with the number of batches read until then and whether the share had ended.
+        shown: a function, called once, when something was trained, with the number of batches read until then and whether the share had
+            ended.
 
     Attributes:
-        read: the number of batches of the share that the loop has got.
+        read: the number of batches of the share that the loop has read.
         trains: whether the pass is known to train.
-        looked: whether it is known to only look.
+        looked: whether the pass is known not to train.
     """
 
     def __init__(
@@ -87,20 +89,20 @@ class ShareThenRest:
         return getattr(self._share, name)
 
     def show_training(self) -> None:
-        """The loop is about to train on the batch it has read last."""
+        """Record that the loop is about to train on the batch it has read last."""
         if not self.trains:
             self._show()
 
     def first_waits(self) -> bool:
-        """Whether a result of the first batch still waits for a backward; if it is the only batch, the loop's variables show it."""
+        """Whether a result of the first batch still waits for a backward pass. If it is the only batch, the loop's variables show this."""
         return self._first is not None and self.read > 1 and _alive(*self._first) and gc.collect() >= 0 and _alive(*self._first)
 
     def kept(self) -> bool:
-        """Whether the script has kept the first batch, and so may have kept all."""
+        """Whether the script has kept the first batch, so that it may have kept all batches."""
         return self.read > 1 and self._first_tensor is not None and self._first_tensor() is not None
 
     def undecided(self) -> bool:
-        """Whether batches were read without training since, and the purpose of the pass is still open."""
+        """Whether the purpose of the pass is still unknown, and batches were read without training."""
         return self.read > 0 and not (self.trains or self.looked) and self._trained() == self._before
 
     def _show(self) -> None:
@@ -112,7 +114,7 @@ class ShareThenRest:
             self._unread.forget()
 
     def _ask(self) -> bool:
-        """Whether the pass looks, so that the rest comes next."""
+        """Ask whether the pass reads data without training. If so, the rest of the data comes next."""
         self._rest = self._looks(self.read, self.first_waits())
         self.looked, self.trains = self._rest is not None, self._rest is None
         if self._unread is not None:
@@ -139,6 +141,6 @@ def _alive(begin: int, end: int) -> bool:
         seen.add(node)
         if begin <= number < end:
             return True
-        if number > begin:  # older nodes lead to nothing newer
+        if number > begin:  # older nodes never lead to newer ones
             waiting += [each for each, _ in node.next_functions if each is not None]
     return False

@@ -1,4 +1,4 @@
-"""A pass that has ended without a backward: a later backward may still train on what it read.
+"""Doubts about passes that ended without a backward pass: a later backward pass may still train on what was read.
 
 Each such pass leaves a doubt in the history of its loader. The next pass, or the end of the function, resolves it.
 """
@@ -21,7 +21,7 @@ class OpenDoubts:
     Args:
         loop: what the training loop has done so far.
         histories: the histories of all loaders.
-        say: called with the warning.
+        say: a function, called with the warning.
     """
 
     def __init__(self, loop: Loop, histories: PassHistories, say: Callable[[str], None]) -> None:
@@ -36,22 +36,22 @@ class OpenDoubts:
             self._broken_off(training)
 
     def taken_for_training(self, training: OpenPass) -> None:
-        """This rank's share was read to its end without a backward, and a result of it waits for one."""
+        """Record a doubt: this rank's share was read to its end without a backward pass, but a result of it waits for one."""
         training.history.doubt = Doubt(
             self._loop.backwards,
             True,
-            f"a DataLoader was read to its end at {location()} without training, and each rank saw only its share: parwrap took it for "
-            "training with a backward after the pass. With torch.no_grad() around the loop every rank sees all of it.",
+            f"a DataLoader was read to its end at {location()} without training, and each rank saw only its share, because parwrap "
+            "expected a backward after the loop. To read all of it on every rank, wrap the loop in torch.no_grad().",
         )
 
     def resolve(self, history: LoaderHistory) -> None:
-        """A pass begins, over the loader of ``history``: an earlier one that was left and not trained on has only looked."""
+        """Resolve the doubt about an earlier pass when a new one begins over the loader of ``history``: the earlier one did not train."""
         for each in self._histories.all():
             if each.doubt and (each is history or not each.doubt.waits):
                 self._resolve(each)
 
     def resolve_all(self) -> None:
-        """The function or script is over."""
+        """Resolve all doubts at the end of the function or script."""
         for each in self._histories.all():
             self._resolve(each)
         if self._read_in_parts and self._loop.phase and not (self._loop.backwards or self._loop.steps):
@@ -62,17 +62,18 @@ class OpenDoubts:
             )
 
     def _broken_off(self, training: OpenPass) -> None:
-        """The pass was left early, without a backward."""
+        """Record a doubt if the loop left the pass early, without a backward."""
         batches = training.batches
         if batches is None or not batches.undecided() or sys.is_finalizing():
             return
         if batches.read == 1 or self._loop.versions() != training.versions:
-            return  # one batch is drawn for its shape, or to be shown
+            return  # a single batch is often drawn only for its shape, or to show it
         training.history.doubt = Doubt(
             self._loop.backwards,
             batches.first_waits(),
-            f"{batches.read} batches of a DataLoader were read at {location()} without a backward, and each rank saw others. With "
-            "torch.no_grad() around the loop all ranks see the same; parwrap.reduce_mean(x) is the mean over the ranks.",
+            f"{batches.read} batches of a DataLoader were read at {location()} without a backward, and each rank read different ones. To "
+            "read the same batches on all ranks, wrap the loop in torch.no_grad(). To average a value over the ranks, use "
+            "parwrap.reduce_mean(x).",
         )
 
     def _resolve(self, history: LoaderHistory) -> None:

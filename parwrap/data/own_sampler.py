@@ -1,4 +1,4 @@
-"""Loaders with the user's own ``DistributedSampler``: it is kept if it was made for the present number of ranks."""
+"""Loaders with the user's own ``DistributedSampler``. The sampler is kept if it was made for the present number of ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["OwnSamplers"]
 
 
 class OwnSamplers:
-    """Makes each rank draw from the user's own sampler as that rank.
+    """Makes the user's own sampler draw the samples of this rank.
 
     Args:
-        agreement: asks the other ranks; ``None`` for a single rank.
+        agreement: compares values with the other ranks; ``None`` for a single rank.
         rank: this rank.
         size: the number of ranks.
     """
@@ -37,18 +37,18 @@ class OwnSamplers:
         return isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas == self._size > 1
 
     def shard(self, loader: DataLoader, done: int) -> DataLoader:
-        """A copy that draws from that sampler, as this rank, without the first ``done``."""
+        """A copy of the loader that draws this rank's samples from the user's sampler, without the first ``done``."""
         sampler: Any = loader.sampler
         if loader not in self._ranks_differ and self._agreement:
             self._ranks_differ[loader] = self._agreement.own_sampler(sampler)
             if not self._ranks_differ[loader]:
                 warn(
-                    f"parwrap: a DataLoader's own DistributedSampler was made with rank={sampler.rank} on more than one rank, so that "
-                    "they would train on the same share; each gets its own. Remove num_replicas= and rank=, or use no "
+                    f"parwrap: a DataLoader's own DistributedSampler was made with rank={sampler.rank} on more than one rank, so these "
+                    "ranks would train on the same share. parwrap gives each rank its own share. Remove num_replicas= and rank=, or the "
                     "DistributedSampler."
                 )
         if not self._ranks_differ.get(loader):
-            sampler = copy.copy(sampler)  # made each time, because the user calls set_epoch on the original
+            sampler = copy.copy(sampler)  # copied for each pass, because the user calls set_epoch on the original
             sampler.rank = self._rank
         batches: Any = loader.batch_sampler
         if batches is not None and sampler is not loader.sampler:
@@ -67,4 +67,4 @@ class OwnSamplers:
             replicas = sampler.num_replicas
             what = "it is kept" if replicas == self._size else f"its draws are divided among {self._size} ranks"
             made_for = "1 replica" if replicas == 1 else f"{replicas} replicas"
-            write_line(f"parwrap: a DataLoader has its own DistributedSampler, for {made_for}: {what}.")
+            write_line(f"parwrap: a DataLoader has its own DistributedSampler for {made_for}: {what}.")

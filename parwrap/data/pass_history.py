@@ -1,4 +1,4 @@
-"""The history of each loader, and the guess from it what its next pass is for.
+"""The history of each loader, from which parwrap guesses what the next pass is for.
 
 ``first_batch.py``, ``end_of_share.py`` and ``unexpected_training.py`` find out what the pass is really for.
 """
@@ -25,12 +25,12 @@ __all__ = ["Doubt", "LoaderHistory", "OpenPass", "PassHistories"]
 
 
 class Doubt(NamedTuple):
-    """A pass that has ended and may train yet, by a later backward.
+    """A doubt about a pass that has ended, but that a later backward pass may still train on.
 
     Attributes:
-        backwards: the number of backwards before its end.
-        waits: whether a result of the whole pass waits for one.
-        text: the warning if none comes.
+        backwards: the number of backward passes before its end.
+        waits: whether a result of the whole pass waits for a backward pass.
+        text: the warning if no backward pass follows.
     """
 
     backwards: int
@@ -45,17 +45,17 @@ class LoaderHistory:
     Attributes:
         trains: whether the last pass trained; ``None`` before the first pass.
         has_trained: whether any pass had a backward.
-        trained_on_share: whether a pass over this rank's share had one.
+        trained_on_share: whether a pass over this rank's share had a backward pass.
         by_batch: whether the first pass that trained did so before its second batch was drawn.
         draws_ahead: whether a pass trained only after all of its share was drawn.
-        reads_whole: whether a pass only looked and its rest cannot be read; then every rank reads all from then on.
+        reads_whole: whether a pass did not train, and its rest cannot be read; every rank then reads everything from now on.
         phase: the number of optimizers when the last pass began.
-        looked_phase: that number if the last pass looked at the whole loader.
+        looked_phase: that number if the last pass read the whole loader without training.
         doubt: the doubt that the last pass has left.
-        noted: whether the warning about a pass that only looked was shown.
+        noted: whether the warning about a pass without training was shown.
         given_lengths: the length given before the first pass, and that of a pass of the other kind, if they differ.
-        asked_in_eval: whether it was asked for in eval mode.
-        asked: the numbers of backwards and of training passes when ``next(iter(loader))`` asked for one batch.
+        asked_in_eval: whether the length was asked for in eval mode.
+        asked: the numbers of backward passes and of training passes when ``next(iter(loader))`` asked for one batch.
     """
 
     trains: bool | None = None
@@ -78,7 +78,7 @@ class OpenPass:
 
     Args:
         loader: the user's.
-        original: reads a loader.
+        original: the function that iterates over a loader.
         history: the loader's history.
         position: the loader's position, where the pass has begun.
         sharing: how the data is split.
@@ -87,12 +87,12 @@ class OpenPass:
 
     Attributes:
         epoch: the epoch of the pass.
-        unread: the part of the whole that this rank does not see; ``None`` if that cannot be read.
-        backwards, steps, versions: the loop's numbers when the pass began.
-        weighed: the pass in the batch weights.
+        unread: the part of the data that this rank does not read; ``None`` if it cannot be read.
+        backwards, steps, versions: the loop's counts of backward passes, steps and parameter versions when the pass began.
+        weighed: the pass's entry in the batch weights.
         batches: this rank's share and the rest; ``None`` if the share is the whole, and once the pass has ended.
         gradient: the gradient that the first backward has left.
-        looks: whether the pass has turned out to look only.
+        looks: whether the pass turned out to read data without training.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class PassHistories:
 
     Args:
         loop: what the training loop has done so far.
-        shares: makes this rank's share of a loader.
+        shares: the object that makes this rank's share of a loader.
 
     Attributes:
         trained_passes: the number of finished passes that had a backward.
@@ -125,7 +125,7 @@ class PassHistories:
         self.trained_passes = 0
 
     def of(self, loader: DataLoader) -> LoaderHistory:
-        """The history of ``loader``, created if it has none."""
+        """The history of ``loader``, created on first use."""
         self._shuffled_seen |= _shuffled(loader)
         return self._histories.setdefault(loader, LoaderHistory())
 
@@ -134,10 +134,10 @@ class PassHistories:
         return list(self._histories.values())
 
     def may_train(self, loader: DataLoader, history: LoaderHistory) -> bool:
-        """Whether a pass that begins may train, so that this rank's share comes first.
+        """Whether a pass that begins may train, so that it begins with this rank's share.
 
-        Once there is something to train, any loader may train; if it only looks, the rest follows the share. Exceptions are read whole: a
-        loader that does not shuffle, in order, in eval mode, and once a shuffling one has been trained on.
+        Once there is something to train, any pass may train. If it does not, the rest of the data follows the share. Some passes read the
+        whole loader instead: those in eval mode, and those over a loader that does not shuffle once a shuffling one has been trained on.
         """
         if self._shares.keeps():
             return not self._loop.in_eval_mode()
@@ -153,7 +153,7 @@ class PassHistories:
     def will_train(self, loader: DataLoader) -> bool:
         """The best guess for a loader that was not iterated yet, when a script asks for its length."""
         history = self.of(loader)
-        if history.has_trained:  # an average is divided by the length after the pass, also if that only looked
+        if history.has_trained:  # an average is divided by the length after the pass, even if the pass did not train
             return torch.is_grad_enabled() and history.trains is not False and history.looked_phase != self._loop.phase
         if history.trains is not None and history.phase == self._loop.phase:
             return history.trains
@@ -164,7 +164,7 @@ class PassHistories:
         return not self._shuffled_seen or shuffles(loader)
 
     def only_looks(self, history: LoaderHistory) -> bool:
-        """Whether a pass whose losses are kept to its end probably only looks."""
+        """Whether a pass that keeps its losses to its end is probably an evaluation."""
         others = any(other.by_batch and other.phase == self._loop.phase for other in self._histories.values())
         return self._loop.in_eval_mode() or history.by_batch or (others and not history.has_trained)
 

@@ -1,4 +1,4 @@
-"""The iterators of one pass over a loader: its items and its end.
+"""The iterators of one pass over a loader, which report its items and its end.
 
 ``loaders.py`` and ``training_share.py`` decide what a pass is for and which batches it has.
 """
@@ -26,7 +26,7 @@ class SharedDraws:
     Attributes:
         drawn: the number of draws in this pass.
         last: the last draw.
-        check: called with the draw of that number, or with ``None`` if the sampler ends before it.
+        check: a draw's number, and a function, called with that draw, or with ``None`` if the sampler ends before it.
     """
 
     def __init__(self, indices: Any, streams: RandomStreams) -> None:
@@ -58,15 +58,16 @@ class SharedDraws:
 
 
 class Pass:
-    """The iterator of one pass; calls ``closed(exhausted)`` once, when it ends, fails or is dropped.
+    """The iterator of one pass. It calls ``closed(exhausted)`` once, when it ends, fails or is dropped.
 
     Args:
         batches: the batches of the pass.
-        closed: called with whether the pass has come to its end.
-        drawn: called with each batch.
+        closed: a function, called with whether the pass was read to its end.
+        drawn: a function, called with each batch.
         in_for: called, when it changes, with whether a ``for`` statement reads the pass and alone holds it. A pass that something else
         reads may stay open after the loop around it.
-        instead: called before the first batch, with whether that is the only one, of ``next(iter(loader))``; returns the pass that
+        instead: a function, called before the first batch, with whether that is the only one, of ``next(iter(loader))``; returns the pass
+            that
         replaces this one, or the same.
     """
 
@@ -115,7 +116,7 @@ class Pass:
             self._in_for, other._in_for = other._in_for, None
 
     def last(self) -> bool:
-        """Whether the batch drawn last, which is trained on, is the final one; looks one ahead."""
+        """Whether the last drawn batch is the final one of the pass. This draws one batch ahead."""
         if isinstance(self._batches, Pass):
             return self._batches.last()
         if isinstance(self._batches, ShareThenRest):
@@ -147,7 +148,7 @@ class Pass:
 
 
 def _in_for_statement(frame: FrameType | None) -> bool:
-    """Whether ``frame`` asks for the next item of a ``for`` statement; C iterators and library generators pass that on."""
+    """Whether ``frame`` asks for the next item of a ``for`` statement, directly or through C iterators and library generators."""
     while frame is not None and frame.f_code.co_code[frame.f_lasti] == dis.opmap["FOR_ITER"]:
         if not frame.f_code.co_flags & inspect.CO_GENERATOR:
             return True
@@ -165,7 +166,7 @@ def _in_next(frame: FrameType | None) -> bool:
     named, line = [], None
     for each in dis.get_instructions(frame.f_code):
         line = each.starts_line or line
-        positions = getattr(each, "positions", None)  # before Python 3.11 only the line is known
+        positions = getattr(each, "positions", None)  # before Python 3.11, only the line is known
         begins[each.offset] = (positions.lineno, positions.col_offset) if positions else (line,)
         if each.argval == "next" and each.opname.startswith("LOAD_"):
             named.append(each.offset)
@@ -190,7 +191,7 @@ for _ in _Probe():
 
 
 def _drawn_ahead(batches: Iterator) -> Callable[[], Any]:
-    """Returns the next of ``batches``, which is drawn now, or raises the error of drawing it."""
+    """Draw the next of ``batches`` now; return a function that returns it or raises the error."""
     try:
         batch = next(batches)
     except StopIteration:

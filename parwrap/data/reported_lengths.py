@@ -1,7 +1,7 @@
-"""The length of a dataset, a sampler or a loader in the user's code, where this rank reads a part of it.
+"""Decides which length of a dataset, sampler or loader the user's code sees while this rank reads only a part of it.
 
-A function that divides by ``len(loader.dataset)`` gets the mean over its rank's part if that is the part's length. Torch and parwrap see
-the whole. The length of a list cannot be changed, so ``loader.dataset`` is another object there.
+A function that divides by ``len(loader.dataset)`` gets the mean over its rank's part only if this is the length of the part. Torch and
+parwrap see the whole length. The length of a list cannot be changed, so ``loader.dataset`` returns another object then.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ PASSING_ON = (
     "parwrap.patching.patch",
     "wrapt.wrappers",
 )
-"""The modules that a patched call passes through. Their own requests come from other modules."""
+"""The modules that a patched call passes through; they are not the ones that ask."""
 
 HEAP_TYPE = 1 << 9
 """The flag of a class whose attributes can be set."""
 
 TELLS = ("CACHE", "PRECALL", "PUSH_NULL", "RESUME", "EXTENDED_ARG")
-"""Instructions that load nothing."""
+"""Bytecode instructions that load no value."""
 
 
 class Share(NamedTuple):
@@ -67,10 +67,10 @@ class Lengths:
     Args:
         function: the function that reads loaders.
         arguments: its arguments by name.
-        parts: whether lengths are those of parts; otherwise they are whole, and requests are only noted.
+        parts: whether to report the lengths of parts; if not, lengths are those of all the data, and requests are only recorded.
 
     Attributes:
-        share: returns the part of a loader.
+        share: a function that returns the part of a loader that this rank reads.
     """
 
     def __init__(self, function: Callable, arguments: Mapping[str, Any], parts: bool = True) -> None:
@@ -94,7 +94,7 @@ class Lengths:
         self._patches.close()
 
     def note(self, loader: DataLoader) -> None:
-        """From now on, report the lengths of the sources of ``loader``.
+        """Report the lengths of the sources of ``loader`` from now on.
 
         Raises:
             UsageError: the function asks for the length of a dataset whose type cannot be changed.
@@ -113,7 +113,7 @@ class Lengths:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Report the lengths of the whole, for the user's samplers and datasets while they are read."""
+        """Report whole lengths inside the block, for the user's samplers and datasets while they are read."""
         before, self._whole = self._whole, True
         try:
             yield
@@ -132,11 +132,12 @@ class Lengths:
         return whole if self._whole else self._of(loader, "batches", whole)
 
     def check(self, loader: DataLoader, readers: int) -> None:
-        """A pass over ``loader`` begins, which ``readers`` ranks share: reported lengths must be right."""
+        """Check the reported lengths when a pass over ``loader`` begins, which ``readers`` ranks share."""
         if self._reported.get(id(loader), readers) not in (None, readers):
             raise UsageError(
-                "a function decorated with @parwrap.evaluate asks for the length of a DataLoader and reads a smaller one first, so that "
-                "fewer ranks share the pass than the length assumed: ask for it when its pass begins, or decorate a function for each."
+                "a function decorated with @parwrap.evaluate asks for the length of a DataLoader but reads a smaller one first, so fewer "
+                "ranks share the pass than that length assumed: ask for the length when the pass begins, or decorate one function per "
+                "loader."
             )
 
     def warn(self, passes: list[list[list[int]]]) -> None:
@@ -146,19 +147,20 @@ class Lengths:
         for _, name, whole, place in self._asked.values():
             if not self._parts:
                 _warn(
-                    f"the function asked for a length ({place}). It is that of the whole, because an entry of reduce is 'sum' or a "
-                    "function: results divided by it must be a 'sum' too. With 'mean', divide by a count."
+                    f"the function asked for a length ({place}). It is the length of all the data, because an entry of reduce is 'sum' "
+                    "or a function. Results divided by it must use 'sum' too. For 'mean', divide by a count."
                 )
             elif name == "batches" and not equal:
                 _warn(
-                    f"the function asked for the number of batches ({place}), and those of one rank are smaller: a result divided by it "
-                    "is weighted by samples, and so is not the mean over batches of a single process. Use reduce='sum' for it, as in "
-                    f"reduce={{'loss': 'sum', 'accuracy': 'mean'}}, or divide by the number of samples."
+                    f"the function asked for the number of batches ({place}), which is smaller on one rank. A result divided by it is "
+                    "weighted by samples, so it is not the mean over batches that a single process computes. Use reduce='sum' for it, "
+                    "for example reduce={'loss': 'sum', 'accuracy': 'mean'}, or divide by the number of samples."
                 )
             elif name in ("dataset", "sampler") and whole not in samples:
                 _warn(
                     f"the function asked for the length of a {name} ({place}), which is {whole}, but a pass reads {samples[0]} samples: "
-                    "a result divided by it differs from that of a single process. Use reduce='sum' for it, or divide by a count."
+                    "a result divided by that length differs from that of a single process. Use reduce='sum' for it, or divide by a "
+                    "count."
                 )
 
     def _length(self, wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> int:
@@ -172,24 +174,24 @@ class Lengths:
         return self._of(known[1], known[2], whole)
 
     def _refuse_length_of(self, dataset: Any) -> None:
-        """Fail if the function asks by name for the length of ``dataset``, or of the data in it, if that cannot be the part's."""
+        """Raise an error if the function asks for a length of ``dataset``, or of the data in it, that cannot be reported for the part."""
         bound = self._bound | _locals(self._function)
         for thing in (dataset, *_data_in(dataset)):
             if (thing is not dataset or not can_patch(type(thing))) and _asks_for_length(self._function, bound, thing):
                 raise UsageError(
                     f"a function decorated with @parwrap.evaluate asks for the length of a dataset that is a {type(thing).__name__}, "
-                    "which is that of all samples, while each rank reads a part: write len(loader.dataset), divide by a count, or use "
+                    "which counts all samples, but each rank reads only a part: use len(loader.dataset), divide by a count, or use "
                     "reduce='sum'."
                 )
 
     def _of(self, loader: DataLoader, name: str, whole: int) -> int:
-        """The length ``name`` of this rank's part of ``loader``, where ``whole`` is that of all."""
+        """The length ``name`` of this rank's part of ``loader``; ``whole`` is the length of all the data."""
         batches, samples, readers = self.share(loader) if self._parts else Share(whole, whole)
         length = batches if name in ("batches", "batch_sampler") else samples
         if length is None:
             raise UsageError(
                 "a function decorated with @parwrap.evaluate asks for a length before this rank's part of the DataLoader is known: ask "
-                "after the pass, divide by a count, or use reduce='sum'."
+                "after the loop, divide by a count, or use reduce='sum'."
             )
         self._reported[id(loader)] = readers
         self._asked[id(loader), name] = loader, "batches" if name == "batch_sampler" else name, whole, location()
@@ -202,7 +204,7 @@ def asked_inside() -> bool:
 
 
 def asked_for_a_bar() -> bool:
-    """Whether it comes from a package that shows progress."""
+    """Whether the running call comes from a package that shows progress bars."""
     return _package(asker()) in BARS
 
 
@@ -219,7 +221,7 @@ def _package(frame: FrameType) -> str:
 
 
 def can_patch(kind: type) -> bool:
-    """Whether methods of ``kind`` can be exchanged."""
+    """Whether methods of ``kind`` can be replaced."""
     return bool(kind.__flags__ & HEAP_TYPE) and not issubclass(kind, torch.Tensor)
 
 

@@ -1,6 +1,6 @@
-"""The rest of a pass, as samplers: what follows the samples trained on before, divided among the present number of ranks.
+"""Samplers for the rest of a pass: what follows the samples that were already trained on, divided among the present ranks.
 
-Only indices are skipped, no sample is read. ``loader_position.py`` knows what was trained on before.
+Only indices are skipped; no sample is read. ``loader_position.py`` knows what was trained on before.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Resumed:
 
 
 class RestOfSamples:
-    """This rank's part of what comes after the first ``done`` samples of an ``order``.
+    """This rank's part of what follows the first ``done`` samples of an ``order``.
 
-    Ranks get equally many. As in ``DistributedSampler``, an incomplete last round is filled from the first samples, or dropped with
-    ``uneven="drop"``.
+    All ranks get the same number of samples. As in ``DistributedSampler``, an incomplete last round is filled from the first samples, or
+    dropped with ``uneven="drop"``.
 
     >>> [list(RestOfSamples("abcdefg", 4, rank, 2)) for rank in (0, 1)]
     [['e', 'g'], ['f', 'a']]

@@ -1,4 +1,4 @@
-"""Numbers that a loop sums over its batches and divides by the length of the whole dataset: each rank's are those of its own share.
+"""Detects sums over batches that a loop divides by the length of the whole dataset, although each rank's sum covers only its share.
 
 The sum cannot be observed, but the division can: by the length of a shared dataset, in the first training pass or after it, or by a
 variable, an item or an attribute with that value.
@@ -23,17 +23,17 @@ __all__ = ["RunningNumbers"]
 DIVISIONS = ("/", "/=")
 COMPUTED = ("BINARY_", "INPLACE_")
 SILENT = {"CACHE", "PRECALL", "PUSH_NULL", "NOP"}
-"""Instructions that do not change the result."""
+"""Bytecode instructions that do not change the result."""
 
 REDUCTIONS = {"reduce_sum", "reduce_mean", "gather"}
 
 
 class RunningNumbers:
-    """Says once how to get such numbers of all ranks.
+    """Warns once, and says how to get such numbers of all ranks.
 
     Args:
         size: the number of ranks that share a dataset.
-        say: called with the warning.
+        say: a function, called with the warning.
     """
 
     def __init__(self, size: int, say: Callable[[str], None]) -> None:
@@ -51,11 +51,14 @@ class RunningNumbers:
         self._dataset, self._over = None, True
 
     def trains(self, dataset: Any) -> None:
-        """A training pass over this rank's share of ``dataset`` begins: the first one is observed, and what follows it up to the second."""
+        """Begin a training pass over this rank's share of ``dataset``.
+
+        The first one is observed, and the code after it up to the second.
+        """
         if self._over:
             return
         if self._dataset is not dataset and not self._passes and hasattr(dataset, "__len__"):
-            self._patches.close()  # the one before only looked
+            self._patches.close()  # the pass before did not train
             self._dataset, self._reads_share, self._divided = dataset, False, ""
             if can_patch(type(dataset)):
                 self._patches.enter_context(installed([Patch(type(dataset), "__len__", self._length)]))
@@ -64,12 +67,12 @@ class RunningNumbers:
         self._reads_share |= self._dataset is dataset
 
     def looks(self, dataset: Any) -> None:
-        """A pass over all of ``dataset`` begins: sums in it are complete."""
+        """Stop observing when a pass over all of ``dataset`` begins, because its sums are complete."""
         if self._dataset is dataset:
             self._reads_share = False
 
     def ended(self, dataset: Any) -> None:
-        """A training pass over ``dataset`` has come to its end."""
+        """Record that a training pass over ``dataset`` has ended."""
         if self._over or self._dataset is not dataset:
             return
         self._passes += 1
@@ -95,14 +98,14 @@ class RunningNumbers:
 
     def _warn(self, place: str) -> None:
         self._say(
-            f"parwrap: {place} divides by the length of a dataset that {self._size} ranks share: a rank's sum over its batches covers "
-            "only its own share. parwrap.reduce_sum(x) is the sum over all ranks."
+            f"parwrap: {place} divides by the length of a dataset that {self._size} ranks share, but a rank's sum covers only its own "
+            "share. To sum over all ranks, use parwrap.reduce_sum(x)."
         )
         self.close()
 
 
 def _divides_at_once(code: CodeType, call: int) -> bool:
-    """Whether the result of the ``call`` at this offset of ``code`` is a divisor, there or under the name that it gets."""
+    """Whether the result of the ``call`` at this offset of ``code`` is a divisor, directly or through the variable that gets it."""
     if REDUCTIONS & set(code.co_names):
         return False
     following = next((each for each in dis.get_instructions(code) if each.offset > call), None)
@@ -134,7 +137,7 @@ _LEN = object()
 
 
 def _divides_by_part(code: CodeType, known: dict[str, Any], dataset: Any, value: int) -> int:
-    """The line where ``code`` divides by an item or attribute, or by ``len(dataset)``, of that ``value``; 0 if it does not.
+    """The line where ``code`` divides by an item, an attribute or ``len(dataset)`` that equals ``value``; 0 if there is none.
 
     >>> _divides_by_part(compile("total / sizes['train']", "", "exec"), {"sizes": {"train": 5}}, None, 5)
     1
@@ -182,7 +185,7 @@ def _divides_by(code: CodeType, name: str) -> int:
     line = code.co_firstlineno
     instructions = list(pairwise(dis.get_instructions(code)))
     if any(two.opname.startswith("STORE_") and two.argval == name and one.opname.startswith(COMPUTED) for one, two in instructions):
-        return 0  # a counter, which may have reached the same number
+        return 0  # a counter may have reached the same number
     for one, other in instructions:
         line = lines.get(one.offset) or line
         if one.opname.startswith("LOAD_") and one.argval == name and _is_division(other):

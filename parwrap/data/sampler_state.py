@@ -1,4 +1,4 @@
-"""The state behind a loader's order, as numbers and texts that any file can keep: the random streams and the samplers' generators.
+"""The state that determines a loader's order, the random streams and the samplers' generators, as plain numbers and texts.
 
 Everything is plain: no tensors, so that a checkpoint can be loaded onto any device and with ``weights_only=True``.
 """
@@ -40,8 +40,8 @@ def set_sources(loader: DataLoader, states: list[Any]) -> None:
     sources = list(_sources(loader))
     if [state["of"] for state in states] != [_kind(each) for each in sources]:
         raise UsageError(
-            f"the state is of a loader that draws from {_listed(state['of'] for state in states)}; this one draws from "
-            f"{_listed(map(_kind, sources))}. Load it into the loader with the same sampler and generator."
+            f"the state belongs to a loader that draws from {_listed(state['of'] for state in states)}, but this one draws from "
+            f"{_listed(map(_kind, sources))}. Load it into a loader with the same sampler and generator."
         )
     for source, state in zip(sources, states, strict=True):
         _set_state(source, _decoded(state["state"]))

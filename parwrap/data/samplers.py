@@ -1,4 +1,4 @@
-"""A rank's share of a loader's indices, as samplers; they draw lazily.
+"""Samplers that draw a rank's share of a loader's indices, lazily.
 
 A plain sequential or shuffled loader gets torch's ``DistributedSampler``. Every other sampler is kept: its batches are dealt out to the
 ranks in turn, or each is split among them. Endless loaders are common, so indices are never listed.
@@ -44,8 +44,9 @@ class DealtBatches:
     """Every ``size``-th batch, from the ``rank``-th on; all ranks get the same number.
 
     If the last batches are fewer than the ranks, they are padded from the first ones (``uneven="pad"``, as ``DistributedSampler`` does),
-    dropped (``"drop"``), or given to as many ranks as possible (``"join"``). With ``"join"`` the other ranks repeat a batch, and
-    ``weights`` gets the weight of each batch, as in :class:`SplitBatches`. A continued pass has the batches of its beginning as ``first``.
+    dropped (``"drop"``), or given to as many ranks as possible (``"join"``). With ``"join"``, the other ranks repeat a batch, and the
+    weight of each batch is added to ``weights``, as in :class:`SplitBatches`. In a continued pass, ``first`` contains the batches of its
+    beginning.
 
     >>> [list(DealtBatches("abcde", rank, 2)) for rank in (0, 1)]
     [['a', 'c', 'e'], ['b', 'd', 'a']]
@@ -88,8 +89,8 @@ class DealtBatches:
 class SplitBatches:
     """This rank's part of every batch, in order.
 
-    ``weights`` gets, for each batch drawn, the weight of this rank's part in an average over ranks: its samples times the number of ranks
-    over all samples. A rank without a part gets the first sample at weight 0, so that it takes part.
+    For each drawn batch, the weight of this rank's part in an average over ranks is added to ``weights``: its number of samples times the
+    number of ranks, divided by all samples. A rank without a part gets the first sample with weight 0, so that it takes part.
 
     >>> split = SplitBatches([[1, 2, 3], [4]], rank=1, size=2)
     >>> list(split), list(split.weights)
@@ -134,12 +135,12 @@ def is_plain(loader: DataLoader) -> bool:
 
 
 def arranged(draws: Any, size: int) -> Any:
-    """The ``draws`` of a sampler, in the order to deal them out to ``size`` ranks, if it defines one."""
+    """The ``draws`` of a sampler, in the order in which to deal them out to ``size`` ranks, if the sampler defines one."""
     return draws.for_ranks(size) if hasattr(draws, "for_ranks") else draws
 
 
 def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad") -> int:
-    """The number of batches that one of ``size`` ranks gets of a loader that has ``whole``."""
+    """The number of batches that each of ``size`` ranks gets from a loader with ``whole`` batches."""
     if hasattr(loader.batch_sampler, "for_ranks"):
         whole = len(arranged(loader.batch_sampler, size))
     stream = isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, IterDataPipe)
@@ -160,7 +161,7 @@ def refuse_nothing(loader: DataLoader, size: int) -> None:
     if whole < size:
         what = "samples" if is_plain(loader) or loader.batch_sampler is None else "batches"
         raise UsageError(
-            f'uneven="drop" leaves no data to train on: a DataLoader has {whole} {what} for {size} ranks. Give uneven="pad", which '
+            f'uneven="drop" leaves no data to train on: a DataLoader has {whole} {what} for {size} ranks. Use uneven="pad", which '
             'repeats some, or uneven="join", or start fewer ranks.'
         )
 
@@ -171,9 +172,9 @@ def _in_rounds(pieces: int, size: int, uneven: str) -> int:
 
 
 def last_part(batches: Any) -> float:
-    """The filled part of the last of a sampler's ``batches``: less than 1 if the samples do not fill it.
+    """How full the last of a sampler's ``batches`` is: less than 1 if the samples do not fill it.
 
-    A sampler around another has it as ``within``.
+    A sampler around another one has it as its attribute ``within``.
 
     >>> last_part(BatchSampler(range(10), 4, drop_last=False)), last_part(SplitBatches(BatchSampler(range(8), 4, drop_last=False), 0, 2))
     (0.5, 1.0)
@@ -195,8 +196,8 @@ def with_indices(loader: DataLoader, indices: Iterable, **others: Any) -> DataLo
 def with_others(loader: DataLoader, **others: Any) -> DataLoader:
     """A shallow copy of ``loader`` with some attributes replaced by ``others``.
 
-    Everything else is kept, also for subclasses. ``DataLoader`` refuses new samplers by ``__setattr__``, hence ``vars``; ``copy.copy``
-    would leave a cache on the class.
+    Everything else is kept, for subclasses too. ``DataLoader.__setattr__`` refuses new samplers, so this sets ``vars``. ``copy.copy`` would
+    leave a cache on the class.
     """
     copied = loader.__class__.__new__(loader.__class__)
     vars(copied).update({**vars(loader), ITERATOR: None, **others})
@@ -204,12 +205,12 @@ def with_others(loader: DataLoader, **others: Any) -> DataLoader:
 
 
 def read_for(copied: DataLoader, loader: DataLoader) -> None:
-    """Note that ``copied`` is read in place of the user's ``loader``."""
+    """Record that ``copied`` is read instead of the user's ``loader``."""
     vars(copied)[READ_FOR] = weakref.ref(loader)
 
 
 def users_own(loader: DataLoader) -> DataLoader:
-    """The user's loader in whose place ``loader`` is read, or ``loader`` itself."""
+    """The user's loader that ``loader`` was copied from, or ``loader`` itself."""
     known = vars(loader).get(READ_FOR)
     return (known() if known else None) or loader
 

@@ -12,7 +12,7 @@ from parwrap.group.group import is_alone
 __all__ = ["OwnPart", "Sharing", "TrainingData", "is_private", "replicated"]
 
 replicated: weakref.WeakSet[DataLoader] = weakref.WeakSet()
-"""Loaders that every rank reads whole; this holds in every scope."""
+"""Loaders that every rank reads completely, in every scope."""
 
 
 class OwnPart(Subset):
@@ -34,18 +34,18 @@ class Sharing(NamedTuple):
 
     @property
     def weighs_streams(self) -> bool:
-        """Whether the batches of a stream are weighted by their samples."""
+        """Whether the batches of a stream are weighted by their number of samples."""
         return self.loss == "mean" and (self.batch == "global" or self.uneven == "join")
 
     def loss_factor(self, weight: float, size: int) -> float:
-        """The factor of a batch's loss besides its ``weight``: a sum is weighted by samples already."""
+        """The factor for a batch's loss in addition to its ``weight``: a sum is already weighted by its number of samples."""
         if self.loss == "mean" or not weight:
             return 1.0
         return (size if self.batch == "global" else 1) / weight
 
 
 class TrainingData(NamedTuple):
-    """The data of the first training pass, for the line at the start of training.
+    """Facts about the data of the first training pass, for the line at the start of training.
 
     Attributes:
         samples: the size of the whole dataset; ``None`` if it has no length.
@@ -59,5 +59,5 @@ class TrainingData(NamedTuple):
 
 
 def is_private() -> bool:
-    """Whether a worker process or a single rank reads a loader, so that all of it is read."""
+    """Whether a loader is read completely because a worker process or a single rank reads it."""
     return get_worker_info() is not None or is_alone()

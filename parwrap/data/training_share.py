@@ -50,10 +50,10 @@ from parwrap.loop.random_streams import RandomStreams
 __all__ = ["TrainingShares"]
 
 END_OF_STREAM = "the end of a pass over an IterableDataset"
-END_OF_SHARE = "the end of a pass over a DataLoader without a backward"
+END_OF_SHARE = "the end of a pass over a DataLoader without a backward pass pass"
 
 ANOTHER_LOADER = 1_000_003
-"""The distance between the seeds of two loaders, so that they never coincide in a later epoch; zipped loaders must not pair a sample with
+"""The distance between the seeds of two loaders, so that they never coincide in a later epoch: zipped loaders must not pair a sample with
 itself."""
 
 
@@ -64,8 +64,8 @@ class _Shared:
     Attributes:
         position: the position of its training passes.
         seeds: the seed of the split, for each length that the dataset has had.
-        draws: whether the ranks' samplers draw the same.
-        lasting: the copy whose persistent workers stay from pass to pass.
+        draws: whether the samplers of all ranks draw the same.
+        lasting: the copy with persistent workers, which is kept from pass to pass.
         draws_of_lasting: the draws of its custom sampler, if any.
     """
 
@@ -82,8 +82,8 @@ class TrainingShares:
     Args:
         group: the ranks; ``None`` for a single rank.
         streams: the random streams; samplers must draw from the shared ones.
-        sharing: returns the present options.
-        began: called at the first training pass.
+        sharing: a function that returns the present options.
+        began: a function, called at the first training pass.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class TrainingShares:
         self._warned = self._warned_of_units = self._closed = False
 
     def close(self) -> None:
-        """Passes that outlive the session no longer wait for other ranks."""
+        """Make passes that outlive the session no longer wait for other ranks."""
         self._closed = True
 
     def batches(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], position: Position) -> tuple[Iterator, Any]:
         """This rank's batches of a training pass, and their weights if each is a part of a larger batch.
 
-        If the loader was set to a ``position``, they are those after it.
+        If the loader was set to a ``position``, these are the batches after it.
         """
         resumed = position.begin(loader, self._group)
         shared = self._loaders.setdefault(loader, _Shared(position))
@@ -152,7 +152,7 @@ class TrainingShares:
         return batches, drawn.weights if isinstance(drawn, (DealtBatches, SplitBatches)) else None
 
     def _shard(self, loader: DataLoader, shared: _Shared, resumed: Resumed | None = None) -> DataLoader:
-        """A copy for one pass: another pass over the same loader may be open, and options and dataset may have changed."""
+        """A copy for one pass. Another pass over the same loader may be open, and options and dataset may have changed."""
         if not self._whole(loader):
             self._share_seed(loader, shared)
             if isinstance(loader.sampler, DistributedSampler):
@@ -172,7 +172,7 @@ class TrainingShares:
         if loader.batch_sampler is None:
             return with_indices(loader, self._dealt(loader, order))
         if self._joins(loader):
-            # the batches of all ranks together, as one process with a batch of that size would take them
+            # the batches of all ranks together, as a single process with a batch of that size would draw them
             together = BatchSampler(order, size * self._size, loader.drop_last)
             return with_indices(loader, SplitBatches(together, self._rank, self._size))
         return with_indices(loader, self._dealt(loader, BatchSampler(order, size, loader.drop_last)))
@@ -204,7 +204,7 @@ class TrainingShares:
         return DealtBatches(batches, self._rank, self._size, self._sharing().uneven)
 
     def _share_seed(self, loader: DataLoader, shared: _Shared) -> None:
-        """Agree on the data to split and on the seed; a loaded position has one."""
+        """Agree with the other ranks on the data to split and on the seed, unless a loaded position has a seed."""
         position, samples = shared.position, length_of(loader.dataset)
         changed = self._agreement.changed(loader) if self._agreement else []
         given, position.given = position.given, None
@@ -275,12 +275,12 @@ class TrainingShares:
                     weights.append((samples_in(batch) if count is None else count) / samples)
                 yield batch
             if self._group and threading.current_thread() is threading.main_thread():
-                self._group.synchronize(END_OF_STREAM)  # parts may differ in length: a rank that finishes answers the others
+                self._group.synchronize(END_OF_STREAM)  # parts may differ in length; a rank that finishes answers the others
 
         return drawn(), weights
 
     def _part(self, loader: DataLoader, counted: bool) -> DataLoader:
-        """A copy of a stream's loader that reads this rank's part; if ``counted``, with the number of samples in each batch."""
+        """A copy of a stream's loader that reads this rank's part. If ``counted``, each batch comes with its number of samples."""
         others = part_of(loader, self._rank, self._size, self._sharing())
         return with_others(loader, **others, **({"collate_fn": Counted(loader.collate_fn)} if counted else {}))
 
@@ -303,20 +303,20 @@ class TrainingShares:
         return self._begun(shard, loader, original, position, resumes=True)
 
     def rest(self, loader: DataLoader, original: Callable[[DataLoader], Iterator], indices: list) -> Iterator:
-        """The batches of ``indices``, which this rank has not seen in a pass that only looks."""
+        """The batches of ``indices``, which this rank has not read yet in a pass that does not train."""
         # it must not advance any stream: in a single process such a pass does not exist
         own = torch.Generator().manual_seed(ANOTHER_LOADER * (self._rank + 1))
         return original(with_indices(loader, indices, generator=own, persistent_workers=False))
 
     def all_look(self, trains: bool) -> bool:
-        """Wait for the others at the end of a share in which this rank has not trained: returns whether no rank ``trains`` in this pass."""
+        """Wait for the other ranks at the end of a share without training. Returns whether no rank ``trains`` in this pass."""
         if self._group is None or self._closed or threading.current_thread() is not threading.main_thread():
             return False  # a thread draws ahead
         present = self._group.coordinator.wait(END_OF_SHARE, unless_begun=True)
         return self._rank in present and not any(self._group.share(END_OF_SHARE, trains, present).values())
 
     def take_back(self, loader: DataLoader) -> None:
-        """``loader`` has not been trained on yet: its seed goes to the next loader that is."""
+        """Record that ``loader`` has not been trained on yet: the next loader that is trained on gets its seed."""
         shared = self._loaders[loader]
         if shared.position.seed and shared.position.seed[1] == self._sharded and len(shared.seeds) == 1 and shared.lasting is None:
             self._sharded -= 1
@@ -331,7 +331,7 @@ class TrainingShares:
             return Plan("stream", 1, ("stream",), {RANKS: self._size, "number of workers": loader.num_workers, **of})
         facts = {LENGTH: length_of(loader.dataset), "order": "shuffled" if shuffles(loader) else "as it is"}
         if hasattr(loader.batch_sampler, "for_ranks"):
-            facts[RANKS] = self._size  # it draws in another order for other ranks
+            facts[RANKS] = self._size  # its order depends on the number of ranks
         if self.shares_out_itself(loader) and loader not in replicated:
             sampler: Any = loader.sampler
             return Plan("own", 1, ("own",), facts | of | {RANKS: self._size, "sampler's seed": sampler.seed, EPOCH: sampler.epoch})
@@ -346,12 +346,12 @@ class TrainingShares:
             self._agreement.agree(loader, changed, 0)
 
     def take_first(self, loader: DataLoader) -> None:
-        """Make all ranks read the same samples of ``loader``, if a training pass around has let each draw its own."""
+        """Make all ranks read the same samples of ``loader``, even inside a training pass in which each rank draws its own."""
         if self._agreement and not self._closed and threading.current_thread() is threading.main_thread():
             self._agreement.take_first(loader)
 
     def length(self, loader: DataLoader, whole: int) -> int:
-        """The number of a training pass's ``whole`` batches that this rank gets."""
+        """How many of a training pass's ``whole`` batches this rank gets."""
         if self._whole(loader) or self.shares_out_itself(loader) or self._splits(loader):
             return whole
         return share_length(loader, whole, self._size, self._sharing().uneven)
@@ -365,11 +365,11 @@ class TrainingShares:
         return self._sharing().batch == "global" and batches and not isinstance(loader.dataset, IterDataPipe)
 
     def keeps(self) -> bool:
-        """Whether nothing has to be split: a single rank has the loader's own batches."""
+        """Whether nothing has to be split, because a single rank reads the loader's own batches."""
         return self._group is None and self._sharing().batch != "global"
 
     def reads_all(self, loader: DataLoader) -> bool:
-        """Whether this rank's share is the whole loader, or all that belongs to this rank."""
+        """Whether this rank's share is the whole loader, or everything that belongs to this rank."""
         return self._size == 1 or self._whole(loader)
 
     def _whole(self, loader: DataLoader) -> bool:
@@ -389,19 +389,19 @@ class TrainingShares:
         if not self._warned:
             self._warned = True
             warn(
-                f'parwrap: batch="global" cannot split the items of a DataLoader with batch_size=None ({location()}): each rank takes '
-                f"whole items in turn, so a step covers {self._size} of them. Have the loader make the batches, by batch_size or "
-                'sampler=BatchSampler(...), or give batch="per_rank". This is shown once.'
+                f'parwrap: batch="global" cannot split the items of a DataLoader with batch_size=None ({location()}): the ranks take '
+                f"turns to read whole items, so a step covers {self._size} of them. Let the loader make the batches, with batch_size or "
+                'sampler=BatchSampler(...), or use batch="per_rank". This is shown once.'
             )
 
     def _warn_of_units(self, sampler: Any) -> None:
-        """An item of the script's own sampler may be a unit that must not be split."""
+        """Warn that a batch of the script's own sampler may be a unit that must not be split."""
         if self._size > 1 and type(sampler) is not BatchSampler and not hasattr(sampler, "for_ranks") and not self._warned_of_units:
             self._warned_of_units = True
             warn(
                 f'parwrap: batch="global" cuts each batch of a {type(sampler).__name__} into {self._size} parts, one for each rank '
-                f"({location()}). That is exact for a loss that is a mean over samples. If a batch is a unit, such as an episode of "
-                'few-shot learning, give batch="per_rank", which deals out whole batches. This is shown once.'
+                f"({location()}). This is exact for a loss that is a mean over samples. If a batch must stay whole, such as an episode "
+                'in few-shot learning, use batch="per_rank". This is shown once.'
             )
 
     def _announce(self, loader: DataLoader, samples: int | None) -> None:

@@ -1,7 +1,7 @@
-"""The indices that a rank has not seen at the end of its share: the batches that complete a pass that only looks.
+"""The indices that a rank has not read at the end of its share: the batches that complete a pass without training.
 
-Together with what the rank has read they are the samples of a single process, each once: repeated samples that fill a share are skipped,
-and a last incomplete batch comes at the end. Only indices are handled here.
+Together with what the rank has read, they contain each sample of a single process once: repeated samples that fill a share are skipped, and
+an incomplete batch comes last. Only indices are handled here.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["Recorded", "Unread", "unread_of"]
 
 
 MOST_SAMPLES = 2**20
-"""What is kept of a pass, some 40 MB, where the dataset has not more; a pass that draws more may have no end."""
+"""The number of samples to remember from one pass, about 40 MB, unless the dataset has more. A pass that draws more may be endless."""
 
 
 class Recorded:
-    """The draws of a sampler in a pass, kept as ``drawn`` until that is set to ``None``; ``ended`` tells whether they are complete.
+    """The draws of a sampler in a pass, kept in ``drawn`` until that is set to ``None``. ``ended`` says whether they are complete.
 
     Args:
-        batches: what it draws.
-        most: samples to keep: of a pass that draws more nothing is kept.
+        batches: what the sampler draws.
+        most: the maximum number of samples to keep; if a pass draws more, nothing is kept.
 
     >>> recorded = Recorded(["ab", "c"], most=3)
     >>> list(recorded), recorded.drawn, recorded.ended
@@ -77,7 +77,7 @@ class Unread:
         return read > 1 and len(sampler.dataset) % together != 0 and read == len(self._drawn_from())
 
     def rest(self, read: int) -> list:
-        """The batches (or samples, without batching) that follow the first ``read`` of the share."""
+        """The batches (or samples, without batching) that are unread after the first ``read`` of the share."""
         size, drop_last = self._shard.batch_size, self._shard.drop_last
         sampler: Any = self._shard.sampler
         order = _whole_order(sampler)
@@ -91,11 +91,11 @@ class Unread:
         return _chunks(rest, size) if size else rest
 
     def known(self) -> bool:
-        """Whether what the pass has drawn is known, so that there is a rest; the same on all ranks at the end of their shares."""
+        """Whether the rest is known, because all draws of the pass were kept. This is the same on all ranks at the end of their shares."""
         return True
 
     def forget(self) -> None:
-        """The purpose of the pass is known: nothing needs to be kept any more."""
+        """Forget the draws once the purpose of the pass is known."""
 
     def _drawn_from(self) -> Any:
         return self._shard.sampler if self._shard.batch_sampler is None else self._shard.batch_sampler
@@ -113,7 +113,7 @@ class _UnreadDealt(Unread):
         dealt = self._drawn_from()
         drawn, rank, size = dealt.batches.drawn, dealt.rank, dealt.size
         seen = {rank + size * turn for turn in range(read)}
-        if read == 1 and rank >= len(drawn):  # fewer batches than ranks: it got one of another rank's
+        if read == 1 and rank >= len(drawn):  # there are fewer batches than ranks: this rank got a batch of another rank
             seen = {(rank - len(drawn)) % len(drawn) if dealt.uneven == "pad" else 0}
         own = [place for place in range(rank, len(drawn), size) if place not in seen]
         others = [place for place in range(len(drawn)) if place not in seen and place not in own]
@@ -153,7 +153,7 @@ class _UnreadParts(_UnreadDealt):
 
 
 def unread_of(shard: DataLoader) -> Unread | None:
-    """The unread part of a pass over ``shard``; call it before the pass."""
+    """The unread part of a pass over ``shard``. Call it before the pass."""
     drawn: Any = shard.sampler if shard.batch_sampler is None else shard.batch_sampler
     if isinstance(drawn, (DealtBatches, SplitBatches)):
         if not isinstance(drawn.batches, Recorded):

@@ -22,20 +22,20 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m parwrap.doctor",
-        description="Tell what runs here, what a launch would do, and what is wrong, each problem with its remedy. "
-        "Under a launcher all its ranks are examined together: srun python -m parwrap.doctor. "
-        "Ends with 0 if all is well, 1 if there is a problem, 2 if it cannot be run.",
+        description="Show what runs here, what a launch would do, and each problem with its remedy. Under a launcher, it examines all "
+        "ranks together: srun python -m parwrap.doctor. The exit code is 0 if there is no problem, 1 if there is one, and 2 if it cannot "
+        "run.",
     )
-    parser.add_argument("--json", action="store_true", help="Print all of it as JSON.")
-    parser.add_argument("--timeout", type=_seconds, default=60.0, help="Seconds after which what hangs is reported; by default 60.")
-    parser.add_argument("--backend", help="Backend of the self test; by default what would be chosen.")
+    parser.add_argument("--json", action="store_true", help="Print everything as JSON.")
+    parser.add_argument("--timeout", type=_seconds, default=60.0, help="Report a hang after this many seconds; by default 60.")
+    parser.add_argument("--backend", help="Backend of the self test; by default the one that a launch would choose.")
     return parser.parse_args()
 
 
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
     return seconds
 
 

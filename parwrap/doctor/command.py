@@ -1,4 +1,4 @@
-"""The command: examines, prints on rank 0, and ends with an exit code, in time even if something hangs."""
+"""The command: runs the examination, prints on rank 0, and ends with an exit code, in time even if something hangs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def examine(timeout: float, backend: str | None, as_json: bool) -> int:
         as_json: print JSON.
 
     Returns:
-        0 if all is well, 1 if there is a problem, 2 if it cannot be run.
+        0 if there is no problem, 1 if there is one, 2 if the command cannot run.
     """
     world, half_set = place(os.environ)
     try:
@@ -56,13 +56,13 @@ def examine(timeout: float, backend: str | None, as_json: bool) -> int:
     status = _report(exam, as_json)
     if exam.failure:
         exam.wait_until_reported()
-    if exam.failure or active_children():  # joining a rank that hangs in a GPU's driver, which no signal ends, would hang
+    if exam.failure or active_children():  # joining a rank that hangs in a GPU driver would hang too, because no signal ends it
         _leave(status)
     return status
 
 
 def _report(exam: Exam, as_json: bool) -> int:
-    """Print the results so far, on rank 0 those of all ranks; returns the exit code."""
+    """Print the results so far (on rank 0, those of all ranks) and return the exit code."""
     launch = exam.facts.launch
     if launch.rank > 0:
         if exam.failure:
@@ -79,7 +79,7 @@ def _report(exam: Exam, as_json: bool) -> int:
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process immediately: shutting down what has failed may hang."""
+    """End this process immediately, because a regular shutdown after a failure may hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

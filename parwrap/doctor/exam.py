@@ -1,7 +1,7 @@
 """The examination: gathers the ranks' facts, lets them measure together, and ends in time even if something hangs.
 
-Launched ranks send rank 0 their facts before they start a process group, so that the facts are known if that fails. In a process started by
-hand ranks are forked for the self test.
+Launched ranks send their facts to rank 0 before they start a process group, so that rank 0 has them even if that fails. If the process is
+not a launched rank, it forks ranks for the self test.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from parwrap.world.world import World
 __all__ = ["Exam", "ForkedExam", "LaunchedExam", "in_time"]
 
 PATIENT = 0.8
-"""The part of the timeout for which ranks wait for each other; torch then names what they waited for."""
+"""The fraction of the timeout for which ranks wait for each other, so that torch can still name what they waited for."""
 
 LONGEST_STAGE = 200
 
@@ -58,19 +58,19 @@ class Exam:
 
     @property
     def rank_timeout(self) -> timedelta:
-        """How long a rank waits for another."""
+        """How long a rank waits for another one."""
         return timedelta(seconds=max(1, math.floor(PATIENT * self.timeout) - 1))  # a store of torch's waits up to a second longer
 
     def run(self) -> None:
-        """Run it; a failure is kept."""
+        """Run the examination, and remember a failure."""
         try:
             self._run()
         except Exception as error:
             self.failure = _in_a_line(error)
 
     def overdue(self) -> None:
-        """It has not ended in time."""
-        self.failure = f"no end after {self.timeout:g} s"
+        """Record that the examination has not ended in time."""
+        self.failure = f"not finished after {self.timeout:g} s"
 
     def outcome(self) -> Examination:
         """The results so far."""
@@ -87,7 +87,7 @@ class Exam:
         return {}
 
     def wait_until_reported(self) -> None:
-        """Return when rank 0 has reported the failure."""
+        """Wait until rank 0 has reported the failure."""
 
     def _run(self) -> None:
         raise NotImplementedError
@@ -128,7 +128,7 @@ class ForkedExam(Exam):
 
 
 class LaunchedExam(Exam):
-    """The examination of launched ranks; in the end rank 0 has everything, the others what they need."""
+    """Examine launched ranks. At the end, rank 0 has all results, and the others have what they need."""
 
     by = "launched"
 
@@ -152,7 +152,7 @@ class LaunchedExam(Exam):
         return stages
 
     def report(self, stage: str) -> None:
-        """This rank is at ``stage`` now."""
+        """Report that this rank is at ``stage`` now."""
         self.stage = stage
         if self._store is not None:
             self._store.set(f"stage/{self._world.rank}", stage)
@@ -166,7 +166,7 @@ class LaunchedExam(Exam):
                 self._store.set(f"stage/{self._world.rank}", f"{self.stage}: {self.failure}")
 
     def wait_until_reported(self) -> None:
-        """Let rank 0 report before this rank ends, which would make a launcher end rank 0."""
+        """Let rank 0 report before this rank ends, because a launcher would then end rank 0."""
         if self._status_store is None:
             return
         with suppress(RuntimeError, ValueError):
@@ -190,7 +190,7 @@ class LaunchedExam(Exam):
             self._collect()
         backend = self._store.get("backend").decode()
         if not backend:
-            self.skipped = "ranks would use different backends, and wait for each other for ever"
+            self.skipped = "ranks would use different backends, and wait for each other forever"
             self._part()
             return
         self.report("starting the process group")
@@ -215,19 +215,22 @@ class LaunchedExam(Exam):
     def _collect(self) -> None:
         latest = self.ends - (1 - PATIENT) * self.timeout
         for rank in range(self._world.size):
-            # ranks that have come are known even if another never does
+            # the ranks that have joined are known even if another one never joins
             with suppress(RuntimeError):
                 self._store.wait([f"facts/{rank}"], timedelta(seconds=max(0.1, latest - time.monotonic())))
                 self.known[rank] = pickle.loads(self._store.get(f"facts/{rank}"))
         if len(self.known) < self._world.size:
-            raise RuntimeError("not all ranks have come")
+            raise RuntimeError("not all ranks have joined")
         backends = {facts.backend for facts in self.known.values()}
         self._store.set("backend", backends.pop() if len(backends) == 1 else "")
 
 
 @contextmanager
 def in_time(exam: Exam, give_up: Callable[[], None]) -> Iterator[None]:
-    """While this is open, ``give_up`` is called once ``exam`` is overdue, in another thread: the main one may hang forever."""
+    """Call ``give_up`` if the block is still running when ``exam`` is overdue.
+
+    Another thread calls it, because the main one may hang forever.
+    """
 
     def watch(stopped: threading.Event) -> None:
         if not stopped.wait(exam.ends - time.monotonic()):

@@ -60,7 +60,7 @@ class Cores:
     Attributes:
         present: in the machine.
         usable: usable by this process.
-        quota: the number of cores whose time its cgroup may use; ``None`` without a limit.
+        quota: the CPU time that its cgroup may use, in cores; ``None`` without a limit.
         threads: the number of torch's compute threads.
     """
 
@@ -186,9 +186,10 @@ class Row:
 
     Attributes:
         bytes: the size on each rank.
-        seconds: the average time of one, on the slowest rank.
+        seconds: the average time of one all-reduce, on the slowest rank.
         algorithm_bandwidth: ``bytes / seconds``.
-        bus_bandwidth: that, times ``2 (n - 1) / n`` for n ranks: comparable with the speed of the links for any n.
+        bus_bandwidth: the algorithm bandwidth times ``2 (n - 1) / n`` for n ranks, which is comparable with the speed of the links for any
+            n.
         right: whether every rank had the right sums.
     """
 
@@ -201,7 +202,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Clock:
-    """How far a rank's clock is ahead of rank 0's, in seconds, and the error of that."""
+    """How far a rank's clock is ahead of rank 0's, in seconds, and the uncertainty of this."""
 
     rank: int
     ahead: float
@@ -213,7 +214,7 @@ class SelfTest:
     """The result of the ranks' self test.
 
     Attributes:
-        by: ``"launched"`` ranks, or ``"forked"``: two or more that the doctor has started for it.
+        by: ``"launched"`` ranks, or ``"forked"``: two or more ranks that the doctor started for the test.
         ranks: the number of ranks.
         backend, device: the backend and device in use.
         rows: the sizes measured.
@@ -221,7 +222,7 @@ class SelfTest:
         skipped: why it was skipped.
         failure: why it failed.
         stages: after a failure, the last reported stage of each rank.
-        missing: after a failure, ranks that did not come.
+        missing: after a failure, the ranks that did not join.
     """
 
     by: str

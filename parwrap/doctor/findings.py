@@ -1,4 +1,4 @@
-"""From facts to problems, each with its remedy; without side effects."""
+"""Turns facts into problems, each with its remedy, without side effects."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LEAST_FILES = 1024
 """The usual default limit of open files."""
 
 CLOCKS_APART = 1.0
-"""Seconds of difference between clocks from which times in files and logs mislead."""
+"""If clocks differ by more than this number of seconds, timestamps of files and logs are misleading."""
 
 VIRTUAL = ("lo", "docker", "veth", "virbr", "br-", "cni", "flannel", "tun", "ifb", "dummy")
-"""Prefixes of interfaces that lead to no other machine."""
+"""Prefixes of interfaces that do not reach other machines."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Finding:
         problem: what is wrong.
         remedy: what to do about it.
         serious: whether it is an error rather than a hint.
-        ranks: the ranks that have it.
+        ranks: the ranks that have the problem.
     """
 
     problem: str
@@ -43,7 +43,7 @@ class Finding:
 
 
 def find(examination: Examination) -> list[Finding]:
-    """All problems; a problem of several ranks comes once, and serious ones come first."""
+    """All problems, serious ones first. A problem of several ranks is listed once."""
     on = Counter(facts.host for facts in examination.ranks)
     # not every launcher sets the number of ranks on a machine
     all_facts = [
@@ -92,12 +92,12 @@ def bound(facts: Facts) -> Iterator[Finding]:
     if facts.launch.size > 1 and facts.cores.usable == 1 and facts.cores.present >= 2 * facts.launch.local_size:
         yield Finding(
             f"the launcher lets each rank use 1 core of {facts.cores.present}, which it shares with its DataLoader workers",
-            "ask for more: `srun --cpus-per-task=N`, `mpirun --bind-to none`",
+            "use `srun --cpus-per-task=N` or `mpirun --bind-to none`",
         )
 
 
 def threads(facts: Facts) -> Iterator[Finding]:
-    """More threads would compute than there are cores."""
+    """The ranks would use more compute threads than there are cores."""
     cores, here = facts.cores, facts.launch.local_size
     least = min(cores.present, cores.quota or cores.present)
     if (cores.threads > 1 and cores.threads * here > max(1, least)) or cores.threads > cores.usable:
@@ -116,9 +116,10 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
     free = facts.memory.shared_free
     if free is not None and free < LEAST_SHARED:
         yield Finding(
-            f"/dev/shm has {human_size(free)} free of {human_size(facts.memory.shared or 0)}: batches of DataLoader workers, and NCCL's "
-            "buffers, go through it, and end in a bus error when it is full",
-            "in docker `--ipc=host` or `--shm-size=8g`, in Kubernetes a memory-backed emptyDir at /dev/shm; else num_workers=0",
+            f"/dev/shm has {human_size(free)} free of {human_size(facts.memory.shared or 0)}: DataLoader workers and NCCL use it, and "
+            "crash with a bus error when it is full",
+            "in docker, pass `--ipc=host` or `--shm-size=8g`; in Kubernetes, mount a memory-backed emptyDir at /dev/shm; otherwise, set "
+            "num_workers=0",
         )
 
 
@@ -129,8 +130,10 @@ def open_files(facts: Facts) -> Iterator[Finding]:
         most = limits.open_files_most
         raised = most is None or most >= LEAST_FILES
         yield Finding(
-            f"only {limits.open_files} files may be open; each rank, each DataLoader worker and each tensor in their queues takes some",
-            f"`ulimit -n {most or 65536}` before the start" if raised else f"have the hard limit, {most}, raised by an administrator",
+            f"only {limits.open_files} files may be open, but each rank, each DataLoader worker and each tensor in their queues needs some",
+            f"run `ulimit -n {most or 65536}` before you start the ranks"
+            if raised
+            else f"ask an administrator to raise the hard limit, {most}",
         )
 
 
@@ -139,8 +142,9 @@ def locked_memory(facts: Facts) -> Iterator[Finding]:
     limit = facts.limits.locked_memory
     if facts.network.infiniband and limit is not None:
         yield Finding(
-            f"there is InfiniBand ({', '.join(facts.network.infiniband)}), and only {human_size(limit)} of memory may be locked for it",
-            "`ulimit -l unlimited` where the ranks start, for Slurm in the unit of slurmd; in docker `--ulimit memlock=-1`",
+            f"there is InfiniBand ({', '.join(facts.network.infiniband)}), but only {human_size(limit)} of memory may be locked for it",
+            "run `ulimit -l unlimited` before the ranks start; under Slurm, set LimitMEMLOCK=infinity in the systemd unit of slurmd; in "
+            "docker, pass `--ulimit memlock=-1`",
         )
 
 
@@ -154,24 +158,24 @@ def gpus(facts: Facts) -> Iterator[Finding]:
             yield Finding(f"CUDA_VISIBLE_DEVICES={gpus.visible!r} hides the GPUs", "unset it to train on them", serious=False)
     elif gpus.present and not gpus.driver:
         yield Finding(
-            "there is an NVIDIA GPU and no driver is loaded, so ranks train on the CPU",
-            "install the driver, until `nvidia-smi` lists the GPU; start a container with `--gpus all`",
+            "there is an NVIDIA GPU, but no driver is loaded, so ranks train on the CPU",
+            "install the NVIDIA driver and check that `nvidia-smi` lists the GPU; start a container with `--gpus all`",
         )
     elif gpus.driver and not cuda:
         yield Finding(
-            f"NVIDIA's driver {gpus.driver} is loaded, and torch {facts.versions.torch} was built without CUDA",
-            "install the build of torch for CUDA that https://pytorch.org/get-started names",
+            f"NVIDIA driver {gpus.driver} is loaded, but torch {facts.versions.torch} was built without CUDA",
+            "install a CUDA build of torch: see https://pytorch.org/get-started",
         )
     elif gpus.driver:
         yield Finding(
-            f"torch, built for {built_for}, can use no GPU under NVIDIA's driver {gpus.driver}: {gpus.error or 'it finds none'}",
-            "ask the scheduler for GPUs (`--gpus`), a container too; if the driver is older than that CUDA, update it or install "
-            "a torch built for an older one",
+            f"torch, built for {built_for}, cannot use a GPU with NVIDIA driver {gpus.driver}: {gpus.error or 'it finds none'}",
+            "request GPUs from the scheduler or the container (`--gpus`); if the driver is too old for this CUDA version, update it, or "
+            "install a torch built for an older CUDA",
         )
     elif cuda:
         yield Finding(
             f"torch was built for {built_for} and there is no GPU driver, so ranks train on the CPU",
-            "nothing, unless there should be a GPU: then install its driver, or start the container with `--gpus all`",
+            "none needed, unless there should be a GPU: then install its driver, or start the container with `--gpus all`",
             serious=False,
         )
 
@@ -182,46 +186,54 @@ def interfaces(facts: Facts) -> Iterator[Finding]:
     here = ", ".join(network.interfaces)
     missing = [name for name in (network.gloo or "").split(",") if name and name not in network.interfaces]
     if missing:
-        yield Finding(f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, and this machine has {here}", _export("GLOO", facts))
+        yield Finding(f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, but this machine has {here}", _export("GLOO", facts))
     nccl = network.nccl or ""
     exact = nccl.startswith("=")
     wanted = [] if nccl.startswith("^") else nccl.removeprefix("=").split(",") if nccl else []
     if wanted and not any(name == each if exact else name.startswith(each) for name in network.interfaces for each in wanted):
-        yield Finding(f"NCCL_SOCKET_IFNAME={nccl} fits none of this machine's interfaces: {here}", _export("NCCL", facts))
+        yield Finding(f"NCCL_SOCKET_IFNAME={nccl} does not match any of this machine's interfaces: {here}", _export("NCCL", facts))
 
 
 def name_of_host(facts: Facts, several: bool) -> Iterator[Finding]:
-    """Gloo would listen where the others do not find it.
+    """Gloo would listen where other ranks cannot reach it.
 
     Args:
         facts: the facts of a rank.
-        several: whether other machines have ranks.
+        several: whether the ranks are on several machines.
     """
     network = facts.network
     if network.gloo is None and network.address is None:
-        leads = f"leads to {', '.join(network.addresses)}, which is not this machine" if network.addresses else "leads to no address"
+        leads = (
+            f"resolves to {', '.join(network.addresses)}, which is not an address of this machine"
+            if network.addresses
+            else "does not resolve to an address"
+        )
         yield Finding(
-            f"the name of this machine, {facts.host}, {leads}, so gloo listens where no other machine reaches it, and hangs",
-            f"{_export('GLOO', facts)}, or give {facts.host} an address of this machine in /etc/hosts",
+            f"this machine's host name, {facts.host}, {leads}, so gloo listens where no other machine can reach it, and hangs",
+            f"{_export('GLOO', facts)}, or map {facts.host} to an address of this machine in /etc/hosts",
         )
     elif network.interface in ("lo", "lo0") and (several or not network.gloo):
-        why = "GLOO_SOCKET_IFNAME says so" if network.gloo else f"its name, {facts.host}, leads to {network.address}"
+        why = "GLOO_SOCKET_IFNAME says so" if network.gloo else f"its host name, {facts.host}, resolves to {network.address}"
         yield Finding(
-            f"gloo listens at the loopback of this machine ({why}), where ranks on other machines cannot reach it",
-            f"{_export('GLOO', facts)} on every machine" if several else f"nothing on one machine; for several {_export('GLOO', facts)}",
+            f"gloo listens on the loopback interface of this machine ({why}), where ranks on other machines cannot reach it",
+            f"{_export('GLOO', facts)} on every machine"
+            if several
+            else f"none needed on one machine; on several machines, {_export('GLOO', facts)}",
             serious=several,
         )
 
 
 def differences(all_facts: Sequence[Facts]) -> Iterator[Finding]:
     """Facts that must be the same on all ranks and are not."""
-    yield from _different(all_facts, "backends", lambda facts: facts.backend, "pass `--backend gloo`, or see why some ranks have no GPU")
+    yield from _different(
+        all_facts, "backends", lambda facts: facts.backend, "pass `--backend gloo`, or find out why some ranks have no GPU"
+    )
     for what, of in {
         "versions of torch": lambda facts: facts.versions.torch,
         "versions of parwrap": lambda facts: facts.versions.parwrap,
         "versions of NCCL": lambda facts: facts.versions.nccl,
     }.items():
-        yield from _different(all_facts, what, of, "install the same on every machine")
+        yield from _different(all_facts, what, of, "install the same version on every machine")
 
 
 def _different(all_facts: Sequence[Facts], what: str, of: Callable[[Facts], str | None], remedy: str) -> Iterator[Finding]:
@@ -243,45 +255,52 @@ def self_test(test: SelfTest, several: bool) -> Iterator[Finding]:
     wrong = [human_size(row.bytes) for row in test.rows if not row.right]
     if wrong:
         yield Finding(
-            f"all-reduces over {test.backend} give wrong sums, for {', '.join(wrong)}",
-            "NCCL_P2P_DISABLE=1 if that helps: the IOMMU or PCI's ACS is in the way of GPUs that read each other's memory"
+            f"all-reduces with {test.backend} return wrong sums for {', '.join(wrong)}",
+            "try NCCL_P2P_DISABLE=1: if it helps, the IOMMU or PCI ACS breaks direct copies between GPUs"
             if test.backend == "nccl"
-            else "see whether the memory and the network of these machines are sound",
+            else "check the memory and network of these machines for faults",
         )
     if test.failure:
         at: dict[str, list[int]] = {}
         for rank, stage in test.stages.items():
             at.setdefault(stage, []).append(rank)
         where = "".join(f"; {ranks(whose)} at: {stage}" for stage, whose in at.items())
-        missing = f"; {ranks(test.missing)} did not come" if test.missing else ""
-        yield Finding(f"the self test over {test.backend} failed: {test.failure}{missing}{where}", _after_failure(test, several))
+        missing = f"; {ranks(test.missing)} did not join" if test.missing else ""
+        yield Finding(f"the self test with {test.backend} failed: {test.failure}{missing}{where}", _after_failure(test, several))
     for clock in test.clocks:
         if abs(clock.ahead) - clock.uncertainty > CLOCKS_APART:
             way = "ahead of" if clock.ahead > 0 else "behind"
             yield Finding(
-                f"the clock of rank {clock.rank} is {abs(clock.ahead):.1f} s {way} rank 0's, so times in logs and of files mislead",
-                "have every machine set its clock by NTP (chronyd or systemd-timesyncd; `timedatectl`)",
+                f"the clock of rank {clock.rank} is {abs(clock.ahead):.1f} s {way} rank 0's, so timestamps of files and log lines are "
+                "misleading",
+                "synchronize the clock of every machine with NTP (chronyd or systemd-timesyncd; check with `timedatectl`)",
                 ranks=(clock.rank,),
             )
 
 
 def _after_failure(test: SelfTest, several: bool) -> str:
     if test.failure and "Unable to find address for" in test.failure:  # gloo's message
-        return "give that network interface an address; lo has one after `ip link set lo up`, which a sandbox without a network may lack"
+        return (
+            "give that network interface an address; if it is lo, run `ip link set lo up`, which may be needed in a sandbox without a "
+            "network"
+        )
     if test.missing or not (test.rows or any("all-reduce" in stage for stage in test.stages.values())):
         return (
-            "see that all ranks were started, and that each machine reaches the address and port where they meet (MASTER_ADDR, "
-            "MASTER_PORT); if they only came late, give `--timeout` more seconds"
+            "check that all ranks were started, and that each machine can reach the rendezvous (MASTER_ADDR, MASTER_PORT); if ranks only "
+            "started late, raise `--timeout`"
             if test.by == "launched"
-            else "see what the ranks have printed above; TORCH_DISTRIBUTED_DEBUG=DETAIL tells more"
+            else "check what the ranks printed above; for details, set TORCH_DISTRIBUTED_DEBUG=DETAIL"
         )
     if test.failure and ("reset by peer" in test.failure or "closed by peer" in test.failure):
-        return "see why a rank has ended: what it has printed, and whether the kernel has killed it for want of memory (`dmesg`)"
+        return "find out why a rank ended: check its output, and whether the kernel killed it for lack of memory (`dmesg`)"
     if test.backend == "nccl":
-        return "NCCL_DEBUG=INFO tells which link it takes; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 finds out which is at fault"
+        return "set NCCL_DEBUG=INFO to see which links NCCL uses; try NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 to find the faulty one"
     if several:
-        return "set GLOO_SOCKET_IFNAME to an interface that all machines share, and open the firewall between them; slow: `--timeout`"
-    return "if it was only slow, give `--timeout` more seconds; TORCH_DISTRIBUTED_DEBUG=DETAIL tells more"
+        return (
+            "set GLOO_SOCKET_IFNAME to an interface on a network that connects all machines, and open the firewall between them; if it "
+            "was only slow, raise `--timeout`"
+        )
+    return "if it was only slow, raise `--timeout`; for details, set TORCH_DISTRIBUTED_DEBUG=DETAIL"
 
 
 def _export(library: str, facts: Facts) -> str:

@@ -1,4 +1,4 @@
-"""Collects facts of this process and its machine, without judging them. CUDA is started only in a child process.
+"""Collects facts about this process and its machine, without judging them. CUDA is initialized only in a child process.
 
 Unknown or missing facts are ``None`` or empty.
 """
@@ -130,7 +130,7 @@ def _memory() -> Memory:
 
 
 def _cgroups(controller: str, name: str) -> list[str]:
-    """The files ``name`` of this process's cgroup and its parents, each of which limits it; in a container, of the container."""
+    """The files ``name`` of this process's cgroup and its parents, each of which limits it. In a container, these are the container's."""
     texts = []
     for controllers, path in re.findall(r"^\d+:(.*?):/(.*)", _read(Path("/proc/self/cgroup")), re.MULTILINE):
         if controllers == "" or controller in controllers.split(","):
@@ -157,7 +157,7 @@ def _limits() -> Limits:
 def find_gpus(environ: Mapping[str, str]) -> Gpus:
     """The GPUs that this process would see, with ``environ`` for its environment variables.
 
-    torch is asked in a process of its own: CUDA must not start in one that is to fork or to hide GPUs, and may hang.
+    A separate process asks torch. CUDA may hang, and it must not be initialized in a process that will fork or hide GPUs.
     """
     answer: dict[str, Any] = {}
     if torch.version.cuda or getattr(torch.version, "hip", None):
@@ -230,8 +230,9 @@ def _topology() -> str | None:
 def find_network(environ: Mapping[str, str]) -> Network:
     """The network, with ``environ`` for the environment variables.
 
-    gloo would listen at the interface that ``GLOO_SOCKET_IFNAME`` names, else at the first address that the host's own name leads to and
-    that this machine can bind, else at the loopback, where no other machine reaches it (torch's ``ProcessGroupGloo.cpp``).
+    gloo listens on the interface that ``GLOO_SOCKET_IFNAME`` names. Otherwise, it listens on the first address that the host's own name
+    resolves to and that this machine can bind; otherwise on the loopback interface, which other machines cannot reach (see torch's
+    ``ProcessGroupGloo.cpp``).
     """
     known = interfaces()
     addresses = _addresses(socket.gethostname())

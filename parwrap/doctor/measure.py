@@ -1,7 +1,7 @@
 """Measurements of the self test: correctness and speed of all-reduces, and the difference of the ranks' clocks.
 
 Times become bandwidths as in nccl-tests (doc/PERFORMANCE.md there): algorithm bandwidth is size / time, and bus bandwidth that times 2 (n -
-1) / n, because each of n links carries at least 2 (n - 1) / n of the data. ``exam.py`` chooses the ranks and ends them.
+1) / n, because each of n links carries at least 2 (n - 1) / n of the data. ``exam.py`` starts and ends the ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def all_reduces(rank: int, size: int, device: torch.device, report: Callable[[st
     """
     for number in SIZES:
         report(f"all-reduce of {human_size(number)}")
-        values = torch.arange(number // 4, device=device) % 7 + 1.0  # sums are whole, so exact
+        values = torch.arange(number // 4, device=device) % 7 + 1.0  # the sums are integers, so they are exact
         reduced = values * (rank % 8 + 1)
         dist.all_reduce(reduced)
         wrong = not torch.equal(reduced, values * sum(each % 8 + 1 for each in range(size)))
@@ -47,7 +47,7 @@ def all_reduces(rank: int, size: int, device: torch.device, report: Callable[[st
 
 
 def row(number: int, seconds: float, size: int, right: bool) -> Row:
-    """The bandwidths of an all-reduce of that ``number`` of bytes on ``size`` ranks.
+    """The bandwidths of an all-reduce of ``number`` bytes on ``size`` ranks.
 
     >>> row(8_000_000, 0.002, 4, right=True)
     Row(bytes=8000000, seconds=0.002, algorithm_bandwidth=4000000000.0, bus_bandwidth=6000000000.0, right=True)
@@ -72,10 +72,10 @@ def _finish(tensor: torch.Tensor) -> None:
 
 
 def clocks(store: Any, rank: int, size: int, clock: Callable[[], float] = time.time) -> list[Clock]:
-    """The clocks of all ranks against rank 0's; on rank 0 only, empty on the others.
+    """The difference of each rank's clock from rank 0's. On ranks other than 0, the result is empty.
 
-    As in NTP, a rank notes when it asks and when the answer arrives, and assigns the answer to the midpoint. The shortest of a few rounds
-    counts; its error is at most half of its length.
+    As in NTP, a rank notes when it asks and when the answer arrives, and assigns the answer to the midpoint. The shortest of several rounds
+    counts; its error is at most half of its duration.
 
     Args:
         store: a key-value store that all ranks share, used for nothing else.

@@ -1,4 +1,4 @@
-"""An examination in readable form: facts that all ranks share appear once, the others with their ranks."""
+"""Formats an examination for reading: facts that all ranks share appear once, other facts with their ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def report(examination: Examination, findings: Sequence[Finding]) -> str:
 
 
 def table(rows: Iterable[Row]) -> list[str]:
-    """The lines of a table of all-reduces; none without any.
+    """The lines of a table of all-reduces; none if none was measured.
 
     >>> print("\\n".join(table([Row(1024, 0.0001, 1.024e7, 1.024e7, True), Row(2**26, 0.05, 1.342e9, 1.342e9, False)])))
     all-reduce        time   algorithm         bus
@@ -52,7 +52,7 @@ def table(rows: Iterable[Row]) -> list[str]:
 
 
 def _of_ranks(name: str, texts: Sequence[tuple[Facts, str]]) -> list[tuple[str, str]]:
-    """A line for each different text, with its ranks if there are several texts."""
+    """One line per different text, with its ranks if there are several texts."""
     whose: dict[str, list[Facts]] = {}
     for facts, text in texts:
         whose.setdefault(text, []).append(facts)
@@ -103,9 +103,13 @@ def _gpus(facts: Facts) -> str:
 
 
 def _network(network: Network) -> str:
-    why = "by GLOO_SOCKET_IFNAME" if network.gloo else "where the name of the host leads"
+    why = "by GLOO_SOCKET_IFNAME" if network.gloo else "where the host name resolves to"
     if network.address is None:
-        return f"GLOO_SOCKET_IFNAME={network.gloo}: no address" if network.gloo else "the name of the host leads to no address of it"
+        return (
+            f"GLOO_SOCKET_IFNAME={network.gloo}: no address"
+            if network.gloo
+            else "the host name does not resolve to an address of this machine"
+        )
     nccl = f"; NCCL_SOCKET_IFNAME={network.nccl}" if network.nccl else ""
     infiniband = f"; InfiniBand {', '.join(network.infiniband)}" if network.infiniband else ""
     return f"gloo listens at {network.interface or 'an unknown interface'} ({network.address}), {why}{nccl}{infiniband}"
@@ -116,7 +120,7 @@ def _launch(facts: Facts) -> str:
     shown = {name: value for name, value in launch.variables.items() if not name.startswith(("ROLE_", "TORCHELASTIC_"))}
     variables = " ".join(f"{name}={value}" for name, value in shown.items())
     if launch.launcher is None:
-        return "by hand: one rank" + (f", though there is {variables}" if variables else "")
+        return "started directly: one rank" + (f", although the environment has {variables}" if variables else "")
     rendezvous = "" if launch.init_method == "env://" else f", to meet at {launch.init_method or 'an unknown place'}"
     return f"{launch.launcher}: {launch.size} rank{'s'[: launch.size != 1]}{rendezvous}; rank {launch.rank} has {variables}"
 
@@ -135,7 +139,7 @@ def _clocks(test: SelfTest) -> list[str]:
         return []
     most = max(test.clocks, key=lambda clock: abs(clock.ahead))
     uncertainty = max(clock.uncertainty for clock in test.clocks)
-    return [f"at most {abs(most.ahead) * 1e3:.1f} ms from rank 0's ({ranks([most.rank])}), measured to {uncertainty * 1e3:.1f} ms"]
+    return [f"at most {abs(most.ahead) * 1e3:.1f} ms from rank 0's ({ranks([most.rank])}), measured to within {uncertainty * 1e3:.1f} ms"]
 
 
 def _finding(finding: Finding, owner: dict[int, str]) -> str:

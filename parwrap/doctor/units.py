@@ -8,7 +8,7 @@ __all__ = ["human_size", "ranks"]
 
 
 def human_size(number: float) -> str:
-    """A ``number`` of bytes.
+    """A ``number`` of bytes in readable form, such as 64 MB.
 
     >>> human_size(1024), human_size(64 * 2**20), human_size(1.5 * 2**30)
     ('1 KB', '64 MB', '1.5 GB')
@@ -21,7 +21,7 @@ def human_size(number: float) -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """Which ranks.
+    """A set of ranks in readable form, such as "ranks 0-3".
 
     >>> ranks([3]), ranks([0, 1, 2, 5])
     ('rank 3', 'ranks 0-2, 5')

@@ -1,6 +1,6 @@
 """The collectives that users call: on tensors, numbers and nested dicts, lists and tuples of them.
 
-All of them work on one rank without a launcher too. Strategies decide which gradients are averaged when.
+All of them also work on one rank without a launcher. Gradients are averaged elsewhere, by the strategies.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = [
 CPU = torch.device("cpu")
 
 ALIKE = (
-    "Ranks do not guess which values belong together: pass the same keys, lengths, shapes and dtypes on every rank, with zeros where a "
-    "rank has nothing; or use parwrap.gather, which takes any."
+    "parwrap cannot guess which values belong together: pass the same keys, lengths, shapes and dtypes on every rank, with zeros where a "
+    "rank has nothing, or use parwrap.gather, which accepts different structures."
 )
 
 
@@ -53,7 +53,7 @@ class AloneError(UsageError):
 
 
 def barrier() -> None:
-    """Return when all ranks have called it."""
+    """Wait until all ranks have called this function."""
     if group := group_for("barrier"):
         dist.barrier(device_ids=[group.device.index] if group.backend == "nccl" else None)
 
@@ -62,9 +62,9 @@ def reduce_sum(x: Any) -> Any:
     """The sum of ``x`` over all ranks, on every rank.
 
     Args:
-        x: a tensor or array (any shape), a number, or a nested dict, list, tuple or dataclass of these. Keys, lengths, shapes and
-            dtypes must be the same on every rank. Only numbers and tensors without a dimension may differ in type: an ``int`` and a
-            ``float`` make a ``float``.
+        x: a tensor or array (any shape), a number, or a nested dict, list, tuple or dataclass of these. Keys, lengths, shapes and dtypes
+            must be the same on every rank. Only numbers and 0-dimensional tensors may differ in type: an ``int`` and a ``float`` make a
+            ``float``.
 
     Returns:
         The same structure with new tensors and arrays (detached, on the device and of the dtype they came in; integers and bool
@@ -83,7 +83,7 @@ def reduce_sum(x: Any) -> Any:
 def reduce_mean(x: Any) -> Any:
     """The mean of ``x`` over all ranks, on every rank, with equal weights.
 
-    Takes and returns the same as :func:`reduce_sum`; the mean of integers is a float.
+    The argument and result are as in :func:`reduce_sum`, but the mean of integers is a float.
 
     >>> reduce_mean([2, 0.5])
     [2.0, 0.5]
@@ -110,7 +110,7 @@ def gather(x: Any) -> list[Any]:
 
 
 def broadcast(x: Any, src: int = 0) -> Any:
-    """Rank ``src``'s ``x``, on every rank; the values of the others are ignored.
+    """Rank ``src``'s ``x``, on every rank. The values of other ranks are ignored.
 
     Args:
         x: anything that pickles; tensors arrive detached, on this rank's device.
@@ -128,7 +128,7 @@ def broadcast(x: Any, src: int = 0) -> Any:
         _compared("broadcast", {"src": f"{src}"}, group, "Pass the same src on every rank.")
     size = world_size()
     if not 0 <= src < size:
-        raise UsageError(f"broadcast(src={src}) asks for a rank that does not exist: ranks are 0 to {size - 1}.")
+        raise UsageError(f"broadcast(src={src}) names a rank that does not exist: ranks go from 0 to {size - 1}.")
     if group is None:
         return mapped(x, _detached)
     box = [_pickled(_moved(x, CPU)) if group.world.rank == src else None]
@@ -137,7 +137,7 @@ def broadcast(x: Any, src: int = 0) -> Any:
 
 
 def any_rank(flag: Any) -> bool:
-    """Whether ``flag`` is true on at least one rank; the same answer on all.
+    """Whether ``flag`` is true on at least one rank. All ranks get the same answer.
 
     >>> any_rank(False)
     False
@@ -146,7 +146,7 @@ def any_rank(flag: Any) -> bool:
 
 
 def all_ranks(flag: Any) -> bool:
-    """Whether ``flag`` is true on every rank; the same answer on all.
+    """Whether ``flag`` is true on every rank. All ranks get the same answer.
 
     >>> all_ranks(True)
     True
@@ -155,7 +155,7 @@ def all_ranks(flag: Any) -> bool:
 
 
 def group_for(name: str) -> Group | None:
-    """The group for the collective ``name``, once all ranks are there; ``None`` if this rank is the only one."""
+    """The group for the collective ``name``, once all ranks have reached it; ``None`` if this rank is the only one."""
     group = callers(name)
     if group is not None:
         group.synchronize(f"parwrap.{name}")
@@ -163,7 +163,7 @@ def group_for(name: str) -> Group | None:
 
 
 def callers(name: str) -> Group | None:
-    """As :func:`group_for`, without waiting for the other ranks."""
+    """Like :func:`group_for`, without waiting for the other ranks."""
     group = open_group()
     if group is None:
         if not is_outside_loop() and detect(os.environ).size > 1:
@@ -174,8 +174,8 @@ def callers(name: str) -> Group | None:
         return None
     if is_alone():
         raise AloneError(
-            f"parwrap.{name}() would wait forever: only this rank runs what @parwrap.rank_zero_only guards. Call it outside of that "
-            "function."
+            f"parwrap.{name}() would wait forever, because only this rank runs a function decorated with @parwrap.rank_zero_only. Call "
+            "it outside of that function."
         )
     return group
 
@@ -188,7 +188,7 @@ class _MovedToCPU:
 
 
 def sent(x: Any) -> Any:
-    """``x`` in the form that is sent to other ranks: tensors detached and on the CPU, with a mark on those that were not."""
+    """``x`` in the form that is sent to other ranks: tensors are detached and on the CPU, and those from an accelerator are marked."""
 
     def away(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -209,10 +209,10 @@ def _moved(x: Any, device: torch.device) -> Any:
 
 
 def gathered_objects(name: str, x: Any, group: Group) -> list[Any]:
-    """Every rank's ``x`` in the order of ranks, once all ranks have come for the collective ``name``.
+    """Every rank's ``x``, in the order of ranks, once all ranks have reached the collective ``name``.
 
     Raises:
-        UsageError: that of a rank does not pickle.
+        UsageError: a rank's ``x`` cannot be pickled.
     """
     gathered: list[Any] = [None] * group.world.size
     dist.all_gather_object(gathered, _pickled(x))
@@ -220,7 +220,7 @@ def gathered_objects(name: str, x: Any, group: Group) -> list[Any]:
 
 
 def _pickled(x: Any) -> bytes | str:
-    """``x`` pickled, or why it cannot be: if one rank raised alone, the others would wait for it in a collective."""
+    """``x`` pickled, or the reason why it cannot be. If one rank raised an error here, the others would wait for it in a collective."""
     try:
         return pickle.dumps(x)
     except Exception as error:
@@ -230,7 +230,7 @@ def _pickled(x: Any) -> bytes | str:
 def _unpickled(name: str, pickled: list[Any], ranks: Iterable[int]) -> list[Any]:
     for rank, each in zip(ranks, pickled, strict=True):
         if isinstance(each, str):
-            raise UsageError(f"parwrap.{name} sends pickled objects to the other ranks, and rank {rank}'s cannot be pickled: {each}")
+            raise UsageError(f"parwrap.{name} sends pickled objects to the other ranks, but rank {rank}'s cannot be pickled: {each}")
     return [pickle.loads(each) for each in pickled]
 
 
@@ -280,7 +280,7 @@ def _compared(name: str, structure: Structure, group: Group, remedy: str = ALIKE
 
 
 def differing_structures(name: str, structure: Structure, group: Group) -> dict[int, Structure]:
-    """The ``structure`` of each rank in the collective ``name``; empty if all have come, with the same."""
+    """The ``structure`` of each rank in the collective ``name``; empty if all ranks have the same."""
     mine = digest(structure)
     if group.coordinator is not None:
         ranks = group.synchronize(f"parwrap.{name}", mine)

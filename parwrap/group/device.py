@@ -1,7 +1,7 @@
-"""The device and the backend of this rank: one visible GPU each and nccl, or the CPU and gloo.
+"""The device and the backend of this rank: one visible GPU and nccl, or the CPU and gloo.
 
-A process that sees a single GPU can run ``.cuda()``, ``"cuda:0"`` and ``if torch.cuda.device_count() > 1`` unchanged, so the choice is made
-through ``CUDA_VISIBLE_DEVICES``, before CUDA starts. If CUDA has started, torch's current device is set instead.
+A process that sees a single GPU can run ``.cuda()``, ``"cuda:0"`` and ``if torch.cuda.device_count() > 1`` unchanged, so each rank's GPU is
+chosen with ``CUDA_VISIBLE_DEVICES``, before CUDA is initialized. If CUDA is already initialized, torch's current device is set instead.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def visible_gpu(local_rank: int, visible: list[str]) -> str:
     """
     if local_rank >= len(visible):
         raise LaunchError(
-            f"local rank {local_rank} has no GPU to itself: {len(visible)} visible ({', '.join(visible)}). Start at most {len(visible)} "
-            "ranks a node, or pass backend='gloo' to train on the CPU or to share GPUs."
+            f"local rank {local_rank} has no GPU of its own: only {len(visible)} visible ({', '.join(visible)}). Start at most "
+            f"{len(visible)} ranks per node, or pass backend='gloo' to train on the CPU or to share GPUs."
         )
     return visible[local_rank]
 
@@ -55,15 +55,15 @@ def gpu_count() -> int:
 
 
 def choose_device(world: World, backend: str | None) -> torch.device:
-    """The device that this rank trains on; leaves it one visible GPU if any.
+    """Choose the device that this rank trains on, and leave at most one GPU visible.
 
-    If there are fewer GPUs than ranks, ranks share them with the backend ``"gloo"``: nccl cannot do that.
+    If there are fewer GPUs than ranks, ranks share them with the backend ``"gloo"``, because nccl does not support this.
     """
     gpus, names = gpu_count(), _named()
     if gpus == 0:
         return torch.device("cpu")
     visible = (names or [str(index) for index in range(gpus)])[:gpus]
-    # torchrun's ranks see all GPUs of the node; other launchers may have given each its own (srun --gpus-per-task), of which it takes one
+    # torchrun's ranks see all GPUs of the node; other launchers may show each rank its own (srun --gpus-per-task), and it takes one of them
     mine = world.local_rank if world.launcher == "torchrun" and backend != "gloo" else world.local_rank % len(visible)
     gpu = visible_gpu(mine, visible)
     if not torch.cuda.is_initialized():
@@ -77,15 +77,15 @@ def choose_device(world: World, backend: str | None) -> torch.device:
     if len(visible) > 1:
         torch.cuda.set_device(mine)
         warn(
-            "parwrap: CUDA had started before each rank chose its GPU, so 'cuda:0' in the script means the same GPU on every rank. "
-            "Start CUDA inside the decorated function (torch.cuda.is_available() starts it too), or run with `python -m parwrap.run`."
+            "parwrap: CUDA was initialized before each rank chose its GPU, so 'cuda:0' in the script means the same GPU on every rank. "
+            "Use CUDA only inside the decorated function (torch.cuda.is_available() initializes it too), or run with `python -m "
+            "parwrap.run`."
         )
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _seen_by_the_driver() -> int:
-    """The number of GPUs that this process can use: the driver reads ``CUDA_VISIBLE_DEVICES`` once, when first used, and torch asks
-    NVML."""
+    """The number of GPUs that this process can use. Torch asks NVML, but the driver reads ``CUDA_VISIBLE_DEVICES`` only once."""
     return driver_device_count()
 
 
@@ -99,7 +99,7 @@ def choose_backend(backend: str | None, device: torch.device) -> str:
 
 
 def torch_backend(backend: str) -> str:
-    """Torch's name for ``backend``: nccl handles no CPU tensors, such as a model that was left there, so gloo does.
+    """Torch's name for ``backend``. nccl does not support CPU tensors, such as a model that was left on the CPU, so gloo handles these.
 
     >>> torch_backend("nccl")
     'cpu:gloo,cuda:nccl'
@@ -108,7 +108,7 @@ def torch_backend(backend: str) -> str:
 
 
 def uses_nccl(process_group: dist.ProcessGroup | None = None) -> bool:
-    """Whether nccl handles GPU tensors in ``process_group``, by default in that of all ranks."""
+    """Whether nccl handles GPU tensors in ``process_group``; by default the group of all ranks."""
     return "cuda:nccl" in dist.get_backend_config(process_group)
 
 

@@ -1,4 +1,4 @@
-"""The process group of a :class:`World`: starts and stops it, identifies this rank, and passes values to the others through its store.
+"""The process group of a :class:`World`: starts and stops it, identifies this rank, and passes values to other ranks through its store.
 
 Only this file starts a process group. ``sync_points.py`` synchronizes the ranks; ``collectives.py`` has what users call to reduce and
 gather.
@@ -49,13 +49,13 @@ PATIENCE = timedelta(minutes=30)
 """How long ranks wait for each other unless a timeout is given; torch's default for gloo."""
 
 TELLING = 30.0
-"""Seconds after which a rank that waits for others to begin says so."""
+"""Seconds after which rank 0 says that it waits for other ranks to start."""
 
 POLLING = 0.005
-"""Seconds between two reads of the store, which can only wait for all of several keys."""
+"""Seconds between two reads of the store. The store itself cannot wait for any one of several keys."""
 
 NO_THREAD = 0
-"""Replaces the thread when each rank runs something separately, and files stay rank 0's."""
+"""Stands for the thread when each rank runs something separately while only rank 0 writes files."""
 
 
 @dataclass
@@ -63,13 +63,13 @@ class Group:
     """A started process group.
 
     Attributes:
-        world: this process's place in it.
+        world: this process's place in the group.
         backend: ``"gloo"``, ``"nccl"``, ...
         device: the device that this rank trains on, and reduces numbers on.
-        store: a key-value store that all ranks share, for values that must not cost a collective.
+        store: a key-value store that all ranks share, for values that are exchanged without a collective.
         timeout: how long to wait for another rank.
         coordinator: this rank's sync points with the others; ``None``, like ``store``, for a group that the user's own code has started.
-        alone_in: for :func:`is_alone`, the threads in which ranks now run something separately; usually none.
+        alone_in: the threads in which ranks now run something separately, for :func:`is_alone`; usually none.
     """
 
     world: World
@@ -83,13 +83,13 @@ class Group:
     _ends: ExitStack = field(default_factory=ExitStack)
 
     def once(self, key: Hashable, make: Callable[[], AbstractContextManager]) -> Any:
-        """The value of the context ``make()``, entered on first use and left when the process group stops."""
+        """The value of the context manager ``make()``, which is entered on first use and left when the process group stops."""
         if key not in self._made:
             self._made[key] = self._ends.enter_context(make())
         return self._made[key]
 
     def synchronize(self, kind: str, detail: int = 0) -> list[int]:
-        """Wait for the other ranks, as in :meth:`Coordinator.wait`; returns those that came for ``kind``."""
+        """Wait for the other ranks, as in :meth:`Coordinator.wait`. Returns the ranks that synchronize for ``kind``."""
         return self.coordinator.wait(kind, detail=detail) if self.coordinator else list(range(self.world.size))
 
     def key(self, topic: str) -> str:
@@ -97,25 +97,25 @@ class Group:
         return f"{topic}/{self.coordinator.number}"
 
     def exchange(self, topic: str, value: Any) -> dict[int, Any]:
-        """Synchronize for ``topic``, and return the ``value`` of every rank that came for it, by rank.
+        """Synchronize for ``topic``, and return the ``value`` of every rank that takes part, by rank.
 
         Args:
             topic: the name of the value in errors.
             value: anything small that pickles.
 
         Raises:
-            RankMismatchError: a rank did not come in time, or came for something that cannot wait.
+            RankMismatchError: a rank did not arrive in time, or does something else that cannot wait.
         """
         return self.share(topic, value, self.synchronize(topic))
 
     def share(self, topic: str, value: Any, among: Iterable[int]) -> dict[int, Any]:
-        """The ``value`` of each rank ``among`` those at the same point, by rank; this rank's own may be omitted."""
+        """The ``value`` of each rank in ``among``, which are at the same point, by rank. This rank's own value may be omitted."""
         key = self.key(topic)
         self.store.set(f"{key}/{self.world.rank}", pickle.dumps(value))
         return {rank: pickle.loads(self.fetch(f"{key}/{rank}", rank, topic)) for rank in among}
 
     def fetch(self, key: str, owner: int, purpose: str) -> bytes:
-        """The value that rank ``owner``, at the same point, stores under ``key``."""
+        """The value that rank ``owner`` stores under ``key`` at the same point."""
         try:
             self.store.wait([key], self.timeout)
         except RuntimeError as error:
@@ -131,7 +131,7 @@ class Group:
         return self.coordinator.number + collective_count(dist.group.WORLD)
 
     def wait_until(self, ready: Callable[[], bool], owner: int, purpose: str) -> None:
-        """Return when ``ready()``, which checks the store for a value of rank ``owner``."""
+        """Wait until ``ready()``, which checks the store for a value of rank ``owner``, returns true."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         try:
             while not ready():
@@ -152,7 +152,7 @@ _alone: list[int] = []
 
 @contextmanager
 def opened(world: World, backend: str | None = None, timeout: timedelta | None = None) -> Iterator[Group | None]:
-    """Start the process group of ``world`` for the length of the block; ``None``, without a group, for a single rank."""
+    """Start the process group of ``world`` inside the block; for a single rank, yield ``None`` without a group."""
     global _current, _opened
     if world.size == 1:
         yield None
@@ -160,7 +160,7 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
     device = choose_device(world, backend)
     backend = choose_backend(backend, device)
     waiting = timeout or PATIENCE
-    # without a timeout the process group keeps torch's, which is 30 minutes for all backends but NCCL alone
+    # without a timeout, the process group keeps torch's default, which is 30 minutes for all backends except NCCL
     rendezvous = dist.rendezvous(world.rendezvous, world.rank, world.size, timeout=waiting)
     with _reporting_long_wait(world):
         store, _, _ = next(rendezvous)
@@ -189,7 +189,7 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
 
 @contextmanager
 def _excepthook_kept() -> Iterator[None]:
-    """Torch wraps ``sys.excepthook`` with each process group; after an error the hook stays, because it names the rank."""
+    """Restore ``sys.excepthook``, which torch wraps in each process group. After an error the hook stays, because it names the rank."""
     before = sys.excepthook
     yield
     if getattr(sys.excepthook, "__module__", None) == dist.distributed_c10d.__name__:  # else the user's own
@@ -198,13 +198,16 @@ def _excepthook_kept() -> Iterator[None]:
 
 @contextmanager
 def _reporting_long_wait(world: World) -> Iterator[None]:
-    """While this is open, ranks wait for each other to begin; the first says so if it takes long, because it may be the only one."""
+    """Inside the block, ranks wait for each other to begin.
+
+    Print a message on rank 0 if this takes long, because it may be the only rank.
+    """
 
     def report(stopped: threading.Event) -> None:
         if not stopped.wait(TELLING):
             print(
-                f"parwrap: rank 0 waits for the others of {world.size} to begin. The world size comes from {world.launcher}; if this "
-                "process is the only one, set PARWRAP_WORLD_SIZE=1.",
+                f"parwrap: rank 0 waits for the other ranks of {world.size} to start. The world size comes from {world.launcher}; if "
+                "this process is the only one, set PARWRAP_WORLD_SIZE=1.",
                 file=sys.stderr,
             )
 
@@ -219,7 +222,7 @@ def current() -> Group | None:
 
 @contextmanager
 def within(group: Group | None, process_group: Any, world: World) -> Iterator[None]:
-    """While this is open, ``group`` is the open group; with ``None`` this process acts alone.
+    """Make ``group`` the open group inside the block. With ``None``, this process acts alone.
 
     Args:
         group: some of the ranks of the open group.
@@ -240,13 +243,16 @@ def within(group: Group | None, process_group: Any, world: World) -> Iterator[No
 
 
 def is_outside_loop() -> bool:
-    """Whether this process is outside of the ranks that run the loop, like a parameter server: it does alone what they do together."""
+    """Whether this process is not among the ranks that run the loop, like a parameter server: it does on its own what they do together."""
     return _outside_loop is not None
 
 
 @contextmanager
 def alone(each: bool = False) -> Iterator[None]:
-    """Only this rank runs the block: nothing in it may wait for the others. With ``each``, every rank runs it, separately."""
+    """Declare that only this rank runs the block, so nothing in it may wait for other ranks.
+
+    With ``each``, every rank runs it separately.
+    """
     _alone.append(NO_THREAD if each else threading.get_ident())
     try:
         yield
@@ -256,7 +262,7 @@ def alone(each: bool = False) -> Iterator[None]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Within ``alone(each=True)``: in the block, ranks act together again."""
+    """Let ranks act together again in a block within ``alone(each=True)``."""
     lifted = _alone.count(NO_THREAD)
     _alone[:] = [thread for thread in _alone if thread != NO_THREAD]
     try:
@@ -266,7 +272,7 @@ def together() -> Iterator[None]:
 
 
 def is_alone(here: bool = False) -> bool:
-    """Whether this rank now waits for no other; with ``here``, whether only it runs the code of the present thread."""
+    """Whether this rank must not wait for other ranks now; with ``here``, whether it alone runs the code of the present thread."""
     return bool(_alone) and (not here or threading.get_ident() in _alone)
 
 
@@ -276,7 +282,7 @@ def _world() -> World:
 
 
 def rank() -> int:
-    """This process among all ranks, from 0.
+    """The number of this process among all ranks, from 0.
 
     >>> rank()
     0
@@ -290,11 +296,11 @@ def world_size() -> int:
     >>> world_size()
     1
     """
-    return dist.get_world_size() if open_group() else _world().size  # torch's function reports who shards by it
+    return dist.get_world_size() if open_group() else _world().size  # parwrap watches torch's function to find out who shards with it
 
 
 def local_rank() -> int:
-    """This process among the ranks of its node, from 0.
+    """The number of this process among the ranks of its node, from 0.
 
     >>> local_rank()
     0
@@ -303,7 +309,7 @@ def local_rank() -> int:
 
 
 def is_rank_zero() -> bool:
-    """Whether this is the rank that prints and saves.
+    """Whether this is rank 0, which prints and saves.
 
     >>> is_rank_zero()
     True
@@ -328,9 +334,9 @@ def _is_failure(error: BaseException) -> bool:
 
 @contextmanager
 def _naming_first_failure(world: World, store: dist.Store) -> Iterator[None]:
-    """An exception that leaves the block after another rank has failed gets a note about that failure, on Python 3.11 and later.
+    """If an exception leaves the block after another rank has failed, add a note about that failure, on Python 3.11 and later.
 
-    Most launchers show what each rank raises, in any order.
+    Most launchers show the errors of all ranks, in any order.
 
     Args:
         world: this rank's place.
@@ -343,9 +349,9 @@ def _naming_first_failure(world: World, store: dist.Store) -> Iterator[None]:
             raise
         cause = in_one_line(error)
         first = f"{world.rank} {cause}"
-        with suppress(RuntimeError):  # the store has ended with the rank that kept it
+        with suppress(RuntimeError):  # the store has ended with the rank that hosts it
             first = store.compare_set("first failure", "", first).decode()
         rank, _, firsts_cause = first.partition(" ")
         if firsts_cause != cause and isinstance(error, Exception) and hasattr(error, "add_note"):
-            error.add_note(f"parwrap: rank {rank} of {world.size} had failed before: {firsts_cause}")
+            error.add_note(f"parwrap: rank {rank} of {world.size} failed first: {firsts_cause}")
         raise

@@ -1,4 +1,4 @@
-"""Where ranks meet and listen: on one node only on its loopback, without a port that two jobs could both want.
+"""Where ranks find each other and listen: on one node only on its loopback interface, without a port that two jobs could both use.
 
 Registers the URL scheme of ``world.py``'s ``ONE_NODE`` with torch: ranks of one node find each other through a file that is named after
 their job. ``placed`` finds out which ranks share a node if the launcher does not say.
@@ -32,7 +32,7 @@ _openings = itertools.count()
 
 @contextmanager
 def on_loopback(world: World) -> Iterator[None]:
-    """While this is open, ranks that are all on one node listen only on its loopback, unless the user has set an interface."""
+    """Inside the block, ranks that are all on one node listen only on its loopback interface, unless the user has set another."""
     names = [name for name in LOOPBACK if name not in os.environ] if world.on_one_node else []
     os.environ.update({name: LOOPBACK[name] for name in names})
     try:
@@ -43,7 +43,7 @@ def on_loopback(world: World) -> Iterator[None]:
 
 
 def placed(world: World, store: Any) -> World:
-    """``world`` with facts that a launcher may not provide: which node this is, and how many ranks it has.
+    """``world``, completed with facts that a launcher may not provide: which node this is, and how many ranks it has.
 
     Args:
         world: this rank's place.
@@ -58,7 +58,7 @@ def placed(world: World, store: Any) -> World:
 
 
 def _node() -> str:
-    """An identity shared by processes that see each other and the same loopback: not all containers of a machine do."""
+    """An identity that processes share if they see each other and the same loopback interface, which containers on one machine may not."""
     with suppress(OSError):
         spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid")]
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {spaces}"
@@ -81,28 +81,30 @@ def _rendezvous_on_one_node(url: str, timeout: timedelta | None = None, **option
     try:
         yield store, rank, size
     finally:
-        if store.add("left", 1) == size:  # the store itself would wait until nothing refers to it any more
+        if store.add("left", 1) == size:  # the store itself would only close when nothing refers to it any more
             path.unlink(missing_ok=True)
 
 
 def _private_directory() -> Path:
-    """A directory where no other user can replace our file."""
+    """A directory in which no other user can replace our file."""
     directory = Path(tempfile.gettempdir(), f"parwrap-{os.getuid()}")
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise LaunchError(
-            f"the ranks of this node meet in {directory}, which is not a directory of this user alone: remove it, or set TMPDIR to "
-            "another place, the same for all ranks."
+            f"the ranks of this node share {directory}, but that is not a directory that only this user can access: remove it, or set "
+            "TMPDIR to another directory, the same for all ranks."
         )
     return directory
 
 
 def _launcher_process(names: list[str]) -> str:
-    """The nearest parent process that is no rank of this job, the same for all its ranks on this node; used if the launcher names no job.
+    """The nearest parent process that is not a rank of this job.
+
+    It is the same for all ranks on this node, and identifies the job if the launcher does not.
 
     Args:
-        names: the variables of a rank's number and of the world size, which processes below the launcher have, such as a shell.
+        names: the variables with a rank's number and the world size, which all processes below the launcher have, such as a shell.
     """
     mine = {f"{name}={os.environ[name]}".encode() for name in names if name in os.environ}
     process, born = os.getppid(), ""

@@ -1,6 +1,6 @@
-"""Shows the output of launched ranks in the launching process: in a notebook, in a test, wherever its output goes.
+"""Shows the output of launched ranks wherever the output of the launching process goes, such as in a notebook or a test.
 
-If that goes to its own stdout and stderr, the ranks inherit these and write directly.
+If that is its own stdout and stderr, the ranks inherit these and write directly.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ChildOutput:
     """The output of one rank, until :meth:`close`.
 
     Attributes:
-        outputs: descriptors for the rank to write to, by the numbers of its stdout and stderr; to be closed when it has them.
-        sources: descriptors to wait for.
+        outputs: descriptors that the rank writes to, by the numbers of its stdout and stderr. Close them once the rank has them.
+        sources: descriptors to read its output from.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class ChildOutput:
         return list(self._streams)
 
     def started(self) -> None:
-        """The rank has its descriptors."""
+        """Close this process's copies of the descriptors, because the rank has them."""
         while self.outputs:
             os.close(self.outputs.popitem()[1])
 
@@ -70,7 +70,7 @@ class ChildOutput:
 
 
 def redirect_output(outputs: Mapping[int, int]) -> None:
-    """In a rank: send all output to ``outputs``, line by line, because the rank may be killed at any time."""
+    """In a rank, send all output to ``outputs``, line by line, because the rank may be killed at any time."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if number in outputs:
             os.dup2(outputs[number], number)
@@ -84,10 +84,10 @@ def redirect_output(outputs: Mapping[int, int]) -> None:
 
 
 def refuse_stdin(remedy: str) -> None:
-    """In a rank, which has no stdin: make reading from stdin raise an error instead of finding it empty.
+    """In a rank, which has no stdin, make reading from stdin raise an error.
 
     Args:
-        remedy: what to do instead of reading, as in ``"pass the answer as an argument"``.
+        remedy: what to do instead of reading, such as ``"pass the answer as an argument"``.
     """
 
     def ask(prompt: object = "") -> NoReturn:
@@ -122,7 +122,7 @@ def _refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def show_in_notebook(rank: int) -> None:
-    """In a rank forked in a notebook's kernel: show plots and other rich output on rank 0, drop it elsewhere."""
+    """In a rank forked by a notebook's kernel, show plots and other rich output on rank 0, and drop them on other ranks."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     session = getattr(getattr(shell, "display_pub", None), "session", None)
     if session is None:
@@ -134,7 +134,7 @@ def show_in_notebook(rank: int) -> None:
 
 
 def _have_loggers_write(stream: TextIO, before: tuple[TextIO, ...]) -> None:
-    """Redirect handlers that write to one of ``before``, which is not shown for a rank, to ``stream``."""
+    """Redirect handlers that write to a stream in ``before`` to ``stream``, because a rank's output to the former is not shown."""
     for known in list(logging._handlerList):  # type: ignore[attr-defined]
         handler = known()
         if isinstance(handler, logging.StreamHandler) and any(handler.stream is each for each in before):
@@ -143,7 +143,7 @@ def _have_loggers_write(stream: TextIO, before: tuple[TextIO, ...]) -> None:
 
 
 def _is_own(stream: Any, number: int) -> bool:
-    """Whether ``stream`` is that of the process, or ``None``."""
+    """Whether ``stream`` is the process's own, or ``None``."""
     if stream is None:
         return True
     with suppress(AttributeError, OSError, ValueError):

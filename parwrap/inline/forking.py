@@ -1,4 +1,4 @@
-"""Ranks that are forked from this process: when that is possible, how, and what they inherit. ``launching.py`` watches and ends them."""
+"""Forks ranks from this process: when this is possible, how, and what they inherit. ``launching.py`` watches and ends them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["ForkState", "Forks", "choose_start_method", "import_for_optimizers",
 QUEUES = (queue.Queue, queue.SimpleQueue)
 CHUNK = 1 << 20
 CLOSED = ("IPython", "ipykernel", "zmq", "pytest", "_pytest", "pluggy")
-"""Objects with their own threads that lead to everything: they are not searched."""
+"""Objects with their own threads that refer to everything else; they are not searched."""
 WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
@@ -59,7 +59,7 @@ class Forks:
         self._inherited.warn(function)
 
     def start(self, job: Callable[..., Job], output: ChildOutput, pipe: int) -> Any:
-        """The process of the rank that runs ``job``, completed with how it starts."""
+        """The process of the rank that runs ``job``; adds to ``job`` how the rank starts."""
         how = {"load": self._load, "environ": self._environ, "threads": 1, "streams": None, "outputs": dict(output.outputs)}
         process = multiprocessing.get_context("fork").Process(target=run, args=(job(pipe=pipe, **how),))
         process.start()
@@ -77,35 +77,35 @@ class Forks:
 
 
 def import_for_optimizers() -> None:
-    """Import what each rank's first optimizer would, in a second: ranks forked afterwards have it."""
+    """Import what each rank's first optimizer would import, which takes a second, so that ranks forked afterwards have it."""
     importlib.import_module(DYNAMO)
 
 
 def choose_start_method() -> str:
-    """``"fork"`` if a fork can do all that this process can, otherwise ``"spawn"``."""
+    """``"fork"`` if forked ranks can do everything that this process can, otherwise ``"spawn"``."""
     return "fork" if sys.platform == "linux" and not _cuda_has_started() else "spawn"
 
 
 def refuse_unforkable(who: str, gpus: bool = False) -> None:
     """Raise :class:`UsageError` if ``who`` cannot fork ranks that use ``gpus``."""
     if not hasattr(os, "fork"):
-        problem = "this system cannot do that: start ranks with `python -m parwrap.run`"
+        problem = "this system cannot fork: start ranks with `python -m parwrap.run`"
     elif groups.open_group() is not None or detect(os.environ).size > 1:
         problem = f"this is rank {groups.rank()} of {groups.world_size()} already: call it in a process that was not launched as a rank"
     elif multiprocessing.current_process().daemon:
-        problem = "this is a daemonic process of multiprocessing, which may start none: call it in the main process"
+        problem = "a daemonic process of multiprocessing cannot start processes: call it in the main process"
     elif not any(each is sys.modules for each in gc.get_objects()):  # Python 3.12 counts some objects as frozen from the start
-        problem = "gc.freeze() hides objects that have to come back: call gc.unfreeze() before"
+        problem = "gc.freeze() hides objects whose changes must be sent back: call gc.unfreeze() first"
     elif _cuda_has_started() if gpus else torch.cuda.is_initialized():
-        problem = "CUDA has started here, which does not survive that: call it before anything is on a GPU"
-        problem += " and torch.cuda.is_available() was asked, or give start_method='spawn'" * gpus
+        problem = "CUDA is initialized here, and does not work after a fork: call it before anything is on a GPU"
+        problem += " and before torch.cuda.is_available() is called, or use start_method='spawn'" * gpus
     else:
         return
     raise UsageError(f"{who} forks ranks from this process, and {problem}.")
 
 
 def _cuda_has_started() -> bool:
-    """Whether forked ranks could not use the GPUs: not only once torch has started CUDA, but also after ``torch.cuda.is_available()``."""
+    """Whether forked ranks could not use the GPUs: once torch has initialized CUDA, and also after ``torch.cuda.is_available()``."""
     if torch.cuda.is_initialized() or not torch.cuda.device_count():
         return torch.cuda.is_initialized()
     with starting():
@@ -117,9 +117,9 @@ def _cuda_has_started() -> bool:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """While processes are started: signals that end a rank arrive when it is ready, and Ctrl-C when all are started.
+    """Delay signals while processes are started: those that end a rank until it is ready, and Ctrl-C until all ranks are started.
 
-    Python warns of threads that the ranks do not have; torch's are handled.
+    Python's warning about threads is suppressed, because torch's threads are handled.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
@@ -131,9 +131,9 @@ def starting() -> Iterator[None]:
 
 
 class ForkState:
-    """What forked ranks inherit and cannot all use: files that the caller is writing, its loaders' workers, and what its threads work for.
+    """What forked ranks inherit but cannot all use: files that the caller is writing, workers of its loaders, and objects of its threads.
 
-    The files have been flushed by this: what is in a buffer would be written by every rank.
+    Flush these files before the fork, because every rank would write what is in their buffers.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w") as file:
@@ -167,8 +167,8 @@ class ForkState:
         for kind in sorted({needing[id(thing)] for _, thing in found}):
             names = sorted({name for name, thing in found if needing[id(thing)] == kind})
             warn(
-                f"parwrap: the function reaches {', '.join(names[:3])}, which need {kind} of this process, and forked ranks have none of "
-                f"these {kind}: waiting for them there never ends. Make it inside the function."
+                f"parwrap: the function reaches {', '.join(names[:3])}, which need {kind} of this process. Forked ranks do not have "
+                f"these {kind}, and would wait for them forever. Create such objects inside the function."
             )
 
     def flush(self) -> None:
@@ -178,7 +178,7 @@ class ForkState:
                 writer.flush()
 
     def settle(self, rank: int) -> None:
-        """In a rank: rank 0 keeps the files, others write nowhere; and drop the workers, which a rank's end would end."""
+        """In a rank, keep the files on rank 0 only, and forget the workers, because they would end when a rank ends."""
         for each in self._passes:
             mark_shut_down(each)
         for loader in self._loaders:
@@ -194,7 +194,7 @@ class ForkState:
 
 
 def _is_written(file: io.FileIO) -> bool:
-    """Whether it is a file with a name that is open for writing."""
+    """Whether ``thing`` is a named file that is open for writing."""
     with suppress(OSError, ValueError):
         return file.writable() and isinstance(file.name, str) and stat.S_ISREG(os.fstat(file.fileno()).st_mode)
     return False
@@ -219,5 +219,5 @@ def _is_queue(thing: Any) -> bool:
 
 
 def _is_opened(thing: Any) -> bool:
-    """Whether to search it for objects of threads and workers; a loader's are handled already."""
+    """Whether to search ``thing`` for objects of threads and workers; those of loaders are already handled."""
     return not issubclass(type(thing), DataLoader) and str(type(thing).__module__).split(".")[0] not in CLOSED

@@ -1,7 +1,7 @@
-"""Runs a function on ranks that this process launches, watches, and reliably ends.
+"""Runs a function on ranks that this process launches, watches and always ends.
 
-Ranks are forked by ``forking.py``, or new interpreters, by ``spawning.py``. ``rank_process.py`` runs in a rank; ``object_sync.py`` packs
-what it sends back, and ``child_output.py`` shows its output.
+``forking.py`` forks ranks, and ``spawning.py`` starts new interpreters. ``rank_process.py`` runs in a rank; ``object_sync.py`` packs what
+it sends back, and ``child_output.py`` shows its output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GRACE = 5.0
 """Seconds for ranks to end, once one has failed, Ctrl-C was pressed, or all have finished."""
 
 MOMENT = 0.05
-"""Seconds until a dead rank is noticed, after others have raised because of it."""
+"""Seconds to wait for the news of a dead rank, after other ranks have raised errors because of it."""
 
 
 def run_on_ranks(
@@ -49,8 +49,8 @@ def run_on_ranks(
 ) -> Any:
     """Call ``function`` on ``size`` ranks that this process launches, in a process group, and wait for all of them.
 
-    When this returns or raises, the tensors, models, optimizers and schedulers of this process have the state of rank 0, as far as a rank
-    survives to send it; with spawned ranks, those that the function reaches. So do other objects that the function reaches. Ctrl-C is
+    Afterwards, the tensors, models, optimizers and schedulers of this process have the state of rank 0, as far as a rank survives to send
+    it. With spawned ranks, this applies only to those that the function reaches. So do other objects that the function reaches. Ctrl-C is
     passed on to the ranks.
 
     Args:
@@ -66,8 +66,8 @@ def run_on_ranks(
         The function's result on rank 0.
 
     Raises:
-        UsageError: that result, or ``function``, cannot be sent.
-        RankMismatchError: a rank has ended without a report.
+        UsageError: the result, or ``function``, cannot be sent.
+        RankMismatchError: a rank ended without a result.
 
     The exception of the first rank that fails is raised here too, with its traceback as the cause.
 
@@ -98,10 +98,10 @@ class _Rank:
     """The process of one rank.
 
     Attributes:
-        failed_at: the time of its exception, or 0 if it has ended without a report; ``None`` if neither.
+        failed_at: the time of its exception, or 0 if it ended without a report; otherwise ``None``.
         finished: whether it has reported its end.
         ended: whether its process has ended.
-        how: how it has ended, if without a report.
+        how: how it ended, if without a report.
     """
 
     def __init__(self, starter: Forks | Spawns, job: Callable[..., Job]) -> None:
@@ -144,7 +144,7 @@ class _Rank:
                 self.finished = True
 
     def end(self) -> None:
-        """Its process has ended, or is killed with its children, if it did not report its end."""
+        """Handle the end of its process. If it did not report its end, kill it with its children."""
         if not self.ended:
             if not self.finished:
                 with suppress(ProcessLookupError, PermissionError):
@@ -167,7 +167,7 @@ class _Rank:
             os.close(self.sentinel)
 
     def signal(self, number: int) -> None:
-        """Ask it to end; Ctrl-C also goes to its children, which a terminal's Ctrl-C does not reach."""
+        """Ask it to end. Ctrl-C also goes to its children, because a terminal's Ctrl-C does not reach them."""
         if not self.ended:
             self._terminated = True
             for send in (os.killpg, os.kill) if number == signal.SIGINT else (os.kill,):
@@ -179,17 +179,19 @@ class _Rank:
 def _ending_of(code: int | None) -> str:
     """How its process has ended."""
     if code is None:
-        return "ended, with an exit code that something else in this process has taken, such as a handler of SIGCHLD that waits for all,"
+        return (
+            "ended, with an exit code that something else in this process collected, such as a SIGCHLD handler that waits for all children,"
+        )
     return how_ended(code)
 
 
 @contextmanager
 def _started(starter: Forks | Spawns, jobs: Sequence[Callable[..., Job]]) -> Iterator[list[_Rank]]:
-    """The ranks, none of which outlives the block."""
+    """Start the ranks; none of them outlives the block."""
     ranks: list[_Rank] = []
     ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     try:
-        if ignored:  # so that the system would keep no exit code
+        if ignored:  # the system would then keep no exit codes
             with suppress(ValueError):  # in another thread
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with starting():
@@ -205,7 +207,7 @@ def _started(starter: Forks | Spawns, jobs: Sequence[Callable[..., Job]]) -> Ite
 
 
 def _watch(ranks: Sequence[_Rank]) -> bool:
-    """Wait until all have ended, or the grace period of late ones is over; returns whether Ctrl-C was pressed."""
+    """Wait until all ranks have ended, or their grace period is over. Returns whether Ctrl-C was pressed."""
     deadline, interrupted = None, False
     while waiting := [rank for rank in ranks if not rank.ended]:
         try:
@@ -261,7 +263,7 @@ def _outcome(ranks: Sequence[_Rank], interrupted: bool, callers: SyncedObjects, 
 
 def _raise(rank: _Rank, who: str, failure: BinaryIO, callers: SyncedObjects) -> NoReturn:
     if rank.how:
-        raise RankMismatchError(f"{who} {rank.how}{' (out of memory?)' if 'SIGKILL' in rank.how else ''} before it was through.")
+        raise RankMismatchError(f"{who} {rank.how}{' (out of memory?)' if 'SIGKILL' in rank.how else ''} before it finished.")
     raise _read(failure, callers).error(who)
 
 

@@ -42,7 +42,7 @@ from parwrap.torch_private.modules import LAZY_HOOKS, MODULES
 __all__ = ["Change", "Snapshot", "entry_name", "make_change", "objects_reached", "part_entries", "without_entries"]
 
 MOST = 100_000
-"""The most objects to watch, the nearest first: about a second."""
+"""The maximum number of objects to watch, nearest first; this takes about a second."""
 LARGEST = 1 << 30
 """The most bytes of an array to compare."""
 
@@ -52,7 +52,7 @@ DATES = (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
 TORCHS = (torch.dtype, torch.device, torch.Size, torch.layout)
 CODE = (CodeType, CellType, BuiltinFunctionType)
 CLOSED = (*ATOMS, *DATES, *TORCHS, *CODE, torch.Tensor, LRScheduler, threading.Thread, logging.Filterer, io.IOBase)
-"""Objects that do not change, belong to one process, or come back in another way."""
+"""Objects that do not change, belong to one process, or are sent back in another way."""
 CLOSED_MODULES = (
     *("parwrap", "IPython", "ipykernel", "zmq", "pytest", "_pytest", "pluggy"),
     *("multiprocessing", "concurrent", "asyncio", "weakref"),
@@ -79,7 +79,7 @@ GLOBAL_STREAMS = {id(random._inst), id(np.random.mtrand._rand), id(np.random.mtr
 INTERNAL = "<internal>"
 
 OPTIMIZERS_OWN = frozenset({"defaults", "state", "param_groups", "step"})
-"""A scheduler counts the steps in an attribute of ``step``."""
+"""The optimizer's own attributes; a scheduler counts the steps in an attribute of ``step``."""
 
 MODULES_OWN = frozenset({*vars(nn.Module()), *LAZY_HOOKS})
 
@@ -97,7 +97,7 @@ def objects_reached(function: Callable) -> Iterator[tuple[str, Any]]:
     ['history']
     """
     seen, left = {id(function)}, deque([("", function)])
-    kept = []  # or another object could get the id of a freed one
+    kept = []  # otherwise another object could get the id of a freed one
     while left:
         name, thing = left.popleft()
         yield name, thing
@@ -142,7 +142,7 @@ def _within(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{index}]", each) for index, each in enumerate(thing.ravel().tolist() if thing.dtype == object else ()))
     elif issubclass(kind, BaseDataLoaderIter):
         return
-    elif issubclass(kind, functools._lru_cache_wrapper):  # a cache is computed again where it is missing
+    elif issubclass(kind, functools._lru_cache_wrapper):  # a missing cache is computed again
         yield f"{name}.__wrapped__", thing.__wrapped__
     else:
         if not (issubclass(kind, (list, tuple, set, deque)) and PLAIN.issuperset(map(type, thing))):
@@ -266,7 +266,7 @@ def _content_of_array(thing: np.ndarray) -> dict[str, Any]:
 
 
 def _position(thing: Any) -> Any:
-    """The position of an iterator, or the size of a queue, which cannot be set; ``None`` for other objects."""
+    """The position of an iterator or the size of a queue, which can be read but not set; ``None`` for other objects."""
     if isinstance(thing, GeneratorType):
         return thing.gi_frame.f_lasti if thing.gi_frame else "at its end"
     if isinstance(thing, queue.SimpleQueue):
@@ -367,7 +367,7 @@ def make_change(thing: Any, part: str, change: Any) -> None:
 
 
 def _ways_to_set(thing: Any, part: str) -> tuple[Callable[[Any, Any], None], Callable[[Any], None]]:
-    """How to set an entry of that part, and how to remove one."""
+    """Two functions: one sets an entry of ``part``, one removes it."""
     if part == "items":
         base: Any = OrderedDict if isinstance(thing, OrderedDict) else dict
         return functools.partial(base.__setitem__, thing), functools.partial(base.__delitem__, thing)
@@ -401,7 +401,7 @@ def part_entries(part: str, change: Any) -> dict[Any, Any]:
 
 
 def without_entries(part: str, change: Any, entries: Iterable[Any]) -> Any:
-    """A change without those ``entries``; ``None`` if nothing is left."""
+    """A change without ``entries``; ``None`` if nothing is left."""
     left_out = set(entries)
     if part not in MAPPINGS:
         return None if left_out else change

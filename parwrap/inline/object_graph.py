@@ -21,7 +21,7 @@ from parwrap.patching.imported_names import is_installed
 __all__ = ["attributes_of", "found_by", "is_users", "is_users_module", "within"]
 
 MOST, ENTRIES = 50_000, 1_000
-"""The most objects to examine, and the most entries of each: a tenth of a second or two. Near ones come first."""
+"""The maximum number of objects to examine, nearest first, and of entries per object. This takes 0.1 to 0.2 seconds."""
 
 LIBRARIES = tuple({os.path.join(path, "") for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))})
 OURS = os.path.join(os.path.dirname(__file__), "")
@@ -56,7 +56,9 @@ def found_by(
 
 
 def within(thing: Any, name: str = "", most: int = ENTRIES) -> Iterator[tuple[str, Any]]:
-    """The objects in ``thing``, known by ``name``, with their names; of classes the user's methods, of modules and tensors none.
+    """The objects in ``thing``, known by ``name``, with their names.
+
+    For a class, these are the user's methods; for modules and tensors, none.
 
     Args:
         thing: any object.
@@ -94,7 +96,7 @@ def within(thing: Any, name: str = "", most: int = ENTRIES) -> Iterator[tuple[st
 
 
 def attributes_of(thing: Any) -> dict[str, Any]:
-    """Its ``__dict__`` itself; empty if it has none."""
+    """The ``__dict__`` of ``thing`` itself, not a copy; empty if it has none."""
     try:
         attributes = object.__getattribute__(thing, "__dict__")
     except (AttributeError, TypeError):
@@ -140,7 +142,7 @@ def is_users_module(name: str) -> bool:
 
 
 def _is_users_file(file: str) -> bool:
-    # environments see packages of others, too
+    # environments may also contain packages of other environments
     return not (file.startswith((OURS, *LIBRARIES)) or "<frozen" in file or is_installed(file))
 
 

@@ -1,7 +1,7 @@
-"""What comes back from a launched rank: the function's result, and the new state of the caller's objects.
+"""Packs what a launched rank sends back: the function's result, and the new state of the caller's objects.
 
 The rank has the caller's objects: all of them if it was forked, otherwise those that were sent (``spawning.py``). Both sides number them,
-and what is sent back refers to the numbers: a model that was passed in is the same object when it is returned. ``remote_exception.py``
+and what is sent back refers to these numbers. So a model that was passed in is the same object when it is returned. ``remote_exception.py``
 handles exceptions, ``launching.py`` the transfer.
 """
 
@@ -37,7 +37,7 @@ __all__ = ["SyncedObjects", "is_tracked", "pickle_module"]
 KINDS = (torch.Tensor, nn.Module, Optimizer, LRScheduler)
 PARTS = (PARAMETERS, BUFFERS, MODULES, "training")
 MOST_NAMED = 5
-OWN = "which was not sent to the ranks, as it is in a module that they import"
+OWN = "which was not sent to the ranks, because it is in a module that they import"
 CALLERS = "parwrap"
 """Marks the number of a caller's object in packed data."""
 
@@ -46,7 +46,7 @@ class SyncedObjects:
     """The tensors, models, optimizers and schedulers of the caller, the other objects that a function reaches, and their numbers.
 
     Args:
-        things: tensors, models and so on, the same and in the same order on both sides; by default all in this process, for ranks that
+        things: tensors, models and so on, in the same order on both sides; by default all of those in this process, for ranks that
         are forked then.
         reached: the other objects, with their names, also in the same order.
         pickler: the pickler in the rank.
@@ -90,9 +90,9 @@ class SyncedObjects:
         self._objects = Snapshot({})
 
     def watch(self) -> None:
-        """Remember their present state, for :meth:`changes`: before the fork, or after their arrival."""
+        """Remember the present state of the objects for :meth:`changes`: before the fork, or after the objects were received."""
         self._tensors = {key: _state_of(thing) for key, thing in self._of(torch.Tensor)}
-        # or other memory could get the address of theirs; no tensors, which the next of these objects would find
+        # otherwise other memory could get their address; not tensors, which the next of these objects would find
         self._held = [self._known[key].untyped_storage() for key, state in self._tensors.items() if state]
         owned = [each for _, module in self._of(nn.Module) for name in PARTS[:2] for each in vars(module).get(name, {}).values()]
         self._asks = {key: asks for key in self._tensors if (asks := _asks(self._known[key])) is not None}
@@ -107,7 +107,7 @@ class SyncedObjects:
 
         class Pickler(self._pickler):  # type: ignore[name-defined]
             def __init_subclass__(cls) -> None:
-                """Torch's id of a storage."""
+                """The persistent id of a storage, as torch writes it."""
                 of_storage = cls.persistent_id
 
                 def persistent_id(self: Any, each: Any) -> Any:
@@ -122,7 +122,7 @@ class SyncedObjects:
         torch.save(thing, file, pickle_module=pickle_module(Pickler=Pickler), pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
     def unpack(self, file: BinaryIO) -> Any:
-        """The argument of :meth:`pack` on the other side."""
+        """Unpack what :meth:`pack` packed on the other side."""
         known = self._reached | self._known
 
         class Unpickler(pickle.Unpickler):
@@ -132,16 +132,16 @@ class SyncedObjects:
                     value = partial(_loaded, known, value)
                 super().__setattr__(name, value)
 
-        # a caller that has not started CUDA can still fork
+        # a caller that has not initialized CUDA can still fork
         where = None if torch.cuda.is_initialized() else "cpu"
         return torch.load(file, weights_only=False, map_location=where, pickle_module=pickle_module(Unpickler=Unpickler))
 
     def can_pack(self, thing: Any) -> bool:
-        """Whether it can be sent."""
+        """Whether ``thing`` can be sent."""
         return not self._why_not(thing)
 
     def _why_not(self, thing: Any) -> str:
-        """Why it cannot be sent; empty if it can."""
+        """Why ``thing`` cannot be sent; empty if it can."""
         with io.BytesIO() as file:
             try:
                 self.pack(thing, file)
@@ -194,7 +194,7 @@ class SyncedObjects:
             if failing and part == "attributes" and not is_users_module(type(self._reached[key]).__module__):
                 if not self._names[key].startswith(INTERNAL):
                     lost.append(self._names[key])
-                continue  # sending only a part of them would not fit the rest
+                continue  # the values would be inconsistent if only a part of them were sent
             if (rest := without_entries(part, change, failing)) is not None:
                 sent.append((key, part, rest))
         return sent, [name for name in dict.fromkeys(lost) if name]
@@ -212,7 +212,7 @@ class SyncedObjects:
         return imported and part == "attributes"
 
     def _named(self, key: int, part: str, entry: Any, why: str) -> str:
-        """What has changed, with the reason why it cannot be sent; empty for private state of a library."""
+        """Says what has changed and why it cannot be sent; empty for private state of a library."""
         name, thing = self._own[key] if key in self._own else (self._names[key], self._reached[key])
         called = entry_name(thing, name, part, entry)
         return f"{called} ({why})" if called and why else called or ""
@@ -243,9 +243,9 @@ class SyncedObjects:
         return {name: attributes[name] for name in PARTS if name in attributes}
 
     def _where(self, changed: set[int]) -> tuple[list[int], list[int]]:
-        """Where the values of ``changed`` are: a tensor for each of the caller's storages with changes, and the values that are elsewhere.
+        """The values of ``changed``: one tensor for each changed storage of the caller, and the values that are elsewhere.
 
-        A view of a moved tensor keeps the earlier values, so the moved tensor counts.
+        A view of a moved tensor keeps the old values, so the moved tensor is sent.
         """
         storages: dict[int, int] = {}
         moved = []
@@ -259,7 +259,7 @@ class SyncedObjects:
         return list(storages.values()), moved
 
     def _ties(self, moved: list[int]) -> list[tuple]:
-        """Which of the ``moved`` tensors share memory with another, as after ``b.data = a.data``, and their layout there."""
+        """Which of the ``moved`` tensors share memory with another one, for example after ``b.data = a.data``, and their layout there."""
         if not moved:
             return []
         unmoved = [key for key in self._tensors.keys() - set(moved) if self._tensors[key]]
@@ -279,7 +279,7 @@ class SyncedObjects:
 
     @torch.no_grad()
     def take(self, changes: dict[str, list]) -> None:
-        """Apply the changes in the caller: in place, so that every object keeps its identity."""
+        """Apply the changes in the caller, in place, so that every object keeps its identity."""
         for key, values in changes["storages"]:
             _storage(self._known[key]).copy_(values)
         for key, values in changes["tensors"]:
@@ -317,8 +317,8 @@ class SyncedObjects:
         file, _, line = location().rpartition(":")
         more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
         warnings.warn_explicit(
-            f"parwrap: the function changed {', '.join(named[:MOST_NAMED])}{more} on its ranks, but that cannot be sent to this process, "
-            "where it stays as it was. Make it inside the function, or return what you need of it.",
+            f"parwrap: the function changed {', '.join(named[:MOST_NAMED])}{more} on its ranks, but the change cannot be sent to this "
+            "process, where it stays unchanged. Create it inside the function, or return what you need of it.",
             UserWarning,
             file,
             int(line),
@@ -340,7 +340,7 @@ def pickle_module(**classes: type) -> ModuleType:
 
 
 def _in_place(old: Any, new: Any) -> Any:
-    """``new``; if both are dicts or lists, ``old`` with the content of ``new``, since others may refer to it."""
+    """``new``; if both are dicts or lists, ``old`` with the content of ``new``, because other objects may refer to ``old``."""
     if isinstance(old, dict) and isinstance(new, dict):
         contents = {name: _in_place(old.get(name), value) for name, value in new.items()}
         old.clear()
@@ -353,22 +353,22 @@ def _in_place(old: Any, new: Any) -> Any:
 
 
 def is_tracked(thing: Any) -> bool:
-    """Whether a rank's changes to it are copied to the caller."""
+    """Whether a rank's changes to ``thing`` are copied to the caller."""
     return issubclass(type(thing), KINDS)
 
 
 def _is_local(thing: Any) -> bool:
-    """Whether it is a class or a function that cannot be found by its name."""
+    """Whether ``thing`` is a class or function that cannot be found by its name."""
     return issubclass(type(thing), (type, FunctionType)) and "<" in thing.__qualname__
 
 
 def _is_unwatched(tensor: torch.Tensor) -> bool:
-    """Whether it hides its changes: it is sent as a copy."""
+    """Whether changes of ``thing`` cannot be detected, so that it is sent as a copy."""
     return not is_lazy(tensor) and (tensor.is_inference() or tensor.layout != torch.strided)
 
 
 def _is_in_parts(tensor: torch.Tensor | None) -> bool:
-    """Whether every rank has a part of it, so that no rank has all of it: it was sharded when the function failed."""
+    """Whether every rank has only a part of it, because it was sharded when the function failed."""
     return hasattr(type(tensor), "full_tensor")
 
 
@@ -389,7 +389,7 @@ def _loaded(known: dict[int, Any], of_storage: Callable[[Any], Any], saved: Any)
 
 
 def _asks(tensor: torch.Tensor) -> bool | None:
-    """Whether it requires a gradient, if that can be chosen."""
+    """Whether ``tensor`` requires a gradient, if this can be set."""
     return tensor.requires_grad if tensor.is_leaf and (is_lazy(tensor) or not tensor.is_inference()) else None
 
 
@@ -414,11 +414,11 @@ def _storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _repeats(tensor: torch.Tensor) -> bool:
-    """Whether several elements share memory, so that nothing can be copied there."""
+    """Whether several elements of ``tensor`` share memory, so that nothing can be copied into it."""
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _parts_of(module: nn.Module) -> tuple:
-    """Its parameters and buffers, by name; a half-made module may have none yet."""
+    """The parameters and buffers of ``module``, by name. A module that is still being built may have none."""
     parts = [vars(module).get(name) for name in PARTS]
     return tuple([(name, id(part)) for name, part in each.items()] if isinstance(each, dict) else each for each in parts)

@@ -1,7 +1,7 @@
 """One launched rank: the code in the rank's own process. ``launching.py`` starts and watches it.
 
-A forked rank has everything of the caller, so nothing need be sent to it. It computes with one thread, since OpenMP does not survive a fork
-in a process that has computed with several.
+A forked rank has everything that the caller has, so nothing is sent to it. It computes with one thread, because OpenMP does not work after
+a fork in a process that has used several threads.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from parwrap.world.world import World
 __all__ = ["ENDING", "MESSAGE", "End", "Job", "failed", "run"]
 
 MESSAGE = struct.Struct("d")
-"""The format of a failure's time, or of the 0 at the end."""
+"""The format of a message to the caller: the time of a failure, or 0 at the end."""
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a rank: Ctrl-C, and another rank's failure. They are blocked when it begins."""
+"""Signals that end a rank: Ctrl-C, and another rank's failure. They are blocked when the rank starts."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,17 @@ class Job:
     """The task of a rank.
 
     Attributes:
-        load: returns the function to call, without arguments, and the caller's objects, for a rank that trains on that device.
+        load: a function that returns the function to call, without arguments, and the caller's objects, for a rank that trains on a given
+            device.
         world: the rank's place.
         backend: the backend of the process group; ``None`` to choose by the device.
         timeout: how long it waits for another rank; ``None`` for torch's timeout.
         environ: variables to set first.
         threads: the number of compute threads; ``None`` for the environment's.
         streams: the states of the random streams to continue from; ``None`` for the inherited ones.
-        outputs: descriptors that stand for stdout and stderr, by the numbers of these.
+        outputs: descriptors that replace stdout and stderr, by their numbers.
         failure: the descriptor of the file for a packed :class:`RemoteException`; when it is there, its time is sent through ``pipe``.
-        end: that of the file for a packed :class:`End`, which a 0 is sent for.
+        end: the descriptor of the file for a packed :class:`End`; once that is written, a 0 is sent.
         pipe: that of a pipe to the caller.
         parent: the caller's process.
     """
@@ -78,7 +79,7 @@ class End:
     Attributes:
         value: the result, on rank 0.
         changes: changes of the caller's objects: on rank 0, and on all ranks that ended early.
-        leaves: whether it ended by ``sys.exit()``.
+        leaves: whether it ended with ``sys.exit()``.
     """
 
     value: Any = None
@@ -99,7 +100,7 @@ def run(job: Job) -> None:
     """Run ``job`` in this process, which was started for it."""
     global _job
     with suppress(PermissionError):
-        os.setpgid(0, 0)  # its children are ended with it, and the caller forwards Ctrl-C to it
+        os.setpgid(0, 0)  # its children are ended with it, and the caller forward passes Ctrl-C to it
     die_with_parent(job.parent)
     signal.set_wakeup_fd(-1)  # an event loop of the caller's must not receive this rank's signals
     signal.signal(signal.SIGTERM, _stop)
@@ -109,7 +110,7 @@ def run(job: Job) -> None:
         torch.set_num_threads(job.threads)
     os.environ.update(job.environ)
     redirect_output(job.outputs)
-    refuse_stdin("ask before, and pass the answer")
+    refuse_stdin("ask before the launch, and pass the answer as an argument")
     show_in_notebook(job.world.rank)
     if job.streams is not None:
         set_state(job.streams)
@@ -120,8 +121,9 @@ def run(job: Job) -> None:
     except Exception as error:
         failed(
             UsageError(
-                f"the result on rank {job.world.rank}, or a value put into a model of the caller, cannot be sent to the caller: {error}. "
-                "Return tensors, models, numbers and containers of them, and define their classes outside of the function."
+                f"the result of rank {job.world.rank}, or a value that the function stored in one of the caller's models, cannot be sent "
+                f"to the caller: {error}. Use tensors, models, numbers and containers of them, and define their classes outside of the "
+                "function."
             )
         )
         os.ftruncate(job.end, 0)
@@ -155,7 +157,7 @@ def _run(job: Job) -> End:
 def failed(error: BaseException) -> None:
     """In a launched rank, report the exception to the caller before the surrounding contexts are left.
 
-    Leaving the process group may make other ranks fail, whose errors are then not the first.
+    When this rank leaves the process group, other ranks may fail, but their errors come later.
     """
     global _reported
     job = _job
@@ -168,7 +170,7 @@ def failed(error: BaseException) -> None:
 
 
 def _take_no_notice() -> None:
-    """This rank has finished, and reports it whatever others do."""
+    """Report that this rank has finished, whatever other ranks do."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""Ranks that are new interpreters: cloudpickle packs a rank's task here, and it is unpacked there.
+"""Starts ranks as new interpreters: cloudpickle packs a rank's task here, and the rank unpacks it.
 
 Such a rank has only what its function reaches. ``launching.py`` watches and ends it.
 """
@@ -39,13 +39,13 @@ EXTRA = "pip install cloudpickle, or install parwrap[notebook]"
 
 
 class Spawns:
-    """Starts ranks that get from this process what their function reaches.
+    """Starts ranks that receive from this process what their function reaches.
 
     Args:
         function: the function to call.
         environ: their environment variables.
         size: the number of ranks.
-        file: to pack the function into.
+        file: the file to pack the function into.
         who: the name of the caller in errors.
 
     Raises:
@@ -60,14 +60,14 @@ class Spawns:
         self._streams = get_state()
 
     def start(self, job: Callable[..., Job], output: ChildOutput, pipe: int) -> _Interpreter:
-        """The process of the rank that runs ``job``, completed with how it starts."""
+        """The process of the rank that runs ``job``; adds to ``job`` how the rank starts."""
         how = {"load": partial(_load, self._function), "environ": {}, "threads": None, "streams": self._streams}
         spawned = job(pipe=pipe, outputs={number: number for number in output.outputs}, **how)
         return _Interpreter(spawned, [self._function, spawned.failure, spawned.end, pipe], output.outputs, self._environ)
 
 
 class _Interpreter:
-    """A new interpreter that runs ``job``, with the parts of :class:`multiprocessing.Process` that are used.
+    """A new interpreter that runs ``job``. It has those methods of :class:`multiprocessing.Process` that are used.
 
     multiprocessing's own class would run the caller's script again.
     """
@@ -103,7 +103,7 @@ class _Interpreter:
 
 
 def become(descriptor: int) -> None:
-    """Be the rank that is described in that file."""
+    """Run as the rank whose job is in the file ``descriptor``."""
     with open(descriptor, "rb") as file:
         file.seek(0)
         job, sys.argv[:], cells = pickle.load(file)
@@ -112,7 +112,7 @@ def become(descriptor: int) -> None:
 
 
 class _Sent(list):
-    """The objects that a function reaches and that were packed with it; parts that a class omits were not."""
+    """The objects that a function reaches and that were packed with it, without parts that a class omits from its pickle."""
 
     def pick(self, packed: Mapping[int, Any]) -> list[tuple[str, Any]]:
         self[:] = [(name, thing) for name, thing in self if id(thing) in packed]
@@ -120,7 +120,7 @@ class _Sent(list):
 
 
 def _pack(function: Callable[[], Any], file: BinaryIO, who: str) -> tuple[list[Any], list[tuple[str, Any]]]:
-    """Write ``function`` into ``file``, for :func:`_load`; returns the objects that the caller and the ranks then both have."""
+    """Write ``function`` into ``file`` for :func:`_load`. Returns the objects that both the caller and the ranks then have."""
     things: list[Any] = []
     reached = _Sent(objects_reached(function))
     cloudpickle = _cloudpickle(who)
@@ -136,7 +136,7 @@ def _pack(function: Callable[[], Any], file: BinaryIO, who: str) -> tuple[list[A
                 self.globals_ref.setdefault(id(thing.__globals__), _NamesOf(home))
             reduced = super().reducer_override(thing)
             if home not in (None, "__main__") and isinstance(reduced, tuple):
-                reduced[2][1]["__globals__"] = {}  # the names of an importable module exist there, with separate state
+                reduced[2][1]["__globals__"] = {}  # an importable module exists in the rank too, with separate state
             return reduced
 
     try:
@@ -145,8 +145,8 @@ def _pack(function: Callable[[], Any], file: BinaryIO, who: str) -> tuple[list[A
     except Exception as error:
         name, uses = _unpicklable(function, Pickler), "something that the function uses"
         raise UsageError(
-            f"{who} starts ranks in new interpreters here, and {f'{name}, which the function uses,' if name else uses} "
-            f"cannot be sent to them: {error}. Make it inside the function, or pass what it is made from."
+            f"{who} starts ranks in new interpreters here, and {f'{name}, which the function uses,' if name else uses} cannot be sent to "
+            f"them: {error}. Create it inside the function, or pass what it is created from."
         ) from error
     file.flush()
     return things, reached
@@ -177,17 +177,17 @@ def _unpicklable(function: Callable[[], Any], pickler: type[pickle.Pickler]) -> 
 
 
 def _is_sent_in_parts(kind: type) -> bool:
-    """Whether it does not define how it is pickled."""
+    """Whether ``kind`` has no pickling method of its own, so that its objects are sent attribute by attribute."""
     plain = torch.nn.Module if issubclass(kind, torch.nn.Module) else object
     ways = [(getattr(kind, way, None), getattr(plain, way, None)) for way in ("__reduce_ex__", "__reduce__", "__getstate__")]
     return issubclass(kind, (FunctionType, MethodType, partial)) or all(own is usual for own, usual in ways)
 
 
 def _load(descriptor: int, device: torch.device) -> tuple[Callable[[], Any], SyncedObjects]:
-    """The function, and the caller's objects among its own; objects on the caller's GPU come to ``device``.
+    """Load the function, and those of its objects that are the caller's. Objects on the caller's GPU are moved to ``device``.
 
-    The names that the function uses in the caller's ``__main__`` become this process's, so that lookups by name, as by the workers of a
-    loader, find them.
+    The names that the function uses in the caller's ``__main__`` are defined in this process's ``__main__``, where DataLoader workers, for
+    example, look them up.
     """
     sys.modules["__main__"] = ModuleType("__main__")
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as file:
@@ -199,13 +199,13 @@ def _load(descriptor: int, device: torch.device) -> tuple[Callable[[], Any], Syn
         )
     callers = SyncedObjects(things, reached, _cloudpickle("parwrap").Pickler, own=objects_reached(function))
     callers.watch()
-    # schedulers mark the step of their optimizers, which is not sent
+    # schedulers mark their optimizer's step method, and the mark is not sent
     warnings.filterwarnings("ignore", r"Seems like `optimizer\.step\(\)` has been overridden")
     return function, callers
 
 
 class _NamesOf(dict):
-    """Replaces the global names of a module by those that it has in the rank."""
+    """Replaces the global names of a module with those that it has in the rank."""
 
     def __init__(self, module: str) -> None:
         super().__init__()
@@ -233,5 +233,5 @@ def _cloudpickle(who: str) -> ModuleType:
     except ImportError:
         raise UsageError(
             f"{who} starts ranks in new interpreters here, but cloudpickle, which sends functions to them, is not installed: {EXTRA}. Or "
-            "call it before anything starts CUDA: then ranks are forked, and do not need it."
+            "call it before anything initializes CUDA: then ranks are forked, and do not need cloudpickle."
         ) from None

@@ -17,7 +17,7 @@ from parwrap.patching.patch import Patch
 __all__ = ["autocast_patches", "scaler_patches"]
 
 _BETWEEN = (os.path.dirname(torch.amp.__file__) + os.sep, contextlib.__file__)
-"""The file of the frames between the one that enters and ``__enter__``."""
+"""The file of the frames between ``__enter__`` and the frame that enters the context."""
 
 
 def autocast_patches(interceptor: Interceptor) -> list[Patch]:

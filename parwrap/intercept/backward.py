@@ -1,6 +1,6 @@
 """``loss.backward()`` and ``torch.autograd.backward(losses)``: forward the call to ``Interceptor.backward``.
 
-``Tensor.backward`` looks ``torch.autograd.backward`` up when it is called, so one patch catches both.
+``Tensor.backward`` looks up ``torch.autograd.backward`` when it is called, so one patch intercepts both.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["Backward", "patches"]
 
 
 class Backward(NamedTuple):
-    """The arguments of one ``torch.autograd.backward``.
+    """One call of ``torch.autograd.backward``.
 
     Attributes:
         tensors: the tensors to differentiate.
         grad_tensors: the gradient of each; ``None`` stands for 1.
         options: ``retain_graph``, ``create_graph`` and ``inputs``, as given.
         original: torch's own function.
-        averaged: whether to average its gradients over the ranks now; otherwise more is added later.
-        weight: this rank's weight in that average, if ``tensors`` were multiplied by it already; ``None`` leaves both to the strategy.
+        averaged: whether to average its gradients over the ranks now; if not, later backward passes add to them first.
+        weight: this rank's weight in the average, if ``tensors`` were already multiplied by it; ``None`` leaves both to the strategy.
         existing_grads: parameters whose earlier ``.grad`` is averaged now for the first time, whether or not the backward reaches them.
     """
 
@@ -53,12 +53,12 @@ class Backward(NamedTuple):
         return self.options.get("inputs") or self.tensors
 
     def with_root(self, scalar: torch.Tensor, *leaves: torch.Tensor) -> Backward:
-        """The same backward with one more root, whose gradient goes to ``leaves``."""
+        """This call with one more root, whose gradient goes to ``leaves``."""
         options = {**self.options, "inputs": (*self.options["inputs"], *leaves)} if "inputs" in self.options else self.options
         return self._replace(tensors=(*self.tensors, scalar), grad_tensors=(*self.grad_tensors, None), options=options)
 
     def scaled(self, factor: float) -> Backward:
-        """The same backward with its gradients multiplied by ``factor``."""
+        """This call with its gradients multiplied by ``factor``."""
         with torch.enable_grad():
             pairs = [_scaled(tensor, grad, factor) for tensor, grad in zip(self.tensors, self.grad_tensors, strict=True)]
         return self._replace(tensors=tuple(tensor for tensor, _ in pairs), grad_tensors=tuple(grad for _, grad in pairs))
@@ -97,7 +97,7 @@ def _bound(
     weight: float | None = None,
     existing_grads: tuple[torch.Tensor, ...] = (),
 ) -> Backward:
-    """The arguments of a call with torch's own signature; its deprecated ``grad_variables`` is an older ``grad_tensors``.
+    """The call, from arguments as in torch's own signature; the deprecated ``grad_variables`` is the old name of ``grad_tensors``.
 
     An interceptor that forwards the call passes the last three.
     """

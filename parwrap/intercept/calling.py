@@ -21,5 +21,5 @@ def patches(interceptor: Interceptor) -> list[Patch]:
             return wrapped(*args, **kwargs)
         return interceptor.call(instance, args, kwargs, wrapped)
 
-    # __call__ calls it: torch.fx replaces __call__ for a while, and would not restore this patch there
+    # this is what __call__ calls; torch.fx temporarily replaces __call__, and would not restore a patch of it
     return [Patch(nn.Module, CALL, call)]

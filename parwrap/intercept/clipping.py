@@ -40,11 +40,11 @@ class Clip(NamedTuple):
     original: Callable
 
     def run(self) -> Any:
-        """Do what torch does."""
+        """Run torch's function, or the next interceptor's."""
         return self.original(self.parameters, *self.args, **self.kwargs)
 
     def replayed(self, parameters: list[torch.Tensor]) -> None:
-        """The same for other gradients than those of the call: a given norm is computed again."""
+        """Clip other gradients than those of the call; a given norm is computed again."""
         if self.name == "clip_grads_with_norm_":
             by_name = {key: value for key, value in self.kwargs.items() if key != "total_norm"}
             utils.clip_grad_norm_(parameters, *self.args[:1], **by_name)
@@ -73,5 +73,5 @@ def patches(interceptor: Interceptor) -> list[Patch]:
 
 
 def _bound(name: str, original: Callable, parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Clip:
-    # a generator of them must survive several iterations
+    # a generator must survive several iterations
     return Clip(name, [parameters] if isinstance(parameters, torch.Tensor) else list(parameters), args, kwargs, original)

@@ -25,11 +25,11 @@ from parwrap.torch_private.modes import current_transform
 __all__ = ["Criterion", "patches"]
 
 CROSS_ENTROPY, NLL_LOSS = functional.cross_entropy, functional.nll_loss
-"""torch's own."""
+"""Torch's own functions."""
 
 
 class Criterion(NamedTuple):
-    """A mean over classified targets.
+    """A mean loss over classified targets.
 
     Attributes:
         loss: the mean.
@@ -105,7 +105,7 @@ def _nll_loss(
 
 
 TRACED: dict[str, Callable] = {"cross_entropy": _cross_entropy, "nll_loss": _nll_loss}
-"""By the name of torch's function, what is compiled in its place."""
+"""The functions that are compiled instead of torch's, by name."""
 
 
 def _counted(
@@ -123,7 +123,7 @@ def _counted(
 
 
 def _counts(loss: torch.Tensor) -> bool:
-    """Whether it has a gradient here: in a transform of ``torch.func`` that is left to the transform."""
+    """Whether ``loss`` has a gradient here. Inside a ``torch.func`` transform, the transform decides."""
     return loss.requires_grad and not torch.compiler.is_exporting() and isinstance(current_transform(), NoneType)
 
 
@@ -159,7 +159,7 @@ class _Operators:
     def _forward(
         self, loss: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss, and what its gradient is multiplied by: NaN for nothing."""
+        """The loss, and the factor for its gradient; NaN stands for no factor."""
         factor = self._open[-1].criterion(Criterion(loss, target, weight, ignore_index)) if self._open else None
         nothing = loss.new_full((), float("nan"), dtype=torch.float32)
         return loss.clone(), nothing if factor is None else nothing.copy_(factor)
@@ -170,7 +170,7 @@ class _Operators:
     def _differentiate(self, ctx: Any, grad: torch.Tensor, of_factor: Any) -> tuple[Any, ...]:
         (factor,) = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return self._backward(grad, factor), None, None, None  # which can be differentiated again
+            return self._backward(grad, factor), None, None, None  # this can be differentiated again
         return torch.ops.parwrap.criterion_backward(grad, factor), None, None, None
 
 

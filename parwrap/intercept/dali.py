@@ -1,7 +1,7 @@
 """NVIDIA DALI, once it is imported: forward the calls of its readers, pipelines and iterators to an interceptor.
 
-DALI documents no common base of ``fn.readers`` and ``ops.readers``, and no way to change a pipeline before it is built. So this file alone
-uses some of its private names, of version 2.4.
+DALI documents no common base class of ``fn.readers`` and ``ops.readers``, and no way to change a pipeline before it is built. So this file,
+and no other, uses some of DALI's private names, as of version 2.4.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parwrap.patching.patch import Patch, when_imported
 __all__ = ["build_patches", "iterate_patches", "iterator_patches", "length_patches", "pipelines_of", "readers_of", "shard_patches"]
 
 OPERATORS, PIPELINES, ITERATORS = "nvidia.dali.ops", "nvidia.dali.pipeline", "nvidia.dali.plugin.base_iterator"
-"""The modules to patch. DALI imports the last with a plugin only, such as that for torch."""
+"""The modules to patch. DALI imports the last one only with a plugin, such as the one for torch."""
 
 
 def shard_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
@@ -43,7 +43,7 @@ def shard_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
 
 
 def _made_anew(ops: Any, operator: Any, arguments: dict[str, Any]) -> Any:
-    """A copy of ``operator`` with other ``arguments``: its specification takes each only once."""
+    """A copy of ``operator`` with other ``arguments``, because its specification accepts each argument only once."""
     made = copy.copy(operator)
     made._spec = ops._b.OpSpec(operator._internal_schema_name or ops._schema_name(type(operator)))
     made._spec.AddArg("device", operator.device)
@@ -92,9 +92,9 @@ def iterator_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
 
 @contextmanager
 def _alike(pipelines: Sequence[Any]) -> Iterator[None]:
-    """While this is open, the readers' parts are all as long as the longest; they are padded, so an iterator may rely on it.
+    """Inside the block, make all readers' parts as long as the longest. They are padded, so an iterator may rely on this.
 
-    Otherwise DALI's iterators give empty batches, and forget to skip what they drop.
+    Otherwise, DALI's iterators return empty batches, and do not skip what they drop.
     """
 
     def described(describe: Callable) -> Callable:
@@ -115,17 +115,17 @@ def _alike(pipelines: Sequence[Any]) -> Iterator[None]:
 
 
 def iterate_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
-    """As :func:`parwrap.intercept.loader.iterate_patches`, for DALI's iterators."""
+    """Like :func:`parwrap.intercept.loader.iterate_patches`, for DALI's iterators."""
     return _iterator_method("__iter__", interceptor.iterate_pipelines)
 
 
 def length_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
-    """As :func:`parwrap.intercept.loader.length_patches`, for DALI's iterators."""
+    """Like :func:`parwrap.intercept.loader.length_patches`, for DALI's iterators."""
     return _iterator_method("__len__", interceptor.length_of_pipelines)
 
 
 def _iterator_method(name: str, instead: Callable[[Any, Callable], Any]) -> list[AbstractContextManager]:
-    """Make that method of an iterator call ``instead(iterator, original)``."""
+    """Make the method ``name`` of an iterator call ``instead(iterator, original)``."""
 
     def patches(module: ModuleType) -> list[Patch]:
         original = getattr(module._DaliBaseIterator, name)
@@ -144,7 +144,7 @@ def pipelines_of(iterator: Any) -> list[Any]:
 
 
 def readers_of(pipelines: Iterable[Any]) -> dict[str, list[dict[str, Any]]]:
-    """What DALI says of each reader in ``pipelines``, by its name, for each pipeline that has it."""
+    """DALI's metadata of each reader in ``pipelines``, by the reader's name, for each pipeline that has it."""
     found: dict[str, list[dict[str, Any]]] = {}
     for pipeline in pipelines:
         for name, meta in pipeline.reader_meta().items():

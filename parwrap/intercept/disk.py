@@ -1,7 +1,7 @@
 """``open`` and the calls of ``os`` that open, change or inspect paths: forward them to the interceptor.
 
 pathlib, shutil, json, numpy, pandas, matplotlib and similar libraries all call these. Some modules hold ``open`` under another name. Files
-that native code opens are not seen here.
+that native code opens are not intercepted here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-"""The flags of ``os.open`` that allow changing a file."""
+"""The flags of ``os.open`` that allow a file to be changed."""
 
 OPENS = ((builtins, "open"), (io, "open"), (tarfile, "bltn_open"), (bz2, "_builtin_open"))
 LOOKS = ("stat", "lstat", "access", "readlink", "chdir", "statvfs", "getxattr", "listxattr")
@@ -63,15 +63,15 @@ class Opening(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A call that makes, removes or moves paths.
+    """A call that creates, removes or moves paths.
 
     Attributes:
         name: the name of the function: ``"mkdir"``, ``"truncate"``, ``"rmdir"``, ``"remove"``, ``"unlink"``, ``"rmtree"``, ``"rename"``,
             ``"replace"``, ``"link"`` or ``"symlink"``.
-        run: runs the function.
+        run: a function that runs the call.
         gone: a path that does not exist afterwards and the descriptor that it is relative to, or ``None``.
-        made: the same for a path that exists, or is another, afterwards.
-        source: the same for a path whose content ``made`` has afterwards.
+        made: in the same form, a path that exists, or is a different file, afterwards.
+        source: in the same form, the path whose content ``made`` has afterwards.
         target: the target of a symbolic link.
         options: the other arguments.
     """
@@ -166,7 +166,7 @@ def temporary_name_patches(interceptor: Interceptor) -> list[Patch]:
 
 
 def _on_paths(method: Callable, names: tuple[str, ...]) -> list[Patch]:
-    """Patches of the functions ``names``, as far as this system has them, whose first argument is a path: they call ``method``."""
+    """Patches of those functions in ``names`` that this system has, whose first argument is a path. They call ``method``."""
 
     def patch(name: str) -> Patch:
         def on_path(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:

@@ -1,7 +1,7 @@
-"""Random draws by torch, numpy and python: forward each to ``Interceptor.draw``.
+"""Random draws of torch, numpy and python: forward each to ``Interceptor.draw``.
 
-It catches the functions of the global generators, under any name that a script uses. Draws of a library without these names (scikit-learn
-holds numpy's global generator itself) are unchanged.
+It intercepts the functions of the global generators, under any name that a script uses. It does not intercept libraries that use the
+generators directly (scikit-learn holds numpy's global generator itself).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def patches(interceptor: Interceptor) -> list[Patch]:
         if torch.compiler.is_compiling():  # torch.compile would trace into the interceptor
             return wrapped(*args, **kwargs)
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
-        # exactly these types: tracing and functional transforms pass other tensor types through here
+        # exactly these types, because tracing and functional transforms pass other tensor types through here
         if leaves := [each for each in _several(inputs) if type(each) in (torch.nn.Parameter, torch.Tensor) and each.is_leaf]:
             interceptor.grad(leaves)
         return wrapped(*args, **kwargs)
@@ -27,7 +27,7 @@ def patches(interceptor: Interceptor) -> list[Patch]:
 
 
 def _several(inputs: Any) -> Any:
-    """The single tensors in an argument of torch: one, a sequence or a dict of them."""
+    """The tensors in an argument of torch, which may be one tensor, or a sequence or dict of tensors."""
     if isinstance(inputs, dict):
         return inputs.values()
     return inputs if isinstance(inputs, (tuple, list)) else (inputs,)

@@ -4,7 +4,7 @@
 """
 
 # mypy: disable-error-code="empty-body"
-# No body here ever runs for a call: only those that a class overrides are patched.
+# The bodies here never run for a call, because only calls that a class overrides are patched.
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MARK = "__intercepts__"
 
 
 def intercepts(method: Method) -> Method:
-    """Mark a method that overrides one of :class:`Interceptor`; an undeclared name is an error.
+    """Mark a method that overrides a method of :class:`Interceptor`; an undeclared name is an error.
 
     >>> class Counter(Interceptor):
     ...     @intercepts
@@ -51,10 +51,10 @@ def intercepts(method: Method) -> Method:
 
 
 class Interceptor:
-    """Takes part in the calls whose methods its class overrides; ``intercepting`` installs it.
+    """Intercepts the calls whose methods its class overrides; ``intercepting`` installs it.
 
-    Each method documents when it is called and what it returns. An ``original`` or ``run`` is what would run without the interceptor:
-    torch's own call, or the interceptor below.
+    Each method documents when it is called and what it returns. ``original`` or ``run`` is what would run without this interceptor: torch's
+    own call, or the next interceptor.
 
     Attributes:
         intercepted: the methods that the class overrides.
@@ -126,7 +126,10 @@ class Interceptor:
         """``cross_entropy`` or ``nll_loss`` has computed a mean. Returns the factor for :meth:`criterion_grad`, if that is needed."""
 
     def criterion_grad(self, grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """The gradient of such a loss has come in a backward. Returns the one that goes on."""
+        """The backward pass has computed ``grad`` of a loss for which :meth:`criterion` returned ``factor``.
+
+        Returns the gradient to pass on.
+        """
 
     def backward(self, call: Backward) -> None:
         """``loss.backward()`` or ``torch.autograd.backward`` was called."""
@@ -158,7 +161,7 @@ class Interceptor:
         """The script is about to scale a loss with a ``GradScaler``."""
 
     def use_scaler(self, call: ScalerCall) -> Any:
-        """The script calls ``unscale_``, ``step`` or ``update`` of a ``GradScaler``. Returns the result of that."""
+        """The script calls ``unscale_``, ``step`` or ``update`` of a ``GradScaler``. Returns the result of the call."""
 
     # modules
 
@@ -166,7 +169,7 @@ class Interceptor:
         """``module.train(training)`` or ``module.eval()`` has taken effect."""
 
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
-        """``module.to(...)`` gives parameters another device or dtype. Returns the module after calling ``apply``."""
+        """``module.to(...)`` is about to change the device or dtype of parameters. Calls ``apply``, and returns the module."""
 
     def module_state(self, module: nn.Module, state: Any) -> Any:
         """``module.state_dict()`` has returned ``state``. Returns the script's result."""
@@ -180,10 +183,10 @@ class Interceptor:
     # optimizers
 
     def take_parameters(self, parameters: Any) -> Any:
-        """An optimizer is about to get ``parameters``. Returns the parameters to give it."""
+        """An optimizer is about to be built with ``parameters``. Returns the parameters to use instead."""
 
     def own_parameters(self, optimizer: Optimizer) -> None:
-        """``optimizer`` has got a group of parameters: it is being built, or a group was added."""
+        """``optimizer`` has received a group of parameters: it is being built, or a group was added."""
 
     def clip(self, call: Clip) -> Any:
         """One of torch's functions that clip gradients was called. Returns its result."""
@@ -216,7 +219,7 @@ class Interceptor:
         """``optimizer.load_state_dict(state)`` was called, which ``load`` does."""
 
     def metric(self, metric: Any) -> Any:
-        """``ReduceLROnPlateau.step(metric)`` was called. Returns the metric that the schedule sees."""
+        """``ReduceLROnPlateau.step(metric)`` was called. Returns the metric that the scheduler uses."""
 
     def update_metric(self, metric: Any) -> None:
         """A metric of torchmetrics is about to be updated."""
@@ -248,7 +251,7 @@ class Interceptor:
         """``os.close`` was called."""
 
     def change(self, change: Change) -> Any:
-        """A function that makes, removes or moves paths was called. Returns its result."""
+        """A function that creates, removes or moves paths was called. Returns its result."""
 
     def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
         """The function ``name`` of ``os``, which changes attributes of ``path``, was called. Returns its result."""
@@ -260,7 +263,7 @@ class Interceptor:
         """``os.listdir`` or ``os.scandir`` was called. Returns its result."""
 
     def temporary_name(self, name: str) -> str:
-        """``tempfile`` has drawn ``name``. Returns the name to use."""
+        """``tempfile`` has drawn the random ``name``. Returns the name to use."""
 
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
         """Native code is about to read a file. Returns what ``read`` returns, given a path. :meth:`save` is called for checkpoints too."""
@@ -298,7 +301,7 @@ class Interceptor:
         """A function of ``torch.distributed`` asks for the process group. Returns whether to hide it from ``frame``, its caller."""
 
     def foreign(self, what: str, instance: Any) -> None:
-        """The script is about to distribute itself: by ``init_process_group``, or by a ``DistributedDataParallel``, the ``instance``."""
+        """The script is about to distribute itself, with ``init_process_group`` or with a ``DistributedDataParallel``, the ``instance``."""
 
 
 DECLARED = {name: each for name, each in vars(Interceptor).items() if isinstance(each, FunctionType) and not name.startswith("_")}

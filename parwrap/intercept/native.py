@@ -1,6 +1,6 @@
 """Calls of libraries that read and write files by path in native code, bypassing ``open``: forward them to the interceptor.
 
-``CALLS`` is the table of them. A library is patched once it is imported. Calls outside the table are not seen.
+``CALLS`` is the table of these calls. A library is patched once it is imported. Calls outside the table are not intercepted.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class NativeCall(NamedTuple):
 
     Attributes:
         module: its module, by the name under which the module is imported.
-        name: the name of the function or class; for a class, ``__init__`` is patched if possible, so that subclasses take part.
-        way: ``"read"``: reads the file; ``"save"``: writes a whole checkpoint; ``"write"``: writes another whole file; ``"open"``: makes
-            an object that writes until it is closed; ``"update"``: makes an object that reads and writes for an unknown time.
+        name: the name of the function or class; for a class, ``__init__`` is patched if possible, so that subclasses are covered.
+        way: ``"read"``: reads the file; ``"save"``: writes a whole checkpoint; ``"write"``: writes another whole file; ``"open"``: creates
+            an object that writes until it is closed; ``"update"``: creates an object that reads and writes for an unknown time.
         path: the name of the argument.
         position: its position, not counting ``self``.
         mode: for ``"open"``, the mode, if there is no argument ``mode`` after the path.
@@ -132,7 +132,7 @@ def _opening(call: NativeCall, open_native: Callable) -> Callable:
 
 
 def _making(call: NativeCall, open_native: Callable) -> Callable:
-    """The same for an extension class, whose methods cannot be replaced: a subclass has another method for closing."""
+    """Patch an extension class. Its methods cannot be replaced, so a subclass with another method for closing takes its place."""
 
     def make(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
         def close(made: Any, *given: Any, **options: Any) -> Any:
@@ -169,7 +169,7 @@ def _close(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _path(call: NativeCall, args: tuple, kwargs: dict) -> Any:
-    """The path, if it is a file's on this machine."""
+    """The path, if it names a file on this machine."""
     path = kwargs.get(call.path, args[call.position] if len(args) > call.position else None)
     if not isinstance(path, (str, bytes, os.PathLike)) or kwargs.get("filesystem") is not None:
         return None

@@ -3,7 +3,8 @@
 They go to ``take_parameters``, ``own_parameters``, ``step``, ``stepped`` and ``closure``.
 
 ``Optimizer.__init__`` rewrites ``step`` of every class that it first sees, so a patch on ``step`` could not be removed exactly. Torch's
-global optimizer hook sees every ``step``, also of later classes, and can replace the arguments, so ``step`` is never patched.
+global optimizer hook runs at every ``step``, even of classes that are defined later, and can replace the arguments, so ``step`` is never
+patched.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def take_parameters_patches(interceptor: Interceptor) -> list[Patch]:
 
 
 def own_parameters_patches(interceptor: Interceptor) -> list[Patch]:
-    """``__init__`` calls ``add_param_group`` for each of its groups, so one patch sees both."""
+    """``__init__`` calls ``add_param_group`` for each of its groups, so one patch covers both."""
 
     def add_param_group(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> None:
         wrapped(*args, **kwargs)
@@ -66,7 +67,7 @@ def stepped_patches(interceptor: Interceptor) -> list[AbstractContextManager]:
 
 @contextmanager
 def hooked(hook: Callable[[Optimizer, tuple, dict], Any], register: Callable = register_optimizer_step_pre_hook) -> Iterator[None]:
-    """torch calls ``hook`` at each step of any optimizer in the block."""
+    """Make torch call ``hook`` at each step of any optimizer inside the block."""
     handle = register(hook)
     try:
         yield

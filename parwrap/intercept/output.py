@@ -53,7 +53,7 @@ def stacklevel_patches(interceptor: Interceptor) -> list[Patch | AbstractContext
         function = args[0]
         return wrapped(function.__wrapped__ if is_patched(function) else function) or wrapped(function)
 
-    # TorchScript knows ``warnings.warn`` by its identity, and torch's own functions that it compiles call it
+    # TorchScript identifies ``warnings.warn`` by object identity, and compiles functions of torch that call it
     return [Patch(warnings, "warn", warn), when_imported(SCRIPTING, lambda module: [Patch(module, FIND_BUILTIN, find_builtin)])]
 
 

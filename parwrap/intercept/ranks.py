@@ -1,7 +1,7 @@
 """Queries to ``torch.distributed`` about the process group.
 
 ``Interceptor.world_size_asked`` is called at each ``get_world_size()``, including that of ``parwrap.world_size()``. If
-``Interceptor.hides_group`` is true for the caller's frame, the functions answer as without a process group.
+``Interceptor.hides_group`` is true for the caller's frame, the functions behave as if there were no process group.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class ScalerCall(NamedTuple):
         scaler: the scaler.
         name: ``"unscale_"``, ``"step"`` or ``"update"``.
         optimizer: the optimizer of the gradients; ``None`` for ``update``.
-        run: runs torch's method.
+        run: a function that runs torch's method.
     """
 
     scaler: torch.amp.GradScaler
@@ -33,7 +33,7 @@ class ScalerCall(NamedTuple):
 
 
 def patches(interceptor: Interceptor) -> list[Patch]:
-    """Forward only the script's calls: those that torch and parwrap make, such as ``unscale_`` from ``step``, run unchanged."""
+    """Forward only the script's own calls. Calls by torch and parwrap, such as ``unscale_`` from ``step``, run unchanged."""
 
     def patch(name: str, of_optimizer: bool) -> Patch:
         def call(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:

@@ -1,8 +1,8 @@
 """``optimizer.step()``: ask ``Interceptor.skips`` whether to skip it.
 
-A hook cannot skip a step, but it can replace the step's ``self``: a skipped step runs on an image of the optimizer that has no parameters.
-So the optimizer is never changed, and nothing has to be restored, even if the step raises. Changes that the image cannot prevent are
-detected afterwards, by the versions of the parameters.
+A hook cannot skip a step, but it can replace the step's ``self``: a skipped step runs on a copy of the optimizer without parameters, its
+*image*. So the optimizer is never changed, and nothing has to be restored, even if the step raises. Changes that the image cannot prevent
+are detected afterwards, by the versions of the parameters.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ STEP = Optimizer.profile_hook_step(print).__code__
 def patches(interceptor: Interceptor) -> list[AbstractContextManager]:
     """A skipped step leaves parameters, state and gradients unchanged.
 
-    A closure is still called, once, and its loss returned, unless ``refuse_closure`` raises; learning rate schedulers count the step. The
-    last installed interceptor is asked first, and the others only if it lets the step through.
+    A closure is still called once, and its loss returned, unless ``refuse_closure`` raises an error. Learning rate schedulers count the
+    step. The last installed interceptor is asked first, and the others only if it lets the step through.
     """
 
     before: dict[int, list[tuple[torch.Tensor, int]]] = {}
 
     def exchange(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        # the self of super().step() in a subclass is an image already, and so it is after another interceptor has skipped
+        # self is already an image in super().step() of a subclass, and after another interceptor has skipped the step
         if is_image(args[0]) or handed_on(optimizer):
             return None
-        before.clear()  # the end of a step that raises is not seen
+        before.clear()  # a step that raises an error does not report its end
         if any(callable(each) for each in (*args[1:], *kwargs.values())):
             interceptor.refuse_closure()
         if not interceptor.skips(optimizer):
             return None
         several = _with_inner(optimizer, [])
         owned = {id(p): p for each in several for group in each.param_groups for p in group["params"]}
-        if len(args) == 1 and not kwargs:  # a closure may change them in its forward
+        if len(args) == 1 and not kwargs:  # a closure may change them in its forward pass
             before[id(optimizer)] = [(p, version_of(p)) for p in owned.values()]
         return (_image(optimizer, owned, {}), *args[1:]), kwargs
 
@@ -60,8 +60,8 @@ def patches(interceptor: Interceptor) -> list[AbstractContextManager]:
             if version_of(p) != version:
                 raise UsageError(
                     f"{type(optimizer).__name__}.step() at {location()} has changed a parameter of shape {tuple(p.shape)} in a step that "
-                    "parwrap has to skip, so it does not use self.param_groups, or a hook on it changes weights. Let step() iterate "
-                    "over the parameters in self.param_groups, or train this part without parwrap.amp and parwrap.accumulate."
+                    "parwrap has to skip. Either step() does not use self.param_groups, or a hook on it changes weights. Let step() "
+                    "iterate over the parameters in self.param_groups, or train this part without parwrap.amp and parwrap.accumulate."
                 )
 
     return [_hooked_first(exchange), _hooked_first(check, after=True)]
@@ -73,10 +73,10 @@ def is_image(optimizer: Any) -> bool:
 
 
 def handed_on(optimizer: Optimizer) -> bool:
-    """For a hook: whether this is ``super().step()`` of a step that has called it already; torch may have put hooks around both."""
+    """Whether a hook runs for ``super().step()`` within a step that has already called it; torch may have added hooks to both."""
     if sum(hasattr(vars(cls).get("step"), "hooked") for cls in type(optimizer).__mro__) < 2:
         return False
-    frame = sys._getframe(2).f_back  # frame 2 is the asking function
+    frame = sys._getframe(2).f_back  # frame 2 is the function that asks
     while frame is not None:
         if frame.f_code is STEP and frame.f_locals["self"] is optimizer:
             return True
@@ -85,7 +85,7 @@ def handed_on(optimizer: Optimizer) -> bool:
 
 
 def has_inner(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` wraps another that it steps, as Lookahead does."""
+    """Whether ``optimizer`` wraps another optimizer and steps it, as Lookahead does."""
     return len(_with_inner(optimizer, [])) > 1
 
 
@@ -106,7 +106,7 @@ def _values(attribute: Any) -> Collection[Any]:
 
 
 def _image(optimizer: Optimizer, owned: Collection[int], images: dict[int, Any]) -> Any:
-    """An optimizer with the same options and no parameters; state that its ``step`` changes is lost.
+    """An optimizer with the same options but no parameters. State that its ``step`` changes is lost.
 
     Args:
         optimizer: the original.
@@ -149,7 +149,7 @@ def steps_running() -> int:
 
 
 def stepping() -> list[Optimizer]:
-    """The optimizers whose steps run where this is called, each a part of the step of the next.
+    """The optimizers whose steps run where this is called; the step of each is part of the step of the next.
 
     >>> stepping()
     []

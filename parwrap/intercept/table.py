@@ -1,4 +1,4 @@
-"""The table of calls that can be intercepted, each with the function that makes its patches; installs those of interceptors.
+"""The table of calls that can be intercepted, each with the function that creates its patches. It also installs interceptors.
 
 The file of each call defines what it passes to an interceptor.
 """
@@ -112,7 +112,7 @@ PATCH_MAKERS: dict[str, Callable[[Interceptor], Sequence[Patch | AbstractContext
     "share_states": torchmetrics.collection_patches,
     "foreign": foreign.patches,
 }
-"""By the method of ``Interceptor``."""
+"""The functions that create patches, by the name of the method of ``Interceptor``."""
 
 
 def patches(interceptor: Interceptor) -> list[Patch | AbstractContextManager]:
@@ -125,5 +125,5 @@ def patches(interceptor: Interceptor) -> list[Patch | AbstractContextManager]:
 
 
 def intercepting(interceptors: Iterable[Interceptor], module: str | None = None) -> AbstractContextManager:
-    """While this is open, ``interceptors`` take part in calls: around those installed before, for a function of ``module``."""
+    """Install ``interceptors`` inside the block, around those that are already installed, for a function of ``module``."""
     return installed([patch for interceptor in interceptors for patch in patches(interceptor)], module)

@@ -1,6 +1,7 @@
 """torchmetrics, once it is imported: the batches that update a metric, and whether its states are summed over ranks.
 
-A metric keeps its ``update`` as an instance attribute, also in a clone, so this file uses the private method that creates it; that of 1.9.
+A metric, and each clone of it, has its ``update`` as an instance attribute. So this file patches the private method that creates the
+attribute, as of version 1.9.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the user's loop has done so far on this rank: optimizers, backwards, passes, batches, and the random streams that depend on it.
+"""What the user's loop has done so far on this rank: optimizers, backward passes, loaders, batches, and random streams.
 
 It may import the process group. Start with ``loop_state.py``.
 """

@@ -18,7 +18,7 @@ VIEWS = ("TBackward", "Transpose", "Permute", "View", "UnsafeView", "Expand", "U
 
 
 def reached(tensors: Iterable[torch.Tensor | GradientEdge]) -> list[torch.Tensor]:
-    """The leaf tensors that would get a gradient from a backward of ``tensors``, those nearest to the start first.
+    """The leaf tensors that would get a gradient from a backward pass of ``tensors``, those used first in the forward pass first.
 
     >>> weight, x = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
     >>> [leaf is weight for leaf in reached([(weight * x).sum()])]

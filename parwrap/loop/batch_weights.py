@@ -1,10 +1,10 @@
-"""The weight of this rank's part of a batch in an average over ranks; it stays with the batch until its backward.
+"""Tracks the weight of this rank's part of each batch, in an average over ranks, until the backward pass of that batch.
 
-Most loops draw a batch and run its backwards before they draw another. A prefetcher is some batches ahead: then the order of draws, or the
-sizes in the graph, identify the batch of a backward. Sizes are read only where the candidates have different weights. They also identify
-the batch where a loop trains again on kept batches, as with ``itertools.cycle``. If a pass is broken off before its batch was trained on,
-as by ``next(iter(loader))``, the backwards that follow are of that batch. Where sizes leave a doubt, the batch is that whose tensors the
-graph has saved.
+Most loops draw a batch and run its backward passes before they draw another. With a prefetcher, which is some batches ahead, the order of
+draws or the tensor sizes in the graph identify the batch of a backward pass. Sizes are read only if the candidates have different weights.
+They also identify the batch where a loop trains again on kept batches, as with ``itertools.cycle``. If the loop leaves a pass before it
+trains on the batch, for example with ``next(iter(loader))``, the backward passes that follow belong to that batch. Where sizes leave a
+doubt, the batch is that whose tensors the graph has saved.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Weighed(NamedTuple):
 
     Attributes:
         weight: the weight of this rank's part in an average over ranks.
-        loss_factor: the factor of its loss besides that weight.
+        loss_factor: the factor of its loss in addition to the weight.
         samples: the number of samples in this rank's part.
-        split: whether it is a part of a batch that one process would have as a whole.
+        split: whether it is a part of a larger batch, which a single process would have as a whole.
     """
 
     weight: float = 1.0
@@ -61,13 +61,13 @@ class Reading:
     Attributes:
         batches: the last batches drawn.
         drawn: the number of batches drawn.
-        new: how many of them were drawn between the last two backwards.
+        new: how many of them were drawn between the last two backward passes.
         seen: the number of batches drawn at the last backward.
         ahead: how far the loop draws ahead, in batches; ``None`` before the first backward.
         trained: the number of batches with a backward, including the current one.
-        backwards, usual: backwards of the current batch, and of the one before.
-        open: whether more batches may come.
-        by_thread: whether a thread draws, which may be ahead differently on each rank.
+        backwards, usual: backward passes of the current batch, and of the one before.
+        open: whether more batches may follow.
+        by_thread: whether a thread draws the batches, and may be ahead by a different number on each rank.
     """
 
     batches: deque[Weighed] = field(default_factory=lambda: deque(maxlen=MOST_AHEAD))
@@ -82,10 +82,10 @@ class Reading:
     by_thread: bool = False
 
     def run_backward(self) -> None:
-        """A backward is about to run."""
+        """Update the counts for a backward pass that is about to run."""
         self.new, self.seen = self.drawn - self.seen, self.drawn
         if self.new:
-            # a loop that skips batches, or takes several at once, is not ahead
+            # a loop that skips batches, or uses several at once, is not ahead
             self.ahead = self.new - 1 if self.ahead is None else self.ahead if self.new == 1 else 0
         if self.new or (not self.open and self.backwards >= self.usual):
             self.usual, self.backwards = self.backwards, 0
@@ -119,7 +119,7 @@ class BatchWeights:
     """The weights of the batches in training.
 
     Attributes:
-        current: the batch that counts now: of the last backward, or drawn since.
+        current: the batch that counts now: the batch of the last backward pass, or one drawn since.
         last: the batch drawn last.
         drawn: whether any batch was drawn; otherwise the weight is 1.
     """
@@ -130,13 +130,13 @@ class BatchWeights:
         self._readings: list[Reading] = []
         self._differ = self._split = False
         self._drawn: deque[DrawnBatch] = deque(maxlen=MOST_KEPT)
-        self._broken_off: tuple[Weighed, ...] = ()  # batches of passes that were broken off, with no backward inside
+        self._broken_off: tuple[Weighed, ...] = ()  # batches of passes that were left early, without a backward pass inside
         self._trained_after = False
         self._warned = False
 
     @property
     def number(self) -> int:
-        """The position of the current batch in its pass, if ranks split it: the same on all of them. Otherwise 0."""
+        """The position of the current batch in its pass, the same on all ranks, if ranks split the batch; otherwise 0."""
         reading = self._readings[-1] if self._readings else None
         return reading.drawn if reading and self.current.split and not reading.by_thread else 0
 
@@ -154,7 +154,7 @@ class BatchWeights:
         self.drawn = True
 
     def close(self, reading: Reading, broken_off: bool = False) -> None:
-        """A pass has ended or was ``broken_off``; an outer pass continues with its own batch."""
+        """Close a pass that has ended or was ``broken_off`` early. An outer pass continues with its own batch."""
         reading.open = False
         self._readings = [each for each in self._readings if each.open or each.waits]
         if broken_off and reading.drawn > reading.seen:
@@ -187,12 +187,12 @@ class BatchWeights:
         return self._chosen(readings, losses) if readings else self._kept(losses)
 
     def check_kept(self) -> None:
-        """Gradients are used that no backward made: outside of all passes their batch is unknown."""
+        """Called when gradients are used that no backward pass computed: outside of all passes, their batch is unknown."""
         if not self._readings and self._differ and not self._broken_off:
             self._warn()
 
     def _kept(self, losses: Losses) -> Weighed:
-        """The batch of a backward outside of all passes: a kept one of a finished pass, or none."""
+        """The batch of a backward pass outside of all passes over loaders: a kept batch of a finished pass, or none."""
         if not (self._differ or self._split):
             return OUTSIDE  # usually true
         if batch := self._of_broken_off(losses):
@@ -206,9 +206,9 @@ class BatchWeights:
         return found[-1] if found else OUTSIDE
 
     def _of_broken_off(self, losses: Losses) -> Weighed | None:
-        """The batch of a backward after passes that were broken off for it, as by ``next(iter(loader))``.
+        """The batch of a backward pass that follows passes left early, for example with ``next(iter(loader))``.
 
-        Data of the script's own, the same on all ranks, may count so too: the average is the same. Their sum would be another.
+        The script's own data, the same on all ranks, may be weighted like this too, because the average does not change. A sum would.
         """
         batches = self._broken_off
         if not batches:
@@ -223,7 +223,7 @@ class BatchWeights:
         return found[-1] if found else None
 
     def _alive(self) -> list[DrawnBatch]:
-        """The batches that the script has kept: of the last one of a pass its variables hold the tensors as well."""
+        """The batches that the script has kept. Its variables always hold the tensors of the last batch of a pass too."""
         self._drawn = deque((each for each in self._drawn if each.tensors()), maxlen=MOST_KEPT)
         counts = Counter(id(each.reading) for each in self._drawn)
         return [each for each in self._drawn if counts[id(each.reading)] > 1]
@@ -258,9 +258,10 @@ class BatchWeights:
         if not self._warned:
             self._warned = True
             warn(
-                f"parwrap: the loss at {location()} may cover several batches, or one of several that were kept, and this rank's parts "
-                "of them have different weights, as where the last batch is smaller. One of these weights is used. Give the DataLoader "
-                "drop_last=True, or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is shown once."
+                f"parwrap: it is unclear which batch the loss at {location()} belongs to: it may cover several batches, or one of "
+                "several that the script kept. This rank's parts of these batches have different weights, for example because the last "
+                "batch is smaller, and one of the weights is used. Set drop_last=True in the DataLoader, or divide by the count over all "
+                "ranks: parwrap.mean_over_ranks(loss_sum, count). This is shown once."
             )
 
 

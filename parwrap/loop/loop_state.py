@@ -1,7 +1,7 @@
 """What the user's training loop has done so far: facts that several interceptors use.
 
-Optimizers built, backwards run, modules set to train or to eval, passes over loaders that are open. Nothing here changes
-what the loop does.
+The facts are: optimizers that were built, backward passes that ran, the train or eval mode of modules, and open passes over loaders.
+Nothing here changes what the loop does.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ class Loop(Interceptor):
     """The facts of one running loop.
 
     Attributes:
-        backwards: the number of backwards.
+        backwards: the number of backward passes.
         steps: the number of optimizer steps.
-        trained: whether one has run since the last optimizer was built.
+        trained: whether a step has run since the last optimizer was built.
         batches: the number of batches that passes over loaders have yielded.
         samples: the number of samples in this rank's part of the last batch; 0 if unknown.
         passes: the number of open training passes over loaders.
         passes_in_for: how many of those a ``for`` statement reads; others may stay open after their loop.
         by_hand: whether the last backward was outside any ``for`` statement over a loader.
-        evaluations: the number of open passes that only look at data, alike on all ranks.
-        parts: whether that data is split already, so that each rank has its own part.
-        begun: the number of passes that may train and so give ranks different samples, open or not.
+        evaluations: the number of open passes that read data without training, the same on all ranks.
+        parts: whether the data of these passes is already split, so that each rank has its own part.
+        begun: the number of passes, open or not, that may train, so that ranks get different samples.
         weights: the weights of this rank's parts of batches in an average over ranks.
-        generation: how often an optimizer has got new parameters, or a module was moved or cast.
-        looking: called with no arguments when a pass begins that only looks at data.
-        drew: called with no arguments when a pass has yielded a batch.
-        changed: called with no arguments when training begins, or a pass or another optimizer does.
-        ran_by_hand: called with no arguments after each backward that is :attr:`by_hand`.
+        generation: how often an optimizer received new parameters, or a module was moved or cast.
+        looking: called without arguments when a pass begins that reads data without training.
+        drew: a function, called without arguments when a pass has yielded a batch.
+        changed: a function, called with no arguments when training or a pass begins, or an optimizer is built.
+        ran_by_hand: a function, called with no arguments after each backward that is :attr:`by_hand`.
     """
 
     def __init__(self) -> None:
@@ -84,9 +84,10 @@ class Loop(Interceptor):
 
     @intercepts
     def own_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` owns new parameters: it is being built, or it got another group.
+        """Record that ``optimizer`` has new parameters: it is being built, or a group was added.
 
-        An optimizer that only this rank builds has no number, nor has one that trains on one batch only: see :meth:`are_of_one_batch`.
+        An optimizer that only this rank builds is not registered. Neither is one that each rank builds for its own batch: see
+        :meth:`are_of_one_batch`.
         """
         if is_alone():
             return
@@ -96,10 +97,11 @@ class Loop(Interceptor):
         self.register(optimizer)
 
     def are_of_one_batch(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether an optimizer of ``parameters`` that is built now trains them on this batch only, which is another one on each rank.
+        """Whether an optimizer of ``parameters`` that is built now trains them on the current batch only, which differs between ranks.
 
-        That is so while a ``for`` statement reads a training pass, of latents and perturbations, which are bare tensors or have a row for
-        each sample, and of a copy of a model that another optimizer trains, as meta-learning makes one for each task.
+        This holds while a ``for`` statement reads a training pass, for two kinds of parameters: latents and perturbations, which are bare
+        tensors or have a row for each sample; and a copy of a model that another optimizer trains, like the copies for each task in
+        meta-learning.
         """
         if not self.passes_in_for:
             return False
@@ -107,7 +109,7 @@ class Loop(Interceptor):
         return not rest or self._are_copies(rest)
 
     def _are_copies(self, parameters: list[nn.Parameter]) -> bool:
-        """Whether most of ``parameters`` have the values of parameters that another optimizer owns, and none is one of those."""
+        """Whether most of ``parameters`` have the same values as another optimizer's parameters, but none is one of these."""
         owned = list(self.once_owned().values())
         if not {id(p) for p in owned}.isdisjoint(id(p) for p in parameters):
             return False
@@ -122,8 +124,11 @@ class Loop(Interceptor):
         return self.samples > 1 and tensor.ndim > 0 and tensor.shape[0] == self.samples
 
     def is_of_one_batch(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the tensors of ``optimizer`` are each rank's own. It gets a number like others once it steps in a later batch."""
-        if (batch := self._of_one_batch.get(optimizer)) is None:  # as a rule
+        """Whether each rank has its own tensors in ``optimizer``.
+
+        Once it steps in a later batch, it gets a number like other optimizers.
+        """
+        if (batch := self._of_one_batch.get(optimizer)) is None:  # this is the usual case
             return False
         if batch == self.batches:
             return True
@@ -131,7 +136,7 @@ class Loop(Interceptor):
         return False
 
     def tensors_of_one_batch(self) -> set[int]:
-        """The ids of the tensors of such optimizers."""
+        """The ids of the tensors of optimizers that train on the current batch only."""
         return {id(p) for optimizer in self._of_one_batch for p in parameters_of(optimizer)}
 
     def register(self, optimizer: torch.optim.Optimizer) -> int:
@@ -161,14 +166,14 @@ class Loop(Interceptor):
         return ((number, optimizer) for number, known in enumerate(self._optimizers) if (optimizer := known()) is not None)
 
     def owned(self) -> dict[tuple[int, int], torch.Tensor]:
-        """The parameters of all optimizers, numbered alike on every rank: by the optimizer's number, and by position in it.
+        """The parameters of all optimizers, with the same numbers on every rank: the optimizer's number, and the position in it.
 
-        An optimizer that is dead on one rank may be alive on another, until its garbage is collected.
+        An optimizer that no longer exists on one rank may still exist on another, until garbage is collected there.
         """
         return {(number, place): p for number, optimizer in self.numbered_optimizers() for place, p in enumerate(parameters_of(optimizer))}
 
     def once_owned(self) -> dict[tuple[int, int], torch.Tensor]:
-        """As :meth:`owned`, including parameters that outlive their optimizer, whose function may have returned."""
+        """Like :meth:`owned`, including parameters that outlive their optimizer, for example because its function has returned."""
         return {number: p for number, known in self._parameters.items() if (p := known()) is not None} | self.owned()
 
     def sharing(self, optimizer: torch.optim.Optimizer) -> set[int]:
@@ -178,7 +183,7 @@ class Loop(Interceptor):
 
     @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        """``module.train(training)`` was called."""
+        """Record that Record that ``module.train(training)`` was called."""
         self._training.pop(module, None)
         self._training[module] = training
         self.know(module)
@@ -190,7 +195,7 @@ class Loop(Interceptor):
             self._numbers[module] = self._known
 
     def look_for_parameters(self) -> None:
-        """Notice parameters that were put into an optimizer's groups by hand."""
+        """Find parameters that the script put into an optimizer's groups directly."""
         sizes: dict[int, int] = {}
         for number, known in enumerate(self._optimizers):
             if (optimizer := known()) is not None:
@@ -210,7 +215,7 @@ class Loop(Interceptor):
         self._parameters |= {number: weakref.ref(p) for number, p in self.owned().items()}
 
     def moved(self) -> None:
-        """Parameters have changed dtype or device."""
+        """Record that parameters have changed dtype or device."""
         self.generation += 1
 
     def ran_backward(self) -> None:
@@ -223,7 +228,7 @@ class Loop(Interceptor):
             self.ran_by_hand()
 
     def count_step(self) -> None:
-        """An optimizer has stepped. The session counts it, since a single rank needs no hook for it."""
+        """Count a step of an optimizer. The session calls this, because a single rank needs no hook for it."""
         self.steps += 1
 
     def opened_pass(self) -> None:
@@ -236,12 +241,12 @@ class Loop(Interceptor):
         self.changed()
 
     def reads_in_for(self, begins: bool) -> None:
-        """A ``for`` statement begins to read a training pass, or stops."""
+        """Record that a ``for`` statement begins to read a training pass, or stops."""
         self.passes_in_for += 1 if begins else -1
         self.changed()
 
     def drew_batch(self, whole: bool = False, samples: int = 0) -> None:
-        """A pass has yielded a batch of ``samples`` samples; ``whole`` if all ranks have the same batch."""
+        """Record that a pass has yielded a batch of ``samples`` samples; ``whole`` if all ranks have the same batch."""
         self.batches += 1
         self.samples = samples
         self._whole = whole
@@ -254,7 +259,7 @@ class Loop(Interceptor):
 
     @property
     def loss_factor(self) -> float:
-        """The factor of its loss besides that weight."""
+        """The factor of the current batch's loss in addition to its weight."""
         return self.weights.current.loss_factor
 
     def opened_evaluation(self) -> None:
@@ -268,7 +273,7 @@ class Loop(Interceptor):
 
     @property
     def phase(self) -> int:
-        """The number of optimizers built: a new one may end the use of earlier loaders."""
+        """The number of optimizers that were built. A new one may begin a phase with other loaders."""
         return len(self._optimizers)
 
     def a_gradient(self) -> torch.Tensor | None:
@@ -276,7 +281,7 @@ class Loop(Interceptor):
         return next((p.grad for optimizer in self.optimizers() for p in parameters_of(optimizer) if p.grad is not None), None)
 
     def versions(self) -> int:
-        """A number that changes with each change to an optimizer's parameter, as by a step without a backward."""
+        """A number that changes whenever an optimizer's parameter changes, even in a step without a backward."""
         return sum(version_of(p) for optimizer in self.optimizers() for p in parameters_of(optimizer))
 
     def can_train(self) -> bool:
@@ -284,11 +289,11 @@ class Loop(Interceptor):
         return bool(self.backwards) or any(self.optimizers())
 
     def evaluating(self) -> bool:
-        """Whether a pass that begins now only looks at data: in eval mode, or before there is anything to train."""
+        """Whether a pass that begins now cannot train: in eval mode, or before there is anything to train."""
         return self.in_eval_mode() or not self.can_train()
 
     def in_eval_mode(self) -> bool:
-        """Whether gradients are off, or the root that was last set to train or eval is in eval mode."""
+        """Whether gradients are disabled, or the root module that was last set to train or eval is in eval mode."""
         if not torch.is_grad_enabled():
             return True
         held: dict[bool, list[nn.Module]] = {True: [], False: []}
@@ -301,14 +306,14 @@ class Loop(Interceptor):
     def is_root(self, *modules: nn.Module) -> bool:
         """Whether ``modules`` together hold every parameter of some optimizer; without optimizers, any module counts.
 
-        The ``eval()`` of a frozen backbone is not that of a root.
+        A frozen backbone is not a root, so its ``eval()`` does not count.
         """
         held = {id(p) for module in modules for p in module.parameters()}
         owned = self._owned_by_each()
         return not owned or any(parameters <= held for parameters in owned)
 
     def evaluated_with(self, module: nn.Module) -> list[nn.Module]:
-        """The root, or the modules that form one together, of which ``module`` was set to eval last; none if others still train."""
+        """The root that ``module`` completes when it is set to eval, or the modules that form a root together; none if some still train."""
         if self.is_root(module):
             return [module]
         in_eval = [(each, {id(p) for p in each.parameters()}) for each, training in self._training.items() if not training]
@@ -319,7 +324,7 @@ class Loop(Interceptor):
         return []
 
     def strangers(self) -> dict[int, nn.Module]:
-        """Evaluated modules that no optimizer knows, such as weight averages of a model, by number."""
+        """Modules in eval mode with parameters in no optimizer, such as weight averages of a model, by number."""
         owned = {id(p) for p in self.once_owned().values()}
         in_eval = ((number, module) for module, number in self._numbers.items() if not module.training)
         return {number: module for number, module in in_eval if not any(id(p) in owned for p in module.parameters())}
@@ -329,13 +334,13 @@ class Loop(Interceptor):
         return [{id(p) for p in parameters_of(optimizer)} for optimizer in self.optimizers()]
 
     def reads_whole(self) -> bool:
-        """Whether the script is in a pass over batches that all ranks read whole."""
+        """Whether the script is in a pass over batches that are the same on all ranks."""
         return self._whole and self.evaluations > 0
 
     def drawing(self) -> bool:
-        """Whether all random numbers are drawn for data and dropout now, rather than for building that all ranks do alike.
+        """Whether random numbers are now drawn for data and dropout, rather than for building things that must be the same on all ranks.
 
-        In a loop without a ``for`` statement over a loader, each draw is decided in ``step_draws.py``.
+        In a loop without a ``for`` statement over a loader, ``step_draws.py`` decides for each draw.
         """
         return self.trained and not self.evaluations and self.passes_in_for > 0
 

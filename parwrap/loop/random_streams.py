@@ -1,4 +1,4 @@
-"""Two sets of random streams: one that all ranks share and one of this rank's own.
+"""Two sets of random streams: one that all ranks share, and this rank's own.
 
 Models, splits and permutations use the shared streams, so that they are the same on every rank. Augmentation and dropout use the rank's
 own, so that they differ. A set holds torch (CPU and GPU), numpy and python. The caller decides which set runs when.
@@ -33,19 +33,19 @@ def seed_all(seed: int) -> None:
 
 
 def get_state() -> dict[str, Any]:
-    """The states of all running streams, for :func:`set_state`."""
+    """The states of all active streams, for :func:`set_state`."""
     return {"numpy": np.random.get_state(), "python": random.getstate(), **_torch_state()}
 
 
 def set_state(state: dict[str, Any]) -> None:
-    """Continue from ``state``; a GPU that started later keeps its stream."""
+    """Continue from ``state``. A GPU that was initialized later keeps its stream."""
     _set_torch_state(state)
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
 
 
 class RandomStreams(Interceptor):
-    """Switches this process between the shared streams, which run at first, and the rank's own.
+    """Switches this process between the shared streams, which are active at first, and the rank's own.
 
     The rank's streams are seeded with ``seed + rank``, where ``seed`` is torch's at the first switch. When a script seeds again while the
     shared streams run, the rank's own are seeded again too.
@@ -96,12 +96,12 @@ class RandomStreams(Interceptor):
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """The rank's own streams for the length of the block."""
+        """Use the rank's own streams inside the block."""
         yield from self._during(True)
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """The shared streams for the length of the block."""
+        """Use the shared streams inside the block."""
         self._kept_shared += 1
         try:
             yield from self._during(False)
@@ -110,14 +110,14 @@ class RandomStreams(Interceptor):
 
     @property
     def may_draw_own(self) -> bool:
-        """Whether a single draw may come from the rank's own streams: the shared ones run, and not in a block of :meth:`shared`."""
+        """Whether a single draw may use the rank's own streams: the shared ones are active, but not in a block of :meth:`shared`."""
         return not (self._own or self._kept_shared)
 
     def with_own_torch(self, function: Callable, args: tuple, kwargs: dict) -> tuple[Any, Callable[[], bool]]:
         """Call ``function`` while torch draws from the rank's own streams, which is cheaper than switching all of them.
 
         Returns:
-            What it returns, and a function that says whether it has drawn.
+            Its result, and a function that says whether it has drawn.
         """
         own, shared = self._seeded(), _torch_state()
         before, outer, self._own_torch_runs = dict(own), self._own_torch_runs, True
@@ -134,7 +134,7 @@ class RandomStreams(Interceptor):
         return result, lambda: any(not torch.equal(before[name], after[name]) for name in after if name in before)
 
     def own_generator(self, library: str) -> Any:
-        """A generator of this rank's own for ``"torch"``, or with the methods of those of ``"numpy.random"`` or ``"random"``."""
+        """This rank's own generator for ``"torch"``, ``"numpy.random"`` or ``"random"``, with the same methods as their generators."""
         self._seeded()
         return self._generators[library]
 
@@ -150,13 +150,13 @@ class RandomStreams(Interceptor):
         self._renewed = seed, script_seed
 
     def _script_seed(self) -> int:
-        """The seed of the running streams, without the effect of :meth:`renew`."""
+        """The seed of the active streams, without the effect of :meth:`renew`."""
         seed = torch.initial_seed()
         return self._renewed[1] if self._renewed and seed == self._renewed[0] else seed
 
     def _seeded(self) -> dict[str, Any]:
         """The stored state of the rank's own streams, reseeded if the script has seeded since."""
-        if self._own_torch_runs:  # other threads too get torch's seed of these now
+        if self._own_torch_runs:  # other threads get torch's seed of these streams too
             return self._waiting  # type: ignore[return-value]
         seed = self._script_seed()
         if self._waiting is None or seed != self._seeded_from:

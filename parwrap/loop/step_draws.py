@@ -1,8 +1,8 @@
-"""Random draws of a loop without a ``for`` statement over a loader: draws for every step differ by rank, all others are shared.
+"""Random draws of a loop without a ``for`` statement over a loader: draws for every step differ between ranks, all others are shared.
 
-A line of the script that draws before each of several consecutive steps draws data or noise, and from then on draws from the rank's
-generators. A line that draws less often splits, permutes or searches, and all ranks must get the same; a new line counts as such. Forwards
-in training mode draw from the rank's generators too, because of dropout.
+If a line of the script draws before each of several consecutive steps, it draws data or noise, and uses the rank's generators from then on.
+A line that draws less often is assumed to split, permute or search, where all ranks must get the same. So is a new line. Forwards in
+training mode draw from the rank's generators too, because of dropout.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from parwrap.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
 __all__ = ["StepDraws"]
 
 STEPS = 2
-"""The number of consecutive steps that a line must have drawn for; at the next it draws from the rank's generators."""
+"""The number of consecutive steps after which a line uses the rank's generators."""
 
 MOST_LINES = 4096
-"""Limit of lines, so that a script with a new one for every draw does not fill the memory."""
+"""The maximum number of lines to remember, in case a script draws at a new place each time."""
 
 
 @dataclass(eq=False)
@@ -41,11 +41,11 @@ class _Line:
     """The state of one line that draws, with the calls that lead to it.
 
     Attributes:
-        codes: keeps the code objects alive whose ids identify the line.
+        codes: the code objects whose ids identify the line, to keep them alive.
         streak: the number of consecutive steps that it has drawn for.
         backwards, forwards, generation: the loop's values at its last draw.
-        optimizer: the first that has taken a step since.
-        steps: the number of steps of that optimizer before.
+        optimizer: the first optimizer that has stepped since.
+        steps: that optimizer's number of steps before.
     """
 
     codes: list[CodeType] = field(default_factory=list)
@@ -77,7 +77,7 @@ class StepDraws(Interceptor):
     @intercepts
     def draw(self, library: str, name: str, original: Callable, args: tuple, kwargs: dict) -> Any:
         """A call of the function ``name`` of ``library``."""
-        if self._in_forward and library == "torch":  # whose own streams run
+        if self._in_forward and library == "torch":  # the rank's own streams are active there
             self._ranks_differ = True
             return original(*args, **kwargs)
         if not self._may_differ():
@@ -95,7 +95,7 @@ class StepDraws(Interceptor):
 
     @intercepts
     def call(self, module: nn.Module, args: tuple, kwargs: dict, original: Callable) -> Any:
-        """A forward of ``module``."""
+        """Run a forward pass of ``module``."""
         if self._in_forward or not (module.training and self._loop.trained and self._loop.by_hand and self._may_differ()):
             return original(*args, **kwargs)
         self._forwards += 1
@@ -110,11 +110,11 @@ class StepDraws(Interceptor):
         return result
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` is about to take a step."""
+        """Record that ``optimizer`` is about to step."""
         self._backwards_before_step = self._loop.backwards
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has stepped; a step that calls a closure may train a whole fold, so it counts as several."""
+        """Count a step of ``optimizer``. A step that calls a closure may train a whole fold, so it counts as several."""
         key = id(optimizer)
         for line in self._since_step:
             line.optimizer, line.steps = key, self._steps[key]
@@ -122,13 +122,13 @@ class StepDraws(Interceptor):
         self._steps[key] += 1 if self._loop.backwards == self._backwards_before_step else 2
 
     def ran_backward(self) -> None:
-        """Put ranks in step again that may have drawn different numbers from the shared streams."""
+        """Synchronize the shared streams, from which ranks may have drawn different numbers."""
         self._thread = threading.get_ident()
         if self._ranks_differ and self._streams.may_draw_own:
             self._streams.renew(self._loop.backwards)
 
     def _may_differ(self) -> bool:
-        """Whether draws may now be the rank's; a checkpoint that recomputes in a backward must repeat its draws."""
+        """Whether draws may now use the rank's streams. A checkpoint that is recomputed in a backward pass must repeat its draws."""
         return (
             (self._in_forward or self._streams.may_draw_own)
             and not self._loop.evaluations
@@ -145,18 +145,18 @@ class StepDraws(Interceptor):
         return line
 
     def _is_beside(self) -> bool:
-        """Whether a thread draws that does not train, such as one that draws batches ahead."""
+        """Whether a thread draws that does not train, such as one that prefetches batches."""
         return threading.get_ident() != self._thread
 
     def _drawn_beside(self, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """What a thread beside the training one draws: torch's streams cannot be switched for it alone."""
+        """Draw in a thread other than the training thread: torch's streams cannot be switched for one thread only."""
         try:
             return original(*args, **{"generator": self._streams.own_generator("torch"), **kwargs})
         except (RuntimeError, TypeError):  # it takes no generator, or that of a GPU
             return original(*args, **kwargs)
 
     def _draws_for_each_step(self, line: _Line) -> bool:
-        """Whether ``line``, which draws now, has drawn for each of the last steps; records this draw."""
+        """Record a draw of ``line``. Returns whether it has drawn for each of the last steps."""
         loop = self._loop
         if line.streak >= STEPS and line.generation == loop.generation and self._is_beside():
             return True  # how many steps pass between two draws of a thread differs by rank

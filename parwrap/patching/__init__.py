@@ -1,4 +1,4 @@
-"""Changes what a name stands for, wherever it is or will be imported, and restores the identical object.
+"""Replaces the object behind a name, wherever the name is or will be imported, and restores the identical object.
 
-It knows nothing of torch's calls. Start with ``patch.py``.
+It knows nothing about torch's calls. Start with ``patch.py``.
 """

@@ -1,6 +1,6 @@
-"""Callbacks for modules that are not imported yet, as soon as something imports them.
+"""Calls back when a module that is not imported yet is imported.
 
-So an optional package is never imported for parwrap's sake. The caller decides what to do with the module.
+So parwrap itself never imports an optional package. The caller decides what to do with the module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["imports_watched"]
 
 @contextmanager
 def imports_watched(name: str, imported: Callable[[ModuleType], None]) -> Iterator[None]:
-    """While this is open, call ``imported`` with the module ``name`` when it has just been loaded.
+    """Inside the block, call ``imported`` with the module ``name`` as soon as it is loaded.
 
     >>> _ = sys.modules.pop("colorsys", None)
     >>> with imports_watched("colorsys", lambda module: print(module.__name__)):

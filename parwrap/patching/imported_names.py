@@ -1,7 +1,7 @@
-"""Names that a module has imported by value, as by ``from torch import save``: patches replace them there too.
+"""Names that a module imported by value, such as with ``from torch import save``: patches replace them there too.
 
-It searches the user's modules and the whole package of the running function; the standard library and installed packages are unchanged.
-So are ``functools.partial`` and dicts of a module. Names in other places (defaults of arguments, attributes of classes) stay.
+It searches the user's modules and the whole package of the running function; it does not search the standard library and installed
+packages. It also handles ``functools.partial`` objects and dicts in a module, but not default arguments or class attributes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _NEVER = ("torch", "parwrap")
 _MOST_NAMES = 1000
-"""A dict with more is data rather than a table of functions."""
+"""A dict with more entries is data, not a table of functions."""
 
 
 def is_installed(file: str) -> bool:
@@ -59,12 +59,12 @@ class Namespaces:
         _exchange(self._looked_through, instead)
 
     def exchange_in_new(self, instead: Mapping[int, Any]) -> None:
-        """The same, also in all modules loaded since, whoever owns them: they have imported the replaced objects."""
+        """Restore the objects, also in all modules that were loaded since, because they may have imported the replaced objects."""
         _loaded.by_owner()
         new: Iterable[str] = _loaded.names[self._known :]
         if _loaded.names is not self._names:
             new = {*_loaded.names}.difference(self._names[: self._known])
-        _exchange([*self._looked_through, *_namespaces(new), vars(sys.modules["__main__"])], instead)  # a script is run in another
+        _exchange([*self._looked_through, *_namespaces(new), vars(sys.modules["__main__"])], instead)  # a script runs in another module
 
 
 class _Loaded:
@@ -96,7 +96,7 @@ class _Loaded:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _owner(name: str, module_id: int) -> str | None:
-    """Who owns the module ``name``; ``None`` if it is never looked through. A module is looked at once, not at each start."""
+    """The owner of the module ``name``; ``None`` if it is never searched. A module is examined once, not at each start."""
     if name == "__main__":
         return ""  # it has no file in a notebook
     package = name.partition(".")[0]

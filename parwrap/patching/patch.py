@@ -1,4 +1,4 @@
-"""Changes what an attribute does for the length of a ``with`` block, and restores the identical object.
+"""Replaces an attribute inside a ``with`` block, and restores the identical object.
 
 A patch is data: an owner, a name and a wrapper. wrapt installs and removes it; only this file imports wrapt. ``intercept/`` has the
 wrappers.
@@ -24,7 +24,7 @@ __all__ = ["Measured", "Patch", "installed", "is_patched", "when_imported"]
 
 
 class Patch(NamedTuple):
-    """Wraps ``owner.name`` by ``wrapper(wrapped, instance, args, kwargs)``.
+    """Wraps ``owner.name`` with ``wrapper(wrapped, instance, args, kwargs)``.
 
     Attributes:
         traced: the function that ``torch.compile`` compiles instead of the wrapped one, if any; a function of a module.
@@ -37,7 +37,7 @@ class Patch(NamedTuple):
 
 
 class _Wrapped(wrapt.FunctionWrapper):
-    """A wrapped function that copies and pickles by reference, as functions do: a model may hold ``print`` as its logger."""
+    """A wrapped function that is copied and pickled by reference, like a function: a model may have ``print`` as its logger."""
 
     def __init__(self, wrapped: Any, patch: Patch) -> None:
         super().__init__(wrapped, patch.wrapper)
@@ -89,8 +89,8 @@ def is_patched(function: Any) -> bool:
 def installed(patches: Iterable[Patch | AbstractContextManager], module: str | None = None) -> Iterator[None]:
     """Install ``patches`` in order and remove them in reverse, also when the block raises.
 
-    Functions of modules are also patched under the names by which others have imported them. A context manager among the patches is entered
-    in its place: it intercepts a call for which torch has a hook.
+    Functions of modules are also patched under the names with which other modules imported them. A context manager among the patches is
+    entered in order: it intercepts a call for which torch has a hook.
 
     Args:
         patches: the patches to install.
@@ -132,7 +132,8 @@ def when_imported(name: str, patches: Callable[[ModuleType], Iterable[Patch]]) -
 
     Args:
         name: the name of the module.
-        patches: returns the patches of the module. If several blocks wait for one module, they are installed in the order of their blocks.
+        patches: a function that returns the patches of the module. If several blocks wait for one module, they are installed in the order
+            of their blocks.
 
     >>> _ = sys.modules.pop("colorsys", None)
     >>> def patched(module):

@@ -1,6 +1,6 @@
-"""Mixed precision: autocast, the dynamic loss scale, half precision models. Each file with an interceptor covers one of them.
+"""Mixed precision: autocast, the dynamic loss scale, and half precision models, each with an interceptor in its own file.
 
-It may import the loop and all below. Start with ``scaling.py``.
+It may import the loop and all rooms below it. Start with ``scaling.py``.
 
 ::
 

@@ -1,7 +1,7 @@
 """Autocast around the user's code, disabled during a backward or an optimizer's step, and while a loader draws.
 
-Torch's cache of cast weights is off: it is emptied only when the outermost autocast ends, and a whole training loop is inside this one, so
-weights would stay those of the first step.
+Torch's cache of cast weights is disabled, because it is only cleared when the outermost autocast ends. A whole training loop runs inside
+this one, so it would use the weights of the first step throughout.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["Autocasting"]
 
 
 class Autocasting(Interceptor):
-    """The interceptor that disables autocast outside of forwards.
+    """The interceptor that disables autocast outside of forward passes.
 
-    It re-enables only what it has disabled: another autocast may be inside it or around it.
+    It re-enables only what it has disabled, because there may be other autocasts inside or around it.
 
     Args:
         device: the type of device.
@@ -45,33 +45,33 @@ class Autocasting(Interceptor):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Autocast itself; without a dtype, it disables the autocast of an outer scope."""
+        """The autocast context. Without a dtype, it disables the autocast of an outer scope."""
         autocast = torch.autocast(self._device, self._dtype or torch.bfloat16, enabled=self._dtype is not None, cache_enabled=False)
         with autocast, self._watching:
             yield
 
     @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """Hand-written autocast covers only the forward: samples are made without it, also in worker processes."""
+        """Read batches with autocast disabled, in worker processes too, because hand-written autocast covers only the forward pass."""
         with self.off_for_data():
             return _Drawn(original(loader), self)
 
     iterate_pipelines = iterate
 
     def off_for_data(self) -> AbstractContextManager:
-        """While data is drawn; a script's own autocast is left alone."""
+        """Disable autocast while data is drawn. A script's own autocast is unchanged."""
         return nullcontext() if self._user_managed else self._off()
 
     @intercepts
     def backward(self, call: Backward) -> None:
         if self._depth:
-            self._on_again()  # the end of a step that raised was not seen
+            self._on_again()  # a step that raised an error did not report its end
         with self._off():
             call.run()
 
     @intercepts
     def step(self, optimizer: Optimizer) -> None:
-        """A step begins; it may contain the step of a base class or of another optimizer."""
+        """Disable autocast when a step begins. The step may contain the step of a base class or of another optimizer."""
         if not self._depth:
             self._before = torch.is_autocast_enabled(self._device)
             torch.set_autocast_enabled(self._device, False)
@@ -88,7 +88,7 @@ class Autocasting(Interceptor):
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure contains a forward."""
+        """Enable autocast in a closure, because it contains a forward pass."""
 
         def with_autocast() -> Any:
             depth = self._depth
@@ -104,7 +104,7 @@ class Autocasting(Interceptor):
 
     @intercepts
     def enter_autocast(self, instance: torch.autocast) -> None:
-        """The script enters its own autocast: this one is off from then on."""
+        """Disable this autocast for good when the script enters its own."""
         if autocast_enabled(instance) and instance.device == self._device and not self._user_managed:
             self._user_managed, self._before = True, False
             torch.set_autocast_enabled(self._device, False)
@@ -112,12 +112,12 @@ class Autocasting(Interceptor):
         elif not (autocast_enabled(instance) or self._user_managed or self._noted) and instance.device == self._device:
             self._noted = True
             warn_once(
-                f"torch.autocast(enabled=False) at {location()} keeps that part in float32. If it belongs to the script's own switch for "
-                "mixed precision, turn that on instead of parwrap.amp, or remove it."
+                f"torch.autocast(enabled=False) at {location()} keeps that part in float32. If it belongs to the script's own option for "
+                "mixed precision, turn on that option instead of parwrap.amp, or remove it."
             )
 
     def _watch(self) -> None:
-        """The end of a step that raises is not seen, so when a module is called, check that a step is really running."""
+        """Check that a step is really running when a module is called, because a step that raises an error does not report its end."""
 
         def before_forward(module: torch.nn.Module, args: tuple) -> None:
             if not steps_running():
@@ -143,7 +143,7 @@ class Autocasting(Interceptor):
 
 
 class _Drawn(Pass):
-    """A pass whose batches are drawn without autocast."""
+    """Iterates over a loader with autocast disabled while batches are drawn."""
 
     def __init__(self, batches: Iterator, casting: Autocasting) -> None:
         super().__init__(batches, lambda exhausted: None)

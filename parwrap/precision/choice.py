@@ -40,7 +40,7 @@ class Precision:
         dtype: the dtype to compute in; ``None`` leaves it to the script.
         autocasts: whether autocast chooses the operations.
         scales: whether losses are scaled, and steps with non-finite gradients skipped.
-        model: how a model is cast: not at all, in its calls (the weights stay as they are), or for good.
+        model: how a model is cast: not at all, only during its calls (its weights are unchanged), or permanently.
     """
 
     device: str
@@ -56,10 +56,10 @@ def check(dtype: Any, level: str | None) -> None:
         raise UsageError(f"level={level!r} is not one of Apex's levels. {'; '.join(f'{name!r}: {each}' for name, each in LEVELS.items())}.")
     if dtype not in DTYPES:
         raise UsageError(
-            f"dtype={dtype!r} is not a dtype for mixed precision: give 'bf16', 'fp16' or 'auto', which is bf16 where the device has it."
+            f"dtype={dtype!r} is not a dtype for mixed precision: use 'bf16', 'fp16' or 'auto', which is bf16 where the device supports it."
         )
     if level is not None and dtype != "auto":
-        raise UsageError(f"level={level!r} sets the dtype, but dtype={dtype!r} is given too: remove one of them.")
+        raise UsageError(f"level={level!r} sets the dtype, but dtype={dtype!r} is passed too: remove one of them.")
 
 
 def choose(dtype: Any, level: str | None, device: str) -> Precision:

@@ -1,6 +1,7 @@
-"""Whether the gradients for an optimizer's step are finite: checked after a backward, and again after changes.
+"""Checks whether the gradients for an optimizer's step are finite: after a backward pass, and again after changes.
 
-The user clips, and other interceptors set gradients without a backward. ``scaling.py`` asks and acts on the answer.
+Gradients also change without a backward pass, when the user clips them or another interceptor sets them. ``scaling.py`` asks and acts on
+the answer.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Found:
 
     @torch.no_grad()
     def look_again(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Check gradients that were set or changed since the last check; earlier findings stand until the step."""
+        """Check gradients that were set or changed since the last check. Earlier results hold until the step."""
         grads = [p.grad for p in parameters]
         if self._is_seen(grads):
             return
@@ -62,7 +63,7 @@ class Found:
         self._see(grads)
 
     def accept(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The gradients were changed in a way that hides earlier findings."""
+        """Record that gradients were changed in a way that may hide non-finite values found earlier."""
         self._see([p.grad for p in parameters])
 
     def _is_seen(self, grads: list[torch.Tensor | None]) -> bool:

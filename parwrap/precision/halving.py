@@ -1,7 +1,7 @@
 """Models that compute in float16 without autocast: Apex's levels O2 and O3.
 
-A model is a module that is called from outside of any other and holds a parameter of an optimizer. Its floating point inputs are cast
-to float16 and its outputs to float32, so losses are computed in float32.
+A model is a module that is called from outside any other module and has a parameter of an optimizer. Its floating point inputs are cast to
+float16 and its outputs to float32, so losses are computed in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["HalfForGood", "HalfInCalls"]
 HALF = torch.float16
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-"""The code around a model, which calls the model itself."""
+"""Modules that wrap a model and call it."""
 
 
 class _Halving(Interceptor):
@@ -54,7 +54,7 @@ class _Halving(Interceptor):
 
     def _is_model(self, module: nn.Module) -> bool:
         if type(module).__module__.startswith("parwrap."):
-            return False  # holds parameters for a reducer, beside a signal that must not be cast
+            return False  # it holds parameters for a reducer, and its input must not be cast
         owned = {id(p) for p in self._loop.owned().values()}
         return any(id(p) in owned for p in module.parameters())
 
@@ -63,7 +63,7 @@ class _Halving(Interceptor):
 
 
 class HalfInCalls(_Halving):
-    """O2: while a model is called its weights are float16 copies, except BatchNorm's; the parameters themselves stay float32.
+    """O2: during a call of a model, its weights are float16 copies, except those of BatchNorm; the parameters themselves stay float32.
 
     So optimizers, clipping and checkpoints see the master weights.
     """
@@ -85,13 +85,13 @@ class HalfInCalls(_Halving):
             if name in given and copies[name] is not given[name]:
                 path, _, attribute = name.rpartition(".")
                 registered_buffers(module.get_submodule(path))[attribute] = copies[name].to(buffer.dtype)
-            elif name in given and version_of(given[name]):  # changed by the call, like a moving average
+            elif name in given and version_of(given[name]):  # the call has changed it, like a moving average
                 buffer.detach().copy_(given[name].detach())
         return outputs
 
 
 class HalfForGood(_Halving):
-    """O3: a model becomes float16 at its first call: its parameters, its buffers and its optimizer's state."""
+    """O3: a model is cast to float16 at its first call: its parameters, its buffers and its optimizer's state."""
 
     def _is_model(self, module: nn.Module) -> bool:
         floating = [p.dtype for p in module.parameters() if p.is_floating_point()]
@@ -102,13 +102,13 @@ class HalfForGood(_Halving):
             module.to(HALF)
             for optimizer in self._loop.optimizers():
                 if optimizer.state:
-                    optimizer.load_state_dict(optimizer.state_dict())  # casts it to the dtype of the parameters
+                    optimizer.load_state_dict(optimizer.state_dict())  # this casts it to the dtype of the parameters
         return run(*args, **kwargs)
 
 
 @torch.no_grad()
 def _take_over(p: torch.Tensor, half: torch.Tensor) -> None:
-    """Copy back the elements that a forward has changed in the copy of a parameter, as ``max_norm`` of an embedding does."""
+    """Copy back elements that a forward pass changed in the copy of a parameter, as an embedding with ``max_norm`` does."""
     p.copy_(torch.where(half == p.to(HALF), p, half.to(p.dtype)))
 
 

@@ -1,6 +1,6 @@
 """The state of mixed precision: the loss scale and the number of steps skipped for it.
 
-Torch's own ``GradScaler`` decides when the scale grows and shrinks; it learns for each iteration whether a gradient was non-finite. It is
+Torch's own ``GradScaler`` decides when the scale grows and shrinks. It is told for each iteration whether a gradient was non-finite. It is
 on the CPU for every device, so that reading the scale never waits.
 """
 
@@ -20,7 +20,7 @@ from parwrap.errors import ParwrapError
 __all__ = ["FLOOR", "AmpState", "Iterations", "Policy"]
 
 FLOOR = 2.0**-24
-"""The smallest positive number of float16: a loss of 1 with a smaller scale is 0."""
+"""The smallest positive number of float16: with a smaller scale, a loss of 1 becomes 0."""
 
 
 class Policy(torch.amp.GradScaler):
@@ -35,9 +35,9 @@ class AmpState:
         policy: options of :class:`torch.amp.GradScaler`: ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``.
 
     Attributes:
-        scales: as given.
+        scales: whether losses are scaled.
         skipped_steps: the number of optimizer steps skipped because of a non-finite gradient.
-        restored: whether it was loaded from a checkpoint.
+        restored: whether the state was loaded from a checkpoint.
 
     >>> state = AmpState(init_scale=8.0)
     >>> state.end_iteration(found=True)
@@ -50,19 +50,19 @@ class AmpState:
         self.reset()
 
     def reset(self) -> None:
-        """Start over, for another training."""
+        """Reset the scale for another training."""
         self._scaler = Policy("cpu", enabled=self.scales, **self._policy)
-        torch.amp.GradScaler.scale(self._scaler, _number(1.0))  # which makes the scale
+        torch.amp.GradScaler.scale(self._scaler, _number(1.0))  # this creates the scale
         self.skipped_steps, self.restored = 0, False
         self._skipped_in_a_row = 0
 
     @property
     def scale(self) -> float:
-        """The factor of losses."""
+        """The factor for losses."""
         return self._scaler.get_scale()
 
     def end_iteration(self, found: bool) -> None:
-        """Update the scale after an iteration in which a non-finite gradient was ``found``, or none.
+        """Update the scale after an iteration; ``found`` says whether a gradient was non-finite.
 
         Raises:
             ParwrapError: the scale is so small that no further step will be taken.
@@ -76,7 +76,7 @@ class AmpState:
             raise ParwrapError(
                 f"gradients were not finite in {self._skipped_in_a_row} iterations in a row, and the loss scale has fallen to "
                 f"{self.scale:.2g}: the training has diverged, or its gradients do not fit into float16. Compute in bf16 "
-                "(parwrap.amp(dtype='bf16'), --amp bf16), lower the learning rate, or look for what makes the loss infinite or NaN."
+                "(parwrap.amp(dtype='bf16'), --amp bf16), lower the learning rate, or find out what makes the loss infinite or NaN."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class AmpState:
         return {**self._scaler.state_dict(), "skipped_steps": self.skipped_steps} if self.scales else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, which may also be that of a :class:`torch.amp.GradScaler`; no effect without scaling."""
+        """Continue from ``state``, which may also be the state of a :class:`torch.amp.GradScaler`. This has no effect without scaling."""
         if self.scales and state:
             self._scaler.load_state_dict(state)
             self.skipped_steps, self.restored = state.get("skipped_steps", 0), True
@@ -94,14 +94,14 @@ class AmpState:
 
 
 class Iterations:
-    """Calls ``over(found)`` when an iteration of the user's loop ends, derived from the steps of its optimizers.
+    """Calls ``over(found)`` at the end of each iteration of the user's loop, which it infers from optimizer steps.
 
     A hand-written loop calls ``GradScaler.update`` once an iteration. Here no call marks the end, so an iteration ends when every optimizer
-    has stepped. Optimizers that do not step in every iteration (a critic steps more often than a generator) show when another one steps a
-    second time: from then on those that had stepped before make an iteration.
+    has stepped. Some optimizers step less often than others: a generator steps less often than its critic. As soon as one optimizer steps
+    twice, the iteration ends; from then on, it ends when the optimizers that stepped in it have all stepped again.
 
     Args:
-        over: called with whether one of the iteration's steps was skipped.
+        over: a function, called with whether one of the iteration's steps was skipped.
     """
 
     def __init__(self, over: Callable[[bool], None]) -> None:
@@ -111,19 +111,19 @@ class Iterations:
         self._stepped: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 
     def expect(self, optimizer: Optimizer) -> None:
-        """``optimizer`` exists; a new one may step in each iteration."""
+        """Record that ``optimizer`` exists, and may step in each iteration."""
         if optimizer not in self._known:
             self._known.add(optimizer)
             self._taking_part.add(optimizer)
 
     def forget(self) -> None:
-        """Another training begins, with other optimizers."""
+        """Forget all optimizers, because another training begins."""
         self._known.clear()
         self._taking_part.clear()
         self._stepped.clear()
 
     def stepped(self, optimizer: Optimizer, found: bool) -> None:
-        """``optimizer`` steps, or would without the non-finite gradient that was ``found``."""
+        """Record a step of ``optimizer``, which was skipped if a non-finite gradient was ``found``."""
         if optimizer in self._stepped:
             self._taking_part = weakref.WeakSet(self._stepped)
             self._end()

@@ -1,4 +1,4 @@
-"""Errors of operations that do not exist in half precision, on a device or in NumPy: adds the name and advice."""
+"""Adds the name of the operation and advice to errors of operations that do not exist in half precision, on a device or in NumPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAYING = [
     {dtype: text.replace("DTYPE", name) for dtype, name in NAMES.items()}
     for text in (r"\"(\w+)\" not implemented for 'DTYPE'", r"([\w.]+): Low precision dtypes not supported. Got DTYPE")
 ]
-"""Torch's messages in such a case, by dtype."""
+"""Torch's error messages for a missing operation, by dtype."""
 
 
 NUMPY = "Got unsupported ScalarType BFloat16"
@@ -42,6 +42,6 @@ def named(device: str, dtype: torch.dtype | None) -> Iterator[None]:
             raise
         instead = "use parwrap.amp(dtype='bf16'), or" if dtype is torch.float16 else "remove parwrap.amp, or"
         raise UsageError(
-            f"{operation} does not exist for {str(dtype).removeprefix('torch.')} on {device}: {instead} give it float32 tensors in `with "
+            f"{operation} does not exist for {str(dtype).removeprefix('torch.')} on {device}: {instead} pass it float32 tensors in `with "
             "parwrap.amp(level='O0'):`."
         ) from error

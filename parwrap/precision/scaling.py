@@ -1,8 +1,8 @@
 """Dynamic loss scaling for fp16, without edits to ``backward``, ``step`` or clipping.
 
 The interceptor multiplies losses by the scale, checks the gradients after each backward, and skips the steps of optimizers with non-finite
-gradients. Since ranks average, a non-finite gradient on one rank becomes non-finite on all, and all of them skip. ``unscaling.py`` restores
-true-scale gradients, ``finite.py`` checks them, and ``loss_scale.py`` holds the scale and decides when it changes.
+gradients. Because ranks average gradients, one that is not finite on one rank is not finite on any, and all ranks skip. ``unscaling.py``
+unscales gradients, ``finite.py`` checks them, and ``loss_scale.py`` has the scale and decides when it changes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Scaling(Interceptor):
     """Scales losses, and skips steps with non-finite gradients.
 
     Args:
-        state: holds the scale.
+        state: the object with the scale.
     """
 
     def __init__(self, state: AmpState) -> None:
@@ -45,12 +45,12 @@ class Scaling(Interceptor):
         self._find_optimizers()
 
     def begin(self) -> None:
-        """A call of the user's function begins; earlier findings still hold."""
+        """Begin a call of the user's function. Results of earlier checks still hold."""
         self._begun = self._anew = self._state.restored = False
 
     @intercepts
     def own_parameters(self, optimizer: Optimizer) -> None:
-        """An optimizer that is built before the first backward begins a separate training, with a new scale."""
+        """Begin a separate training, with a new scale, if an optimizer is built before the first backward pass."""
         if not (self._begun or self._anew or self._state.restored):
             self._anew = True
             self._state.reset()
@@ -60,9 +60,9 @@ class Scaling(Interceptor):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call`` on the scaled loss, leave true-scale gradients, and check whether they are finite."""
+        """Run ``call`` on the scaled loss, unscale the gradients, and check whether they are finite."""
         if self._user_managed or self._running:
-            if self._running:  # inside another backward, as re-entrant checkpointing does: its incoming gradient is scaled
+            if self._running:  # inside another backward pass, as in re-entrant checkpointing, the incoming gradient is already scaled
                 self._unscaling.nested(call, self._owned())
             call.run()
             return
@@ -94,7 +94,7 @@ class Scaling(Interceptor):
         asked, self._asked = self._asked, None
         optimizer = asked() if asked else None
         if optimizer is None:
-            return closure  # of a skipped step, or one that a subclass forwards
+            return closure  # of a skipped step, or one that a subclass forward passes
 
         def with_finite_gradients() -> Any:
             loss = closure()
@@ -108,7 +108,7 @@ class Scaling(Interceptor):
 
     @intercepts
     def clip(self, clip: Clip) -> Any:
-        """Check before a clip, which may turn non-finite gradients into finite ones; the clip itself needs no second check."""
+        """Check before gradients are clipped, because clipping may make them finite. No second check is needed afterwards."""
         clipped = {id(p) for p in clip.parameters}
         about = [(each, found) for each, found in self._found.items() if not clipped.isdisjoint(id(p) for p in parameters_of(each))]
         for optimizer, found in about:
@@ -124,7 +124,7 @@ class Scaling(Interceptor):
 
     @intercepts
     def scale_by_hand(self, scaler: torch.amp.GradScaler) -> None:
-        """The script has its own scaler, which takes over."""
+        """Stop scaling, because the script uses its own scaler."""
         if not isinstance(scaler, Policy) and scaler.is_enabled() and not self._user_managed:
             self._user_managed = True
             self._found.clear()
@@ -143,7 +143,7 @@ class Scaling(Interceptor):
         load({name: value for name, value in state.items() if name != KEY})
 
     def _counted(self, optimizer: Optimizer, found: Found) -> bool:
-        """Whether a gradient was not finite; counts the step once."""
+        """Whether a gradient was not finite. Such a step is counted once."""
         found.look_again(parameters_of(optimizer))
         if not found.counted:
             found.counted = True
@@ -159,7 +159,7 @@ class Scaling(Interceptor):
     def _look(self, averaged: bool) -> None:
         """Check the gradients of the backward.
 
-        If ranks have not averaged them, no step uses them, and other ranks know nothing of them: they are checked later.
+        If ranks have not averaged them, no step uses them yet, and other ranks do not know them: they are checked later.
         """
         overflowed = self._overflowed()
         if overflowed:
@@ -170,8 +170,8 @@ class Scaling(Interceptor):
         for leaf in overflowed:
             leaf.grad.detach().zero_()  # type: ignore[union-attr]
             warn_once(
-                "the gradient of a tensor that no optimizer owns has overflowed in float16. It was set to 0, because no step uses it "
-                "that parwrap.amp could skip."
+                "the gradient of a tensor that no optimizer owns overflowed in float16. It was set to 0, because there is no optimizer "
+                "step that parwrap.amp could skip. If the script uses this gradient, compute in bf16."
             )
         if not self._found or (overflowed and not any(Found(parameters_of(optimizer)).any for optimizer in self._loop.optimizers())):
             self._state.end_iteration(bool(overflowed))

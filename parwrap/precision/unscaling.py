@@ -1,7 +1,8 @@
-"""Restores true-scale gradients from a scaled loss: divides the gradients of one backward by the scale before they reach ``.grad``.
+"""Unscales the gradients of a scaled loss: divides the gradients of one backward pass by the scale before they reach ``.grad``.
 
-A hook on each leaf tensor does it, before the gradient is added to an existing ``.grad`` and before ranks average. So gradients of earlier
-backwards, sparse ones, those of inputs and of a backward with ``create_graph=True`` come out right, and ranks may have different scales.
+A hook on each leaf tensor does it, before the gradient is added to an existing ``.grad`` and before ranks average. So the result is right
+for gradients of earlier backward passes, sparse gradients, gradients of inputs, and backward passes with ``create_graph=True``. Ranks may
+have different scales.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Unscaling:
     """Divides gradients while a backward of a scaled loss runs.
 
     Attributes:
-        leaves: the leaf tensors that the last backward has reached, in the order in which they were found.
+        leaves: the leaf tensors that the last backward pass reached, in the order in which they were found.
     """
 
     def __init__(self) -> None:
@@ -35,12 +36,15 @@ class Unscaling:
         self._unscale: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda grad: grad
 
     def retain_grad(self, tensor: torch.Tensor) -> None:
-        """``tensor`` is no leaf and keeps its gradient; the hook that keeps it runs after all others, so it is divided afterwards."""
+        """Note that ``tensor``, which is not a leaf, retains its gradient.
+
+        The hook that retains it runs after all others, so the gradient is divided afterwards.
+        """
         self._retaining = [known for known in self._retaining if known() is not None] + [weakref.ref(tensor)]
 
     @contextmanager
     def of(self, call: Backward, scale: float) -> Iterator[None]:
-        """In the block, ``call`` runs with a loss that was multiplied by ``scale``."""
+        """Divide gradients inside the block, where ``call`` runs with a loss that was multiplied by ``scale``."""
         self.leaves.clear()
         inverse = 1 / scale
         self._unscale = lambda grad: None if grad is None else grad * inverse
@@ -56,10 +60,10 @@ class Unscaling:
                 tensor.grad = _sum(grad, self._unscale(_taken(tensor)))
 
     def nested(self, call: Backward, owned: Collection[int]) -> None:
-        """``call`` runs inside the backward, as for a re-entrant checkpoint: divide the gradients that it leaves in parameters.
+        """Divide the gradients that ``call`` leaves in parameters.
 
-        Other leaf tensors that it reaches stand for the inputs of the checkpoint. Their gradients continue into the outer backward, so they
-        stay scaled.
+        It runs inside another backward pass, for example that of a re-entrant checkpoint. Other leaf tensors that it reaches stand for the
+        inputs of the checkpoint. Their gradients continue into the outer backward, so they stay scaled.
         """
         self._watch(leaf for leaf in reached(call.roots) if isinstance(leaf, torch.nn.Parameter) or id(leaf) in owned)
 
@@ -96,6 +100,7 @@ def _refuse_half(leaves: Iterable[torch.Tensor]) -> None:
     for leaf in leaves:
         if leaf.dtype is torch.float16 and isinstance(leaf, torch.nn.Parameter):
             raise UsageError(
-                f"a parameter of shape {tuple(leaf.shape)} is float16 already, and its gradients would vanish at their true scale. Leave "
-                "the model in float32: parwrap.amp casts where it is faster. For a pure float16 model use parwrap.amp(level='O3')."
+                f"a parameter of shape {tuple(leaf.shape)} is already float16, so its gradients would underflow once they are unscaled. "
+                "Keep the model in float32: parwrap.amp casts where this is faster. For a pure float16 model, use "
+                "parwrap.amp(level='O3')."
             )

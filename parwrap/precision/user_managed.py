@@ -1,4 +1,4 @@
-"""The message when a script does a part of mixed precision itself, shown once."""
+"""The message, shown once, when a script does a part of mixed precision itself."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ __all__ = ["stand_aside", "warn_once"]
 
 @functools.cache
 def stand_aside(what: str, consequence: str) -> None:
-    """Shown once, however often a script does it."""
-    warn_once(f"this script uses {what} itself, so parwrap.amp stands aside: {consequence}. Remove the script's own to have parwrap do it.")
+    """Warn once that the script does ``what`` itself, however often it does so."""
+    warn_once(
+        f"this script uses {what} itself, so parwrap.amp leaves it alone: {consequence}. To let parwrap do it, remove it from the script."
+    )
 
 
 @functools.cache

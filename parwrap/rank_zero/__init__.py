@@ -1,4 +1,4 @@
-"""One writer and one speaker: rank 0 writes files and prints; the other ranks run the same code and see what rank 0 sees.
+"""Only rank 0 writes files and prints; the other ranks run the same code and see the same files as rank 0.
 
 It may import interceptors and the process group. Start with ``writer_files.py`` for rank 0 and ``replica_files.py`` for the others;
 ``output.py`` handles printed output.

@@ -1,6 +1,6 @@
-"""Warns of file changes by child processes, which parwrap cannot restrict to rank 0: once for each line of the script that starts one.
+"""Warns about file changes by child processes, which parwrap cannot restrict to rank 0, once per line of the script that starts one.
 
-It ignores commands that are known only to read, those that a library runs, and what workers of a ``DataLoader`` write.
+It ignores commands that only read, commands that a library runs, and files that ``DataLoader`` workers write.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ LONGEST = 60
 
 
 class Processes:
-    """On rank 0, warns of processes that may change files.
+    """Warns, on rank 0, about processes that may change files.
 
     Args:
         size: the number of ranks.
@@ -109,10 +109,10 @@ class Processes:
     def __init__(self, size: int) -> None:
         self._size = size
         self._said: set[str] = set()
-        self._children_said = mmap.mmap(-1, 1)  # shared with all forked processes
+        self._children_said = mmap.mmap(-1, 1)  # all forked processes share it
 
     def command(self, command: Any) -> None:
-        """The script runs a ``command``, as ``subprocess`` takes it."""
+        """Warn if the script runs a ``command``, in the form that ``subprocess`` accepts, that may change files."""
         line = _line(sys._getframe(1), through_libraries=False)
         if line is None or line in self._said or only_reads(command):
             return
@@ -120,24 +120,24 @@ class Processes:
         shown = command if isinstance(command, str) else subprocess.list2cmdline(map(os.fsdecode, command))
         shown = shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 3]}..."
         write_line(
-            f"parwrap: {line} runs `{shown}` on each of {self._size} ranks. If this changes files, put it in a function under "
+            f"parwrap: {line} runs `{shown}` on each of {self._size} ranks. If this changes files, put it into a function decorated with "
             "@parwrap.rank_zero_only.",
         )
 
     def written(self, path: str) -> None:
-        """A process that rank 0 has forked writes the file at ``path``."""
+        """Warn that a process that rank 0 has forked writes the file at ``path``."""
         if get_worker_info() is not None or self._children_said[0]:
             return
         self._children_said[0] = 1
         line = _line(sys._getframe(1), through_libraries=True)
         write_line(
-            f"parwrap: {line} writes {path} in a child process, and so does each of {self._size} ranks. Start such processes in a "
-            "function under @parwrap.rank_zero_only.",
+            f"parwrap: {line} writes {path} in a child process, on each of {self._size} ranks. Start such processes in a function "
+            "decorated with @parwrap.rank_zero_only.",
         )
 
 
 def only_reads(command: Any) -> bool:
-    """Whether ``command``, as ``subprocess`` takes it, is known to change no file.
+    """Whether ``command``, in the form that ``subprocess`` accepts, is known to change no file.
 
     >>> [only_reads(each) for each in ("git rev-parse HEAD", ["nvidia-smi", "-L"], "ls | wc -l 2> /dev/null", "git branch --show-current")]
     [True, True, True, True]

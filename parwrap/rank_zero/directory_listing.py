@@ -1,4 +1,4 @@
-"""Directories as a replica sees them: the disk without what rank 0 has made ahead of it, plus the replica's own changes."""
+"""Directories as a replica (a rank other than 0) sees them: without what rank 0 has created ahead of it, with the replica's own changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Entries", "seen", "seen_entries"]
 
 
 class SeenEntry:
-    """An ``os.DirEntry`` for a path whose content may lie elsewhere."""
+    """An ``os.DirEntry`` for a path whose content may be elsewhere."""
 
     def __init__(self, name: Any, path: Any, place: str) -> None:
         self.name, self.path, self._place = name, path, place
@@ -48,7 +48,7 @@ class Entries:
 
     Args:
         entries: objects like ``os.DirEntry``.
-        close: called when the iteration ends.
+        close: a function, called when the iteration ends.
     """
 
     def __init__(self, entries: Iterator[Any], close: Callable[[], None] = lambda: None) -> None:
@@ -82,9 +82,9 @@ def seen(overlay: FileOverlay, folder: str, waits: bool = True) -> dict[str, str
     """The names in ``folder`` and where to read each.
 
     Args:
-        overlay: the replica's.
+        overlay: the replica's file overlay.
         folder: the key of a directory.
-        waits: wait for rank 0 where this rank has changed something.
+        waits: whether to wait for rank 0 where this rank has changed something.
 
     Raises:
         FileNotFoundError: the directory does not exist for this rank.
@@ -103,15 +103,15 @@ def seen(overlay: FileOverlay, folder: str, waits: bool = True) -> dict[str, str
             try:
                 found[name] = overlay.readable(key, waits)
             except FileNotFoundError:
-                continue  # rank 0 has never made it
+                continue  # rank 0 has never created it
     return found
 
 
 def _on_disk(overlay: FileOverlay, folder: str, place: str, own: set[str]) -> dict[str, str]:
-    """The names that rank 0 has in ``folder`` and this rank may see, without its ``own``; ``place`` is the folder on the disk."""
+    """The names of rank 0 in ``folder`` that this rank may see, without its ``own``. ``place`` is the folder on disk."""
     found = {}
     with os.scandir(place) as real:
-        # a folder's time changes with its entries
+        # a folder's modification time changes with its entries
         recent = os.stat(place).st_ctime >= overlay.since
         for entry in real:
             name = entry.name

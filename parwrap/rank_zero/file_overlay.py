@@ -1,7 +1,7 @@
 """The files that a replica sees: rank 0's at the same point of the script, or the replica's own changes in scratch files.
 
-The disk is never changed here; scratch files lie in a temporary directory. ``replica_files.py`` maps the intercepted calls to these
-methods.
+The user's files are never changed here; scratch files are in a temporary directory. ``replica_files.py`` maps the intercepted calls to
+these methods.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parwrap.system.scratch import scratch_directory
 __all__ = ["Entry", "FileOverlay", "missing"]
 
 PATIENCE = 10
-"""Seconds that a child process, which has no store, waits for rank 0 to make a folder."""
+"""Seconds that a child process, which has no store, waits for rank 0 to create a folder."""
 
 
 @dataclass
@@ -33,14 +33,14 @@ class Entry:
     """A path that this rank has changed.
 
     Attributes:
-        version: the number of its versions, by this rank's count.
-        clock: when this rank closed the latest.
-        own: the number of versions closed between the sync point before that and it.
+        version: the number of its versions, as this rank counts them.
+        clock: the sync point count when this rank closed the latest version.
+        own: the number of versions that this rank closed since the sync point before that.
         kind: ``"file"``, ``"folder"``, ``"link"`` or ``"gone"``.
         scratch: the path of this rank's own copy; a checkpoint has none.
         writers: the number of open files that write to it.
-        whole: the entry covers everything below it too, as for a moved or removed folder.
-        expected: it is a checkpoint that rank 0 saves too, once it reaches this point of the script.
+        whole: whether the entry covers everything below it too, like a moved or removed folder.
+        expected: whether it is a checkpoint that rank 0 also saves when it reaches this point of the script.
     """
 
     version: int
@@ -54,7 +54,7 @@ class Entry:
 
     @property
     def changeable(self) -> bool:
-        """Whether the scratch file belongs to this rank, rather than being something that it has moved."""
+        """Whether the scratch file is this rank's own, rather than something that it has moved."""
         return self.scratch is not None and not os.path.islink(self.scratch)
 
 
@@ -62,8 +62,8 @@ class FileOverlay:
     """The files of one replica; every method takes paths by their keys.
 
     Args:
-        awaited: the announcements of rank 0.
-        rules: gets the scratch directory as this rank's own.
+        awaited: rank 0's announcements.
+        rules: the path rules; the scratch directory is added to them as this rank's own.
     """
 
     def __init__(self, awaited: Awaited, rules: PathRules) -> None:
@@ -76,7 +76,7 @@ class FileOverlay:
         self._saves: Counter[str] = Counter()
         self.lock = threading.RLock()
         self.names = {"", ".", ".."}
-        """The last parts of all paths that this rank has changed: other paths need no lookup."""
+        """The last parts of all paths that this rank has changed. Other paths need no lookup."""
         self.whole: set[str] = set()
         """The entries that cover everything below them."""
         self.since = rules.since
@@ -100,7 +100,7 @@ class FileOverlay:
             self._rules.link(key, target)
 
     def saved(self, key: str, place: str) -> bool:
-        """A checkpoint is saved at the path, from ``place`` in the script; returns whether rank 0 is known to save it too."""
+        """Record that a checkpoint is saved to the path, at ``place`` in the script. Returns whether rank 0 is known to save it too."""
         self.changed(key, "file")
         with self.lock:
             self._saves[place] += 1
@@ -110,7 +110,7 @@ class FileOverlay:
         return saving is Saving.SAME
 
     def lost_elsewhere(self, key: str) -> bool:
-        """Whether this rank, on another node, would not find a file saved there by rank 0; checked once for each folder."""
+        """Whether this rank, on another node, would not find a file that rank 0 saves there. Each folder is checked once."""
         folder, entry = os.path.dirname(key), self._entries[key]
         if self._awaited.apart and folder not in self._elsewhere:
             outcome, record, _ = self._awaited.wait(key, entry.version, self._own(entry))
@@ -143,11 +143,11 @@ class FileOverlay:
         return self._inside.get(folder, set())
 
     def followed(self, key: str) -> str:
-        """Where ``key`` leads through links that this rank has made."""
+        """The path that ``key`` leads to through links that this rank has created."""
         return self._rules.followed(key)
 
     def exists(self, key: str) -> bool:
-        """Whether the path exists for this rank; does not wait for a path that it has changed."""
+        """Whether the path exists for this rank. This does not wait for a path that the rank has changed."""
         entry = self._entries.get(key)
         return entry.kind != "gone" if entry else self._real(key) is not None
 
@@ -156,10 +156,10 @@ class FileOverlay:
 
         Args:
             key: the path.
-            waits: wait for rank 0 if this rank has changed the path.
+            waits: whether to wait for rank 0 if this rank has changed the path.
 
         Raises:
-            FileNotFoundError: it does not exist for this rank.
+            FileNotFoundError: the path does not exist for this rank.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -183,7 +183,7 @@ class FileOverlay:
     def _awaited_file(self, key: str, entry: Entry) -> str:
         outcome, record, version = self._awaited.wait(key, entry.version, self._own(entry), needs_it=entry.expected)
         with self.lock:
-            entry.version = version  # rank 0's own numbers may make it decide otherwise: continue from its count
+            entry.version = version  # rank 0's own numbers may make it decide differently: continue from its count
         if outcome is not Outcome.REPLACED:
             with self.lock:
                 if entry.kind == "folder" and entry.whole:
@@ -201,7 +201,7 @@ class FileOverlay:
             raise missing(key)
         raise RankMismatchError(
             f"this rank is at version {entry.version} of {key}, but rank 0 is ahead and has already replaced or removed that version. "
-            "Read it in `with parwrap.rank_zero_first():`, or call parwrap.barrier() before it is replaced."
+            "Read the file in `with parwrap.rank_zero_first():`, or call parwrap.barrier() before you replace it."
         )
 
     def _real(self, key: str, waits: bool = True) -> str | None:
@@ -222,7 +222,7 @@ class FileOverlay:
         return self._awaited.present(key) if waits and changed >= self.since else key
 
     def hidden(self, key: str, changed: float) -> bool:
-        """Whether the path, last ``changed`` then, exists only because rank 0 is ahead, or belongs to another rank."""
+        """Whether the path, last changed at time ``changed``, exists only because rank 0 is ahead, or belongs to another rank."""
         return changed >= self.since and (self._rules.of_another_rank(key) or self._awaited.present(key) is None)
 
     def settle(self) -> None:
@@ -235,7 +235,7 @@ class FileOverlay:
                 self.whole.discard(key)
 
     def begin(self, key: str, keep: bool) -> str:
-        """Begin to write a file; returns where, with its present content if ``keep``."""
+        """Begin to write a file. Returns the path to write to, which has the file's present content if ``keep``."""
         entry = self._entries.get(key)
         present = entry.scratch if keep and entry and entry.kind == "file" and entry.changeable else None
         if keep and present is None and self.exists(key):
@@ -251,13 +251,13 @@ class FileOverlay:
             return present
 
     def read_current(self, key: str, read: Callable[[str], Any], discard: Callable[[Any], Any], waits: bool = True) -> Any:
-        """Apply ``read`` to the path's present location, and again while rank 0 replaces the file.
+        """Apply ``read`` to the path's present location, and repeat it if rank 0 replaces the file meanwhile.
 
         Args:
             key: the path.
-            read: takes a location on the disk.
-            discard: takes the result of a read that came too late.
-            waits: whether this process can wait for rank 0; else it reads once.
+            read: a function of a path on disk.
+            discard: a function, called with the result of a read that was too late.
+            waits: whether this process can wait for rank 0; if not, it reads once.
         """
         while True:
             place = self.readable(key, waits=waits)
@@ -272,7 +272,7 @@ class FileOverlay:
                 discard(result)
 
     def finish(self, key: str, failed: bool = False) -> None:
-        """A written file was closed, or ``failed`` to open."""
+        """Record that a written file was closed, or ``failed`` to open."""
         with self.lock:
             entry = self._entries[key]
             entry.writers -= 1
@@ -280,7 +280,7 @@ class FileOverlay:
                 self._count(entry)
 
     def make(self, folder: str, waits: bool) -> None:
-        """Make this rank's folder on the disk too, once rank 0 has made it or will not."""
+        """Create this rank's folder on disk too, once rank 0 has created it or will not."""
         entry = self._entries.get(folder)
         if entry is None or entry.kind != "folder" or os.path.isdir(folder):
             return
@@ -352,7 +352,7 @@ class FileOverlay:
 
 
 def missing(path: Any) -> FileNotFoundError:
-    """What the system raises for a missing path."""
+    """The error that the system raises for a missing path."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 

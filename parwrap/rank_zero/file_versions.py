@@ -1,4 +1,4 @@
-"""How often rank 0 has written each path and when: rank 0 announces it in the store, and the replicas wait for it there.
+"""How often rank 0 has written each path, and when: rank 0 announces each write in the store, and replicas wait for it there.
 
 A version of a path ends with each change: a close after writing, a rename onto it, its removal, a new folder. Its time is counted in sync
 points, :attr:`Group.clock`, which are the same on all ranks at the same point of a script. What rank 0 did at an earlier count is in a
@@ -29,13 +29,13 @@ PART = ".parwrap-"
 """The prefix of temporary names that rank 0 writes to before a rename; nobody may see them."""
 
 MOST_KEPT = 64
-"""The number of replaced or removed files that rank 0 holds open for slower ranks between two sync points."""
+"""The maximum number of replaced or removed files that rank 0 keeps open for slower ranks between two sync points."""
 
 MOST_COPIED = 2**24
-"""The largest file of an earlier run, in bytes, to copy for slower ranks when it is first written to."""
+"""The maximum size, in bytes, of a file of an earlier run that is copied for slower ranks when it is first written to."""
 
 DELIVERY = 0.5
-"""Seconds until a finished version is announced in the store; that rank 0 has moved on is seen immediately."""
+"""Seconds until a finished version is announced in the store. Replicas see immediately that rank 0 has moved on."""
 
 SLACK = 2.0
 """Seconds by which nodes may differ about a file's modification time."""
@@ -57,9 +57,9 @@ class Record:
         clock: when the latest began.
         before: how many were closed at the last sync point before that.
         stood: whether the path existed then.
-        created: when rank 0 created the path; ``None`` if it existed before.
+        created: when rank 0 created the path; ``None`` if it existed before the run.
         kept: replaced versions, and where rank 0's node can still read them.
-        node: rank 0's, if there are several.
+        node: rank 0's node, if there are several.
         file: if there are several nodes, the inode and time that identify rank 0's file.
     """
 
@@ -77,7 +77,7 @@ class Record:
         """Whether ``path`` on this node is rank 0's file, rather than another file on a disk that the nodes do not share."""
         if self.file is None:
             return True
-        with suppress(OSError), open(path, "rb") as there:  # a network file system revalidates a file when it is opened
+        with suppress(OSError), open(path, "rb") as there:  # a network file system refreshes a file's metadata when it is opened
             status = os.fstat(there.fileno())
             return status.st_ino == self.file[0] and status.st_mtime > self.file[1] - SLACK
         return False
@@ -109,12 +109,12 @@ class Announced:
         self._lock = threading.RLock()
 
     def begin(self, key: str, replaces: bool, in_place: bool = False) -> None:
-        """Another version is about to be written.
+        """Announce that another version is about to be written.
 
         Args:
             key: the path.
-            replaces: the present version goes away completely.
-            in_place: the same file is overwritten.
+            replaces: whether the present version disappears completely.
+            in_place: whether the same file is overwritten.
         """
         now = self._group.clock
         with self._lock, passing():
@@ -131,10 +131,10 @@ class Announced:
             self._publish(key)
             self._group.store.check([self._topic])  # a round trip: the store must know before the path is touched
             if keeps and replaces and in_place:
-                _renew(key)  # a replica that has opened it reads on
+                _renew(key)  # a replica that has opened it continues reading
 
     def finish(self, key: str, gone: bool = False) -> None:
-        """The version is complete, or the path is removed."""
+        """Announce that the version is complete, or that the path is removed."""
         with self._lock:
             record = self._records[key]
             record.closed += 1
@@ -146,7 +146,7 @@ class Announced:
             self._publish(key)
 
     def cancel(self, key: str) -> None:
-        """The version that was begun has failed."""
+        """Announce that the version that was begun has failed."""
         with self._lock:
             record = self._records[key]
             record.begun -= 1
@@ -156,7 +156,7 @@ class Announced:
             self._publish(key)
 
     def saves(self, place: str) -> None:
-        """Another checkpoint is being saved from ``place`` in the script; its version has begun."""
+        """Record that a checkpoint is being saved at ``place`` in the script. Its version has begun."""
         with self._lock:
             self._saves[place] += 1
             self._group.store.set(f"{self._topic}/saves/{place}", str(self._saves[place]))
@@ -167,13 +167,13 @@ class Announced:
             return [key for key in self._records if key.startswith(f"{folder}/")]
 
     def close(self) -> None:
-        """No further version will come."""
+        """Announce that no further version will follow."""
         self._group.store.set(f"{self._topic}/ended", b"")
         while self._kept:
             os.close(self._kept.popleft().file)
 
     def _keep(self, key: str, record: Record, now: int, copy: bool) -> bool:
-        """Keep what a slower replica has not read yet: an open file outlives its name; a file changed in place is copied."""
+        """Keep what a slower replica has not read yet. An open file outlives its name; a file that is changed in place is copied."""
         if os.path.islink(key) or not os.path.isfile(key) or not os.access(key, os.R_OK):
             return False
         if copy and os.path.getsize(key) > MOST_COPIED:
@@ -184,7 +184,7 @@ class Announced:
         return True
 
     def _let_go(self, now: int) -> None:
-        """Close the files that all ranks have had time to read, since the last sync point."""
+        """Close kept files that are more than ``AHEAD`` sync points old, and the oldest if there are more than ``MOST_KEPT``."""
         while self._kept and (self._kept[0].clock + AHEAD < now or len(self._kept) > MOST_KEPT):
             kept = self._kept.popleft()
             del self._records[kept.key].kept[kept.version]
@@ -224,7 +224,7 @@ class Saving(enum.Enum):
     """How rank 0 saves a checkpoint that a replica saves."""
 
     SAME = "to the same path"
-    OTHERWISE = "to another path, as where the name contains the time or a random number"
+    OTHERWISE = "to another path, for example because its name contains the time or a random number"
     UNKNOWN = "not at all so far"
 
 
@@ -246,7 +246,7 @@ class Awaited:
         return self._group.clock
 
     def record(self, key: str) -> Record | None:
-        """What rank 0 has done to the path so far."""
+        """Rank 0's record of the path so far."""
         name = f"{self._topic}/of/{key}"
         if not self._store.check([name]):
             return None
@@ -258,7 +258,7 @@ class Awaited:
         return record
 
     def before(self, key: str) -> int:
-        """How many versions existed at this rank's last sync point."""
+        """The number of versions that existed at this rank's last sync point."""
         record = self.record(key)
         if record is None:
             return 0
@@ -270,16 +270,16 @@ class Awaited:
         Raises:
             RankMismatchError: the file is not the one that rank 0 has written on its own node.
         """
-        there = os.path.lexists(key)  # before the record is read: rank 0 announces a path before it makes it
+        there = os.path.lexists(key)  # before the record is read, because rank 0 announces a path before it creates it
         record = self.record(key)
         if record and os.path.lexists(key) and not record.is_at(key):
             raise RankMismatchError(
-                f"rank 0 has written {key} on its own node, and this node has another file of that name. Put it on a disk that the nodes "
-                "share, or have every rank write it: `with parwrap.every_rank_writes():`."
+                f"rank 0 has written {key} on its own node, but this node has a different file of that name. Put it on a disk that the "
+                "nodes share, or write it on every rank: `with parwrap.every_rank_writes():`."
             )
         if record is None or record.clock < self.clock:
             return key if there else None
-        # created is lost when rank 0 removes its own file, and changes when it makes it again
+        # ``created`` is lost when rank 0 removes its own file, and changes when it creates the file again
         if not record.stood if record.clock == self.clock else record.created is not None and record.created >= self.clock:
             return None
         return record.kept.get(str(record.before)) or (key if os.path.lexists(key) else None)
@@ -299,12 +299,12 @@ class Awaited:
 
         Args:
             key: the path.
-            version: by this rank's count.
-            own: how many of them this rank has closed since its last sync point.
-            needs_it: there is nothing else to read. If rank 0 has not written the path at all, this rank has left the loop that rank 0
-                is in, and answers it until it comes.
+            version: the version, as this rank counts.
+            own: how many versions this rank has closed since its last sync point.
+            needs_it: whether there is nothing else to read. If rank 0 has not written the path at all, this rank has left the loop that
+                rank 0 is in, and answers rank 0 until it writes.
 
-        The version's state, rank 0's record, and the version's number by rank 0's count.
+        The version's state, rank 0's record, and the version's number as rank 0 counts.
 
         Raises:
             RankMismatchError: neither has happened within the group's timeout.
@@ -358,7 +358,10 @@ class Awaited:
         return self._group.coordinator.passed(0) or self._store.check([f"{self._topic}/ended"])
 
     def _wanted(self, record: Record, version: int, own: int) -> int:
-        """Rank 0's own numbers may make it write more often; the count of versions at the last sync point then comes from its record."""
+        """Count versions as rank 0 does, because its own numbers may make it write more often.
+
+        Its record has the count at the last sync point.
+        """
         return max(version, record.before + own) if record.clock >= self.clock else version
 
     def _replaced(self, record: Record, version: int) -> bool:

@@ -16,7 +16,7 @@ from parwrap.intercept.disk import Opening
 __all__ = ["is_too_large", "is_valid", "opened", "writes"]
 
 MOST_UPDATED = 2**28
-"""The largest file, in bytes, that ranks above 0 copy in order to change it, such as a database."""
+"""The maximum size, in bytes, of a file that ranks other than 0 copy in order to change it, such as a database."""
 
 
 class _Watched(io.FileIO):
@@ -47,7 +47,7 @@ def writes(mode: Any) -> bool:
 
 
 def is_too_large(path: Any) -> bool:
-    """Whether the file at ``path`` is larger than what ranks above 0 copy to change it."""
+    """Whether the file at ``path`` is too large for ranks other than 0 to copy in order to change it."""
     with suppress(OSError):
         return os.path.getsize(path) > MOST_UPDATED
     return False
@@ -68,7 +68,7 @@ def is_valid(call: Opening) -> bool:
 def opened(call: Opening, file: Any, closed: Callable[[], None]) -> Any:
     """The result of ``call`` for the path or file descriptor ``file``; it calls ``closed`` after it was closed.
 
-    Its ``name`` is that of ``call``.
+    Its ``name`` is the one in ``call``.
     """
     mode, buffering = call.mode, call.buffering
     text = "b" not in mode

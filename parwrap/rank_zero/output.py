@@ -1,6 +1,6 @@
 """Intercepts output: rank 0 prints; the other ranks show only errors and what they print with ``force=True``.
 
-A launcher may show all ranks: see ``launching/elastic/rank_output.py``. Files are left to the other interceptors of this room.
+A launcher may show all ranks: see ``launching/elastic/rank_output.py``. The other interceptors of this room handle files.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _everyone, _log_only = False, os.devnull
 
 
 def settle(everyone: bool, log_only: str) -> None:
-    """Set for this process whether ``everyone`` prints, and otherwise the file ``log_only`` for the silent ranks' output."""
+    """Set whether ``everyone`` prints in this process; if not, ``log_only`` is the file for the output of silent ranks."""
     global _everyone, _log_only
     _everyone, _log_only = everyone, log_only
 
 
 class Voice(Interceptor):
-    """For a single rank: ``print`` accepts ``force=`` there too."""
+    """Lets ``print`` accept ``force=`` on a single rank too."""
 
     @intercepts
     def speak(self, say: Callable[..., None], file: TextIO | None, force: bool) -> None:
@@ -51,7 +51,7 @@ class RankZeroOutput(Voice):
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Above rank 0, redirect stdout and stderr: of print, tqdm, warnings and logging alike."""
+        """On ranks other than 0, redirect stdout and stderr, which covers print, tqdm, warnings and logging."""
         if self._speaks:
             yield
             return
@@ -60,7 +60,7 @@ class RankZeroOutput(Voice):
 
     @intercepts
     def speak(self, say: Callable[..., None], file: TextIO | None, force: bool) -> None:
-        """``print``; with ``force=True`` on every rank."""
+        """Run ``print`` on rank 0, and with ``force=True`` on every rank."""
         if self._speaks or not force:
             say()
         elif file in (None, sys.stdout, sys.stderr):
@@ -71,7 +71,7 @@ class RankZeroOutput(Voice):
 
     @intercepts
     def log(self, record: logging.LogRecord, handle: Callable[[], None]) -> None:
-        """A log record: rank 0's goes where it went; the others show only errors, with their rank."""
+        """Handle a log record: unchanged on rank 0; other ranks show only errors, with their rank."""
         if self._speaks:
             handle()
         elif record.levelno >= logging.ERROR:
@@ -80,7 +80,7 @@ class RankZeroOutput(Voice):
 
     @intercepts
     def points_to(self, caller: FrameType, stacklevel: int) -> int:
-        """The stack level of the line that a warning is about: a patched function is called by parwrap, which that line calls."""
+        """The stack level of the line that a warning is about, because a patched function has frames of parwrap above it."""
         return outside(caller, stacklevel)
 
     @intercepts

@@ -1,6 +1,6 @@
-"""Which paths only rank 0 may write, and the one name under which each is known.
+"""Which paths only rank 0 may write, and the unique name of each.
 
-Exempt are paths of one process (temporary files, devices), shared caches, child processes, and code that a rank runs alone. The
+Exempt are paths of a single process (temporary files, devices), shared caches, child processes, and code that only one rank runs. The
 interceptors handle the other paths.
 """
 
@@ -43,11 +43,11 @@ SLACK = 5
 """Seconds by which the clock of a file system may differ from this machine's."""
 
 _TEMPORARY_OF = re.compile(r"[a-z0-9_]{8}~r(\d+)")
-"""What the name of a rank's temporary file contains."""
+"""The part of a temporary file's name that contains its rank."""
 
 
 class PathRules:
-    """Separates exempt paths from others, in the process that creates it, until it is closed.
+    """Decides which paths are exempt, in the process that creates it, until it is closed.
 
     Args:
         rank: the global rank of this process.
@@ -74,7 +74,7 @@ class PathRules:
         return self.open and not here.passing
 
     def in_process(self) -> bool:
-        """Whether this is the process that created it, rather than a later fork."""
+        """Whether this process created the rules, rather than being a later fork."""
         return os.getpid() == self._process
 
     def in_child(self, path: Any) -> bool:
@@ -84,7 +84,7 @@ class PathRules:
         return not self.exempt(self.key(path))
 
     def writes(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The name of ``path``, which is about to be changed; ``None`` if the change runs as it is."""
+        """The unique name of ``path``, which is about to be changed; ``None`` if the change runs unchanged."""
         if not self.acts() or isinstance(path, int):
             return None
         key = self.key(path, dir_fd)
@@ -94,7 +94,7 @@ class PathRules:
         return None if self.exempt(key) else key
 
     def key(self, path: Any, dir_fd: int | None = None) -> str:
-        """The one name of ``path``: its folder with links resolved, and its last part."""
+        """The unique name of ``path``: its folder with links resolved, and its last part."""
         text = os.fsdecode(path)
         if dir_fd is not None:
             text = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), text)

@@ -1,4 +1,4 @@
-"""The interceptor of files in a process that is no rank, such as a parameter server: only it sees what it writes.
+"""The interceptor of files in a process that is not a rank, such as a parameter server: only that process sees what it writes.
 
 It reads what is on the disk. Unlike a replica it never waits, since it has no place in rank 0's script.
 """

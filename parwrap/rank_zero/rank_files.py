@@ -52,7 +52,7 @@ class RankFiles(Interceptor):
 
 
 def _on_own_gpu(location: Any) -> Any:
-    """The ``map_location`` that loads onto this rank's one GPU, whichever GPU ``location`` names or the file was saved from."""
+    """The ``map_location`` that loads onto this rank's GPU, whichever GPU ``location`` names or the file was saved on."""
     if not torch.cuda.is_available():
         return location
     if location is None:

@@ -1,4 +1,4 @@
-"""Intercepts files on ranks above 0: they write to an overlay of their own, and read what rank 0 has.
+"""Intercepts file access on ranks other than 0: they write to their own overlay, and read what rank 0 has.
 
 The overlay, and waiting for rank 0, are left to ``file_overlay.py``.
 """
@@ -85,7 +85,10 @@ class ReplicaFiles(RankFiles):
 
     @intercepts
     def update_native(self, path: Any, update: Callable[[Any], Any]) -> Any:
-        """Native code that reads and writes a file for an unknown time: it gets a copy, which stays this rank's own."""
+        """Run native code that may read and write a file until it exits: give it a copy that only this rank sees.
+
+        A file that is too large to copy is opened in place.
+        """
         if is_too_large(path):
             return update(path)
         return self.open_native(path, "a", lambda place, closed: update(place))

@@ -71,8 +71,8 @@ class WriterFiles(RankFiles):
         key = self._written(path)
         if key and is_too_large(path):
             warn(
-                f"parwrap: {location()} opens {os.fsdecode(path)} on every rank, and it is too large to copy for ranks above 0. Reading "
-                "it is fine. If the script writes to it, open it in a function under @parwrap.rank_zero_only."
+                f"parwrap: {location()} opens {os.fsdecode(path)} on every rank, and the file is too large to copy for each of the other "
+                "ranks. Reading it is fine. If the script writes to it, open it in a function decorated with @parwrap.rank_zero_only."
             )
             return update(path)
         with self._version(key, replaces=False):

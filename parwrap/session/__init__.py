@@ -1,4 +1,4 @@
 """What is open while a distributed function runs: its process group, loop, strategy and interceptors, from the first line to the last.
 
-It may import every way to train and all below. Start with ``session.py``; the other files have one duty of a session each.
+It may import all strategies and all rooms below them. Start with ``session.py``; each of the other files has one duty of a session.
 """

@@ -1,7 +1,8 @@
-"""The base of the decorators that install an interceptor while the function runs.
+"""The base class of the decorators that install an interceptor while the function runs.
 
-Each interceptor has a file of its own. On one function and in one script, the scopes open in the order of ``layer``, whatever order you
-wrote: the interceptor of the highest layer is called first. This file defines what happens when one opens inside another of its kind.
+Each interceptor has a file of its own. On one function and in one script, the scopes open in the order of ``layer``, in whatever order you
+wrote them. The interceptor of the highest layer is called first. This file defines what happens when a scope opens inside another of the
+same kind.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _open: list[FeatureDecorator] = []
 class FeatureDecorator(ScopeDecorator):
     """A decorator whose interceptor is installed around those of lower layers, with or without ``distributed``.
 
-    Inside another of its kind it has no effect if both have the same options, or if it has none.
+    Inside another scope of the same kind, it has no effect if both have the same options, or if it has none.
 
     Attributes:
         batches_per_step: the number of batches per optimizer step.
@@ -37,7 +38,7 @@ class FeatureDecorator(ScopeDecorator):
         raise NotImplementedError
 
     def asked(self) -> Any:
-        """The options in a form that compares; ``None`` if there are none."""
+        """The options in a form that can be compared; ``None`` if there are none."""
         raise NotImplementedError
 
     def described(self) -> str:

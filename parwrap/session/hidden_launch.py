@@ -31,7 +31,7 @@ class HiddenGroup(Interceptor):
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While this is open, the script sees the group too, because one of its functions asked parwrap for ranks."""
+        """Show the group to the script inside the block, because one of its functions asked parwrap for ranks."""
         self._shown += 1
         try:
             yield

@@ -25,7 +25,7 @@ __all__ = ["learning_rates_times"]
 
 @contextmanager
 def learning_rates_times(factor: Callable[[], float]) -> Iterator[None]:
-    """While this is open, optimizers step at their learning rate times ``factor()``."""
+    """Multiply the learning rate by ``factor()`` in every optimizer step inside the block."""
     rates = _LearningRates(factor)
     try:
         with intercepting([rates]):
@@ -35,7 +35,7 @@ def learning_rates_times(factor: Callable[[], float]) -> Iterator[None]:
 
 
 class _Scaled(float):
-    """A rate times the factor, like every number computed from it."""
+    """A learning rate times the factor; so is every number computed from it."""
 
 
 def _computed(name: str) -> Callable[..., Any]:
@@ -77,7 +77,7 @@ class _LearningRates(Interceptor):
 
     @intercepts
     def step(self, optimizer: Optimizer) -> None:
-        """``optimizer`` is about to step."""
+        """Set the larger learning rates before ``optimizer`` steps."""
         self.put_back()
         self._times = self._factor()
         marked = not _is_torchs(optimizer)
@@ -89,14 +89,14 @@ class _LearningRates(Interceptor):
 
     @intercepts
     def stepped(self, optimizer: Optimizer) -> None:
-        """It has stepped."""
+        """Restore the learning rates after the step."""
         if self.put_back() and self._times != 1:
             steps = self._sets_own[optimizer] = self._sets_own.get(optimizer, 0) + 1
-            if steps == 2:  # a decay now and then is for the steps after it
+            if steps == 2:  # a decay in the step applies to the steps after it
                 self._warn(optimizer)
 
     def put_back(self) -> bool:
-        """Undo the rest of the last step, which may have raised.
+        """Restore what the last step left changed, if it raised an error.
 
         Returns:
             Whether the optimizer has set a rate that does not come from the larger one.
@@ -121,9 +121,9 @@ class _LearningRates(Interceptor):
     def _warn(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
         warn(
-            f"parwrap: {name} sets lr in its step(), to a number that is not computed from the lr in its param_groups. parwrap leaves "
-            f"that number, so lr='linear' or 'sqrt' may have no effect on {name}: multiply the rate there yourself by {self._times:.4g}, "
-            "and give lr='keep'. This is shown once."
+            f"parwrap: {name} sets lr in its step(), to a number that is not computed from the lr in its param_groups. parwrap does not "
+            f"change that number, so lr='linear' or 'sqrt' may have no effect on {name}: multiply the learning rate there by "
+            f"{self._times:.4g} yourself, and use lr='keep'. This is shown once."
         )
 
 

@@ -62,9 +62,9 @@ class Session(Interceptor):
     Args:
         group: the process group; ``None`` for a single rank.
         options: the options of the innermost running function.
-        leave_group: stops the process group, if it was started for this session.
-        returns: whether the process continues after it.
-        outside_loop: makes the role of a rank that does not run the loop.
+        leave_group: a function that stops the process group, if it was started for this session.
+        returns: whether the process continues after the session.
+        outside_loop: a function that returns the role of a rank that does not run the loop.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Session(Interceptor):
 
     @contextmanager
     def patched(self, module: str | None, hidden: Iterable[str]) -> Iterator[None]:
-        """Everything installed, for a function of ``module``; hides the variables ``hidden`` and then the process group."""
+        """Install everything for a function of ``module``, and hide the variables ``hidden`` and the process group."""
         with self._undo:
             self._module = module
             if self._group is not None:
@@ -102,7 +102,7 @@ class Session(Interceptor):
 
     @contextmanager
     def leaving_together(self) -> Iterator[None]:
-        """Ranks leave together: those that finish first answer the others until all have finished."""
+        """Let ranks leave together: those that finish first answer the others until all have finished."""
         group = self._group
         if group is None:
             with self._outside_loop or nullcontext():
@@ -113,7 +113,7 @@ class Session(Interceptor):
         except BaseException as error:
             self.note(error)
             explain(error)
-            failed(error)  # one inside would have been caught
+            failed(error)  # an inner one would have been caught
             if isinstance(error, SystemExit) and not error.code:
                 self._leave(group)
             else:
@@ -143,12 +143,12 @@ class Session(Interceptor):
         if self._group and given.get("backend", self._group.backend) != self._group.backend:
             raise UsageError(
                 f"backend={given['backend']!r} is not possible here: the process group is already open with {self._group.backend!r}. "
-                "Give the backend to the outermost parwrap.distributed or to parwrap.run."
+                "Pass the backend to the outermost parwrap.distributed or to parwrap.run."
             )
         after = replace(before, **given)
         if strategy_of(after) is not strategy_of(before):
             raise UsageError(
-                f"strategy={after.strategy!r} is not possible inside strategy={before.strategy!r}: give it to the outermost "
+                f"strategy={after.strategy!r} is not possible inside strategy={before.strategy!r}: pass it to the outermost "
                 "parwrap.distributed or to parwrap.run."
             )
         if given.get("seed") not in (None, before.seed):
@@ -170,7 +170,7 @@ class Session(Interceptor):
 
     @intercepts
     def foreign(self, what: str, instance: Any) -> None:
-        """The script distributes itself: remove all interceptors."""
+        """Remove all interceptors, because the script distributes itself."""
         if isinstance(instance, Reducer):
             return
         self._user_managed, self.parts, self.loaders, self.strategy = True, None, None, None
@@ -237,7 +237,7 @@ class Session(Interceptor):
         return self._options.lr_factor(self._group.world.size if self._group else 1)
 
     def _stop(self) -> None:
-        """Passes that outlive the session no longer switch streams."""
+        """Make passes that outlive the session no longer switch streams."""
         self._loop.changed = self._loop.ran_by_hand = lambda: None
         self._streams.use(own=False)
 
@@ -247,20 +247,20 @@ class Session(Interceptor):
             self._announce()
 
     def _ran_by_hand(self) -> None:
-        """The first backward ran outside a ``for`` statement over a loader: from now on each draw is checked."""
+        """Check each draw from now on, because a backward pass ran outside any ``for`` statement over a loader."""
         self._step_draws = draws = StepDraws(self._loop, self._streams)
         self._loop.ran_by_hand = draws.ran_backward
         self._undo.enter_context(intercepting([draws], self._module))
 
     @intercepts
     def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` is about to step: the patches that check draws are removed meanwhile, since its hooks run."""
+        """Remove the patches that check draws while ``optimizer`` steps, because its hooks run."""
         if self._step_draws:
             self._step_draws.begin_step(optimizer)
 
     @intercepts
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has stepped."""
+        """Count the step of ``optimizer``, and install the patches again."""
         self._loop.count_step()
         if self._step_draws:
             self._step_draws.end_step(optimizer)

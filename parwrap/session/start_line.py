@@ -1,4 +1,4 @@
-"""Printed once when training begins: what the ranks do together, or that the script distributes itself.
+"""The line that is printed once when training begins: what the ranks do together, or that the script distributes itself.
 
 It warns of batches that are too small for BatchNorm.
 """
@@ -26,11 +26,11 @@ from parwrap.torch_private.modules import BatchNorm
 __all__ = ["stand_aside", "start_line"]
 
 FEW = 2
-"""Batches up to this number of samples are too small to normalize by."""
+"""Batches with at most this number of samples are too small for BatchNorm."""
 
 
 def start_line(group: Group, strategy: Strategy, options: Options, data: TrainingData | None, lr_factor: float) -> str:
-    """What the ranks of ``group`` do together.
+    """The line that says what the ranks of ``group`` do together.
 
     Args:
         group: the ranks.
@@ -42,7 +42,7 @@ def start_line(group: Group, strategy: Strategy, options: Options, data: Trainin
     size = group.world.size
     facts = [counted(size, "rank"), f"{group.backend} on {group.device}", strategy.described()]
     if data is None:
-        facts.append("no DataLoader was split: every rank trains on what it reads or makes itself")
+        facts.append("no DataLoader was split: every rank trains on data that it reads or creates itself")
     else:
         shared = f", {data.global_batch} global" if strategy.steps_together else ""
         dealt = "batches dealt out" if options.batch == "per_rank" else "each batch split"
@@ -59,7 +59,7 @@ def start_line(group: Group, strategy: Strategy, options: Options, data: Trainin
 
 
 def _warn_of_small_batches(batch_size: int | None) -> None:
-    """Warn if this rank takes batches of ``batch_size`` samples, and a BatchNorm trains on each rank's alone.
+    """Warn if batches of ``batch_size`` samples are too small for a BatchNorm that trains on each rank's own batch.
 
     Modules are searched for one only if the batches are that small.
     """
@@ -68,16 +68,16 @@ def _warn_of_small_batches(batch_size: int | None) -> None:
     layers = (thing for thing in gc.get_objects() if issubclass(type(thing), BatchNorm) and type(thing) is not nn.SyncBatchNorm)
     if any(getattr(layer, "training", False) for layer in layers):
         warn(
-            f"parwrap: BatchNorm layers train on batches of {batch_size} on each rank, whose statistics are mostly noise. With "
-            "@parwrap.sync_bn (--sync-bn on the command line) they use those of all ranks together."
+            f"parwrap: BatchNorm layers train on batches of {batch_size} on each rank, whose statistics are mostly noise. To use the "
+            "statistics of all ranks together, add @parwrap.sync_bn (--sync-bn on the command line)."
         )
 
 
 @functools.cache
 def stand_aside(what: str) -> None:
-    """Printed once, however often a decorated function runs."""
+    """Print once that the script calls ``what`` itself, however often a decorated function runs."""
     if groups.is_rank_zero():
         write_line(
-            f"parwrap: this script calls {what} itself, so parwrap stands aside: it splits no data and averages no gradients here. "
-            "Remove the script's own distributed code to have parwrap do it."
+            f"parwrap: this script calls {what} itself, so parwrap leaves it alone: it splits no data and averages no gradients here. To "
+            "let parwrap do this, remove the script's own distributed code."
         )

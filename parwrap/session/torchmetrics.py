@@ -1,4 +1,4 @@
-"""Keeps torchmetrics correct for loaders that every rank reads whole: such a metric is complete on each rank and is not summed.
+"""Keeps torchmetrics correct for loaders that every rank reads completely: such a metric is complete on each rank, so it is not summed.
 
 ``compute()`` sums the states of all ranks. That is right for a training pass, where each rank has a share. In an evaluation that every rank
 reads whole, a sum, a confusion matrix or a count would be multiplied by the number of ranks.
@@ -17,7 +17,7 @@ __all__ = ["Metrics"]
 
 
 class Metrics(Interceptor):
-    """Notes for each metric whether all batches since its reset were read whole.
+    """Records for each metric whether all batches since its reset were the same on all ranks.
 
     Args:
         loop: the loop state, which knows how batches are read.
@@ -36,7 +36,7 @@ class Metrics(Interceptor):
 
     @intercepts
     def share_states(self, members: Sequence[Any]) -> None:
-        """The first of ``members`` has been updated for all of them."""
+        """Record that the first of ``members`` was updated for all of them."""
         if noted := self._whole.get(id(members[0])):
             for metric in members[1:]:
                 self._note(metric, noted[1])

@@ -33,8 +33,8 @@ def strategy_of(options: Options) -> type[Strategy]:
         if name not in chosen.OPTIONS and value != getattr(Options, name):
             having = [repr(each) for each in CHOICES["strategy"] if name in resolve_name(HOMES[each]).OPTIONS]
             raise UsageError(
-                f"{name}={value!r} has no effect with strategy={options.strategy!r}: remove it, or choose a strategy that has it, "
-                f"{' or '.join(having)}."
+                f"{name}={value!r} has no effect with strategy={options.strategy!r}: remove it, or choose a strategy that has this "
+                f"option: {' or '.join(having)}."
             )
     chosen.check(options)
     return chosen

@@ -29,12 +29,12 @@ class NoStrategy(Strategy):
         for name in ("batch", "uneven", "lr", "loss"):
             if (value := getattr(options, name)) != getattr(Options, name):
                 raise UsageError(
-                    f"{name}={value!r} says how ranks share a batch, and with strategy='none' each has all data: remove one of them."
+                    f"{name}={value!r} says how ranks share a batch, but with strategy='none' each rank has all data: remove one of them."
                 )
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call`` as it is."""
+        """Run ``call`` unchanged."""
         call.run()
         self._loop.ran_backward()
 

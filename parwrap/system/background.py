@@ -1,4 +1,4 @@
-"""A thread that runs for the length of a ``with`` block. The caller defines its work and handles its errors."""
+"""A thread that runs during a ``with`` block. The caller defines its work and handles its errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["in_background"]
 
 @contextmanager
 def in_background(run: Callable[[threading.Event], None], name: str) -> Iterator[None]:
-    """While this is open, a thread runs ``run``, which returns soon after its argument, an event, is set.
+    """Run ``run`` in a thread during the block. It must return soon after its argument, an event, is set.
 
     >>> with in_background(lambda stopped: print("stopped" if stopped.wait() else ""), "parwrap example"):
     ...     print("held")

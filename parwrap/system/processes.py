@@ -1,4 +1,4 @@
-"""How processes started here react to each other's ends. Nothing here imports torch, because the launcher uses it too."""
+"""How a process reacts when its parent or child process ends. Nothing here imports torch, because the launcher uses it too."""
 
 from __future__ import annotations
 

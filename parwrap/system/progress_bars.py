@@ -12,7 +12,7 @@ __all__ = ["bars_cleared", "write_line"]
 
 @contextmanager
 def bars_cleared() -> Iterator[None]:
-    """While this is open, no progress bar that writes to stdout or stderr occupies the current line."""
+    """Clear tqdm progress bars on stdout and stderr inside the block."""
     tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if not getattr(tqdm, "_instances", None):
         yield

@@ -23,14 +23,14 @@ class RemoteTraceback(Exception):
 
 
 class RemoteException(NamedTuple):
-    """An exception, in parts that can be sent whatever its ``__init__`` takes.
+    """An exception as parts that can be pickled, whatever arguments its ``__init__`` takes.
 
     Attributes:
-        kind: its class, or the nearest base of it that the caller has.
+        kind: its class, or the nearest base class that can be pickled.
         args, attributes: its own, or their ``repr``.
-        members: the members of built-in exceptions that are neither.
-        grouped: the exceptions of a group.
-        text: the traceback.
+        members: attributes of built-in exceptions that are in neither, such as ``errno``.
+        grouped: the exceptions in an exception group.
+        text: the formatted traceback.
     """
 
     kind: type[BaseException]

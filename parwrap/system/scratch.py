@@ -1,4 +1,4 @@
-"""Where a rank keeps files that only it reads: in its launcher's directory, because a killed rank cannot remove them.
+"""Where a rank stores files that only it reads: in its launcher's directory, because a killed rank cannot remove them.
 
 A rank of another launcher keeps them among the temporary files.
 """

@@ -1,4 +1,4 @@
-"""Memory that processes of one node share, in a file without a name: it disappears however they end."""
+"""Memory that processes of one node share, in an unnamed file, so that it disappears however they end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared-memory all-gather: the ranks of one node write short vectors of numbers that all of them can read, one each per turn.
+"""Shared-memory all-gather: in each turn, every rank of a node writes one short vector of numbers, which all of them can read.
 
 It takes microseconds, whereas a collective over sockets, with its threads, takes a fraction of a millisecond. A vector stays until all
 ranks have written that of the second next turn. The caller defines the turns.

@@ -39,9 +39,7 @@ from parwrap.testing.rank_process import Report, Task
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addini(
-        "ranks_preload", "modules that are imported once for the ranks of all tests, such as slow ones that the tests import", "args", []
-    )
+    parser.addini("ranks_preload", "modules to import once for the ranks of all tests, such as modules that are slow to import", "args", [])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,15 +82,15 @@ def _read_mark(item: pytest.Function) -> tuple[int, float] | None:
     if options:
         problem = f"has no option {', '.join(options)}"
     elif not mark.args:
-        problem = "does not say on how many ranks to run"
+        problem = "does not say how many ranks to run on"
     elif len(mark.args) > 1:
-        problem = f"takes one number without a name, not {mark.args}"
+        problem = f"takes one positional argument, not {mark.args}"
     elif type(size) is not int or size < 1:
-        problem = f"takes a whole number of ranks from 1, not {size!r}"
+        problem = f"takes a positive number of ranks, not {size!r}"
     elif type(timeout) not in (int, float) or not timeout > 0:
-        problem = f"takes a timeout in seconds above 0, not {timeout!r}"
+        problem = f"takes a positive timeout in seconds, not {timeout!r}"
     elif inspect.iscoroutinefunction(item.function) or inspect.isasyncgenfunction(item.function):
-        problem = "cannot run an async test, since no event loop runs in the ranks"
+        problem = "cannot run an async test, because the ranks run no event loop"
     elif isinstance(item, TestCaseFunction):
         problem = "cannot run a method of a unittest.TestCase"
     else:
@@ -161,8 +159,8 @@ def _pickled_values(item: pytest.Function) -> bytes:
             pickle.dumps(value)
         except Exception as error:
             pytest.fail(
-                f"The {description} of {item.name} cannot be sent to the ranks, which are separate processes: {_why(error)}. Make it "
-                "inside the test, or let its fixture return what it is made of, such as a path or a number.",
+                f"The {description} of {item.name} cannot be sent to the ranks, which are separate processes: {_why(error)}. Create it "
+                "inside the test, or let its fixture return what it is created from, such as a path or a number.",
                 pytrace=False,
             )
     return pickle.dumps((arguments, attributes, list(warnings.filters)))
@@ -193,7 +191,7 @@ def _where_all_are(ranks: list[Rank], reports: list[Report], timeout: float) -> 
     passed = {report.rank for report in reports}
     stuck = [rank for rank in ranks if rank.task.rank not in passed]
     dump_stacks(stuck)
-    lines = dict.fromkeys(passed, "has passed and waits for the others") | {
+    lines = dict.fromkeys(passed, "passed, and waits for the others") | {
         rank.task.rank: rank.stacks() or "has not reached the test yet" for rank in stuck
     }
     said = [_said(rank, lines[rank]) for rank in sorted(lines)]

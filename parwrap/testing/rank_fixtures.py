@@ -89,8 +89,8 @@ class _Known:
             raise AttributeError(name)
         known = ", ".join(f"{self._name}.{each}" for each in sorted(vars(self)) if not each.startswith("_"))
         raise AttributeError(
-            f"{self._name}.{name} does not exist in a test with the mark ranks: fixtures are made in the pytest process, and the ranks "
-            f"are separate processes. They have {known}. Name a fixture as an argument of the test, or use request in a fixture."
+            f"{self._name}.{name} does not exist in a test marked with ranks: fixtures run in the pytest process, but the ranks are "
+            f"separate processes. They have {known}. Request a fixture as an argument of the test, or use request in a fixture."
         )
 
 

@@ -70,7 +70,7 @@ class Rank:
         for child in self.forked():
             file = self.task.stacks_of(child)
             stacks = file.read_text(errors="replace") if file.exists() else "is still being written; its stack is among those above"
-            dumped.append(f"In a process that it has forked ({_state_of(child)}):\n{stacks}")
+            dumped.append(f"In a process that it forked ({_state_of(child)}):\n{stacks}")
         threads = "\n\n".join(dumped).split("\n\n")
         return "\n\n".join(_above_call(thread) for thread in threads if not any(text in thread for text in ours))
 
@@ -183,7 +183,7 @@ def _dead(rank: Rank, when: float) -> Report:
     rank.process.join(GRACE)
     rank.process.kill()  # only matters if it has closed its connection and lives on
     rank.process.join()
-    return Report(rank.task.rank, "died", when, f"{how_ended(rank.process.exitcode)} before the test was over", rank.stacks())
+    return Report(rank.task.rank, "died", when, f"{how_ended(rank.process.exitcode)} before the test finished", rank.stacks())
 
 
 def dump_stacks(ranks: list[Rank]) -> None:

@@ -35,6 +35,6 @@ check_reducer_finalized: Callable[[Any], None] = methodcaller("_check_reducer_fi
 
 
 def forget_process_groups(mesh: Any) -> None:
-    """Drop the process groups that a mesh and its root hold, which torch caches for ever. A mesh has no public end."""
+    """Drop the process groups that a mesh and its root hold, which torch caches forever. A mesh has no public end."""
     mesh._get_root_mesh()._pg_registry.clear()
     mesh._pg_registry.clear()

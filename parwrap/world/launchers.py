@@ -112,7 +112,9 @@ def sagemakers_hosts(environ: Environ) -> list[str]:
     except (ValueError, RecursionError):
         hosts = None
     if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
-        raise LaunchError(f"SM_HOSTS={environ['SM_HOSTS']!r} is not a JSON list of names; SageMaker sets it, so unset it or correct it.")
+        raise LaunchError(
+            f"SM_HOSTS={environ['SM_HOSTS']!r} is not a JSON list of names. SageMaker normally sets it: unset it, or correct it."
+        )
     return hosts
 
 

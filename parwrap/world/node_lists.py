@@ -34,7 +34,7 @@ def expanded_hosts(text: str) -> list[str]:
     hosts: list[str] = []
     for match in re.finditer(r"(?:[^\[\],\s]+|\[[^\[\]]*\])+|(\[|\])", text):
         if match[1]:
-            raise _unreadable("node list", text, f"has a {match[1]} without its other half")
+            raise _unreadable("node list", text, f"has an unmatched {match[1]}")
         found = re.findall(r"\[([^\]]*)\]|([^\[]+)", match[0])
         parts = [[name] if name else _numbers(ranges, text) for ranges, name in found]
         if len(hosts) + math.prod(map(len, parts)) > MOST:
@@ -59,7 +59,7 @@ def expanded_counts(text: str) -> list[int]:
             raise _unreadable("list of tasks per node", text, f"has {part!r}, which is not a number like 2 or 2(x3)")
         times = int(match[2] or 1)
         if len(counts) + times > MOST:
-            raise _unreadable("list of tasks per node", text, f"is of more than {MOST} nodes")
+            raise _unreadable("list of tasks per node", text, f"covers more than {MOST} nodes")
         counts += [int(match[1])] * times
     return counts
 
@@ -79,4 +79,6 @@ def _numbers(ranges: str, text: str) -> list[str]:
 
 def _unreadable(what: str, text: str, why: str) -> LaunchError:
     shown = text if len(text) <= 80 else f"{text[:80]}..."
-    return LaunchError(f"cannot parse the {what} {shown!r}: it {why}. SLURM sets it; set MASTER_ADDR and MASTER_PORT to avoid it.")
+    return LaunchError(
+        f"cannot parse the {what} {shown!r}: it {why}. SLURM sets it; parwrap does not need it if you set MASTER_ADDR and MASTER_PORT."
+    )

@@ -68,15 +68,15 @@ class World:
 
     @property
     def rendezvous(self) -> str:
-        """``init_method``.
+        """The ``init_method`` for ``torch.distributed.init_process_group``.
 
         Raises:
-            LaunchError: the launcher provides no rendezvous.
+            LaunchError: the launcher does not say where the ranks can meet.
         """
         if self.init_method is None:
             raise LaunchError(
                 f"{self.launcher} does not say where rank 0 of {self.size} can be reached, and MASTER_ADDR and MASTER_PORT are not both "
-                "set: set MASTER_ADDR to the node of rank 0 and MASTER_PORT to a port that is free there, for all ranks (`mpirun -x "
+                "set: set MASTER_ADDR to the node of rank 0 and MASTER_PORT to a port that is free there, on all ranks (`mpirun -x "
                 "MASTER_ADDR=... -x MASTER_PORT=...`; with MPICH and Intel MPI `mpiexec -genv MASTER_ADDR ... -genv MASTER_PORT ...`)."
             )
         return self.init_method
@@ -103,7 +103,7 @@ def detect(environ: Mapping[str, str]) -> World:
         by_hand = claims and claims[0].launcher is LAUNCHERS[0]
         if not by_hand and (node := node_of(environ)) and not node.is_only:
             raise LaunchError(
-                f"{node.variables} number the nodes of a job, as under {node.launcher}, not its ranks: start those of this node with "
+                f"{node.variables} number the nodes of a job (as {node.launcher} does), not its ranks: start the ranks of this node with "
                 f"`python -m parwrap.run train.py`, which reads these variables, or {BY_HAND}."
             )
         if claims:
@@ -198,13 +198,13 @@ def _check(claim: _Claim) -> None:
         (local_rank, claim.local_rank, claim.local_size or claim.size, f"the {claim.local_size or claim.size} ranks of this node"),
     ):
         if not 0 <= (value or 0) < (limit or 0):
-            raise LaunchError(f"{name}={value} is not below {text}: ranks are counted from 0.")
+            raise LaunchError(f"{name}={value} is not less than {text}: ranks start at 0.")
     if claim.local_size > (claim.size or 0):
         raise LaunchError(f"{claim.launcher.name} sets {claim.local_size} ranks on this node, which is more than {size}={claim.size}.")
 
 
 def _may_surround(inner: _Claim, other: _Claim) -> bool:
-    """Whether ``other`` says the same, or is a launcher around the ``inner`` one, which has started a single process on this node."""
+    """Whether ``other`` agrees with ``inner``, or may come from a launcher around it, which started one process on this node."""
     if other.agrees(inner) or inner.launcher.elastic:
         return True
     return not other.missing and (inner.size or 0) > 1 and 1 in (other.local_size, other.size)
@@ -216,8 +216,8 @@ def _half(claim: _Claim) -> LaunchError:
     by_hand = claim.launcher is LAUNCHERS[0]
     return LaunchError(
         f"{present} {'are' if ' ' in present else 'is'} set but {missing} {'are' if ' ' in missing else 'is'} not, so the ranks cannot "
-        f"be identified. If this is no launch, unset {present}: this is then one rank, or `python -m parwrap.run` starts several. "
-        f"Otherwise set {missing} too" + ("." if by_hand else f", as {claim.launcher.name} does, or {BY_HAND}.")
+        f"be identified. If no launcher started this process, unset {present}: it then runs as one rank. To start several, use `python "
+        f"-m parwrap.run`. Otherwise set {missing} too" + ("." if by_hand else f", as {claim.launcher.name} does, or {BY_HAND}.")
     )
 
 
@@ -238,7 +238,7 @@ def _init_method(claim: _Claim, launchers: list[Launcher], local_size: int, envi
         return environ[INIT_METHOD]
     masters = [name for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)]
     if "MASTER_PORT" in masters and not 0 < _integer(environ, "MASTER_PORT") < 2**16:
-        raise LaunchError(f"MASTER_PORT={environ['MASTER_PORT']} is not a port: give one from 1 to 65535.")
+        raise LaunchError(f"MASTER_PORT={environ['MASTER_PORT']} is not a port: use a number from 1 to 65535.")
     if len(masters) == 2:
         return "env://"
     if local_size == claim.size:
@@ -264,7 +264,7 @@ def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None
 
 def _at_least_one(environ: Mapping[str, str], name: str) -> int:
     if (value := _integer(environ, name)) < 1:
-        raise LaunchError(f"{name}={value} is not a number of ranks or nodes; a launcher sets it, so unset it or correct it.")
+        raise LaunchError(f"{name}={value} is not a number of ranks or nodes. A launcher normally sets it: unset it, or correct it.")
     return value
 
 
@@ -273,5 +273,5 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
         return int(environ[name])
     except ValueError:
         raise LaunchError(
-            f"{name}={environ[name]!r} is not a whole number; a launcher sets it, so unset it or start with `python -m parwrap.run`."
+            f"{name}={environ[name]!r} is not an integer. A launcher normally sets it: unset it, or start with `python -m parwrap.run`."
         ) from None

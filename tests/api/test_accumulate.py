@@ -245,8 +245,8 @@ def test_steps_that_make_no_sense(steps):
         parwrap.accumulate(steps=steps)
 
     assert str(refusal.value) == (
-        f"accumulate(steps={steps!r}): steps is the number of batches of one optimizer step, a whole number from 1, or 'auto' for a loop "
-        "that accumulates by hand."
+        f"accumulate(steps={steps!r}): steps must be a positive integer, the number of batches in one optimizer step, or 'auto' for a "
+        "loop that accumulates by hand."
     )
 
 

@@ -92,12 +92,12 @@ def test_an_autocast_of_the_scripts_own_is_left_alone(capfd):
     part, own = capfd.readouterr().err.splitlines()
     assert part.startswith("parwrap: torch.autocast(enabled=False) at ")
     assert part.endswith(
-        " keeps that part in float32. If it belongs to the script's own switch for mixed precision, turn that on instead of "
+        " keeps that part in float32. If it belongs to the script's own option for mixed precision, turn on that option instead of "
         "parwrap.amp, or remove it."
     )
     assert (
-        "parwrap: this script uses torch.autocast itself, so parwrap.amp stands aside: it casts nothing itself here. Remove the script's "
-        "own to have parwrap do it."
+        "parwrap: this script uses torch.autocast itself, so parwrap.amp leaves it alone: it casts nothing itself here. To let parwrap "
+        "do it, remove it from the script."
     ) == own
 
 
@@ -106,7 +106,7 @@ def test_an_autocast_of_the_scripts_own_is_left_alone(capfd):
     [
         (
             {"dtype": "fp8"},
-            "dtype='fp8' is not a dtype for mixed precision: give 'bf16', 'fp16' or 'auto', which is bf16 where the device has it.",
+            "dtype='fp8' is not a dtype for mixed precision: use 'bf16', 'fp16' or 'auto', which is bf16 where the device supports it.",
         ),
         (
             {"level": "O4"},
@@ -114,12 +114,12 @@ def test_an_autocast_of_the_scripts_own_is_left_alone(capfd):
             "scale; 'O2': a float16 model with float32 BatchNorm, float32 master weights and a dynamic loss scale; 'O3': a pure float16 "
             "model.",
         ),
-        ({"level": "O1", "dtype": "bf16"}, "level='O1' sets the dtype, but dtype='bf16' is given too: remove one of them."),
-        ({"device": "gpu"}, "device='gpu' is not a type of device for parwrap.amp: give 'cuda' or 'cpu', or remove it."),
-        ({"init_scale": 0}, "init_scale=0 is not a number above 0."),
+        ({"level": "O1", "dtype": "bf16"}, "level='O1' sets the dtype, but dtype='bf16' is passed too: remove one of them."),
+        ({"device": "gpu"}, "device='gpu' is not a device type for parwrap.amp: use 'cuda' or 'cpu', or remove it."),
+        ({"init_scale": 0}, "init_scale=0 is not a positive number."),
         ({"growth_factor": 1}, "growth_factor=1 is not a number above 1."),
         ({"backoff_factor": 2}, "backoff_factor=2 is not a number between 0 and 1."),
-        ({"growth_interval": 0}, "growth_interval=0 is not a number of iterations from 1."),
+        ({"growth_interval": 0}, "growth_interval=0 is not a positive number of iterations."),
     ],
 )
 def test_what_makes_no_sense_is_refused(given, text):
@@ -135,14 +135,14 @@ def test_what_makes_no_sense_is_refused(given, text):
         (
             "fp16",
             lambda x: nn.functional.rrelu(x, training=True),
-            "rrelu_with_noise_out_cpu does not exist for float16 on cpu: use parwrap.amp(dtype='bf16'), or give it float32 tensors in "
+            "rrelu_with_noise_out_cpu does not exist for float16 on cpu: use parwrap.amp(dtype='bf16'), or pass it float32 tensors in "
             "`with parwrap.amp(level='O0'):`.",
         ),
         (
             "bf16",
             torch.linalg.slogdet,
-            "linalg.slogdet does not exist for bfloat16 on cpu: remove parwrap.amp, or give it float32 tensors in "
-            "`with parwrap.amp(level='O0'):`.",
+            "linalg.slogdet does not exist for bfloat16 on cpu: remove parwrap.amp, or pass it float32 tensors in `with "
+            "parwrap.amp(level='O0'):`.",
         ),
         (
             "bf16",

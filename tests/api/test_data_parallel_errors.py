@@ -34,10 +34,13 @@ def test_an_error_in_a_replica_is_the_callers_with_its_device_and_its_place(insi
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device_ids": "cpu"}, "device_ids='cpu' is not a list of devices: give numbers of GPUs or names, as [0, 1] or ['cpu', 'cpu']."),
-        ({"device_ids": []}, "device_ids=[] is not a list of devices: give numbers of GPUs or names, as [0, 1] or ['cpu', 'cpu']."),
-        ({"device_ids": ["gpu"]}, "device_ids names 'gpu', which is not a device: give numbers of GPUs, 'cuda:0' or 'cpu'."),
-        ({"device_ids": [True]}, "device_ids names True, which is not a device: give numbers of GPUs, 'cuda:0' or 'cpu'."),
+        (
+            {"device_ids": "cpu"},
+            "device_ids='cpu' is not a list of devices: use GPU numbers or device names, such as [0, 1] or ['cpu', 'cpu'].",
+        ),
+        ({"device_ids": []}, "device_ids=[] is not a list of devices: use GPU numbers or device names, such as [0, 1] or ['cpu', 'cpu']."),
+        ({"device_ids": ["gpu"]}, "device_ids names 'gpu', which is not a device: use GPU numbers, 'cuda:0' or 'cpu'."),
+        ({"device_ids": [True]}, "device_ids names True, which is not a device: use GPU numbers, 'cuda:0' or 'cpu'."),
         (
             {"device_ids": ["meta"]},
             "device_ids names 'meta', but parwrap.data_parallel runs on GPUs ('cuda:0' or its number) and on 'cpu'.",
@@ -48,9 +51,9 @@ def test_an_error_in_a_replica_is_the_callers_with_its_device_and_its_place(insi
         ),
         (
             {"gather": "no"},
-            ("gather='no' is not one of its values: True gathers outputs on the first device, False leaves them on their devices."),
+            ("gather='no' is neither True, which gathers outputs on the first device, nor False, which leaves them on their devices."),
         ),
-        ({"loss": "max"}, "loss='max' is not one of its values: numbers that a model returns are a 'mean' over the samples or a 'sum'."),
+        ({"loss": "max"}, "loss='max' is not 'mean' or 'sum': it says how a number that the model returns combines the samples."),
         ({"devices": 2}, "parwrap.data_parallel has no option 'devices'; did you mean 'device_ids'?"),
     ],
 )
@@ -61,7 +64,8 @@ def test_options_that_mean_nothing_are_errors(options, message):
 
 def test_devices_that_are_not_there_are_errors_before_training():
     with pytest.raises(
-        parwrap.UsageError, match=(r"device_ids names cuda:99, and torch sees \d+ GPUs here: choose others, or remove it for all")
+        parwrap.UsageError,
+        match=(r"device_ids names cuda:99, but torch sees \d+ GPUs here: choose others, or remove device_ids to use all"),
     ):
         parwrap.data_parallel(device_ids=[99, 99])(weights)()
 
@@ -69,6 +73,6 @@ def test_devices_that_are_not_there_are_errors_before_training():
 def test_a_model_that_is_not_on_the_first_device_is_an_error():
     with (
         parwrap.data_parallel(device_ids=TWO),
-        pytest.raises(parwrap.UsageError, match="Linear has a tensor on meta, and the first of the dev"),
+        pytest.raises(parwrap.UsageError, match="Linear has a tensor on meta, but the model must be on the first dev"),
     ):
         nn.Linear(2, 2, device="meta")(torch.ones(4, 2))

@@ -95,10 +95,8 @@ def test_a_loss_with_parameters_is_computed_on_the_whole_and_said_once(kind, gat
 
     assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(expected, actual, strict=True))
     assert 1 == len(said)
-    assert said[0].startswith(
-        f"parwrap: {kind.__name__} runs on the whole batch on cpu alone, and parwrap.data_parallel does nothing for it: "
-    )
-    assert "it returns a number for the whole batch, such as a loss or a count; of a loss that is a mean" in said[0]
+    assert said[0].startswith(f"parwrap: {kind.__name__} runs on the whole batch, only on cpu: parwrap.data_parallel does not divide it: ")
+    assert "it returns a number for the whole batch, such as a loss or a count. If it is a loss that is always the mean" in said[0]
 
 
 class WithLoss(nn.Module):
@@ -142,13 +140,17 @@ def losses(model, padding=0, **options):
         (
             WithLoss(),
             None,
-            "it returns a number for the whole batch, such as a loss or a count; of a loss that is a mean over the samples, ",
+            "it returns a number for the whole batch, such as a loss or a count. If it is a loss that is always the mean or the sum ",
         ),
-        (WithLoss("sum"), "mean", "a number that it returns for the whole batch is not the mean over the samples, as loss='mean' says"),
+        (
+            WithLoss("sum"),
+            "mean",
+            "a number that it returns for the whole batch is not the mean over the samples, although loss='mean' says so",
+        ),
         (
             WithLoss(counts=True),
             "mean",
-            "a number that it returns for the whole batch is not the mean over the samples, as loss='mean'",
+            "a number that it returns for the whole batch is not the mean over the samples, although loss='mean'",
         ),
         (WithLoss(), "mean", None),
         (WithLoss("sum"), "sum", None),
@@ -169,4 +171,4 @@ def test_what_was_said_of_a_loss_is_looked_at_again():
 
     assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(expected, actual, strict=True))
     assert 1 == len(said)
-    assert "a number that it returns for the whole batch is not the mean over the samples, as loss='mean' says" in said[0]
+    assert "a number that it returns for the whole batch is not the mean over the samples, although loss='mean' says so" in said[0]

@@ -67,9 +67,12 @@ class Skips(nn.Module):
     [
         (
             True,
-            "replica 0 on cpu is in batch norm 'first' while replica 1 on cpu is in batch norm 'second'. Have all replicas run the same ",
+            "replica 0 on cpu is in batch norm 'first' while replica 1 on cpu is in batch norm 'second'. Run the same layers in the same ",
         ),
-        (False, "replica 0 on cpu is in batch norm 'first', and replica 1 on cpu is through with its forward. Have all replicas run "),
+        (
+            False,
+            "replica 0 on cpu is in batch norm 'first', but replica 1 on cpu has already finished its forward pass. Run the same ",
+        ),
     ],
 )
 def test_replicas_in_different_layers_are_named(both, message):

@@ -87,11 +87,9 @@ def with_hook():
 
 X, SEQUENCES = torch.randn(4, 4), torch.randn(4, 5, 4)
 LABELS = torch.tensor([1, -100, -100, 2])
-MIXED = "its outputs for parts of the batch are not those for the whole, so that it mixes samples, or the first dimension of what it takes "
-APART = "its outputs for parts of the batch cannot be put together (Net has returned tensors of shape "
-NUMBER = (
-    "it returns a number for the whole batch, such as a loss or a count; of a loss that is a mean over the samples, or a sum, in every "
-)
+MIXED = "its outputs for parts of the batch differ from those for the whole batch: it mixes samples, or the first dimension of its inputs "
+APART = "its outputs for parts of the batch cannot be combined (Net returned tensors of shape "
+NUMBER = "it returns a number for the whole batch, such as a loss or a count. If it is a loss that is always the mean or the sum over the "
 
 CASES = {
     "sequence first": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), [(SEQUENCES,)], MIXED),
@@ -100,54 +98,58 @@ CASES = {
     "hidden state": (
         lambda: Net(lambda net, out: net.memory(out), memory=nn.GRU(3, 2, batch_first=True)),
         [(SEQUENCES,)],
-        APART + "[1, 2, 2] and [1, 2, 2] for 2 and 2 samples, which have no row for each sample",
+        APART + "[1, 2, 2] and [1, 2, 2] for 2 and 2 samples, which do not have one row per sample",
     ),
     "packed inside": (
         lambda: Net(packed, memory=nn.GRU(3, 2, batch_first=True)),
         [(SEQUENCES, torch.tensor([5, 4, 2, 1]))],
-        APART + "[2, 5, 2] and [2, 2, 2] for the parts of a batch: they must be as long as each other beyond the first dimension. Pad them",
+        APART + "[2, 5, 2] and [2, 2, 2] for the parts of a batch: all dimensions but the first must be equal. Pad all of them",
     ),
-    "unbatched": (lambda: nn.Conv1d(4, 2, 1), [(X,)], "it fails with a part of the batch (RuntimeError: Given groups=1, weight of size "),
+    "unbatched": (lambda: nn.Conv1d(4, 2, 1), [(X,)], "it fails on a part of the batch (RuntimeError: Given groups=1, weight of size "),
     "mask of T by T": (
         lambda: Net(lambda net, out, mask: F.scaled_dot_product_attention(out, out, out, mask)),
         [(torch.randn(4, 4, 4), torch.ones(4, 4).tril().bool())],
-        "it fails with a part of the batch (RuntimeError: ",
+        "it fails on a part of the batch (RuntimeError: ",
     ),
     "list of lengths": (
         lambda: Net(lengths),
         [(SEQUENCES, [5, 4, 2, 1])],
-        "it is given a list of 4 items for 4 samples, which may have one ",
+        "one of its inputs is a list of 4 items for 4 samples, which may ",
     ),
-    "array of lengths": (lambda: Net(lengths), [(SEQUENCES, np.array([5, 4, 2, 1]))], "it is given a ndarray of 4 items for 4 samples, "),
+    "array of lengths": (
+        lambda: Net(lengths),
+        [(SEQUENCES, np.array([5, 4, 2, 1]))],
+        "one of its inputs is a ndarray of 4 items for 4 samples, ",
+    ),
     "list of samples": (
         lambda: Net(stacked),
         [(X, [*SEQUENCES[:, :4]])],
-        "it fails with a part of the batch (RuntimeError: The size of tens",
+        "it fails on a part of the batch (RuntimeError: The size of tens",
     ),
     "weights of classes": (
         lambda: Net(lambda net, out, prior: out * prior),
         [(torch.randn(6, 4), X[0, :3]), (torch.randn(3, 4), X[1, :3]), (torch.randn(3, 4), X[1, :3])],
-        "it is given tensors of 6 and of 3 rows, so that the number of samples is unclear",
+        "its inputs are tensors with 6 and with 3 rows, so the number of samples is unclear",
     ),
     "similarities": (lambda: Net(lambda net, out: out @ out.T), [(X,)], MIXED),
     "loss": (lambda: Net(lambda net, out, y: {"loss": F.cross_entropy(out, y), "logits": out}), [(X, LABELS)], NUMBER),
     "count": (lambda: Net(counted), [(X, LABELS)] * 2, NUMBER),
-    "attribute": (lambda: Net(keeps), [(X,)], "it leaves kept behind, which a part of the batch leaves otherwise"),
-    "buffer": (with_queue, [(X,)], "it leaves queue behind, which a part of the batch leaves otherwise"),
+    "attribute": (lambda: Net(keeps), [(X,)], "it changes kept, and changes it differently for a part of the batch"),
+    "buffer": (with_queue, [(X,)], "it changes queue, and changes it differently for a part of the batch"),
     "weights": (
         lambda: nn.Embedding(8, 2, max_norm=0.1),
         [(torch.arange(8),)],
-        "it leaves weight behind, which a part of the batch leaves otherwise",
+        "it changes weight, and changes it differently for a part of the batch",
     ),
     "input": (
         lambda: Net(lambda net, out, x: out + x.add_(1)),
         [(X, torch.zeros(4, 3))],
-        "it changes its input in place, and a part has a ",
+        "it changes its input in place, but each part of ",
     ),
     "outside": (
         lambda: OTHERS.update(norm=nn.BatchNorm1d(3)) or Net(lambda net, out: OTHERS["norm"](out)),
         [(X,)],
-        "it calls a BatchNorm1d that is not registered in it, so its replicas would share that module",
+        "it calls a BatchNorm1d that is not registered as a submodule, so its replicas would share that module",
     ),
     "hooks": (with_hook, [(X,)], "it, or a part of it, has hooks, which would see parts of the batch"),
     "compiled": (lambda: torch.compile(nn.Linear(4, 3), backend="eager"), [(X,)], "it, or a part of it, is compiled"),
@@ -162,11 +164,11 @@ CASES = {
         "it, or a part of it, is compiled by TorchScript",
     ),
     "traced": (lambda: torch.jit.trace(nn.Linear(4, 3), X), [(X,)], "it, or a part of it, is compiled by TorchScript"),
-    "sparse": (lambda: nn.Linear(4, 3), [(X.to_sparse(),)], "it is given a tensor that is sparse or nested"),
+    "sparse": (lambda: nn.Linear(4, 3), [(X.to_sparse(),)], "one of its inputs is a sparse or nested tensor"),
     "packed": (
         lambda: nn.GRU(4, 2, batch_first=True),
         [(pack_padded_sequence(SEQUENCES, torch.full((4,), 3), batch_first=True),)],
-        "it is given a PackedSequence, which holds tensors of its own",
+        "one of its inputs is a PackedSequence, which contains tensors",
     ),
 }
 
@@ -185,7 +187,7 @@ def test_what_dividing_gives_other_numbers_for_runs_whole_and_says_why_once(name
 
     assert all(one is two or torch.equal(one, two) for one, two in zip(expected, actual, strict=True))
     assert 1 == len(said)
-    assert f" runs on the whole batch on cpu alone, and parwrap.data_parallel does nothing for it: {reason}" in said[0]
+    assert f" runs on the whole batch, only on cpu: parwrap.data_parallel does not divide it: {reason}" in said[0]
     assert said[0].endswith(". This is shown once.")
 
 
@@ -238,7 +240,7 @@ def test_a_compiled_part_is_as_it_was_afterwards():
 def test_inside_of_a_mode_of_torchs_it_runs_whole_and_is_divided_afterwards():
     net = nn.Linear(4, 3)
     with parwrap.data_parallel(device_ids=TWO):
-        with FlopCounterMode(display=False) as flops, pytest.warns(UserWarning, match="it runs inside a mode of torch's, which the th"):
+        with FlopCounterMode(display=False) as flops, pytest.warns(UserWarning, match="it runs inside a torch mode, which does not"):
             net(X)
         with parwrap.data_parallel(device_ids=TWO, gather=False):
             assert [2, 2] == net(X).sizes
@@ -254,7 +256,7 @@ def test_hooks_on_saved_tensors_are_called():
             net(X)
         return len(packed)
 
-    with pytest.warns(UserWarning, match="it runs inside hooks on saved tensors, which the threads of replicas would not call"):
+    with pytest.warns(UserWarning, match="it runs inside hooks on saved tensors, which the threads of the replicas would not call"):
         assert packs({"device_ids": ["cpu"]}) == packs({"device_ids": TWO})
 
 
@@ -272,7 +274,7 @@ def test_later_batches_are_looked_at_ever_more_rarely():
         looked = [4, 2, 2, 2, 2]
         assert [*looked, *looked, 2, 2, *looked, 2, 2] == rows
         mixing.append(True)
-        with pytest.warns(UserWarning, match="so that it mixes samples") as said:
+        with pytest.warns(UserWarning, match="it mixes samples") as said:
             outputs = [net(X) for _ in range(4)]
 
     assert 1 == len(said)
@@ -296,7 +298,7 @@ def test_what_does_not_fit_as_a_whole_is_divided_without_a_look():
     with (
         parwrap.data_parallel(device_ids=TWO),
         pytest.warns(
-            UserWarning, match="Net is divided without a look at whether that gives the same, since a whole batch does not fit on cpu"
+            UserWarning, match="Net is divided without checking that the results are the same, because a whole batch does not fit on cpu"
         ),
     ):
         assert (4, 3) == Net(make)(X).shape

@@ -78,7 +78,7 @@ def test_training_without_a_loader_is_said():
         weight.sum().backward()
 
     assert (
-        "no DataLoader was split: every rank trains on what it reads or makes itself"
+        "no DataLoader was split: every rank trains on data that it reads or creates itself"
         in parwrap.gather(with_stderr(parwrap.distributed(by_hand))[0])[0]
     )
 
@@ -138,28 +138,31 @@ def test_another_backend_inside_is_refused():
     ("options", "text"),
     [
         ({"bach": "global"}, "parwrap.distributed has no option 'bach'; did you mean 'batch'?"),
-        ({"amp": True}, "parwrap.distributed has no option 'amp'; use @parwrap.amp beside it."),
-        ({"sync_bn": True}, "parwrap.distributed has no option 'sync_bn'; use @parwrap.sync_bn beside it."),
-        ({"accumulate": 4}, "parwrap.distributed has no option 'accumulate'; use @parwrap.accumulate.steps. beside it."),
+        ({"amp": True}, "parwrap.distributed has no option 'amp'; add @parwrap.amp."),
+        ({"sync_bn": True}, "parwrap.distributed has no option 'sync_bn'; add @parwrap.sync_bn."),
+        ({"accumulate": 4}, "parwrap.distributed has no option 'accumulate'; add @parwrap.accumulate.steps.."),
         *(
             (
                 {name: 2},
-                f"parwrap.distributed has no option {name!r}; give the number of ranks to parwrap.run as --nproc-per-node, or as nprocs= "
-                "to start them from Python.",
+                f"parwrap.distributed has no option {name!r}; pass the number of ranks to parwrap.run as --nproc-per-node, or pass "
+                "nprocs= to start them from Python.",
             )
             for name in ("devices", "nproc_per_node", "num_processes")
         ),
         ({"zzz": 1}, "has no option 'zzz'; it takes backend, seed, batch, uneven, lr, loss, strategy, bucket_cap_mb, timeout"),
-        ({"batch": "split"}, "batch='split' is not one of its values. 'per_rank': each rank takes batches of"),
-        ({"uneven": "fill"}, "uneven='fill' is not one of its values. 'pad': samples are repeated .*; 'drop': .*; 'join': every sample"),
-        ({"lr": "square"}, "lr='square' is not one of its values. 'keep': learning rates stay as they are; 'linear': .*; 'sqrt': "),
-        ({"loss": "max"}, "loss='max' is not one of its values. 'mean': the loss is an average over the batch; 'sum': "),
+        ({"batch": "split"}, "batch='split' is not a valid value. Choose one of: 'per_rank': each rank takes batches of"),
+        (
+            {"uneven": "fill"},
+            "uneven='fill' is not a valid value. Choose one of: 'pad': samples are repeated .*; 'drop': .*; 'join': every sample",
+        ),
+        ({"lr": "square"}, "lr='square' is not a valid value. Choose one of: 'keep': learning rates are unchanged; 'linear': .*; 'sqrt': "),
+        ({"loss": "max"}, "loss='max' is not a valid value. Choose one of: 'mean': the loss is an average over the batch; 'sum': "),
         ({"backend": "carrier pigeon"}, "backend='carrier pigeon' is not available in this build of torch, which has gloo"),
-        ({"seed": -1}, r"seed=-1 is not a whole number from 0 to 2\*\*64 - 1"),
-        ({"seed": "1"}, "seed='1' is not a whole number"),
-        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not a number of megabytes above 0"),
-        ({"timeout": 0}, "timeout=0 is not a number of seconds above 0"),
-        ({"timeout": timedelta(0)}, "is not a number of seconds above 0"),
+        ({"seed": -1}, r"seed=-1 is not an integer from 0 to 2\*\*64 - 1"),
+        ({"seed": "1"}, "seed='1' is not an integer"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not a positive number of megabytes"),
+        ({"timeout": 0}, "timeout=0 is not a positive number of seconds"),
+        ({"timeout": timedelta(0)}, "is not a positive number of seconds"),
     ],
 )
 def test_options_that_do_not_exist_are_refused_before_anything_runs(options, text):
@@ -185,7 +188,7 @@ def test_a_script_that_wraps_its_model_in_ddp_itself_is_left_alone():
         assert 5 == len(DataLoader(range(5)))
 
     assert 1.5 == model.weight.grad.item()
-    expected = "parwrap: this script calls DistributedDataParallel itself, so parwrap stands aside"
+    expected = "parwrap: this script calls DistributedDataParallel itself, so parwrap leaves it alone"
     assert [True, False] == parwrap.gather(stderr.getvalue().startswith(expected))
 
 
@@ -224,4 +227,4 @@ def test_that_a_script_is_left_alone_is_said_once():
         for _ in range(2):
             parwrap.distributed(nn.Linear(1, 1).forward)(torch.ones(1))
 
-    assert is_rank_zero == (1 == stderr.getvalue().count("parwrap stands aside"))
+    assert is_rank_zero == (1 == stderr.getvalue().count("parwrap leaves it alone"))

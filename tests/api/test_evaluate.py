@@ -162,5 +162,5 @@ def test_a_stream_of_items_without_batches():
 @pytest.mark.ranks(2)
 def test_a_subset_that_differs_by_rank_becomes_rank_zeros():
     loader = DataLoader(Subset(torch.arange(10), [3, 1, 4] if parwrap.rank() == 0 else [2, 7, 8]))
-    with parwrap.distributed(), pytest.warns(UserWarning, match="indices of a Subset differ between ranks; rank 0's are used"):
+    with parwrap.distributed(), pytest.warns(UserWarning, match="indices of a Subset differ between ranks, so all ranks use rank 0's"):
         assert [3, 1, 4] == parwrap.evaluate(reduce="gather")(lambda: [x.item() for x in loader])()

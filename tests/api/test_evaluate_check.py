@@ -275,7 +275,7 @@ def test_the_first_call_prints_once_and_what_the_whole_does():
     expected = f"loss {by_own_counter(model(), samples(23))['loss']:.6f}\n"
     with redirect_stdout(io.StringIO()) as text, parwrap.distributed():
         if parwrap.is_rank_zero():
-            with pytest.warns(UserWarning, match=r"talks .* prints something else for a rank's part .* Print its result instead."):
+            with pytest.warns(UserWarning, match=r"talks .* prints something different for a rank's part .* Print its result instead."):
                 parwrap.evaluate(talks)(model(), samples(23))
             assert expected == text.getvalue()
         else:
@@ -288,7 +288,7 @@ def test_noise_that_is_drawn_inside_is_named_with_the_way_out():
         seen = torch.cat([x for x, _ in loader])
         return (seen + torch.rand(len(seen))).mean().item()
 
-    message = r"for random numbers, as in dropout.*check=False divides it unchecked"
+    message = r"for random numbers, as in dropout.*without this check, pass check=False"
     with parwrap.distributed(), pytest.warns(UserWarning, match=message):
         results = parwrap.gather(parwrap.evaluate(noisy)(scored()))
 
@@ -319,7 +319,7 @@ def test_an_exception_of_one_rank_that_the_script_catches_is_raised_on_all(check
 
     assert [1] == [epoch for epoch, _ in causes]
     if parwrap.rank() == 0:
-        assert causes[0][1].startswith("rank 1 has failed with MemoryError: on purpose in ")
+        assert causes[0][1].startswith("rank 1 failed with MemoryError: on purpose in ")
 
 
 @pytest.mark.ranks(2)
@@ -329,7 +329,7 @@ def test_a_function_that_fails_on_parts_only_is_computed_of_the_whole():
         assert len(scores) == 101
         return float((scores > 0.5).mean())
 
-    with parwrap.distributed(), pytest.warns(UserWarning, match="on parts of the data rank 0 has failed with AssertionError"):
+    with parwrap.distributed(), pytest.warns(UserWarning, match="on parts of the data rank 0 failed with AssertionError"):
         close(evaluate(scored()), parwrap.evaluate(evaluate)(scored()))
 
 

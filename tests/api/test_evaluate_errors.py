@@ -43,10 +43,10 @@ def test_what_cannot_be_exact_says_so():
             first,
             DataLoader(Stream(10)),
             UsageError,
-            r"rank 0 has read 1 batches, and which ones a single process would have",
+            r"rank 0 read 1 batches, and it is unknown which ones a single process would have",
         ),
-        ("mean", trains, DataLoader(ten), UsageError, "a backward was called inside a function decorated with @parwrap.evaluate"),
-        ("sum", drawn_by_rank, unseeded, RankMismatchError, "the ranks have drawn different samples to evaluate .*: seed the generator"),
+        ("mean", trains, DataLoader(ten), UsageError, r"backward\(\) was called inside a function decorated with @parwrap.evaluate"),
+        ("sum", drawn_by_rank, unseeded, RankMismatchError, "the ranks drew different samples to evaluate .*: seed the generator"),
         ("sum", drawn_by_rank, DataLoader(ten, sampler=DistributedSampler(ten, 2, 0)), UsageError, "has its own DistributedSampler"),
         ("sum", drawn_by_rank, DataLoader(ten, sampler=RandomSampler(ten, True, 10**10)), UsageError, "has more than 10000000 batches"),
         (
@@ -73,11 +73,11 @@ def test_what_cannot_be_exact_says_so():
 @pytest.mark.ranks(2)
 def test_a_function_that_reads_nothing_or_returns_nothing_is_warned_of():
     with parwrap.distributed():
-        with pytest.warns(UserWarning, match=r"reads_nothing \(.*\) has read no DataLoader, so every rank has computed all of it"):
+        with pytest.warns(UserWarning, match=r"reads_nothing \(.*\) did not read a DataLoader, so every rank computed all of it"):
             assert 3 == parwrap.evaluate(reduce="sum")(reads_nothing)()
-        with pytest.warns(UserWarning, match=r"it returns nothing, so that its output or side effects would be those of a rank's part"):
+        with pytest.warns(UserWarning, match=r"it returns nothing, so its output or side effects would cover only a rank's part"):
             assert parwrap.evaluate(lambda: [None for _ in DataLoader(range(3))] and None)() is None
-        with pytest.raises(UsageError, match="both reads a DataLoader and calls another such function"):
+        with pytest.raises(UsageError, match="both reads a DataLoader and calls another decorated function"):
             parwrap.evaluate(lambda: [parwrap.evaluate(reads_nothing)() for _ in DataLoader(range(3))])()
 
 
@@ -98,7 +98,7 @@ def test_a_failure_of_one_rank_ends_the_others_too():
     with pytest.raises(KeyError, match="on purpose") as raised:
         fails()
     if parwrap.rank() == 0:
-        assert "rank 1 has failed with KeyError: 'on purpose' in " in str(raised.value.__cause__)
+        assert "rank 1 failed with KeyError: 'on purpose' in " in str(raised.value.__cause__)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_a_failure_of_one_rank_ends_the_others_too():
     [
         (
             lambda: parwrap.evaluate(reduce="max"),
-            "reduce='max' is not one of the ways to merge results. 'mean': weighted by the samples that each rank has read; 'sum': ",
+            "reduce='max' is not a way to merge results. Choose one of: 'mean': weighted by the samples that each rank has read; 'sum': ",
         ),
-        (lambda: parwrap.evaluate(reduce={"loss": "avg"}), "reduce='avg' is not one of the ways to merge results."),
+        (lambda: parwrap.evaluate(reduce={"loss": "avg"}), "reduce='avg' is not a way to merge results."),
         (lambda: parwrap.evaluate(reduction="sum"), "parwrap.evaluate has no option 'reduction'; did you mean 'reduce'?"),
         (
             lambda: parwrap.evaluate().__enter__(),
-            "`with parwrap.evaluate():` has no result to merge: decorate the function that returns it.",
+            "`with parwrap.evaluate():` has no result to merge: decorate the function that returns the result.",
         ),
     ],
 )

@@ -24,7 +24,9 @@ def test_several_loaders_in_one_function():
         assert [20, 9] == sums(DataLoader(range(20)), DataLoader(range(9)))
         assert [2, 20] == sums(DataLoader(range(2)), DataLoader(range(20)))  # rank 2 stands in for both
         assert [0, 20] == sums(DataLoader([]), DataLoader(range(20)))
-        with pytest.raises(UsageError, match=r"reads a DataLoader of 2 batches on 3 ranks after a larger one.*read the smallest first"):
+        with pytest.raises(
+            UsageError, match=r"reads a DataLoader of 2 batches on 3 ranks after a larger one.*read the smallest loader first"
+        ):
             sums(DataLoader(range(20)), DataLoader(range(2)))
 
 
@@ -57,7 +59,7 @@ def test_the_length_of_a_list_is_that_of_the_part_too():
         assert 3.0 == by_sampler(DataLoader(data, batch_size=2, sampler=[1, 3, 5]))
         assert [4.0] * 3 == [mean(DataLoader(each, batch_size=2)) for each in (data, range(9), torch.arange(9))]
         for asks, kind in [(by_name, "list"), (of_a_variable, "list"), (of_the_tensors, "Tensor")]:
-            with pytest.raises(UsageError, match=rf"the length of a dataset that is a {kind}, which is that of all samples, while"):
+            with pytest.raises(UsageError, match=rf"the length of a dataset that is a {kind}, which counts all samples, but"):
                 asks()
 
 
@@ -122,7 +124,7 @@ def test_what_is_filled_in_by_length_is_gathered_once():
     with parwrap.distributed():
         assert list(range(9)) == parwrap.evaluate(reduce="gather")(filled)(loader)["outputs"].tolist()
         with pytest.raises(
-            UsageError, match=r"\['outputs'\] has 9 rows on each rank, as many as there are samples on all, so it was made for"
+            UsageError, match=r"\['outputs'\] has 9 rows on each rank, as many as there are samples on all ranks together. It seems to be"
         ):
             parwrap.evaluate(reduce=({"outputs": "gather"}, sum))(lambda loader: (filled(loader), 1))(loader)
 
@@ -176,7 +178,8 @@ def test_lengths_are_the_parts_for_each_entry_unless_one_is_a_sum():
     with parwrap.distributed():
         exact = parwrap.evaluate(reduce={"mean": "mean", "seen": "gather", "count": "mean"}, check=False)(evaluate)(loader)
         with pytest.warns(
-            UserWarning, match=r"the function asked for a length \(.*\)\. It is that of the whole, because an entry of reduce is 'sum' or a"
+            UserWarning,
+            match=r"the function asked for a length \(.*\)\. It is the length of all the data, because an entry of reduce is 'sum' or a",
         ):
             parwrap.evaluate(reduce={"mean": "mean", "seen": "gather", "count": "sum"}, check=False)(evaluate)(loader)
 

@@ -66,7 +66,7 @@ def test_what_python_itself_has_frozen_is_no_object_of_the_callers(monkeypatch):
 def test_where_objects_are_frozen_none_would_come_back():
     gc.freeze()
     try:
-        with pytest.raises(UsageError, match=r"gc.freeze\(\) hides objects that have to come back: call gc.unfreeze\(\) before"):
+        with pytest.raises(UsageError, match=r"gc\.freeze\(\) hides objects whose changes must be sent back: call gc\.unfreeze\(\) first"):
             parwrap.hogwild(workers=2)(zeros)()
     finally:
         gc.unfreeze()

@@ -294,7 +294,7 @@ def test_inside_a_rank_it_is_refused():
         train_nothing()
     with (
         parwrap.distributed(),
-        pytest.raises(UsageError, match=r"not possible inside parwrap.distributed and parwrap.run: remove it and choo"),
+        pytest.raises(UsageError, match=r"not possible inside parwrap.distributed and parwrap.run: remove it and use "),
     ):
         train_nothing()
 
@@ -309,11 +309,11 @@ def test_other_workers_inside_are_refused():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"workers": 0}, "workers=0 is not a number of processes: give a whole number from 1"),
-        ({"workers": 2.0}, "workers=2.0 is not a number of processes"),
+        ({"workers": 0}, "workers=0 is not a positive integer"),
+        ({"workers": 2.0}, "workers=2.0 is not a positive integer"),
         ({"lock": "yes"}, "lock='yes' is neither True nor False"),
-        ({"timeout": 0}, "timeout=0 is not a number of seconds above 0"),
-        ({"seed": -1}, "seed=-1 is not a whole number"),
+        ({"timeout": 0}, "timeout=0 is not a positive number of seconds"),
+        ({"seed": -1}, "seed=-1 is not an integer"),
         ({"worker": 2}, r"parwrap.hogwild has no option 'worker'; did you mean 'workers'\?"),
     ],
 )

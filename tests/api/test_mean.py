@@ -109,8 +109,12 @@ def test_nothing_counted_is_no_loss():
     [
         (3.0, 1, "mean_over_ranks takes the sum of this rank's losses, a tensor with one element, not float."),
         (torch.ones(2), 2, "mean_over_ranks takes the sum of this rank's losses, a tensor with one element, not one of shape [2]."),
-        (torch.ones(()), -1, "mean_over_ranks takes the number of tokens or samples in the sum, from 0, not -1."),
-        (torch.ones(()), float("nan"), "mean_over_ranks takes the number of tokens or samples in the sum, from 0, not nan."),
+        (torch.ones(()), -1, "mean_over_ranks takes the number of tokens or samples in the sum, which cannot be negative, not -1."),
+        (
+            torch.ones(()),
+            float("nan"),
+            "mean_over_ranks takes the number of tokens or samples in the sum, which cannot be negative, not nan.",
+        ),
     ],
 )
 def test_bad_input(loss_sum, count, text):

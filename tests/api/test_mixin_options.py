@@ -28,7 +28,7 @@ def test_options_come_as_keywords_or_as_a_mapping_and_go_on_to_subclasses():
         parwrap_options = {"seed": 7}  # noqa: RUF012
 
     assert [first_of(seed) for seed in (5, 6, 6, 7)] == [cls().train() for cls in (Given, Keyword, Mapping, MappingAgain)]
-    with pytest.raises(UsageError, match="batch='all' is not one of its values"):
+    with pytest.raises(UsageError, match="batch='all' is not a valid value"):
 
         class BadValue(Given, batch="all"):
             pass
@@ -86,7 +86,7 @@ def test_a_keyword_that_nobody_takes_is_named(mixin, keywords, text):
 @pytest.mark.parametrize("keyword", [False, True])
 def test_method_names_are_a_tuple(keyword):
     names = {"parwrap_methods": "run"}
-    with pytest.raises(UsageError, match=r"^T.parwrap_methods is 'run': give a tuple, as in \('run',\)\.$"):
+    with pytest.raises(UsageError, match=r"^T.parwrap_methods is 'run': use a tuple, such as \('run',\)\.$"):
         type("T", (parwrap.AmpMixin,), {"run": lambda self: None, **({} if keyword else names)}, **(names if keyword else {}))
 
 
@@ -112,8 +112,8 @@ def test_methods_are_named_by_a_class_keyword_too():
         (
             (parwrap.DistributedMixin, parwrap.AmpMixin),
             {"run": lambda self: None, "train_model": lambda self: None},
-            "T has none of the methods that DistributedMixin and AmpMixin would decorate: train, fit. Give it one, or name yours with "
-            "the class keyword, as in parwrap_methods=('train_model',). A base class whose subclasses have the methods says "
+            "T has none of the methods that DistributedMixin and AmpMixin would decorate: train, fit. Add one, or name your own with the "
+            "class keyword, as in parwrap_methods=('train_model',). If this is a base class and its subclasses have the methods, set "
             "parwrap_methods=().",
         ),
         (
@@ -124,13 +124,13 @@ def test_methods_are_named_by_a_class_keyword_too():
         (
             (parwrap.DistributedMixin, parwrap.EvaluateMixin),
             {"fit": lambda self: None, "run_validation": lambda self: None},
-            "T has none of the methods that EvaluateMixin would decorate: evaluate, validate, test. Give it one, or name yours with the "
+            "T has none of the methods that EvaluateMixin would decorate: evaluate, validate, test. Add one, or name your own with the "
             "class keyword, as in parwrap_evaluate_methods=('run_validation',). ",
         ),
         (
             (parwrap.EvaluateMixin,),
             {"evaluate": lambda self: None, "parwrap_methods": ("evaluate",)},
-            "T has parwrap_methods, but no mixin that takes it: its own take parwrap_evaluate_methods.",
+            "T has parwrap_methods, but no mixin that uses it: its mixins use parwrap_evaluate_methods.",
         ),
     ],
 )

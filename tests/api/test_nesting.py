@@ -67,8 +67,8 @@ def test_windows_of_the_outer_go_on_over_calls_of_the_inner(size):
 @pytest.mark.parametrize(("outer", "inner"), [(4, 2), (2, 4), (1, 2)])
 def test_windows_inside_windows_of_other_steps_are_refused(size, outer, inner):
     text = (
-        f"parwrap.accumulate({inner}) cannot be opened inside parwrap.accumulate({outer}), because a batch is in one window only. "
-        f"Give both the same steps, or remove one of them; --accumulate counts as one too."
+        f"parwrap.accumulate({inner}) cannot be opened inside parwrap.accumulate({outer}), because a batch belongs to only one window. "
+        "Use the same steps for both, or remove one of them. The option --accumulate counts as one of them too."
     )
     with parwrap.distributed(batch="global"), parwrap.accumulate(outer):
         for _ in range(2):

@@ -120,7 +120,7 @@ def test_what_rank_zero_does_alone_may_nest():
 def test_what_cannot_mean_anything_is_refused():
     with pytest.raises(UsageError, match=r"cannot skip its body: write `if parwrap.is_rank_zero\(\):`"), parwrap.rank_zero_only():
         pass
-    with pytest.raises(UsageError, match="leaves open which node's result"):
+    with pytest.raises(UsageError, match="does not say which node's result"):
         parwrap.rank_zero_only(local=True, broadcast=True)
     with pytest.raises(UsageError, match="rank_zero_only cannot decorate Journal"):
         parwrap.rank_zero_only(Journal)

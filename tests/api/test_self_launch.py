@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import parwrap
 from parwrap.errors import RankMismatchError
 
-ELSEWHERE = r"^parwrap: nprocs=3 launches nothing here: the function runs on the 2 existing ranks\.$"
+ELSEWHERE = r"^parwrap: nprocs=3 starts no new ranks here: the function runs on the 2 existing ranks\.$"
 STATE = {"calls": 0}
 
 
@@ -247,7 +247,9 @@ def test_loggers_of_the_caller_speak_in_ranks(capsys):
 
 
 def test_a_question_that_nobody_can_answer():
-    with pytest.raises(EOFError, match=r"^input\('name\? '\) was called on a launched rank, which has no stdin: ask before, and pass"):
+    with pytest.raises(
+        EOFError, match=r"^input\('name\? '\) was called on a launched rank, which has no stdin: ask before the launch, and pass"
+    ):
         parwrap.launch(lambda: input("name? "), nprocs=2)
 
 
@@ -263,7 +265,7 @@ def test_a_rank_that_is_killed_is_named():
             os._exit(3)
         parwrap.barrier()
 
-    with pytest.raises(RankMismatchError, match=r"^rank 1 of 2 ended with exit code 3 before it was through\.$"):
+    with pytest.raises(RankMismatchError, match=r"^rank 1 of 2 ended with exit code 3 before it finished\.$"):
         parwrap.launch(dies, nprocs=2)
 
 

@@ -15,16 +15,16 @@ from parwrap.inline.forking import choose_start_method
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        ({"nprocs": 0}, r"^nprocs=0 is not a number of ranks: give one above 0, or 'gpu', 'cpu' or 'auto'\.$"),
-        ({"nprocs": True}, r"^nprocs=True is not a number of ranks"),
-        ({"nprocs": "two"}, r"^nprocs='two' is not a number of ranks"),
+        ({"nprocs": 0}, r"^nprocs=0 is not a positive number of ranks, nor 'gpu', 'cpu' or 'auto'\.$"),
+        ({"nprocs": True}, r"^nprocs=True is not a positive number of ranks"),
+        ({"nprocs": "two"}, r"^nprocs='two' is not a positive number of ranks"),
         (
             {"returns": "mean"},
-            r"^returns='mean' is not one of its values\. 'rank0': rank 0's result; 'all': the list of the results of all",
+            r"^returns='mean' is not a valid value\. Choose one of: 'rank0': rank 0's result; 'all': the list of the results of all",
         ),
         (
             {"start_method": "thread"},
-            r"^start_method='thread' is not one of its values\. None: forks ranks unless CUDA has started; 'fork'",
+            r"^start_method='thread' is not a valid value\. Choose one of: None: forks ranks unless CUDA is initialized; 'fork'",
         ),
     ],
 )
@@ -36,14 +36,17 @@ def test_what_cannot_be_meant_is_an_error_at_once(asked, text):
 
 
 def test_a_call_in_the_place_of_a_function_is_told_of():
-    with pytest.raises(UsageError, match=r"takes a function to call on the ranks, not 3: write parwrap\.launch\(train, 3, nprocs=2\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"takes a function to call on the ranks, not 3: instead of train\(3\), write parwrap\.launch\(train, 3, nprocs=2\)",
+    ):
         parwrap.launch(3, nprocs=2)
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"nproc": 2}, r"takes no argument 'nproc', which parwrap\.launch would pass on\. Did you mean nprocs=2\?$"),
+        ({"nproc": 2}, r"takes no argument 'nproc', which parwrap\.launch would pass to it\. Did you mean nprocs=2\?$"),
         (
             {"strategy": "fsdp"},
             r"train \(.*\.py:\d+\) takes no argument 'strategy', which .*\. 'strategy' is an option of parwrap\.distributed: decorate the "
@@ -78,12 +81,12 @@ def test_a_block_cannot_be_launched():
 
 def test_there_have_to_be_as_many_gpus(monkeypatch):
     with pytest.raises(
-        LaunchError, match=r"^nprocs='gpu' starts a rank on each GPU, but torch can use none here: give a number to train on"
+        LaunchError, match=r"^nprocs='gpu' starts a rank on each GPU, but torch cannot use a GPU here: set a number of ranks to train on"
     ):
         parwrap.launch(print, nprocs="gpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # stands for a machine that has them
     with pytest.raises(
-        LaunchError, match=r"^nprocs=3 is more than the GPUs that torch can use here \(2\)\. Give at most 2, or backend='gloo' to"
+        LaunchError, match=r"^nprocs=3 is more than the GPUs that torch can use here \(2\)\. Use at most 2, or set backend='gloo' to"
     ):
         parwrap.launch(print, nprocs=3)
 
@@ -92,14 +95,14 @@ def test_where_cuda_has_started_ranks_are_spawned_which_takes_cloudpickle(monkey
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # stands for a GPU in use
     assert "spawn" == choose_start_method()
     with pytest.raises(
-        UsageError, match=r"CUDA has started here, .* torch\.cuda\.is_available\(\) was asked, or give start_method='spawn'\.$"
+        UsageError, match=r"CUDA is initialized here, .* torch\.cuda\.is_available\(\) is called, or use start_method='spawn'\.$"
     ):
         parwrap.launch(print, nprocs=2, start_method="fork")
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(
         UsageError,
-        match=r"^parwrap\.distributed with nprocs=2 starts ranks in new interpreters here, but cloudpickle, which sends functions "
-        r"to them, is not installed: pip install cloudpickle, or install parwrap\[notebook\]\. Or call it before anything starts",
+        match=r"^parwrap\.distributed with nprocs=2 starts ranks in new interpreters here, but cloudpickle, which sends functions to them, "
+        r"is not installed: pip install cloudpickle, or install parwrap\[notebook\]\. Or call it before anything initializes",
     ):
         parwrap.launch(print, nprocs=2)
 
@@ -124,6 +127,6 @@ def test_what_spawned_ranks_cannot_be_sent_is_named(reached):
 
     with pytest.raises(
         UsageError,
-        match=rf"here, and {name}, which the function uses, cannot be sent to them: cannot pickle '_thread\.lock' object\. Make it inside",
+        match=rf"here, and {name}, which the function uses, cannot be sent to them: cannot pickle '_thread\.lock' object\. Create it",
     ):
         call()

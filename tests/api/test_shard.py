@@ -76,13 +76,13 @@ def test_the_start_line_says_that_data_was_shared_out_by_hand():
 @pytest.mark.parametrize(
     ("x", "text"),
     [
-        ("text", r"cannot split a str: give a sequence, .* such as sorted\(x\) or list\(x.items\(\)\)"),
+        ("text", r"cannot split a str: pass a sequence, .* for example sorted\(x\) or list\(x.items\(\)\)"),
         ({"a": 1}, "cannot split a dict"),
         ({1, 2}, "cannot split a set"),
         (3, "cannot split a int"),
-        (torch.tensor(1), "cannot split a tensor or an array without a dimension"),
-        (np.array(1), "cannot split a tensor or an array without a dimension"),
-        (DataLoader(range(3)), ("is for data that is in no DataLoader: parwrap splits a training loader without it")),
+        (torch.tensor(1), "cannot split a tensor or an array with 0 dimensions"),
+        (np.array(1), "cannot split a tensor or an array with 0 dimensions"),
+        (DataLoader(range(3)), ("does not take a DataLoader, because parwrap splits training loaders automatically")),
     ],
     ids=["str", "dict", "set", "int", "scalar", "array", "loader"],
 )
@@ -92,7 +92,7 @@ def test_what_has_no_items_in_an_order_is_refused(x, text):
 
 
 def test_unknown_ways_are_refused():
-    with pytest.raises(UsageError, match="uneven='fill' is not one of 'pad', 'drop', 'join'"):
+    with pytest.raises(UsageError, match=r"uneven='fill' is not a valid value\. Choose one of: 'pad', 'drop', 'join'"):
         parwrap.shard([1], uneven="fill")
     with pytest.raises(UsageError, match="takes a DataLoader, not a list: data outside of loaders is the same on all ranks anyway"):
         parwrap.replicate([1])

@@ -36,11 +36,11 @@ def test_without_ranks_it_changes_nothing():
     [
         ({"group_sise": 2}, "parwrap.sync_bn has no option 'group_sise'; did you mean 'group_size'?"),
         ({"world": 2}, "parwrap.sync_bn has no option 'world'; it takes process_group, group_size."),
-        ({"group_size": 0}, "group_size=0 is not a number of ranks: give a whole number above 0."),
-        ({"group_size": "2"}, "group_size='2' is not a number of ranks: give a whole number above 0."),
-        ({"group_size": True}, "group_size=True is not a number of ranks: give a whole number above 0."),
-        ({"process_group": [0, 1]}, "process_group=[0, 1] is not a process group: give what torch.distributed.new_group returns, or use "),
-        ({"process_group": [0], "group_size": 2}, "parwrap.sync_bn takes process_group or group_size: both say which ranks share, so "),
+        ({"group_size": 0}, "group_size=0 is not a positive integer."),
+        ({"group_size": "2"}, "group_size='2' is not a positive integer."),
+        ({"group_size": True}, "group_size=True is not a positive integer."),
+        ({"process_group": [0, 1]}, "process_group=[0, 1] is not a process group: pass the result of torch.distributed.new_group, or use "),
+        ({"process_group": [0], "group_size": 2}, "parwrap.sync_bn takes either process_group or group_size, because both say which "),
     ],
 )
 def test_options_that_cannot_be(options, message):

@@ -153,25 +153,25 @@ def test_a_length_is_found_where_a_sample_says_it():
     [
         (
             {"length": 1.5},
-            "length=1.5 does not describe the lengths of samples: give a function from sample to length, the name or index of its field, "
-            "or a sequence of all lengths.",
+            "length=1.5 does not describe the lengths of samples: pass a function that returns the length of a sample, the name or index "
+            "of the field that has a length, or a sequence of all lengths.",
         ),
         ({"pad_value": "0"}, "pad_value='0' is not a number."),
-        ({"max_tokens": 0}, "max_tokens=0 is not a whole number above 0."),
-        ({"multiple_of": None}, "multiple_of=None is not a whole number above 0."),
+        ({"max_tokens": 0}, "max_tokens=0 is not a positive integer."),
+        ({"multiple_of": None}, "multiple_of=None is not a positive integer."),
         ({"pad_valu": 0}, "parwrap.uniform_length has no option 'pad_valu'; did you mean 'pad_value'?"),
         (
             {"length": [3, 4]},
-            "length= has 2 lengths, but the dataset of a shuffled DataLoader 50 samples. If a script has several datasets, give a "
+            "length= has 2 lengths, but the dataset of a shuffled DataLoader has 50 samples. If a script has several datasets, pass a "
             "function that takes a sample and returns its length.",
         ),
-        ({"length": "text"}, "length='text' is no field with a length in a sample, which is a tuple."),
-        ({"length": 1}, "length=1 is no field with a length in a sample, which is a tuple."),
+        ({"length": "text"}, "length='text' does not name a field with a length. Samples are of type tuple."),
+        ({"length": 1}, "length=1 does not name a field with a length. Samples are of type tuple."),
         (
             {"length": lambda sample: 2 + sample[1], "max_tokens": 2},
-            "sample 1 has 3 tokens, more than the limit of a batch, max_tokens=2: raise max_tokens, cut the sample, or drop it.",
+            "sample 1 has 3 tokens, more than the limit of a batch, max_tokens=2: raise max_tokens, or shorten or drop the sample.",
         ),
-        ({"length": type}, "length=<class 'type'> has returned <class 'tuple'> for a sample, which is not a number of tokens."),
+        ({"length": type}, "length=<class 'type'> returned <class 'tuple'> for a sample, which is not a number of tokens."),
     ],
 )
 def test_what_cannot_mean_anything_is_refused(options, text):

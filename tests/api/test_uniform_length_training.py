@@ -141,5 +141,5 @@ def test_a_pass_goes_on_from_where_it_was_left():
     assert whole == before + after
     assert 8 == len(before)
     state["facts"]["number of ranks"] = 3
-    with pytest.raises(UsageError, match="whose number of ranks was 3; this one's is 2"):
+    with pytest.raises(UsageError, match="whose number of ranks was 3, but that of this one is 2"):
         parwrap.distributed(parwrap.uniform_length(train_from))(state)

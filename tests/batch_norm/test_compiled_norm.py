@@ -253,7 +253,7 @@ def test_a_backward_never_finds_the_exchange_of_a_later_scope():
 
     assert 100 == len({number for _, number in found})
     found[-1][0].square().sum().backward()
-    with pytest.raises(UsageError, match=r"runs after its parwrap\.sync_bn has ended"):
+    with pytest.raises(UsageError, match=r"runs after parwrap\.sync_bn has ended"):
         found[0][0].square().sum().backward()
 
 

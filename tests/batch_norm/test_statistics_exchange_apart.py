@@ -126,9 +126,9 @@ def test_ranks_in_different_layers_end_with_an_error_that_names_them():
 
     said = str(error.value)
     assert said.startswith("the ranks are in different places at the same time")
-    assert "Have all ranks run the same layers in the same order, or remove @parwrap.sync_bn." in said
-    assert "is in the forward of batch norm '1' (2 channels)" in said
-    assert "is in the forward of batch norm '2' (2 channels)" in said
+    assert "Run the same layers in the same order on all ranks, or remove @parwrap.sync_bn." in said
+    assert "is in the forward pass of batch norm '1' (2 channels)" in said
+    assert "is in the forward pass of batch norm '2' (2 channels)" in said
 
 
 def test_a_rank_that_fails_ends_those_who_wait_for_it_in_a_layer(tmp_path):
@@ -156,7 +156,7 @@ def test_a_rank_that_is_stuck_is_named_after_a_while():
 
     if parwrap.rank() == 0:
         assert "parwrap: a rank has waited for more than 0.4 s." in heard.getvalue()
-        assert "Rank 0 is in the forward of batch norm '0' (2 channels)" in heard.getvalue()
+        assert "Rank 0 has been in the forward pass of batch norm '0' (2 channels)" in heard.getvalue()
 
 
 @pytest.mark.ranks(2)
@@ -169,4 +169,6 @@ def test_one_that_waits_too_long_ends_with_an_error():
         normalize(impatient)
 
     if parwrap.rank() == 0:
-        assert "rank 0 waited 0.3 s for the other ranks at the same point (the statistics of a batch norm)" in str(error.value)
+        assert "rank 0 timed out after waiting 0.3 s for the other ranks to reach the same point (the statistics of a batch norm)" in str(
+            error.value
+        )

@@ -25,7 +25,7 @@ def test_a_long_wait_is_reported_once_with_the_place_of_every_rank():
         parwrap.barrier()
     if parwrap.rank() == 0:
         assert 1 == said.getvalue().count("has waited for more than 0.4 s")
-        assert f"Rank 0 is in parwrap.barrier ({__file__}:" in said.getvalue()
+        assert f"Rank 0 has been in parwrap.barrier ({__file__}:" in said.getvalue()
         assert "Rank 1 has left random state" in said.getvalue()
         assert f"is in the script at {__file__}:" in said.getvalue()
 

@@ -51,7 +51,7 @@ def test_a_subset_of_a_fresh_permutation_in_each_epoch_is_rank_zeros(batch):
         setup = Setup()
         for _ in range(3):
             loader = DataLoader(Subset(range(100), rng.permutation(100)[:10]), batch_size=2)
-            with pytest.warns(UserWarning, match=r"the indices of a Subset differ between ranks; rank 0's are used on all of them"):
+            with pytest.warns(UserWarning, match=r"the indices of a Subset differ between ranks, so all ranks use rank 0's"):
                 seen = everyones(setup.train(loader))
 
             assert sorted(reference.permutation(100)[:10].tolist()) == seen
@@ -95,7 +95,7 @@ def test_sampler_indices_that_differ_are_rank_zeros(batched):
         sampler = SubsetRandomSampler(indices)
         options = {"batch_sampler": BatchSampler(sampler, 2, False)} if batched else {"sampler": sampler, "batch_size": 2}
         setup, loader = Setup(), DataLoader(range(100), **options)
-        with pytest.warns(UserWarning, match="the indices of a SubsetRandomSampler differ between ranks; rank 0's are used"):
+        with pytest.warns(UserWarning, match="the indices of a SubsetRandomSampler differ between ranks, so all ranks use rank 0's"):
             assert expected == everyones(setup.train(loader))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -133,7 +133,7 @@ def test_draws_that_differ_are_rank_zeros_in_every_pass(workers):
     with parwrap.distributed():
         setup = Setup()
         loader = DataLoader(range(12), batch_size=2, sampler=OwnOrder(12, parwrap.rank()), num_workers=workers)
-        with pytest.warns(UserWarning, match="a OwnOrder draws different samples on different ranks; rank 0's are used on all of them"):
+        with pytest.warns(UserWarning, match="a OwnOrder draws different samples on different ranks, so all ranks use rank 0's"):
             assert list(range(12)) == everyones(setup.train(loader))
         reference = np.random.default_rng(0)
         reference.permutation(12)
@@ -190,8 +190,7 @@ def test_files_in_another_order_are_in_rank_zeros_with_all_that_goes_by_it(tmp_p
     assert 10 == len(together)
     expected = (
         "parwrap: the ranks have the same items in different orders in the classes of a Files and the number of a Files and the files of "
-        "a Files and the labels of a Files; rank 0's order is used on all of them. os.listdir and glob return files in any order: sort "
-        "them."
+        "a Files and the labels of a Files, so all ranks use rank 0's order. os.listdir and glob return files in any order: sort them."
     )
     assert [expected] == [str(warning.message) for warning in said]
     assert [0, 0, 1, 1, 1, 2, 2, 2, 2] == dataset.labels.tolist()
@@ -237,7 +236,7 @@ def test_a_list_of_pairs_in_another_order_is_in_rank_zeros():
 def test_other_data_of_the_same_length_is_named(samples):
     dataset = TensorDataset(torch.tensor(own_rng().normal(size=(samples, 4))), torch.zeros(samples))
     before = dataset.tensors[0].clone()
-    expected = "different data of the same length in the tensors of a TensorDataset: each trains on its own"
+    expected = "different data of the same length in the tensors of a TensorDataset: each rank trains on its own data"
     with parwrap.distributed(), pytest.warns(UserWarning, match=expected) as said:
         Setup().train(DataLoader(dataset, batch_size=samples))
 
@@ -276,7 +275,7 @@ def test_the_same_data_is_compared_once_and_nothing_is_said():
         for loader in loaders * 3:
             setup.train(loader)
 
-    assert {"its first backward here"} >= set(met)
+    assert {"its first backward pass here"} >= set(met)
 
 
 @pytest.mark.ranks(2)

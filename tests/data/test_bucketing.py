@@ -183,30 +183,30 @@ def test_samples_of_one_length_are_shuffled_wholly():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "a batch has no size: give batch_size, the samples of a batch, or max_tokens, its tokens, or both."),
-        ({"batch_size": 0}, "batch_size=0 is not a whole number above 0."),
-        ({"max_tokens": 2.5}, "max_tokens=2.5 is not a whole number above 0."),
-        ({"batch_size": 2, "multiple_of": True}, "multiple_of=True is not a whole number above 0."),
-        ({"batch_size": 2, "slack": 1}, "slack=1 is not a part of the longest sample: give a number from 0 to below 1."),
+        ({}, "the batch size is not set: pass batch_size, the number of samples in a batch, or max_tokens, the number of tokens, or both."),
+        ({"batch_size": 0}, "batch_size=0 is not a positive integer."),
+        ({"max_tokens": 2.5}, "max_tokens=2.5 is not a positive integer."),
+        ({"batch_size": 2, "multiple_of": True}, "multiple_of=True is not a positive integer."),
+        ({"batch_size": 2, "slack": 1}, "slack=1 is not a fraction of the longest sample in the range [0, 1)."),
         (
             {"max_tokens": 9, "drop_last": True},
-            "drop_last drops samples that do not fill a batch, and with max_tokens batches have no fixed size: remove it.",
+            "drop_last drops samples that do not fill a batch, but with max_tokens batches have no fixed size: remove drop_last.",
         ),
         (
             {"max_tokens": 8},
-            "sample 1 has 9 tokens, more than the limit of a batch, max_tokens=8: raise max_tokens, cut the sample, or drop it.",
+            "sample 1 has 9 tokens, more than the limit of a batch, max_tokens=8: raise max_tokens, or shorten or drop the sample.",
         ),
         (
             {"max_tokens": 9, "multiple_of": 8},
-            "sample 1 has 16 tokens, more than the limit of a batch, max_tokens=9: raise max_tokens, cut the sample, or drop it.",
+            "sample 1 has 16 tokens, more than the limit of a batch, max_tokens=9: raise max_tokens, or shorten or drop the sample.",
         ),
-        ({"batch_size": 2, "rank": 1}, "num_replicas=None and rank=1: give both, or neither."),
-        ({"batch_size": 2, "rank": 2, "num_replicas": 2}, "rank=2 is not one of 2 ranks, which are counted from 0."),
+        ({"batch_size": 2, "rank": 1}, "num_replicas=None and rank=1: pass both, or neither."),
+        ({"batch_size": 2, "rank": 2, "num_replicas": 2}, "rank=2 is not in the range [0, 2)."),
         (
             {"batch_size": 2, "lengths": [1.5]},
-            "lengths has shape (1,) and dtype float64: give a whole number for each sample of the dataset.",
+            "lengths has shape (1,) and dtype float64: pass one integer for each sample of the dataset.",
         ),
-        ({"batch_size": 2, "lengths": [3, -1]}, "sample 1 has a length of -1: give a whole number from 0 for each sample."),
+        ({"batch_size": 2, "lengths": [3, -1]}, "sample 1 has a length of -1: lengths must be non-negative integers."),
     ],
 )
 def test_what_cannot_mean_anything_is_refused(options, text):

@@ -64,9 +64,10 @@ def test_what_does_not_shuffle_is_dealt_out_when_it_is_trained_on():
         assert [*range(10)] == sorted({*everyones(setup.train(source))})
 
     assert (
-        "the reader 'numbers' is read whole by every rank; now that it is trained on, its batches are divided among the ranks" in texts[0]
+        "the reader 'numbers' is read completely by every rank. Now that the loop trains on it, its batches are divided among the "
+        "ranks" in texts[0]
     )
-    assert "an external source is read whole by every rank" in texts[1]
+    assert "an external source is read completely by every rank" in texts[1]
     assert 2 == len(texts)
 
 
@@ -81,7 +82,10 @@ def test_what_differs_between_ranks_already_is_not_dealt_out():
     with parwrap.distributed(), warnings_as_texts() as texts:
         assert [first + i for i in range(4)] == flat(Setup().train(DALIGenericIterator(from_python(), ["x"])))
 
-    assert "gives different batches on different ranks, so parwrap leaves them alone: each rank trains on all that it reads" in texts[0]
+    assert (
+        "gives different batches on different ranks, so parwrap does not divide them: each rank trains on everything that it reads"
+        in texts[0]
+    )
 
 
 @pytest.mark.ranks(2)
@@ -101,14 +105,14 @@ def test_wrong_guesses_are_said_and_put_right():
         assert [*range(8)] == flat(read(also))
 
     assert "'numbers' was read to its end without training, and each rank saw only its share, because it shuffles" in texts[0]
-    assert "'numbers' was read in eval() mode or before any optimizer was built, and yet trained on" in texts[1]
-    assert "saw only its share. From its next pass on every rank sees all of it" in texts[2]
+    assert "'numbers' was read in eval() mode or before any optimizer was built, but the loop then trained on" in texts[1]
+    assert "saw only its share. From the next pass on, every rank reads all of it" in texts[2]
     assert 3 == len(texts)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "problem", ["different numbers of samples on different ranks: {'numbers': 8} on rank 0", "the same in another order"]
+    "problem", ["different numbers of samples on different ranks: {'numbers': 8} on rank 0", "the same files in a different order"]
 )
 def test_files_that_differ_between_ranks(problem):
     files = written(8)[:: 1 - 2 * parwrap.rank()] if "order" in problem else written(8 + parwrap.rank())

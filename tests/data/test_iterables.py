@@ -215,7 +215,7 @@ class AskingLate(Numbers):
 @pytest.mark.ranks(2)
 def test_a_dataset_that_asks_too_late_is_refused():
     text = (
-        r"AskingLate asks for the number of workers or ranks after it has yielded its first sample.*give its loader to parwrap\.replicate"
+        r"AskingLate asks for the number of workers or ranks after it has yielded its first sample.*pass its loader to parwrap\.replicate"
     )
     with pytest.raises(UsageError, match=text), parwrap.distributed():
         trained(DataLoader(AskingLate(2), batch_size=1))

@@ -204,9 +204,9 @@ def test_a_rank_that_leaves_out_its_part_of_a_batch_alone_is_an_error_that_names
     ended = run(tmp_path, SKIPS.format(bad=bad, decision="loss"), *ON_TWO_RANKS)
 
     assert ended.returncode
-    assert "RankMismatchError: the ranks are in backwards of different batches" in ended.stderr
+    assert "RankMismatchError: the ranks run backward passes of different batches" in ended.stderr
     assert re.search(r"rank 0 is at backward \(\S+train.py:15, batch \d\); rank 1 is at .*py:15, batch \d\)", ended.stderr)
-    assert "decide alike, by parwrap.reduce_mean(loss)" in ended.stderr
+    assert "the same decision on all ranks, for example from parwrap.reduce_mean(loss)" in ended.stderr
 
 
 def test_with_the_mean_of_the_loss_all_ranks_leave_out_the_batch_as_one_process_does(tmp_path):
@@ -238,11 +238,11 @@ def test_batches_of_a_sampler_of_the_scripts_own_are_said_to_be_cut():
 
         texts = [str(each.message) for each in said if "cuts each batch of a Episodes into 2 parts" in str(each.message)]
         assert expected == len(texts), texts
-        assert all(re.search(r'test_kept_batches.py:\d+.* give batch="per_rank", which deals out whole batches', text) for text in texts)
+        assert all(re.search(r'test_kept_batches.py:\d+.* use batch="per_rank"', text) for text in texts)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.filterwarnings("ignore:.*come from no backward")
+@pytest.mark.filterwarnings("ignore:.*were not computed by backward")
 def test_gradients_by_autograd_grad_of_a_kept_batch_are_said():
     trained = Trained()
     parameters = list(trained.model.parameters())
@@ -254,5 +254,7 @@ def test_gradients_by_autograd_grad_of_a_kept_batch_are_said():
 
     with parwrap.distributed(batch="global"):
         kept = [batch for batch in DataLoader(numbers(21), batch_size=8) if not trained.step(*batch)]
-        with pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ may cover several batches, or one of several that were kept"):
+        with pytest.warns(
+            UserWarning, match=r"test_kept_batches.py:\d+ belongs to: it may cover several batches, or one of several that the script kept"
+        ):
             step_without_backward(*kept[-1])

@@ -43,7 +43,7 @@ def test_a_length_that_was_given_for_a_share_and_turns_out_whole_is_said():
         setup.train(train)
         with (
             torch.no_grad(),
-            pytest.warns(UserWarning, match=r"was 4 before its first pass.*and now it is 8: the loader is only looked at.*eval\(\)"),
+            pytest.warns(UserWarning, match=r"was 4 before its first pass.*but is 8 now: the loader is not trained on.*eval\(\)"),
         ):
             list(test)
 
@@ -59,7 +59,7 @@ def test_a_length_that_is_asked_for_in_an_evaluation_before_any_training_is_said
         assert 4 == len(test)  # as of a loader that will be trained on
         with (
             torch.no_grad(),
-            pytest.warns(UserWarning, match=r"was 4 before its first pass.*and now it is 8: the loader is only looked at"),
+            pytest.warns(UserWarning, match=r"was 4 before its first pass.*but is 8 now: the loader is not trained on"),
         ):
             list(test)
 
@@ -69,7 +69,7 @@ def test_a_length_that_was_given_for_the_whole_and_turns_out_a_share_is_said():
     with parwrap.distributed():
         setup, other, train = Setup(), DataLoader(range(8), shuffle=True), DataLoader(range(10))
         lengths = len(other), len(train)
-        with pytest.warns(UserWarning, match=r"was 10 before its first pass.*and now it is 5: the loader is trained on.*this rank's share"):
+        with pytest.warns(UserWarning, match=r"was 10 before its first pass.*but is 5 now: the loader is trained on.*this rank's share"):
             setup.train(train)
 
         assert (4, 10) == lengths

@@ -109,7 +109,7 @@ def test_the_users_own_distributed_sampler_is_kept_and_its_epochs_are_the_users(
 
             assert list(sampler) == setup.train(loader)
         assert 5 == len(loader)
-    said = "parwrap: a DataLoader has its own DistributedSampler, for 2 replicas: it is kept."
+    said = "parwrap: a DataLoader has its own DistributedSampler for 2 replicas: it is kept."
     assert parwrap.is_rank_zero() == (heard.getvalue().count(said) == 1)
 
 
@@ -134,7 +134,7 @@ def test_own_distributed_samplers_that_all_ranks_made_for_rank_zero_become_each_
     with parwrap.distributed():
         setup, sampler = Setup(), DistributedSampler(range(10), num_replicas=2, rank=0)
         loader = DataLoader(range(10), batch_size=1, sampler=sampler)
-        with pytest.warns(UserWarning, match="made with rank=0 on more than one rank, so that they would train on the same share"):
+        with pytest.warns(UserWarning, match="made with rank=0 on more than one rank, so these ranks would train on the same share"):
             seen = setup.train(loader)
         expected = list(DistributedSampler(range(10), num_replicas=2, rank=parwrap.rank()))
 
@@ -222,7 +222,7 @@ def test_a_subset_that_differs_by_rank_becomes_rank_zeros_with_a_warning():
     indices = [3, 1, 4, 5] if parwrap.rank() == 0 else [9, 2, 6, 8]
     with parwrap.distributed():
         loader = DataLoader(Subset(range(10), indices), shuffle=True)
-        with pytest.warns(UserWarning, match="indices of a Subset differ between ranks; rank 0's are used"):
+        with pytest.warns(UserWarning, match="indices of a Subset differ between ranks, so all ranks use rank 0's"):
             seen = Setup().train(loader)
 
         assert [1, 3, 4, 5] == everyones(seen)

@@ -16,7 +16,7 @@ import parwrap
 from parwrap.data import unread
 from trained_on import Setup, everyones
 
-NOTE = "sums and counts equal those of one process"
+NOTE = "Sums and counts equal those of one process"
 
 
 def looks(match=NOTE):
@@ -197,7 +197,7 @@ def test_a_loop_that_draws_ahead_trains_on_its_share(by):
 def test_a_loop_that_draws_all_of_its_share_ahead_is_said_to_and_trains_on_it_from_then_on():
     with parwrap.distributed(seed=4):
         setup, loader = Setup(), DataLoader(range(14), batch_size=4, shuffle=True)
-        with pytest.warns(UserWarning, match="drawn ahead to the end of this rank's share before its first backward"):
+        with pytest.warns(UserWarning, match="read a DataLoader to the end of this rank's share before its first backward"):
             setup.train(ahead(loader, 1))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -239,7 +239,7 @@ def test_losses_that_are_kept_in_a_pass_and_never_trained_on_are_said_to_be_of_a
 
 @pytest.mark.ranks(2)
 def test_a_look_that_is_broken_off_is_said_once_it_is_known_to_be_one():
-    with looks("2 batches of a DataLoader were read .* without a backward, and each rank saw others"), parwrap.distributed():
+    with looks("2 batches of a DataLoader were read .* without a backward, and each rank read different ones"), parwrap.distributed():
         setup, loader = Setup(), DataLoader(range(37), batch_size=4, shuffle=True)
         seen = [batch.tolist() for _, batch in zip(range(2), loader, strict=False)]
     assert 2 == len(seen), setup
@@ -304,7 +304,7 @@ def test_a_single_process_reads_as_it_always_does():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kept", [True, False])
 def test_where_batches_are_kept_it_is_said_that_training_on_them_is_no_faster(kept):
-    match = "every rank trains on all of them, which is no faster" if kept else "(?<!which is no faster).* With torch.no_grad"
+    match = "every rank trains on all of them, which is no faster" if kept else "(?<!which is no faster).* wrap the loop in torch.no_grad"
     with parwrap.distributed(), looks(match) as said:
         setup, loader = Setup(), DataLoader(TensorDataset(torch.arange(20.0)), batch_size=4)
         batches = list(loader) if kept else [x.sum().item() for (x,) in loader]

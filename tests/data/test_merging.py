@@ -123,7 +123,7 @@ def test_the_result_of_the_only_part_is_left_alone(reduce):
     assert result is merged(reduce, [Part(result, [Passed([3])])])
 
 
-WHOLE = "is a whole number, and the mean of the ranks' counts is not the count of a single process: use reduce='sum' for it"
+WHOLE = "is an integer, and the mean of the ranks' counts is not the count of a single process: use reduce='sum' for it"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ WHOLE = "is a whole number, and the mean of the ranks' counts is not the count o
     [
         ("mean", {"n": 3}, {"n": 3}, f"evaluate(reduce='mean'): the result['n'] {WHOLE}"),
         ("mean", torch.tensor(3), torch.tensor(3), f"evaluate(reduce='mean'): the result {WHOLE}"),
-        ("gather", [1], (1,), "evaluate(reduce='gather'): the result is of another type on other ranks: list, tuple."),
+        ("gather", [1], (1,), "evaluate(reduce='gather'): the result has a different type on other ranks: list, tuple."),
         ("gather", 3, 4, "evaluate(reduce='gather'): the result is a number, 3: return a list or a tensor, or use 'sum' or"),
         ("gather", torch.tensor(3.0), torch.tensor(3.0), "has shapes that cannot be concatenated along the first dimension: [], []."),
         (
@@ -140,35 +140,35 @@ WHOLE = "is a whole number, and the mean of the ranks' counts is not the count o
             torch.ones(1, 3),
             "the result has shapes that cannot be concatenated along the first dimension: [1,",
         ),
-        ("sum", "a", "b", "evaluate(reduce='sum'): the result is another on other ranks: 'a', 'b'. Give a function as reduce."),
+        ("sum", "a", "b", "evaluate(reduce='sum'): the result is another on other ranks: 'a', 'b'. Pass a function as reduce."),
         (
             "sum",
             (True,),
             (False,),
-            "evaluate(reduce='sum'): the result[0] is another on other ranks: True, False. Give",
+            "evaluate(reduce='sum'): the result[0] is another on other ranks: True, False. Pass",
         ),
-        ("sum", torch.tensor([True]), torch.tensor([True]), "the result is of bool, which has no sum: give a function as reduce."),
-        ("sum", [1], [1, 2], "evaluate(reduce='sum'): the result has another length on other ranks: 1, 2."),
+        ("sum", torch.tensor([True]), torch.tensor([True]), "the result is of type bool, which has no sum: pass a function as reduce."),
+        ("sum", [1], [1, 2], "evaluate(reduce='sum'): the result has a different length on other ranks: 1, 2."),
         (
             "sum",
             torch.ones(1),
             torch.ones(2),
-            "the result has another shape on other ranks: [1], [2]. For predictions, use",
+            "the result has a different shape on other ranks: [1], [2]. For predictions, use",
         ),
         ("sum", {1}, {2}, "evaluate(reduce='sum'): the result is a set, which cannot be merged: return numbers,"),
         (
             "mean",
             {"a": 1.0},
             {"b": 1.0},
-            "evaluate(reduce='mean'): the result has other keys on other ranks: use reduce='sum', or",
+            "evaluate(reduce='mean'): the result has different keys on other ranks: use reduce='sum', or",
         ),
         (
             {"a": "sum"},
             {"a": 1, "b": 2},
             {"a": 1, "b": 2},
-            "reduce={'a': 'sum'} does not fit the result, {'a': 1, 'b': 2}: give",
+            "reduce={'a': 'sum'} does not match the result, {'a': 1, 'b': 2}: pass",
         ),
-        (("sum",), 1, 2, "reduce=('sum',) does not fit the result, 1: give a reduction for each of its entries."),
+        (("sum",), 1, 2, "reduce=('sum',) does not match the result, 1: pass one reduction for each of its entries."),
         (
             "sum",
             Report(1.0, (None,)),
@@ -188,7 +188,7 @@ def test_parts_of_several_loaders_must_be_in_proportion_for_a_mean():
 
     assert 2.0 == merged("mean", two_loaders((8, 4)))
     with pytest.raises(
-        UsageError, match=re.escape("reads several loaders, of which the ranks have parts of different proportions ([4, 2]")
+        UsageError, match=re.escape("reads several loaders, and the ranks' parts of them have different proportions ([4, 2]")
     ):
         merged("mean", two_loaders((2, 2)))
 
@@ -197,7 +197,10 @@ def test_items_that_may_be_samples_or_batches_cannot_be_weighted():
     parts = [Part(value, [Passed([1, 1], rows=rows)]) for value, rows in ((1.0, 8), (2.0, 6))]
 
     assert 1.5 == merged("mean", [part._replace(passes=[Passed([1, 1], rows=8)]) for part in parts])
-    with pytest.raises(UsageError, match="a loader with batch_size=None yields items of different sizes, and whether one is a sample or a"):
+    with pytest.raises(
+        UsageError,
+        match="a loader with batch_size=None yields items of different sizes, and it is unknown whether an item is a sample or a",
+    ):
         merged("mean", parts)
 
 
@@ -215,5 +218,5 @@ def test_what_may_be_predictions_is_averaged_with_a_warning(predictions):
         Part(predictions, [Passed([2])]),
         Part(type(predictions)([3.0, 4.0]) if isinstance(predictions, list) else predictions + 2, [Passed([2])]),
     ]
-    with pytest.warns(UserWarning, match="the result has as many entries as each rank has read samples, 2, .*use reduce='gather'"):
+    with pytest.warns(UserWarning, match="the result has as many entries as each rank read samples, 2, .*use reduce='gather'"):
         assert [2.0, 3.0] == list(merged("mean", parts))

@@ -130,8 +130,8 @@ def test_worker_processes_pad(method):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: pad_collate(multiple_of=0), "multiple_of=0 is not a whole number above 0."),
-        (lambda: pad_collate(fields="x"), "fields='x' is one name: give a list of them, as in ['x']."),
+        (lambda: pad_collate(multiple_of=0), "multiple_of=0 is not a positive integer."),
+        (lambda: pad_collate(fields="x"), "fields='x' is a single name: pass a list of names, such as ['x']."),
         (
             lambda: pad_collate()([(torch.ones(3, 4), 0), (torch.ones(2, 5), 1)]),
             "the field 0 of a batch have shapes (2, 5) and (3, 4): only the first dimension can be padded, so the others must be equal.",
@@ -209,12 +209,12 @@ def test_whole_numbers_among_others_are_made_what_the_others_are(samples):
 
 def test_a_collate_fn_that_was_not_made_yet_is_refused():
     with pytest.raises(
-        UsageError, match=r"is not a number, or a dict of numbers by field\. In a DataLoader, write collate_fn=pad_collate\(\)"
+        UsageError, match=r"is neither a number nor a dict from field to number\. In a DataLoader, write collate_fn=pad_collate\(\)"
     ):
         next(iter(DataLoader([[1], [2, 3]], batch_size=2, collate_fn=pad_collate)))
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(0.5, torch.int64), (-1, torch.uint8)])
 def test_a_value_that_the_dtype_has_not_is_refused(value, dtype):
-    with pytest.raises(UsageError, match=rf"sequences of {dtype} cannot be padded with {value}: give another pad_value, or convert them"):
+    with pytest.raises(UsageError, match=rf"sequences of {dtype} cannot be padded with {value}: choose another pad_value, or convert them"):
         pad_collate(pad_value=value)([torch.ones(1, dtype=dtype), torch.ones(2, dtype=dtype)])

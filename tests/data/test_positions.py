@@ -254,12 +254,12 @@ def test_passes_that_are_not_dealt_out_by_index_go_on_with_as_many_ranks_only():
         stream["facts"]["number of ranks"] = 3
         parwrap.loaders(loader)[0].load_state_dict(stream)
         with pytest.raises(
-            UsageError, match=r"whose number of ranks was 3; this one's is 2\. Only passes whose indices parwrap deals out can"
+            UsageError, match=r"whose number of ranks was 3, but that of this one is 2\. Only a loader whose sampler parwrap replaces can"
         ):
             iter(loader)
         loader = DataLoader(range(SAMPLES), 4, sampler=DistributedSampler(range(SAMPLES), 2, parwrap.rank()))
         parwrap.loaders(loader)[0].load_state_dict(own)
         with pytest.raises(
-            UsageError, match=r"whose sampler's epoch was 1; this one's is 0\. Call the set_epoch of its DistributedSampler"
+            UsageError, match=r"whose sampler's epoch was 1, but that of this one is 0\. Call the set_epoch of its DistributedSampler"
         ):
             iter(loader)

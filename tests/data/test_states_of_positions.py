@@ -86,16 +86,16 @@ class Aimless(Sampler):
 @pytest.mark.parametrize(
     ("before", "now", "message"),
     [
-        ({"dataset": range(40)}, {}, r"whose dataset's length was 40; this one's is 46\."),
-        ({}, {"shuffle": True}, r"whose order was as it is; this one's is shuffled\."),
+        ({"dataset": range(40)}, {}, r"whose dataset's length was 40, but that of this one is 46\."),
+        ({}, {"shuffle": True}, r"whose order was as it is, but that of this one is shuffled\."),
         (
             {"dataset": Stream()},
             {},
-            r"another kind of DataLoader, one over an IterableDataset; this is one with a sampler of its own\. .*lists",
+            r"another kind of DataLoader, one over an IterableDataset; this is one with its own sampler\. .*lists",
         ),
-        ({}, {"dataset": Stream()}, r"another kind of DataLoader, one with a sampler of its own; this is one over an IterableDataset\."),
-        ({"dataset": Stream(), "num_workers": 1}, {"dataset": Stream()}, r"whose number of workers was 1; this one's is 0\."),
-        ({}, {"batch_size": 3}, r"does not repeat its draws from before its state was taken: number 1 of the pass differs"),
+        ({}, {"dataset": Stream()}, r"another kind of DataLoader, one with its own sampler; this is one over an IterableDataset\."),
+        ({"dataset": Stream(), "num_workers": 1}, {"dataset": Stream()}, r"whose number of workers was 1, but that of this one is 0\."),
+        ({}, {"batch_size": 3}, r"does not repeat what it drew before its state was saved: index 1 of the pass differs"),
         ({"sampler": Aimless()}, {"sampler": Aimless()}, r"it must draw from torch, np\.random or random while nothing else does"),
         (
             {"sampler": RandomSampler(range(SAMPLES), generator=torch.Generator())},
@@ -122,18 +122,18 @@ def test_what_is_no_state_is_refused(state, what):
     loader = DataLoader(range(3))
     with (
         parwrap.distributed(),
-        pytest.raises(UsageError, match=rf"takes the result of state_dict\(\) of parwrap\.loaders\(\), not {what}"),
+        pytest.raises(UsageError, match=rf"takes what the state_dict\(\) of a loader in parwrap\.loaders\(\) returned, not {what}"),
     ):
         parwrap.loaders(loader)[0].load_state_dict(state)
 
 
 def test_where_there_is_nothing_to_list_it_is_said():
     with pytest.raises(
-        UsageError, match=r"lists the training loaders of a function or script that parwrap\.distributed runs, but none runs here"
+        UsageError, match=r"lists the training loaders of a function or script that parwrap\.distributed runs, but none is running here"
     ):
         parwrap.loaders()
     with parwrap.distributed():
-        with pytest.raises(UsageError, match=r"no DataLoader was trained on yet.* name the loader: parwrap\.loaders\(train_loader\)\[0\]"):
+        with pytest.raises(UsageError, match=r"no DataLoader was trained on yet.* pass the loader: parwrap\.loaders\(train_loader\)\[0\]"):
             parwrap.loaders()
         with pytest.raises(UsageError, match=r"parwrap\.loaders takes DataLoaders, not a list"):
             parwrap.loaders([1])
@@ -150,7 +150,7 @@ def test_a_loader_that_two_passes_read_is_at_no_place():
     with parwrap.distributed():
         loader, position, *_reading = reading()
         other = iter(loader)
-        with pytest.raises(UsageError, match="two training passes over one DataLoader are open, so that it has no single position"):
+        with pytest.raises(UsageError, match="two training passes over one DataLoader are open, so it has no single position"):
             position.state_dict()
         del other
         with pytest.raises(UsageError, match="are open"):
@@ -208,7 +208,7 @@ def test_a_state_that_torchdata_has_taken_itself_is_refused_in_training():
     with parwrap.distributed():
         loader, setup = StatefulDataLoader(range(SAMPLES), batch_size=4), Setup()
         loader.load_state_dict(state)
-        with pytest.raises(UsageError, match="a StatefulDataLoader got a state that was taken without parwrap, which does not contain"):
+        with pytest.raises(UsageError, match="a StatefulDataLoader got a state that was saved without parwrap, which does not contain"):
             iter(loader)
         with torch.no_grad():  # as it does without parwrap
             assert [4, 5, 6, 7] == next(iter(loader)).tolist()

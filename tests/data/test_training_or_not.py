@@ -35,7 +35,7 @@ def test_a_loader_trained_on_in_eval_mode_is_shared_out_from_its_next_pass_on():
     with parwrap.distributed():
         setup, loader = Setup(), DataLoader(range(8), batch_size=2)
         setup.model.eval()
-        with pytest.warns(UserWarning, match="and yet trained on"):
+        with pytest.warns(UserWarning, match="but the loop then trained on"):
             assert list(range(8)) == setup.train(loader)
         assert list(range(8)) == everyones(setup.train(loader))
 
@@ -44,7 +44,7 @@ def test_a_loader_trained_on_in_eval_mode_is_shared_out_from_its_next_pass_on():
 def test_a_loader_only_looked_at_in_train_mode_is_seen_whole():
     with parwrap.distributed():
         setup, loader = Setup(), DataLoader(range(8), batch_size=2)
-        with pytest.warns(UserWarning, match="share first and then the rest.* len.. was 2 .* of the whole is 4"):
+        with pytest.warns(UserWarning, match="share first and then the rest.* len.. was 2 .* of all the data is 4"):
             seen = [torch.cat(list(loader)).tolist(), torch.cat(list(loader)).tolist()]
         assert [list(range(8))] * 2 == [sorted(each) for each in seen]
         assert list(range(8)) == everyones(setup.train(loader))

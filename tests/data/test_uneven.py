@@ -197,7 +197,7 @@ def test_a_sample_that_goes_by_a_name_counts_as_one_however_long_that_is():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch_size": 1}, r'uneven="drop" leaves no data to train on: a DataLoader has 2 samples for 3 ranks\. Give uneven="pad"'),
+        ({"batch_size": 1}, r'uneven="drop" leaves no data to train on: a DataLoader has 2 samples for 3 ranks\. Use uneven="pad"'),
         ({"batch_sampler": Varying([1, 1])}, "a DataLoader has 2 batches for 3 ranks"),
     ],
 )

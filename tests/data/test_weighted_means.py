@@ -345,5 +345,5 @@ def test_copies_of_pieces_that_may_have_been_chosen_are_said():
                 functional.cross_entropy(model(x[piece]), y[piece].clone()).backward()
             optimizer.step()
 
-    with parwrap.distributed(batch="global"), pytest.warns(UserWarning, match=r"test_weighted_means.py:\d+ is over fewer .*batch_size"):
+    with parwrap.distributed(batch="global"), pytest.warns(UserWarning, match=r"test_weighted_means.py:\d+ has fewer .*batch_size"):
         train()

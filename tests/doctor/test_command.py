@@ -92,7 +92,7 @@ def test_alone_as_json_with_launch_variables_half_set(doctor):
     assert (1, 1) == (code, told["exit_code"])
     assert "Traceback" not in stderr
     assert half_set["serious"]
-    assert "`python -m parwrap.run` starts several" in half_set["remedy"]
+    assert "To start several, use `python -m parwrap.run`" in half_set["remedy"]
     assert {"RANK": "1"} == told["ranks"][0]["launch"]["variables"]
     assert ("forked", 2, None, 5, True) == (
         *(test[name] for name in ("by", "ranks", "failure")),
@@ -118,17 +118,17 @@ def test_a_hang_between_launched_ranks_ends_in_time_and_tells_where_they_are(doc
     (code, stdout, _), (other_code, other_stdout, other_stderr) = map(ended, ranks)
 
     assert (1, 1, "") == (code, other_code, other_stdout)
-    assert re.search(r"^problem    the self test over gloo failed: .*(Timed out|no end)", stdout, re.MULTILINE)
+    assert re.search(r"^problem    the self test with gloo failed: .*(Timed out|not finished)", stdout, re.MULTILINE)
     assert "; rank 0 at: all-reduce of 256 KB; rank 1 at: all-reduce of 16 KB. Remedy: " in stdout
     assert re.search(r"^ +16 KB .*GB/s$", stdout, re.MULTILINE)
-    assert re.search(r"^parwrap.doctor: rank 1 on \S+, at: all-reduce of 16 KB: no end after 6 s$", other_stderr, re.MULTILINE)
+    assert re.search(r"^parwrap.doctor: rank 1 on \S+, at: all-reduce of 16 KB: not finished after 6 s$", other_stderr, re.MULTILINE)
 
 
 def test_a_hang_of_forked_ranks_ends_in_time(doctor):
     code, stdout, _ = ended(doctor("-c", STUCK, "4"))
 
     assert 1 == code
-    assert re.search(r"^problem    the self test over gloo failed: .*rank 1 at: all-reduce of 16 KB. Remedy: ", stdout, re.MULTILINE)
+    assert re.search(r"^problem    the self test with gloo failed: .*rank 1 at: all-reduce of 16 KB. Remedy: ", stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -139,7 +139,7 @@ def test_a_rank_that_never_comes(doctor, as_rank, rank):
     assert 1 == code
     assert f"rank {rank}" in printed[rank]
     assert f"at: waiting for all ranks to meet at 127.0.0.1:{variables['MASTER_PORT']}" in printed[rank]
-    assert "Remedy: see that all ranks were started, and that each machine reaches" in printed[0] or rank == 1
+    assert "Remedy: check that all ranks were started, and that each machine can reach" in printed[0] or rank == 1
     assert "frame #" not in printed[1]
 
 

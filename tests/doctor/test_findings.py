@@ -67,13 +67,21 @@ def test_a_sound_machine_has_no_problem():
     [
         ({"memory": {"shared": 64 * 2**20, "shared_free": 63 * 2**20}}, "/dev/shm has 63 MB free of 64 MB", "--shm-size=8g"),
         ({"limits": {"open_files": 256}}, "only 256 files may be open", "ulimit -n 524288"),
-        ({"limits": {"open_files": 256, "open_files_most": 512}}, "only 256 files", "have the hard limit, 512, raised"),
-        ({"network": {"infiniband": ["mlx5_0"]}}, "InfiniBand (mlx5_0), and only 8 MB of memory may be locked", "ulimit -l unlimited"),
-        ({"network": {"address": None, "addresses": []}}, "node7, leads to no address, so gloo", "GLOO_SOCKET_IFNAME=eth1, or give node7"),
-        ({"network": {"address": None, "addresses": ["10.9.9.9"]}}, "leads to 10.9.9.9, which is not this machine", "/etc/hosts"),
-        ({"network": {"gloo": "ib0", "address": None}}, "GLOO_SOCKET_IFNAME names ib0, and this machine has lo, docker0, eth1", "=eth1"),
-        ({"network": {"nccl": "ib,mlx"}}, "NCCL_SOCKET_IFNAME=ib,mlx fits none", "export NCCL_SOCKET_IFNAME=eth1"),
-        ({"network": {"nccl": "=eth"}}, "NCCL_SOCKET_IFNAME==eth fits none", "export NCCL_SOCKET_IFNAME=eth1"),
+        ({"limits": {"open_files": 256, "open_files_most": 512}}, "only 256 files", "raise the hard limit, 512"),
+        ({"network": {"infiniband": ["mlx5_0"]}}, "InfiniBand (mlx5_0), but only 8 MB of memory may be locked", "ulimit -l unlimited"),
+        (
+            {"network": {"address": None, "addresses": []}},
+            "node7, does not resolve to an address, so gloo",
+            "GLOO_SOCKET_IFNAME=eth1, or map node7",
+        ),
+        (
+            {"network": {"address": None, "addresses": ["10.9.9.9"]}},
+            "resolves to 10.9.9.9, which is not an address of this machine",
+            "/etc/hosts",
+        ),
+        ({"network": {"gloo": "ib0", "address": None}}, "GLOO_SOCKET_IFNAME names ib0, but this machine has lo, docker0, eth1", "=eth1"),
+        ({"network": {"nccl": "ib,mlx"}}, "NCCL_SOCKET_IFNAME=ib,mlx does not match any", "export NCCL_SOCKET_IFNAME=eth1"),
+        ({"network": {"nccl": "=eth"}}, "NCCL_SOCKET_IFNAME==eth does not match any", "export NCCL_SOCKET_IFNAME=eth1"),
         ({"cores": {"quota": 4.0}}, "1 rank computes with 64 threads, and its cgroup's limit is 4 cores", "OMP_NUM_THREADS=4"),
         (
             {"launch": Launch(0, 8, 0, 8, launcher="mpi")},
@@ -91,10 +99,14 @@ def test_a_sound_machine_has_no_problem():
             "each rank use 1 core of 64",
             "--cpus-per-task",
         ),
-        ({"device_error": "local rank 2 has no GPU to itself: 2 visible (0, 1). Start fewer."}, "local rank 2 has no GPU", "Start fewer"),
-        ({"gpus": Gpus(present=True)}, "an NVIDIA GPU and no driver is loaded", "until `nvidia-smi` lists"),
+        (
+            {"device_error": "local rank 2 has no GPU of its own: only 2 visible (0, 1). Start fewer."},
+            "local rank 2 has no GPU",
+            "Start fewer",
+        ),
+        ({"gpus": Gpus(present=True)}, "an NVIDIA GPU, but no driver is loaded", "check that `nvidia-smi` lists"),
         ({"gpus": Gpus(driver="550.1"), "versions": {"cuda": None}}, "torch 2.13.0 was built without CUDA", "pytorch.org"),
-        ({"gpus": Gpus(driver="470.1", error="driver too old")}, "built for CUDA 12.8, can use no GPU", "update it"),
+        ({"gpus": Gpus(driver="470.1", error="driver too old")}, "built for CUDA 12.8, cannot use a GPU", "update it"),
     ],
 )
 def test_one_thing_is_wrong(parts, problem, remedy):
@@ -132,7 +144,7 @@ def test_nothing_is_wrong(parts):
         ({"gpus": Gpus()}, "built for CUDA 12.8 and there is no GPU driver, so ranks train on the CPU"),
         ({"gpus": Gpus(), "versions": {"cuda": "rocm 6.4"}}, "torch was built for ROCm 6.4 and there is no GPU driver"),
         ({"gpus": Gpus(driver="570.1", visible="")}, "CUDA_VISIBLE_DEVICES='' hides the GPUs"),
-        ({"network": {"address": "127.0.1.1", "interface": "lo"}}, "(its name, node7, leads to 127.0.1.1)"),
+        ({"network": {"address": "127.0.1.1", "interface": "lo"}}, "(its host name, node7, resolves to 127.0.1.1)"),
     ],
 )
 def test_what_is_only_worth_knowing_is_no_error(parts, problem):
@@ -145,8 +157,8 @@ def test_what_is_only_worth_knowing_is_no_error(parts, problem):
 @pytest.mark.parametrize(
     ("variables", "problem", "remedy"),
     [
-        ({"RANK": "1"}, "RANK is set but WORLD_SIZE and LOCAL_RANK are not, so", "unset RANK: this is then one rank"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 and WORLD_SIZE=2 number the nodes of a job", "start those of this node with"),
+        ({"RANK": "1"}, "RANK is set but WORLD_SIZE and LOCAL_RANK are not, so", "unset RANK: it then runs as one rank"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 and WORLD_SIZE=2 number the nodes of a job", "start the ranks of this node with"),
     ],
 )
 def test_launch_variables_that_are_half_set_are_told_with_the_words_of_the_error(variables, problem, remedy):
@@ -161,7 +173,7 @@ def test_launch_variables_that_are_half_set_are_told_with_the_words_of_the_error
 
 
 def test_an_error_without_advice_gets_some():
-    (finding,) = found(changed(launch={"error": "RANK=4 is not below WORLD_SIZE=2: ranks are counted from 0."}))
+    (finding,) = found(changed(launch={"error": "RANK=4 is not less than WORLD_SIZE=2: ranks start at 0."}))
 
     assert "python -m parwrap.run" in finding.remedy
 
@@ -170,7 +182,7 @@ def test_the_loopback_is_an_error_on_several_machines():
     loopback = {"address": "127.0.1.1", "interface": "lo"}
     findings = found(*launched("node7", "node8", network=loopback), test=replace(TESTED, by="launched"))
 
-    assert ["gloo listens at the loopback"] * 2 == [finding.problem[:28] for finding in findings]
+    assert ["gloo listens on the loopback"] * 2 == [finding.problem[:28] for finding in findings]
     assert all(finding.serious and "export GLOO_SOCKET_IFNAME=eth1 on every machine" == finding.remedy for finding in findings)
 
 
@@ -202,7 +214,7 @@ def test_what_differs_between_ranks_is_named_with_its_ranks():
 def test_wrong_sums():
     (finding,) = found(test=replace(TESTED, rows=[*TESTED.rows, Row(2**22, 1e-3, 1e9, 1e9, False)]))
 
-    assert "all-reduces over nccl give wrong sums, for 4 MB" == finding.problem
+    assert "all-reduces with nccl return wrong sums for 4 MB" == finding.problem
     assert "NCCL_P2P_DISABLE=1" in finding.remedy
 
 
@@ -219,19 +231,19 @@ def test_clocks():
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({"rows": [], "missing": [3], "stages": {0: "sending rank 0 its facts"}}, "see that all ranks were started"),
+        ({"rows": [], "missing": [3], "stages": {0: "sending rank 0 its facts"}}, "check that all ranks were started"),
         ({"stages": {0: "all-reduce of 1 KB"}}, "NCCL_DEBUG=INFO"),
-        ({"failure": "no end after 60 s: Connection reset by peer"}, "see why a rank has ended"),
+        ({"failure": "not finished after 60 s: Connection reset by peer"}, "find out why a rank ended"),
         ({"backend": "gloo"}, "GLOO_SOCKET_IFNAME"),
-        ({"failure": "no end after 60 s: Unable to find address for: lo", "rows": []}, "ip link set lo up"),
-        ({"by": "forked", "rows": []}, "what the ranks have printed above"),
+        ({"failure": "not finished after 60 s: Unable to find address for: lo", "rows": []}, "ip link set lo up"),
+        ({"by": "forked", "rows": []}, "what the ranks printed above"),
     ],
 )
 def test_a_failure_is_told_with_where_ranks_are(changes, remedy):
-    test = replace(TESTED, **{"by": "launched", "failure": "no end after 60 s", **changes})
+    test = replace(TESTED, **{"by": "launched", "failure": "not finished after 60 s", **changes})
     (finding,) = found(*launched("node7", "node8"), test=test)
 
-    assert f"the self test over {test.backend} failed: no end after 60 s" in finding.problem
+    assert f"the self test with {test.backend} failed: not finished after 60 s" in finding.problem
     assert remedy in finding.remedy
     assert all(f"rank {rank} at: {stage}" in finding.problem for rank, stage in test.stages.items())
-    assert all(f"rank {rank} did not come" in finding.problem for rank in test.missing)
+    assert all(f"rank {rank} did not join" in finding.problem for rank in test.missing)

@@ -179,7 +179,7 @@ def test_a_driver_that_hangs_or_kills_is_told(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(gathering, "DRIVER_TIMEOUT", 0.2)
     monkeypatch.setattr(gathering, "_answer", lambda answer: __import__("time").sleep(60))
-    assert "the driver does not answer in 0.2 s" == find_gpus({}).error
+    assert "the driver did not answer within 0.2 s" == find_gpus({}).error
 
     monkeypatch.setattr(gathering, "DRIVER_TIMEOUT", 30)
     monkeypatch.setattr(gathering, "_answer", lambda answer: os._exit(7))

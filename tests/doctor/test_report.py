@@ -31,14 +31,14 @@ cores      16 usable of 64, limited to 32 cores' time; torch computes with 4 thr
 GPUs       0: NVIDIA H100, 80 GB; 1: NVIDIA H100, 80 GB; no peer access between 0-1; NVIDIA driver 570.86.15
                    GPU0    GPU1
            GPU0     X      SYS
-network    gloo listens at eth1 (10.0.0.7), where the name of the host leads; NCCL_SOCKET_IFNAME=eth1; InfiniBand mlx5_0
+network    gloo listens at eth1 (10.0.0.7), where the host name resolves to; NCCL_SOCKET_IFNAME=eth1; InfiniBand mlx5_0
 launch     torchrun: 4 ranks; rank 0 has RANK=0 WORLD_SIZE=4
 chosen     nccl on cuda
 self test  4 launched ranks, nccl on cuda: all sums right
            all-reduce        time   algorithm         bus
                  1 KB       20 us   0.05 GB/s   0.08 GB/s
                 64 MB     3000 us  22.40 GB/s  33.60 GB/s
-clocks     at most 4000.0 ms from rank 0's (rank 2), measured to 0.2 ms
+clocks     at most 4000.0 ms from rank 0's (rank 2), measured to within 0.2 ms
 problem    ranks 2-3 on node8: /dev/shm has 64 MB free of 64 MB: """
 
 
@@ -63,12 +63,15 @@ def test_ranks_of_two_machines():
 
 def test_a_failed_self_test_of_one_process_without_gpus():
     alone = replace(FACTS, launch=Launch(), gpus=Gpus(), versions=replace(FACTS.versions, cuda=None), backend="gloo", device="cpu")
-    outcome = Examination([alone], SelfTest("forked", 2, "gloo", "cpu", failure="no end after 60 s"))
+    outcome = Examination([alone], SelfTest("forked", 2, "gloo", "cpu", failure="not finished after 60 s"))
     text = report(outcome, find(outcome))
 
     assert (
-        "\nlaunch     by hand: one rank\nchosen     gloo on cpu\nself test  2 forked ranks, gloo on cpu: failed\nproblem    the self"
-        in text
+        "\n"
+        "launch     started directly: one rank\n"
+        "chosen     gloo on cpu\n"
+        "self test  2 forked ranks, gloo on cpu: failed\n"
+        "problem    the self" in text
     )
     assert "\nGPUs       none that torch can use\n" in text
     assert "problems" not in text

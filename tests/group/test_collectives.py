@@ -88,7 +88,7 @@ def test_what_cannot_be_reduced_is_refused():
 
 
 def test_a_source_that_is_not_there_is_refused():
-    with pytest.raises(UsageError, match=r"broadcast\(src=2\) asks for a rank that does not exist: ranks are 0 to 0"):
+    with pytest.raises(UsageError, match=r"broadcast\(src=2\) names a rank that does not exist: ranks go from 0 to 0"):
         parwrap.broadcast(1, src=2)
 
 
@@ -96,7 +96,10 @@ def test_a_source_that_is_not_there_is_refused():
 def test_a_collective_where_only_one_rank_is_is_refused():
     with (
         alone(),
-        pytest.raises(UsageError, match=r"parwrap.gather\(\) would wait forever: only this rank runs what @parwrap.rank_zero_only"),
+        pytest.raises(
+            UsageError,
+            match=r"parwrap.gather\(\) would wait forever, because only this rank runs a function decorated with @parwrap.rank_zero_only",
+        ),
     ):
         parwrap.gather(1)
 

@@ -14,7 +14,8 @@ def test_each_local_rank_sees_one_gpu():
 
 def test_more_ranks_than_gpus_are_refused():
     with pytest.raises(
-        LaunchError, match=r"local rank 2 has no GPU to itself: 2 visible \(4, 7\). Start at most 2 ranks a node, or pass backend='gloo'"
+        LaunchError,
+        match=r"local rank 2 has no GPU of its own: only 2 visible \(4, 7\)\. Start at most 2 ranks per node, or pass backend='gloo'",
     ):
         visible_gpu(2, ["4", "7"])
 
@@ -58,7 +59,7 @@ def test_a_launcher_may_have_given_each_rank_gpus_of_its_own(gpus, visible, laun
 
 def test_torchrun_has_not_so_more_ranks_than_gpus_are_refused(gpus):
     gpus("6")
-    with pytest.raises(LaunchError, match="local rank 2 has no GPU to itself"):
+    with pytest.raises(LaunchError, match="local rank 2 has no GPU of its own"):
         choose_device(World(2, 4, 2, 4, launcher="torchrun"), None)
 
 

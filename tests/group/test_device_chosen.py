@@ -82,7 +82,9 @@ def test_each_rank_has_a_gpu_of_its_own_which_is_cuda_0(driver, local_rank, noth
 def test_a_driver_that_was_asked_before_is_not_believed_to_read_the_variable_again(driver, local_rank, backend):
     driver.count()  # what torch.cuda.is_available() does
 
-    with pytest.warns(UserWarning, match=r"Start CUDA inside the decorated function \(torch.cuda.is_available\(\) starts it too\), or run"):
+    with pytest.warns(
+        UserWarning, match=r"Use CUDA only inside the decorated function \(torch.cuda.is_available\(\) initializes it too\), or run"
+    ):
         device = choose_device(rank(local_rank), backend)
 
     assert (torch.device("cuda", local_rank), str(local_rank)) == (device, driver.used_by(device))

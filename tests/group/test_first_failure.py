@@ -65,7 +65,7 @@ def last_words(directory, environ, source):
 def test_a_rank_that_fails_because_of_another_says_so_last(tmp_path, environ, fails, first, told):
     innocent, failing = last_words(tmp_path, environ, FAILING.format(fails=fails))
 
-    assert [f"parwrap: rank 1 of 2 had failed before: {told}"] == [line.removeprefix("[rank0]: ") for line in innocent]
+    assert [f"parwrap: rank 1 of 2 failed first: {told}"] == [line.removeprefix("[rank0]: ") for line in innocent]
     assert first == [line.removeprefix("[rank1]: ") for line in failing]
 
 

@@ -28,12 +28,12 @@ def test_a_rank_that_never_comes_is_named():
         with pytest.raises(
             RankMismatchError,
             match=(
-                r"rank 0 waited 0.3 s for the other ranks at the same point .lunch.*, in vain.*Rank 1 has reached no sync point "
-                r"yet.*raise timeout="
+                r"rank 0 timed out after waiting 0.3 s for the other ranks to reach the same point .lunch.*Rank 1 has reached no sync "
+                r"point yet.*raise timeout="
             ),
         ):
             mine.exchange("lunch", None)
-        with pytest.raises(RankMismatchError, match=r"for rank 1 at the same point \(tea\)"):
+        with pytest.raises(RankMismatchError, match=r"for rank 1 to reach the same point \(tea\)"):
             mine.wait_until(lambda: False, 1, "tea")
         mine.store.set("gave up", b"")
 
@@ -69,6 +69,6 @@ def test_a_rank_that_waits_for_others_to_begin_says_so(tmp_path, monkeypatch, ca
         pass
 
     assert (
-        "parwrap: rank 0 waits for the others of 2 to begin. The world size comes from SLURM; if this process is the only one, set "
+        "parwrap: rank 0 waits for the other ranks of 2 to start. The world size comes from SLURM; if this process is the only one, set "
         "PARWRAP_WORLD_SIZE=1.\n"
     ) == capfd.readouterr().err

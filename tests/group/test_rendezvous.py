@@ -47,7 +47,7 @@ def test_ranks_of_one_node_meet_without_a_port_and_leave_nothing(tmp_path, monke
 def test_a_directory_that_is_not_ours_alone_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     directory = tmp_path / f"parwrap-{os.getuid()}"
-    text = f"the ranks of this node meet in {directory}, which is not a directory of this user alone: remove it, or set TMPDIR"
+    text = f"the ranks of this node share {directory}, but that is not a directory that only this user can access: remove it, or set TMPDIR"
     directory.mkdir(mode=0o755)
     with pytest.raises(LaunchError, match=text):
         next(dist.rendezvous("parwrap://job/7", 0, 2))

@@ -104,8 +104,8 @@ def test_what_needs_threads_or_workers_of_the_caller_is_named(pool, fed, monkeyp
     monkeypatch.setitem(SEEN, "log", fed)
     begun = iter(DataLoader(range(2), num_workers=1))
     text = (
-        r"^parwrap: the function reaches {}, which need {} of this process, and forked ranks have none of these {}: "
-        r"waiting for them there never ends\. Make it inside the function\.$"
+        r"^parwrap: the function reaches {}, which need {} of this process\. Forked ranks do not have these {}, and would wait for them "
+        r"forever\. Create such objects inside the function\.$"
     )
 
     for function, name in [

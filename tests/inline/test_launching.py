@@ -190,8 +190,8 @@ def test_what_was_trained_until_an_error_is_kept_also_if_another_rank_has_raised
 @pytest.mark.parametrize(
     ("end", "text"),
     [
-        (lambda: os._exit(7), r"^rank 1 of 2 ended with exit code 7 before it was through\.$"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"^rank 1 of 2 was killed by SIGKILL \(out of memory\?\) before it was through.$"),
+        (lambda: os._exit(7), r"^rank 1 of 2 ended with exit code 7 before it finished\.$"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"^rank 1 of 2 was killed by SIGKILL \(out of memory\?\) before it finished.$"),
     ],
 )
 def test_a_rank_that_ends_without_a_word_is_reported(end, text):
@@ -240,7 +240,7 @@ def test_leaving_by_sys_exit_leaves_the_caller_too():
 
 def test_what_cannot_be_sent_is_named():
     with pytest.raises(
-        UsageError, match=r"^the result on rank 0, or a value put into a model .* cannot be sent to the caller: .*lock.*Return t"
+        UsageError, match=r"^the result of rank 0, or a value that the function stored in .* cannot be sent to the caller: .*lock.*Use ten"
     ):
         run_on_ranks(threading.Lock, 2)
 
@@ -255,10 +255,10 @@ def test_where_no_ranks_can_be_forked_this_is_said(start, monkeypatch):
         text = r"^it forks ranks from this process, and this is rank 1 of 2 already: call it in a process that was not launched as a rank.$"
     elif start == "daemonic":
         monkeypatch.setitem(sys.modules["multiprocessing"].current_process()._config, "daemon", True)
-        text = "this is a daemonic process of multiprocessing, which may start none"
+        text = "a daemonic process of multiprocessing cannot start processes"
     else:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        text = "CUDA has started here, which does not survive that: call it before anything is on a GPU"
+        text = "CUDA is initialized here, and does not work after a fork: call it before anything is on a GPU"
     with pytest.raises(UsageError, match=text):
         refuse_unforkable("it")
 

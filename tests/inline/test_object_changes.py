@@ -154,7 +154,7 @@ def test_what_spawned_ranks_have_from_an_import_is_not_the_callers_and_is_named(
         parwrap.launch(register, nprocs=2, start_method="spawn")
 
     (text,) = {str(each.message) for each in warned}
-    of_module = "(which was not sent to the ranks, as it is in a module that they import)"
+    of_module = "(which was not sent to the ranks, because it is in a module that they import)"
     assert all(f"{name} {of_module}" in text for name in ("BEST", "Registry.count", "Registry.items['a']"))
     assert (None, {}, 5) == (BEST, Registry.items, Registry.count)
 
@@ -277,8 +277,11 @@ def test_what_cannot_be_sent_is_named_in_one_warning_at_the_users_line(start_met
 
     (text,), (file,) = ({str(each.message) for each in warned}, {each.filename for each in warned})
     assert text.startswith("parwrap: the function changed self.writer (")
-    assert "self.history['lock'] (TypeError: cannot pickle '_thread.lock' object) on its ranks, but that cannot be sent to this pro" in text
-    assert text.endswith("process, where it stays as it was. Make it inside the function, or return what you need of it.")
+    assert (
+        "self.history['lock'] (TypeError: cannot pickle '_thread.lock' object) on its ranks, but the change cannot be sent to this pro"
+        in text
+    )
+    assert text.endswith("process, where it stays unchanged. Create it inside the function, or return what you need of it.")
     assert __file__ == file
     assert (None, 1, {"loss": 0.5}) == (writing.writer, writing.epoch, writing.history)
 
@@ -288,7 +291,7 @@ def test_what_cannot_be_sent_is_named_in_one_warning_at_the_users_line(start_met
 )
 def test_iterators_that_were_advanced_are_named(make):
     batches = make()
-    with pytest.warns(UserWarning, match=r"^parwrap: the function changed batches on its ranks, but that cannot be sent"):
+    with pytest.warns(UserWarning, match=r"^parwrap: the function changed batches on its ranks, but the change cannot be sent"):
         parwrap.launch(lambda: next(batches), nprocs=2)
 
 

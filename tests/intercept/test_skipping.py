@@ -231,8 +231,8 @@ def test_an_optimizer_that_changes_weights_in_spite_of_it_is_refused(keep, kept)
 
     assert str(refusal.value).startswith(f"Keeping.step() at {__file__}:")
     assert str(refusal.value).endswith(
-        " has changed a parameter of shape (2,) in a step that parwrap has to skip, so it does not use self.param_groups, or a hook "
-        "on it changes weights. Let step() iterate over the parameters in self.param_groups, or train this part without parwrap.amp "
+        " has changed a parameter of shape (2,) in a step that parwrap has to skip. Either step() does not use self.param_groups, or a "
+        "hook on it changes weights. Let step() iterate over the parameters in self.param_groups, or train this part without parwrap.amp "
         "and parwrap.accumulate."
     )
 

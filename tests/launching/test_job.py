@@ -60,24 +60,27 @@ def test_a_launcher_of_the_script_is_left_to_it(name):
     [
         (
             ["--launcher", "slrum", "--partition", "p", "train.py"],
-            "no launcher is called slrum. Did you mean slurm? Launchers are slurm, kubeflow and ray.",
+            "there is no launcher slrum. Did you mean slurm? The launchers are slurm, kubeflow and ray.",
         ),
-        (["--launcher", "mpi", "train.py"], "no launcher is called mpi. Launchers are slurm, kubeflow and ray."),
+        (["--launcher", "mpi", "train.py"], "there is no launcher mpi. The launchers are slurm, kubeflow and ray."),
         (["--launcher"], "argument --launcher: expected one argument"),
-        (["--launcher", "slurm"], "no script to run: name it after the options, then its own arguments."),
+        (
+            ["--launcher", "slurm"],
+            "no script to run: put its path after the options of parwrap.run, followed by the script's own arguments.",
+        ),
         (
             ["--launcher", "slurm", "--image=i", "train.py"],
             "--image=i is an option of --launcher kubeflow, not of slurm: remove it, or choose that launcher.",
         ),
-        (["--launcher", "slurm", "--partitoin", "p", "train.py"], "no option is called --partitoin; did you mean --partition?"),
-        (["--launcher", "slurm", "--nodes", "0", "train.py"], "argument --nodes: '0' is not a whole number above 0."),
+        (["--launcher", "slurm", "--partitoin", "p", "train.py"], "there is no option --partitoin; did you mean --partition?"),
+        (["--launcher", "slurm", "--nodes", "0", "train.py"], "argument --nodes: '0' is not a positive integer."),
         (
             ["--launcher", "slurm", "--nnodes", "2", "train.py"],
-            "--nnodes is set by --launcher slurm, which connects the nodes: --nodes N sets how many.",
+            "--nnodes is set by --launcher slurm, because it connects the nodes: set their number with --nodes N.",
         ),
         (
             ["--launcher", "ray", "--nnodes", "2", "train.py"],
-            "--nnodes is set by --launcher ray, which connects the nodes: --num-workers N sets how many.",
+            "--nnodes is set by --launcher ray, because it connects the nodes: set their number with --num-workers N.",
         ),
         (
             ["--launcher", "ray", "--nodes", "2", "train.py"],
@@ -85,19 +88,21 @@ def test_a_launcher_of_the_script_is_left_to_it(name):
         ),
         (
             ["--launcher", "slurm", "--node-rank", "0", "train.py"],
-            "--node-rank is set by --launcher slurm, which connects the nodes: remove it.",
+            "--node-rank is set by --launcher slurm, because it connects the nodes: remove it.",
         ),
         (
             ["--launcher", "slurm", "--rdzv-backend=c10d", "train.py"],
-            "--rdzv-backend is set by --launcher slurm, which connects the nodes: remove it.",
+            "--rdzv-backend is set by --launcher slurm, because it connects the nodes: remove it.",
         ),
         (
             ["--launcher", "slurm", "--nodes", "2", "--data-parallel", "all", "train.py"],
-            "--data-parallel runs one process on several devices, and the options ask for more ranks: remove one of them.",
+            "--data-parallel runs one process on several devices, but other options ask for several ranks: remove --data-parallel or "
+            "those.",
         ),
         (
             ["--launcher", "ray", "--num-workers", "2", "--data-parallel", "all", "train.py"],
-            "--data-parallel runs one process on several devices, and the options ask for more ranks: remove one of them.",
+            "--data-parallel runs one process on several devices, but other options ask for several ranks: remove --data-parallel or "
+            "those.",
         ),
     ],
 )
@@ -111,7 +116,7 @@ def test_what_makes_no_sense_is_said_before_anything_is_submitted(argv, text):
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["no.py"], "no script no.py: its path is relative to the directory that the command runs in."),
+        (["no.py"], "cannot find the script no.py: its path is relative to the current directory."),
         (
             ["--gpus-per-node", "2", "--nproc-per-node", "4", "train.py"],
             "--nproc-per-node 4 is more than the GPUs that torch can use on this node (2). Start at most 2 ranks there, or add --backend "
@@ -133,8 +138,8 @@ def test_only_a_node_can_know_how_many_gpus_it_has():
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["--partition", "p", "train.py"], "--partition is an option of --launcher slurm: add that, or remove --partition."),
-        (["--nodes=2", "train.py"], "--nodes is an option of --launcher slurm and kubeflow: add that, or remove --nodes."),
+        (["--partition", "p", "train.py"], "--partition is an option of --launcher slurm: add the launcher, or remove --partition."),
+        (["--nodes=2", "train.py"], "--nodes is an option of --launcher slurm and kubeflow: add the launcher, or remove --nodes."),
         (["--launch", "slurm", "train.py"], "--launcher must be written in full."),
     ],
 )
@@ -158,4 +163,4 @@ def test_help_lists_the_options_of_the_launcher(name, capsys):
 
 def test_errors_end_the_command_with_2(capsys):
     assert 2 == main(["--launcher", "slurm", "--nodes", "none", "train.py"])
-    assert "parwrap.run: argument --nodes: 'none' is not a whole number above 0.\n" == capsys.readouterr().err
+    assert "parwrap.run: argument --nodes: 'none' is not a positive integer.\n" == capsys.readouterr().err

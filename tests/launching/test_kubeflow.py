@@ -224,7 +224,7 @@ def test_the_name_is_the_scripts(script, name):
             ["--image", "i", "train.py"],
             "--launcher kubeflow writes a manifest and submits nothing: add --print, and pipe the output into `kubectl apply -f -`.",
         ),
-        (["--print", "train.py"], "--launcher kubeflow needs --image, a container image with parwrap and the script in it."),
+        (["--print", "train.py"], "--launcher kubeflow needs --image, a container image that contains parwrap and the script."),
         (
             ["--print", "--image", "i", "--name", "My_job", "train.py"],
             "--name My_job is not a valid job name on Kubernetes: use up to 46 lowercase letters, digits and '-', starting with a letter.",
@@ -235,7 +235,7 @@ def test_the_name_is_the_scripts(script, name):
         ),
         (
             ["--print", "--image", "i", "--runtime", "mine", "train.py"],
-            "--runtime mine needs --kind trainjob: add that, or remove --runtime.",
+            "--runtime mine needs --kind trainjob: add it, or remove --runtime.",
         ),
         (
             ["--print", "--image", "i", "--kind", "trainjob", "--max-restarts", "1", "train.py"],

@@ -157,13 +157,13 @@ def test_the_first_node_is_waited_for(listener, capsys, monkeypatch):
     [
         (
             ["--master-addr", "127.0.0.1", "--timeout", "0.3"],
-            "no first node at 127.0.0.1 port {port}, tried for 0.3 s: the machine is there, but nothing listens on that port. "
-            "Check that the node with --node-rank 0 has been started, with the same port.",
+            "cannot reach the first node at 127.0.0.1 port {port}, after trying for 0.3 s: the machine answers, but nothing listens on "
+            "that port. Check that the node with --node-rank 0 was started with the same port.",
         ),
         (
             ["--master-addr", "no-such-host.invalid", "--timeout", "0.1"],
-            "no first node at no-such-host.invalid port {port}, tried for 0.1 s: this machine cannot look up that name. "
-            "Check that --master-addr is spelt as the first node is called.",
+            "cannot reach the first node at no-such-host.invalid port {port}, after trying for 0.1 s: this machine cannot look up that "
+            "name. Check that --master-addr is the host name of the first node, spelled correctly.",
         ),
     ],
 )
@@ -178,6 +178,6 @@ def test_no_answer_at_all():
     told = unreachable("10.0.0.1", 29400, 900, OSError(errno.EHOSTUNREACH, "No route to host"), static=False)
 
     assert told == (
-        "no first node at 10.0.0.1 port 29400, tried for 900 s: no answer (No route to host). Check that --rdzv-endpoint is an address "
-        "that `ping 10.0.0.1` reaches from here, and that no firewall keeps TCP port 29400 shut."
+        "cannot reach the first node at 10.0.0.1 port 29400, after trying for 900 s: no answer (No route to host). Check that "
+        "--rdzv-endpoint is an address that `ping 10.0.0.1` reaches from here, and that no firewall blocks TCP port 29400."
     )

@@ -213,10 +213,10 @@ def test_nodes_come_and_go(tmp_path, hosts):
     assert [0, 128 + signal.SIGTERM, 0] == [status, left[0], back[0]]
     here, there = (f"node {number} ({host.name})" for number, host in enumerate(hosts))
     assert [line for line in stderr.splitlines() if line.startswith("parwrap: ")] == [
-        f"parwrap: started again on {here}, {there}",
+        f"parwrap: restarted on {here}, {there}",
         f"parwrap: {there} was stopped by SIGTERM",
-        f"parwrap: started again on {here}",
-        f"parwrap: started again on {here}, {there}",
+        f"parwrap: restarted on {here}",
+        f"parwrap: restarted on {here}, {there}",
     ]
 
 
@@ -242,16 +242,16 @@ def test_nodes_that_do_not_come_are_told_of(tmp_path, backend):
 
     assert alone(tmp_path, *place) == (
         2,
-        f"parwrap.run: fewer than 2 nodes came to 127.0.0.1 port {port} in time: check that all have been started, with the same "
-        f"--nnodes and --rdzv-id, and that the first one is at that address.\n",
+        f"parwrap.run: fewer than 2 nodes joined at 127.0.0.1 port {port} in time: check that all nodes were started with the same "
+        "--nnodes and --rdzv-id, and that the first node has that address.\n",
     )
 
 
 def test_a_port_that_is_taken_is_told_of(tmp_path, port):
     assert alone(tmp_path, "--master-addr", "127.0.0.1", "--master-port", str(port)) == (
         2,
-        f"parwrap.run: port {port} of this machine is in use, by another job or by a node of the same --node-rank: choose another "
-        f"one, the same on all nodes.\n",
+        f"parwrap.run: port {port} of this machine is in use, by another job or by a node with the same --node-rank: choose another "
+        "port, the same on all nodes.\n",
     )
 
 
@@ -271,7 +271,7 @@ def test_a_server_of_another_kind_at_the_port_is_told_of(tmp_path):
         assert alone(tmp_path, *place) == (
             2,
             f"parwrap.run: the server at {address} port {port} does not answer like the first node of a job: check that --master-addr "
-            f"and --master-port are those of --node-rank 0, and that no other server uses this port.\n",
+            "and --master-port are the address and port of --node-rank 0, and that no other server uses this port.\n",
         )
 
 
@@ -294,7 +294,9 @@ def test_a_node_that_is_killed_is_named_where_its_ranks_are_missed(tmp_path):
         status, _, told = ended(nodes[0])[0]
 
     assert 1 == status
-    assert told.startswith(f"parwrap: no answer from node 1 ({socket.gethostname()}); if it is gone, that is why ranks here miss others\n")
+    assert told.startswith(
+        f"parwrap: no answer from node 1 ({socket.gethostname()}). If it has stopped, this explains why ranks here cannot reach others\n"
+    )
 
 
 @pytest.mark.parametrize(("script", "number"), [(WAITING, signal.SIGTERM), (MEETING, signal.SIGTERM), (MEETING, signal.SIGINT)])

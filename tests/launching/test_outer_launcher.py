@@ -81,9 +81,9 @@ def test_a_process_that_a_launcher_has_started_as_a_rank_is_one(environ, gpus, s
         (
             ["--plain"],
             TWO_A_NODE,
-            "SLURM started this process as rank 2 of 4, but some options are for starting ranks: remove",
+            "SLURM started this process as rank 2 of 4, but some options apply only when parwrap.run starts ranks: remove",
         ),
-        (["--max-restarts", "2"], TWO_A_NODE, "options are for starting ranks: remove --plain"),
+        (["--max-restarts", "2"], TWO_A_NODE, "options apply only when parwrap.run starts ranks: remove --plain"),
     ],
 )
 def test_a_rank_starts_no_ranks(argv, environ, text):
@@ -94,7 +94,7 @@ def test_a_rank_starts_no_ranks(argv, environ, text):
 @pytest.mark.parametrize(
     ("environ", "text"),
     [
-        ({**KUBEFLOW, "RANK": "one"}, "--node-rank is set to 'one' from outside, which is not a whole number: give the option"),
+        ({**KUBEFLOW, "RANK": "one"}, "--node-rank is set to 'one' by the environment, which is not an integer: pass the option"),
         ({"RANK": "1"}, "RANK is set but WORLD_SIZE and LOCAL_RANK are not"),
     ],
 )

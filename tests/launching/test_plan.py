@@ -228,7 +228,7 @@ def test_show_parameter_servers():
     shown = describe(plan("--strategy", "parameter_server", "--servers", "2", "--staleness", "0", "--survive", "train.py"))
 
     assert "inside     parwrap.distributed(strategy='parameter_server', servers=2, staleness=0, survive=True)" in shown
-    with pytest.raises(UsageError, match="argument --staleness: 'some' is not a whole number"):
+    with pytest.raises(UsageError, match="argument --staleness: 'some' is not an integer"):
         plan("--strategy", "parameter_server", "--staleness", "some", "train.py")
 
 

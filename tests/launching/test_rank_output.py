@@ -137,7 +137,7 @@ def test_a_rank_does_not_wait_for_room_on_a_disk_for_its_file(tmp_path, capfd):
     stdout, stderr = capfd.readouterr()
 
     assert MUCH == stdout.encode()
-    assert f"parwrap: from here on, the ranks' output is not in {tmp_path}/logs/rank_0.log: No space left on device\n" == stderr
+    assert f"parwrap: from now on, the ranks' output is no longer in {tmp_path}/logs/rank_0.log: No space left on device\n" == stderr
 
 
 def test_a_rank_does_not_wait_for_room_where_stdout_leads(tmp_path, capfd):
@@ -147,7 +147,7 @@ def test_a_rank_does_not_wait_for_room_where_stdout_leads(tmp_path, capfd):
     os.close(full)
 
     assert MUCH == (tmp_path / "logs" / "rank_0.log").read_bytes()
-    assert "parwrap: from here on, the ranks' output is not shown: No space left on device\n" == capfd.readouterr().err
+    assert "parwrap: from now on, the ranks' output is no longer shown: No space left on device\n" == capfd.readouterr().err
 
 
 def test_nothing_is_lost_when_stdout_does_not_block(tmp_path):

@@ -67,20 +67,20 @@ def test_show_a_cluster_of_the_environment_and_a_copy(tmp_path, capsys, monkeypa
     [
         (
             "--nproc-per-node 2",
-            "--launcher ray runs one rank in each worker: remove --nproc-per-node; --num-workers N sets how many.",
+            "--launcher ray runs one rank in each worker: remove --nproc-per-node, and set the number of workers with --num-workers N.",
         ),
-        ("--log-dir logs", "--log-dir has no effect in workers of Ray: remove it."),
-        ("--all-ranks", "--all-ranks has no effect in workers of Ray: remove it."),
-        ("--tee 3", "--tee has no effect in workers of Ray: remove it."),
-        ("--start-method spawn", "--start-method has no effect in workers of Ray: remove it."),
+        ("--log-dir logs", "--log-dir has no effect in Ray workers: remove it."),
+        ("--all-ranks", "--all-ranks has no effect in Ray workers: remove it."),
+        ("--tee 3", "--tee has no effect in Ray workers: remove it."),
+        ("--start-method spawn", "--start-method has no effect in Ray workers: remove it."),
         (
             "--num-workers 3 --strategy parameter_server --survive",
-            "--survive has no effect in workers of Ray, which ends all of them when one fails: remove it.",
+            "--survive has no effect in Ray workers, because Ray ends all of them when one fails: remove it.",
         ),
         (
             "--num-workers 99 --use-gpu",
-            f"--use-gpu needs 99 GPUs, and torch can use {torch.cuda.device_count()} on this machine: start fewer workers, or give "
-            f"--address.",
+            f"--use-gpu needs 99 GPUs, but torch can use {torch.cuda.device_count()} on this machine: start fewer workers, or set "
+            "--address.",
         ),
     ],
 )

@@ -101,7 +101,11 @@ def test_a_program_that_is_not_python_can_be_launched_and_temporary_files_may_be
 
 
 def test_a_command_without_anything_says_what_is_missing(parwrap_run):
-    assert (2, "", "parwrap.run: no script to run: name it after the options, then its own arguments.\n") == parwrap_run()
+    assert (
+        2,
+        "",
+        "parwrap.run: no script to run: put its path after the options of parwrap.run, followed by the script's own arguments.\n",
+    ) == parwrap_run()
 
 
 def test_one_rank_needs_no_other_process(parwrap_run, script):
@@ -144,7 +148,7 @@ def test_what_cannot_be_run_is_refused_with_exit_code_2(parwrap_run):
     assert parwrap_run("--nproc-per-node", "2", "no-such.py") == (
         2,
         "",
-        "parwrap.run: no script no-such.py: its path is relative to the directory that the command runs in.\n",
+        "parwrap.run: cannot find the script no-such.py: its path is relative to the current directory.\n",
     )
 
 

@@ -149,8 +149,8 @@ def test_a_dry_run_prints_the_batch_script_where_there_is_no_slurm(capsys, monke
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --nodes=1\n")
     assert 2 == main(["--launcher", "slurm", "train.py"])
     assert (
-        "parwrap.run: no sbatch here: --launcher slurm runs where jobs are submitted. With --dry-run it prints the batch script.\n"
-        == capsys.readouterr().err
+        "parwrap.run: cannot find sbatch: run --launcher slurm on a node from which you can submit jobs. To print the batch script "
+        "instead, add --dry-run.\n" == capsys.readouterr().err
     )
 
 
@@ -160,8 +160,8 @@ def test_a_job_array_is_not_followed(option, programs, capsys):
 
     assert 2 == main(["--launcher", "slurm", f"--sbatch={option}", "train.py"])
     assert capsys.readouterr().err == (
-        "parwrap.run: --sbatch array makes several jobs, but only one can be followed: submit the script that --dry-run prints with "
-        "sbatch.\n"
+        "parwrap.run: --sbatch array creates several jobs, but only one can be followed: print the batch script with --dry-run, and "
+        "submit it with sbatch.\n"
     )
     assert 0 == main(["--launcher", "slurm", f"--sbatch={option}", "--dry-run", "train.py"])
 
@@ -173,8 +173,8 @@ def test_a_loopback_of_this_machine_does_not_go_along_with_a_job_on_several(caps
 
     assert 2 == main(["--launcher", "slurm", "--nodes", "2", "train.py"])
     assert (
-        f"parwrap.run: GLOO_SOCKET_IFNAME={loopback} is set here and is passed to the job, whose nodes cannot meet there: unset it.\n"
-        == capsys.readouterr().err
+        f"parwrap.run: GLOO_SOCKET_IFNAME={loopback} is set here and passed to the job, but its nodes cannot reach each other there: "
+        "unset it.\n" == capsys.readouterr().err
     )
 
 
@@ -201,8 +201,8 @@ def test_a_job_that_slurm_has_forgotten_is_followed_no_further(programs, capsys)
     programs(sbatch="echo 7", scontrol='echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
 
     assert (
-        "parwrap.run: cannot follow job 7 any longer, though it may still run: scontrol printed: slurm_load_jobs error: Invalid job id "
-        "specified\n"
+        "parwrap.run: cannot follow job 7 any longer, although it may still be running. scontrol printed: slurm_load_jobs error: "
+        "Invalid job id specified\n"
     ) == followed(capsys, 2)
 
 
@@ -211,9 +211,11 @@ def test_what_sbatch_says_where_no_cluster_answers_comes_with_what_to_do(program
 
     assert 2 == main(["--launcher", "slurm", "train.py"])
     assert capsys.readouterr().err == (
-        "parwrap.run: SLURM rejected the job; sbatch printed:\nsbatch: error: no record\nsbatch: fatal: Could not establish a "
-        "configuration source\nIf an option is wrong, change it; if no cluster answers, run this where jobs are submitted and "
-        "`sinfo` lists partitions. With --dry-run it prints the batch script.\n"
+        "parwrap.run: SLURM rejected the job; sbatch printed:\n"
+        "sbatch: error: no record\n"
+        "sbatch: fatal: Could not establish a configuration source\n"
+        "If an option is wrong, change it. If no cluster answers, run this on a node from which you can submit jobs and where `sinfo` "
+        "lists partitions. To print the batch script instead, add --dry-run.\n"
     )
 
 
@@ -223,8 +225,9 @@ def test_a_log_that_does_not_appear_here_is_told_of(programs, capsys, tmp_path, 
     programs(sbatch="echo 7", scontrol=f"cat <<'END'\n{told}END")
 
     assert (
-        "parwrap.run: job 7 ended: FAILED, exit code 181\nparwrap.run: cannot read the log of job 7 from here: it is my "
-        "work/slurm-7.out on its first node; give --output a path that all nodes share\n"
+        "parwrap.run: job 7 ended: FAILED, exit code 181\n"
+        "parwrap.run: cannot read the log of job 7 from here: it is my work/slurm-7.out on its first node; set --output to a path that "
+        "all nodes share\n"
     ) == followed(capsys, 181)
     programs(scontrol=f"cat <<'END'\n{told.replace('NodeList=n1', 'NodeList=(null)')}END")
     assert "parwrap.run: job 7 ended: FAILED, exit code 181\n" == followed(capsys, 181)

@@ -63,25 +63,26 @@ def test_the_first_node_says_which_numbers_are_missing(server, place, capsys):
     *_, text = capsys.readouterr().err.splitlines()
 
     assert text == (
-        f"parwrap: node 0 (gpu3) waits at 127.0.0.1 port {place[-1]} for nodes 1 and 3; come so far: 2 of 4. The command on node 1: "
-        f"python -m parwrap.run --nnodes 4 --node-rank 1 --master-addr 127.0.0.1 --master-port {place[-1]} --timeout 0.6 --nproc-per-node "
-        "8 train.py --name 'a b'"
+        f"parwrap: node 0 (gpu3) waits at 127.0.0.1 port {place[-1]} for nodes 1 and 3; 2 of 4 nodes have joined. Run this on node 1: "
+        f"python -m parwrap.run --nnodes 4 --node-rank 1 --master-addr 127.0.0.1 --master-port {place[-1]} --timeout 0.6 "
+        "--nproc-per-node 8 train.py --name 'a b'"
     )
 
 
 def test_of_many_nodes_the_first_missing_are_listed(place, capsys):
     wait(plan("--nnodes", "9", *place, "--timeout", "0.4", "train.py"))
 
-    assert " for nodes 1, 2, 3, 4 and 4 more; come so far: 1 of 9. " in capsys.readouterr().err
+    assert " for nodes 1, 2, 3, 4 and 4 more; 1 of 9 nodes have joined. " in capsys.readouterr().err
 
 
 def test_a_first_node_with_anothers_address_says_so(place, capsys):
     """It meets nobody, for the others go to that address."""
     wait(plan("--nnodes", "2", "--master-addr", "192.0.2.1", *place[2:], "--timeout", "0.4", "train.py"))
 
-    assert "1 of 2. 192.0.2.1 is not an address of this machine, but should be one of --node-rank 0. The command on node 1: " in (
-        capsys.readouterr().err
-    )
+    assert (
+        "1 of 2 nodes have joined. 192.0.2.1 is not an address of this machine, but must be an address of --node-rank 0. Run this on "
+        "node 1: "
+    ) in (capsys.readouterr().err)
 
 
 def test_nothing_is_said_by_other_nodes_or_when_all_have_come(server, place, capsys):
@@ -103,8 +104,8 @@ def test_where_nodes_are_numbered_as_they_come_it_is_said_how_many_are_missing(c
     wait(plan("--nnodes", "2:3", "--rdzv-endpoint", place, "--rdzv-id=1", "--local-addr", "gpu3", "train.py"), handler)
 
     assert capsys.readouterr().err == (
-        f"parwrap: gpu3 waits at {place.replace(':', ' port ')} for 1 more; come so far: 1 of 2. The command on each: python -m "
-        f"parwrap.run --nnodes 2:3 --rdzv-endpoint {place} --rdzv-id 1 train.py\n"
+        f"parwrap: gpu3 waits at {place.replace(':', ' port ')} for 1 more; 1 of 2 nodes have joined. Run this on each missing node: "
+        f"python -m parwrap.run --nnodes 2:3 --rdzv-endpoint {place} --rdzv-id 1 train.py\n"
     )
 
 

@@ -185,5 +185,5 @@ def test_other_defaults_of_torch_change_nothing(asked):
 
 def test_a_model_that_is_half_already_is_refused():
     model = build().half()
-    with parwrap.amp(dtype="fp16"), pytest.raises(parwrap.UsageError, match="is float16 already, and its gradients would vanish"):
+    with parwrap.amp(dtype="fp16"), pytest.raises(parwrap.UsageError, match="is already float16, so its gradients would underflow"):
         model(torch.ones(1, 6)).sum().backward()

@@ -131,8 +131,8 @@ def test_a_training_that_has_diverged_ends_with_what_to_do(owned):
 
     assert str(error.value) == (
         "gradients were not finite in 28 iterations in a row, and the loss scale has fallen to 3e-08: the training has diverged, or its "
-        "gradients do not fit into float16. Compute in bf16 (parwrap.amp(dtype='bf16'), --amp bf16), lower the learning rate, or look for "
-        "what makes the loss infinite or NaN."
+        "gradients do not fit into float16. Compute in bf16 (parwrap.amp(dtype='bf16'), --amp bf16), lower the learning rate, or find "
+        "out what makes the loss infinite or NaN."
     )
 
 
@@ -162,4 +162,4 @@ def test_weights_that_are_changed_by_hand_are_not_ruined_by_an_overflow(capfd):
         return weight
 
     assert (parwrap.amp(dtype="fp16")(train)()[0] - 2).abs() < 0.1
-    assert 1 == capfd.readouterr().err.count("the gradient of a tensor that no optimizer owns has overflowed in float16. It was set to 0")
+    assert 1 == capfd.readouterr().err.count("the gradient of a tensor that no optimizer owns overflowed in float16. It was set to 0")

@@ -166,7 +166,7 @@ def test_waiting_ends_with_the_timeout_and_says_for_what(tmp_path):
         if by(1):
             path.write_text("mine")
             with pytest.raises(
-                RankMismatchError, match=r"rank 1 waited 0.5 s for rank 0 at the same point \(version 1 of .*a.txt\), in vain"
+                RankMismatchError, match=r"rank 1 timed out after waiting 0.5 s for rank 0 to reach the same point \(version 1 of .*a.txt\)"
             ):
                 path.read_text()
             current().store.set("gave up", b"")

@@ -75,5 +75,5 @@ def test_one_rank_has_nothing_to_scale():
 
 
 def test_a_global_batch_that_does_not_grow_gives_nothing_to_scale_for():
-    with pytest.raises(UsageError, match="lr='linear' has no effect with batch='global', where the global batch is that of a"):
+    with pytest.raises(UsageError, match="lr='linear' has no effect with batch='global', because the global batch is that of a"):
         parwrap.distributed(lr="linear", batch="global")

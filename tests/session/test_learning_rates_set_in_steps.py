@@ -103,7 +103,7 @@ def test_a_rate_that_a_step_sets_for_the_next_is_kept_and_said():
     expected, rates = stepped(DecayingAfterwards, 2.0)
     with (
         parwrap.distributed(lr="linear"),
-        pytest.warns(UserWarning, match="DecayingAfterwards sets lr in its step.*yourself by 2") as warned,
+        pytest.warns(UserWarning, match="DecayingAfterwards sets lr in its step.*by 2 yourself") as warned,
     ):
         weight, seen = stepped(DecayingAfterwards)
 

@@ -84,7 +84,7 @@ def test_parameters_that_differ_from_the_start_are_named_as_such():
 
     with (
         parwrap.distributed(),
-        pytest.raises(UsageError, match=r"different values on different ranks from the start\. Seed before"),
+        pytest.raises(UsageError, match=r"different values on different ranks from the start\. Set the seed before"),
     ):
         ask_twice()
 
@@ -108,15 +108,15 @@ def by_hand(epochs, average=lambda grads: grads):
 @pytest.mark.ranks(2)
 def test_bare_tensors_trained_by_hand_are_seen_to_be_trained():
     """Without an optimizer and a backward, the first pass is taken for one that only looks at data; in the next one they drift apart."""
-    with parwrap.distributed(), pytest.warns(UserWarning, match="before any optimizer was built, and yet trained on"):
+    with parwrap.distributed(), pytest.warns(UserWarning, match="before any optimizer was built, but the loop then trained on"):
         assert list(range(16)) == sorted(by_hand(1)[0])
-    with parwrap.distributed(), pytest.warns(UserWarning, match="yet trained on"), pytest.raises(UsageError, match=UPDATED):
+    with parwrap.distributed(), pytest.warns(UserWarning, match="but the loop then trained on"), pytest.raises(UsageError, match=UPDATED):
         by_hand(2)
 
 
 @pytest.mark.ranks(2)
 def test_bare_tensors_trained_by_hand_and_averaged_share_out_the_data():
-    with parwrap.distributed(), pytest.warns(UserWarning, match="yet trained on"):
+    with parwrap.distributed(), pytest.warns(UserWarning, match="but the loop then trained on"):
         seen, *trained = by_hand(3, average=parwrap.reduce_mean)
 
     assert list(range(16)) == sorted(sample for each in parwrap.gather(seen) for sample in each)
@@ -193,8 +193,9 @@ def test_an_optimizer_that_steps_inside_of_the_backward_is_refused():
             p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
         with pytest.raises(
             UsageError,
-            match=r"^SGD.step\(\) at .*test_bypasses.py:\d+ runs inside a backward, as from register_post_accumulate_grad_hook: "
-            r"gradients are averaged over the ranks only when the backward ends.*Call step\(\) after loss.backward\(\)\.$",
+            match=r"^SGD.step\(\) at .*test_bypasses.py:\d+ runs inside a backward pass, for example in a hook of "
+            r"register_post_accumulate_grad_hook\. Gradients are averaged over the ranks only when the backward pass ends.*Call "
+            r"step\(\) after loss.backward\(\)\.$",
         ):
             model(data()).sum().backward()
 

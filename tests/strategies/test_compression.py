@@ -186,13 +186,16 @@ def test_another_set_of_parameters_begins_anew():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"compress": "int8"}, "compress='int8' is not one of its values. None: gradients are sent as they are; 'bf16': they"),
-        ({"compress": "powersgd", "powersgd_rank": 0}, "powersgd_rank=0 is not the rank of a matrix, a whole number from 1"),
+        (
+            {"compress": "int8"},
+            "compress='int8' is not a valid value. Choose one of: None: gradients are sent in full precision; 'bf16': they",
+        ),
+        ({"compress": "powersgd", "powersgd_rank": 0}, "powersgd_rank=0 is not a positive integer"),
         (
             {"compress": "powersgd", "powersgd_rank": 2},
-            "powersgd_rank=2 is refused, because torch's .* doubles gradients of rank 1. Give 1, or",
+            "powersgd_rank=2 is refused, because torch's .* doubles gradients of rank 1. Use 1, or",
         ),
-        ({"compress": "bf16", "powersgd_rank": 8}, "powersgd_rank=8 has no effect with compress='bf16': remove it, or give"),
+        ({"compress": "bf16", "powersgd_rank": 8}, "powersgd_rank=8 has no effect with compress='bf16': remove it, or use"),
         ({"strategy": "none", "compress": "bf16"}, "compress='bf16' has no effect with strategy='none': .* that has it, 'ddp'"),
     ],
 )

@@ -278,7 +278,7 @@ def loose(kind, strategy):
 def test_gradients_by_hand_of_what_is_not_sharded_are_averaged(kind):
     expected = loose("backward", "ddp")
 
-    with pytest.warns(UserWarning, match=r"come from no backward\(\)"):
+    with pytest.warns(UserWarning, match=r"were not computed by backward\(\)"):
         actual = loose(kind, "fsdp")
 
     assert pytest.approx(expected, abs=1e-6) == actual

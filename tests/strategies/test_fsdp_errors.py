@@ -18,10 +18,15 @@ from parwrap.errors import RankMismatchError, UsageError
     [
         (
             "steps",
-            r"rank 1 waits at the end of its script or function, but others are not there: Rank 0 is in forward \(Two, .*_errors.py",
+            r"rank 1 waits at the end of its script or function, but other ranks are not there: Rank 0 has been in forward \(Two, "
+            r".*_errors.py",
         ),
-        ("way", r"different points at the same time: Rank 0 is in gradients \(Two, .* Rank 1 is in gradients \(Two without second.w"),
-        ("state", r"rank 1 waits at Linear.state_dict\(\) .*Rank 0 is in forward \(Two"),
+        (
+            "way",
+            r"different points at the same time: Rank 0 has been in gradients \(Two, .* Rank 1 has been in gradients \(Two without "
+            r"second.w",
+        ),
+        ("state", r"rank 1 waits at Linear.state_dict\(\) .*Rank 0 has been in forward \(Two"),
     ],
 )
 def test_ranks_that_part_are_told_where_each_is(part, text, tmp_path):
@@ -80,7 +85,9 @@ def test_what_cannot_be_done_is_an_error_that_says_so():
             weight.register_hook(lambda grad: grad * 2)
         with pytest.raises(UsageError, match=r"torch.autograd.grad at .* asks for gradients of sharded parameters.* read p.grad"):
             torch.autograd.grad(model.side(x).sum(), weight)
-        with pytest.raises(UsageError, match=r"of shape \(2, 2\) is sharded by strategy='fsdp' and cannot get a value of shape \(3, 3\)"):
+        with pytest.raises(
+            UsageError, match=r"of shape \(2, 2\) is sharded by strategy='fsdp' and cannot be assigned a value of shape \(3, 3\)"
+        ):
             weight.data = torch.ones(3, 3)
         with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
             weight.add_(torch.ones(2, 2))
@@ -92,13 +99,13 @@ def test_what_cannot_be_done_is_an_error_that_says_so():
 
         @parwrap.rank_zero_only
         def look():
-            with pytest.raises(UsageError, match=r"forward at .* needs the other ranks, .* Call it outside of that function"):
+            with pytest.raises(UsageError, match=r"forward at .* needs the other ranks, .*: call it outside of that function"):
                 model(x)
             with pytest.raises(UsageError, match=r"Keeps.state_dict\(\) at .* needs the other ranks"):
                 model.state_dict()
 
         look()
-        with pytest.raises(UsageError, match=r"amp\(level='O2'\) makes half precision copies of a model, .* use amp\(dtype='bf16'\)"):
+        with pytest.raises(UsageError, match=r"amp\(level='O2'\) makes a half precision copy of a model, .* use amp\(dtype='bf16'\)"):
             parwrap.amp(level="O2")(look)()
         model.side.bias = nn.Parameter(torch.ones(2))
         with pytest.raises(UsageError, match="the parameter 'bias' of a Linear in Keeps was replaced after the optimizer was built"):
@@ -108,7 +115,7 @@ def test_what_cannot_be_done_is_an_error_that_says_so():
         with pytest.raises(UsageError, match=r"a hook on Linear.weight would never see a gradient"):
             torch.optim.SGD(hooked.parameters(), lr=0.1)
         other = nn.Linear(2, 2 + parwrap.rank())
-        with pytest.raises(RankMismatchError, match=r"the ranks give different parameters to an optimizer at .*'Linear.weight', \(2, 2\)"):
+        with pytest.raises(RankMismatchError, match=r"the ranks pass different parameters to an optimizer at .*'Linear.weight', \(2, 2\)"):
             torch.optim.SGD(other.parameters(), lr=0.1)
         alike = nn.Linear(2, 2)
         nn.init.constant_(alike.weight, parwrap.rank())
@@ -117,7 +124,7 @@ def test_what_cannot_be_done_is_an_error_that_says_so():
         assert 0 == alike.weight.sum().item()
         by_hand = torch.ones(2, requires_grad=True)
         for visit in range(2):
-            with pytest.raises(UsageError, match="reaches tensors that no optimizer has") if visit else nullcontext():
+            with pytest.raises(UsageError, match="reaches tensors that are in no optimizer") if visit else nullcontext():
                 by_hand.sum().backward()
         model.side.bias = None  # and so the model is left in peace at the end
 
@@ -162,8 +169,12 @@ def test_a_model_of_the_caller_stays_as_it_was_when_its_ranks_fail():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"wrap": 0}, "wrap=0 says which modules are units of strategy='fsdp': a number of parameters from 1 up, a class, its name, or a"),
-        ({"wrap": (3, "Block")}, "wrap=\\(3, 'Block'\\) says which modules"),
+        (
+            {"wrap": 0},
+            "wrap=0 does not say which modules to shard as units with strategy='fsdp': use a positive number of parameters, a class, "
+            "a class name, or a",
+        ),
+        ({"wrap": (3, "Block")}, "wrap=\\(3, 'Block'\\) does not say which modules"),
         ({"wrap": "Block", "strategy": "ddp"}, "wrap='Block' has no effect with strategy='ddp': remove it, or choose .* 'fsdp'"),
     ],
 )
@@ -187,7 +198,7 @@ def test_steps_by_gradients_of_sharded_parameters_that_no_backward_made_are_refu
             p.grad = torch.full_like(p, parwrap.rank())
         optimizer.step()
 
-    with pytest.raises(UsageError, match=r"_errors.py:\d+ steps by come from no backward\(\), .*: call loss.backward\(\)"):
+    with pytest.raises(UsageError, match=r"_errors.py:\d+ uses were not computed by backward\(\)\. .*: call loss.backward\(\)"):
         train()
 
 

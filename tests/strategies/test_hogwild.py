@@ -166,7 +166,9 @@ def test_a_rank_that_neither_trains_nor_comes_is_waited_for_no_longer():
         model = nn.Linear(1, 1)
         step(torch.optim.SGD(model.parameters(), lr=0.1), model(torch.ones(1)).sum())
         if parwrap.rank() == 0:
-            with pytest.raises(RankMismatchError, match=r"rank 0 waited 0.2 s for the other ranks at the same point \(evaluation"):
+            with pytest.raises(
+                RankMismatchError, match=r"rank 0 timed out after waiting 0.2 s for the other ranks to reach the same point \(evaluation"
+            ):
                 model.eval()
             group.store.set("raised", b"")
         group.store.wait(["raised"], timedelta(seconds=30))
@@ -256,8 +258,8 @@ def test_models_that_were_built_differently_become_rank_0_s_with_a_warning():
     texts = [str(each.message) for each in caught if "parwrap" in str(each.message)]
     assert texts == (
         [
-            "parwrap: 1 of 2 parameters have different values on different ranks; rank 0's are used. Seed before the model is built, "
-            "or build it inside the decorated function."
+            "parwrap: 1 of 2 parameters have different values on different ranks; rank 0's are used. Set the seed before you build the "
+            "model, or build it inside the decorated function."
         ]
         if parwrap.rank() == 0
         else []
@@ -270,7 +272,7 @@ def test_models_that_were_built_differently_become_rank_0_s_with_a_warning():
     [
         ((1, 2), ("float32", "float32"), ("cpu", "cpu"), RankMismatchError, r"r 0 of optimizer 0, rank 0 has one of shape \(1, 1\)"),
         ((1, 1), ("float32", "float64"), ("cpu", "cpu"), RankMismatchError, r"rank 1 has one of shape \(1, 1\) and torch.float64. Build, "),
-        ((1, 1), ("float32", "float32"), ("meta", "meta"), UsageError, "it is on meta, and only the CPU's memory is shared: leave the "),
+        ((1, 1), ("float32", "float32"), ("meta", "meta"), UsageError, "it is on meta, but only CPU memory is shared: keep the "),
     ],
 )
 def test_what_cannot_be_shared_is_named(sizes, dtypes, devices, error, text):
@@ -287,7 +289,9 @@ def test_what_cannot_be_shared_is_named(sizes, dtypes, devices, error, text):
 def test_a_backward_without_an_optimizer_is_refused():
     with parwrap.distributed(strategy="hogwild"):
         loss = nn.Linear(1, 1)(torch.ones(1)).sum()
-        with pytest.raises(UsageError, match=r"shares the parameters of optimizers, but none exists at the backward at .*test_hogwild.py"):
+        with pytest.raises(
+            UsageError, match=r"shares the parameters of optimizers, but there is none at the backward pass at .*test_hogwild.py"
+        ):
             loss.backward()
 
 
@@ -307,7 +311,10 @@ def test_batch_norm_has_no_batch_to_share_and_is_not_advised_to():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch": "global"}, "batch='global' says how ranks share a step, but with strategy='hogwild' each rank steps alone: remove one"),
+        (
+            {"batch": "global"},
+            "batch='global' says how ranks share a step, but with strategy='hogwild' each rank steps on its own: remove one",
+        ),
         ({"lr": "linear"}, "lr='linear' says how ranks share a step"),
         ({"loss": "sum"}, "loss='sum' says how ranks share a step"),
         ({"uneven": "join"}, "uneven='join' weights ranks by their samples in a shared step, .* choose 'pad' or 'drop'."),
@@ -324,8 +331,8 @@ def test_options_without_a_meaning_are_refused(options, text):
 @pytest.mark.parametrize(
     ("world", "device", "text"),
     [
-        (World(0, 4, 0, 2), "cpu", "shares the memory of one node, but the 4 ranks are on several: start them on one"),
-        (World(0, 2, 0, 2), "cuda:0", "shares the memory of the CPU, and this rank trains on cuda:0: set CUDA_VISIBLE_DEVICES= to nothing"),
+        (World(0, 4, 0, 2), "cpu", "shares the memory of one node, but the 4 ranks are on several nodes: start them on one"),
+        (World(0, 2, 0, 2), "cuda:0", "shares CPU memory, but this rank trains on cuda:0: set CUDA_VISIBLE_DEVICES to an empty value"),
     ],
 )
 def test_nodes_and_gpus_are_refused_before_training(world, device, text):

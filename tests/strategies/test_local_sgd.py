@@ -175,7 +175,7 @@ def test_a_function_inside_averages_as_often_as_it_says():
 @pytest.mark.ranks(2)
 def test_what_is_trained_without_an_optimizer_is_said():
     owned, by_hand = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
-    told = pytest.warns(UserWarning, match=r"a parameter of shape \(3,\) that no optimizer owns has changed between two backwards")
+    told = pytest.warns(UserWarning, match=r"a parameter of shape \(3,\) that no optimizer owns changed between two backward passes")
     with told, local(every=2):
         optimizer = torch.optim.SGD([owned], lr=0.1)
         for _ in range(2):
@@ -193,7 +193,9 @@ def test_a_step_inside_of_a_backward_is_refused():
     with local(every=2):
         optimizer = torch.optim.SGD([weight], lr=0.1)
         weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
-        with pytest.raises(UsageError, match=r"SGD.step\(\) at .* runs inside a backward, .* weights must not change under a backward"):
+        with pytest.raises(
+            UsageError, match=r"SGD.step\(\) at .* runs inside a backward pass, .* weights must not change during a backward pass"
+        ):
             weight.sum().backward()
         weight._post_accumulate_grad_hooks.clear()
         optimizer.step()
@@ -215,14 +217,21 @@ def test_one_rank_is_a_plain_loop():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"every": 0}, "every=0 is not a number of steps: give a whole number, at least 1"),
-        ({"every": 2.5}, "every=2.5 is not a number of steps: give a whole number, at least 1"),
-        ({"warmup": -1}, "warmup=-1 is not a number of steps from 0"),
-        ({"outer": "adam"}, "outer='adam' is not one of its values. None: averaged weights are the means; 'nesterov': the ranks"),
-        ({"outer": "nesterov", "outer_lr": 0}, "outer_lr=0 is not a learning rate above 0"),
-        ({"outer": "nesterov", "outer_momentum": 1}, "outer_momentum=1 is not a momentum from 0 to below 1"),
-        ({"outer_lr": 0.5}, "outer_lr=0.5 is an option of the outer optimizer: give outer='nesterov' too, or remove it"),
-        ({"compress": "bf16"}, "compress='bf16' is for averaged gradients, as in the warm-up of strategy='local_sgd': remove it, or"),
+        ({"every": 0}, "every=0 is not a positive integer"),
+        ({"every": 2.5}, "every=2.5 is not a positive integer"),
+        ({"warmup": -1}, "warmup=-1 is not a non-negative integer"),
+        (
+            {"outer": "adam"},
+            "outer='adam' is not a valid value. Choose one of: None: weights are averaged, without an outer optimizer; 'nesterov': the "
+            "ranks",
+        ),
+        ({"outer": "nesterov", "outer_lr": 0}, "outer_lr=0 is not a positive learning rate"),
+        ({"outer": "nesterov", "outer_momentum": 1}, r"outer_momentum=1 is not in the range \[0, 1\)"),
+        ({"outer_lr": 0.5}, "outer_lr=0.5 is an option of the outer optimizer: add outer='nesterov', or remove it"),
+        (
+            {"compress": "bf16"},
+            "compress='bf16' applies only to averaged gradients, which strategy='local_sgd' has only during its warm-up: remove it, or",
+        ),
         ({"strategy": "ddp", "every": 4}, "every=4 has no effect with strategy='ddp': .* that has it, 'local_sgd'"),
     ],
 )

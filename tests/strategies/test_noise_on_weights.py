@@ -107,7 +107,7 @@ def test_models_that_do_differ_are_said_without_blaming_the_seed():
         nn.functional.mse_loss(model(torch.ones(4, 2)), torch.ones(4, 1)).backward()
         optimizer.step()
 
-    with parwrap.distributed(), pytest.warns(UserWarning, match="1 of 2 parameters have different values .* If you do, look for"):
+    with parwrap.distributed(), pytest.warns(UserWarning, match="1 of 2 parameters have different values .* If you already do, look for"):
         step()
 
 
@@ -161,7 +161,7 @@ def test_learning_rates_that_each_rank_sets_by_its_own_loss_are_named_and_become
             seen.append(parwrap.gather(float(optimizer.param_groups[0]["lr"])))
             break
 
-    texts = [str(each.message) for each in said if "because learning rates do" in str(each.message)]
+    texts = [str(each.message) for each in said if "because the learning rates differ" in str(each.message)]
     assert 1 == len(texts)
     assert "test_noise_on_weights.py:" in texts[0]
     assert " on rank 0, " in texts[0]

@@ -36,7 +36,7 @@ def test_each_rank_trains_as_a_single_process_with_its_own_rate():
     assert torch.equal(all_of_it, seen)
     assert 2 == len({tuple(weights) for weights in parwrap.gather(model.weight.flatten().tolist())})
     line = "parwrap: 2 ranks, gloo on cpu, strategy none: gradients are not averaged, every rank trains a separate model, no DataLoader "
-    line += "was split: every rank trains on what it reads or makes itself, seed 0\n"
+    line += "was split: every rank trains on data that it reads or creates itself, seed 0\n"
     assert [line, ""] == parwrap.gather(heard.getvalue())
 
 
@@ -75,17 +75,17 @@ def test_what_shares_a_batch_is_refused():
     ):
         inside.__enter__()
     inside = parwrap.distributed(strategy="none")
-    with parwrap.distributed(), pytest.raises(UsageError, match="strategy='none' is not possible inside strategy='ddp': give it to the"):
+    with parwrap.distributed(), pytest.raises(UsageError, match="strategy='none' is not possible inside strategy='ddp': pass it to the"):
         inside.__enter__()
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch": "global"}, "batch='global' says how ranks share a batch, and with strategy='none' each has all data"),
+        ({"batch": "global"}, "batch='global' says how ranks share a batch, but with strategy='none' each rank has all data"),
         ({"lr": "linear"}, "lr='linear' says how ranks share a batch"),
         ({"bucket_cap_mb": 5}, "bucket_cap_mb=5 has no effect with strategy='none': remove it, or choose .* 'ddp'"),
-        ({"strategy": "non"}, "strategy='non' is not one of its values. 'ddp': gradients are averaged in every backward; "),
+        ({"strategy": "non"}, "strategy='non' is not a valid value. Choose one of: 'ddp': gradients are averaged in every backward pass; "),
     ],
 )
 def test_options_without_a_meaning_are_refused(options, text):

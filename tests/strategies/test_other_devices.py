@@ -86,8 +86,8 @@ def test_a_gpu_of_another_number_is_explained():
     with pytest.raises(RuntimeError, match=r"^CUDA error: invalid device ordinal\b") as raised:
         train()
     assert [
-        "parwrap: each rank sees only its own GPU, which is 'cuda:0' there, so other numbers do not exist. Write 'cuda' or 'cuda:0'; "
-        "parwrap.local_rank() distinguishes the ranks of a node."
+        "parwrap: each rank sees only its own GPU, which is 'cuda:0' there, so other device numbers do not exist. Write 'cuda' or "
+        "'cuda:0'. To distinguish the ranks of a node, use parwrap.local_rank()."
     ] == raised.value.__notes__
 
 

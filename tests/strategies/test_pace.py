@@ -79,7 +79,10 @@ def test_steps_of_different_optimizers_at_the_same_time_are_an_error():
     assert [] == pace.released()
     pace.push(1, 1, 1)
 
-    with pytest.raises(RankMismatchError, match="would wait for the others for ever: rank 0 one of optimizer 0, rank 1 one of optimizer 1"):
+    with pytest.raises(
+        RankMismatchError,
+        match="would wait for each other forever: rank 0 is at a step of optimizer 0, rank 1 is at a step of optimizer 1",
+    ):
         pace.released()
 
 

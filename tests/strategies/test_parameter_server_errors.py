@@ -37,7 +37,7 @@ def test_a_worker_that_dies_is_reported_at_once_and_survived_if_asked(survive):
     if survive:
         assert [0, 0] == [told[0], told[2]]
     else:
-        assert {"rank 1, a worker of the parameter server, has failed with KeyError: 'enough'."} == {told[0], told[2]}
+        assert {"rank 1, a worker of the parameter server, failed with KeyError: 'enough'."} == {told[0], told[2]}
 
 
 @pytest.mark.ranks(2)
@@ -53,7 +53,7 @@ def test_a_server_that_fails_is_reported_by_name():
     with pytest.raises((KeyError, RankMismatchError)) as raised:
         parwrap.distributed(strategy="parameter_server")(fails)()
 
-    assert ["rank 1, a parameter server, has failed with KeyError: 'no data'.", "'no data'"] == parwrap.gather(str(raised.value))
+    assert ["rank 1, a parameter server, failed with KeyError: 'no data'.", "'no data'"] == parwrap.gather(str(raised.value))
 
 
 @pytest.mark.ranks(2)
@@ -67,7 +67,7 @@ def test_an_optimizer_that_fails_on_the_server_is_reported():
     with pytest.raises((TypeError, RankMismatchError)) as raised:
         parwrap.distributed(strategy="parameter_server")(fails)()
 
-    assert [True, False] == parwrap.gather("rank 1, a parameter server, has failed with TypeError" in str(raised.value))
+    assert [True, False] == parwrap.gather("rank 1, a parameter server, failed with TypeError" in str(raised.value))
 
 
 def closes(weight):
@@ -90,9 +90,9 @@ def casts(weight):
 @pytest.mark.parametrize(
     ("train_wrongly", "text"),
     [
-        (closes, r"step\(closure\) at .* cannot be taken by a parameter server: the closure computes gradients inside"),
-        (without_an_optimizer, "comes before any optimizer was built, and a parameter server takes the steps of optimizers"),
-        (casts, "casts parameters that a parameter server holds, which would keep their dtype there"),
+        (closes, r"step\(closure\) at .* cannot run on a parameter server: the closure computes gradients on the worker"),
+        (without_an_optimizer, "runs before any optimizer is built, but a parameter server needs an optimizer for its steps"),
+        (casts, "casts parameters that a parameter server holds, but they would keep their dtype on the server"),
     ],
 )
 def test_what_a_server_cannot_do_is_refused(train_wrongly, text):
@@ -102,7 +102,7 @@ def test_what_a_server_cannot_do_is_refused(train_wrongly, text):
 
 @pytest.mark.ranks(2)
 def test_more_servers_than_ranks_leave_no_worker():
-    with pytest.raises(UsageError, match="servers=2 leaves no worker on 2 ranks: the last of them are the servers"):
+    with pytest.raises(UsageError, match="servers=2 leaves no worker among 2 ranks: the last ranks are the servers"):
         parwrap.distributed(strategy="parameter_server", servers=2)(train)()
 
 
@@ -132,8 +132,8 @@ def test_features_without_a_meaning_are_refused_on_the_workers():
         except (UsageError, RankMismatchError) as error:
             return text in str(error)
 
-    assert refused(parwrap.sync_bn, "sync_bn needs a shared batch: each worker of a parameter server steps alone")
-    assert refused(parwrap.amp(dtype="fp16"), "parwrap.amp in fp16 leaves out steps where gradients overflow", staleness=0)
+    assert refused(parwrap.sync_bn, "sync_bn needs a shared batch: each worker of a parameter server steps on its own")
+    assert refused(parwrap.amp(dtype="fp16"), "parwrap.amp in fp16 skips steps where gradients overflow", staleness=0)
     assert refused(scaled_by_hand, "test_parameter_server_errors.py:", staleness=0)
     assert refused(parwrap.accumulate(2), "do not work together with batch='global' or uneven='join'", staleness=0, batch="global")
 
@@ -141,15 +141,15 @@ def test_features_without_a_meaning_are_refused_on_the_workers():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"servers": 0}, "servers=0 is not a number of parameter servers: give a whole number from 1"),
-        ({"staleness": -1}, "staleness=-1 is not a number of steps: give a whole number from 0"),
+        ({"servers": 0}, "servers=0 is not a positive integer"),
+        ({"staleness": -1}, "staleness=-1 is not a non-negative integer"),
         ({"staleness": 1.5}, "staleness=1.5 is not a number of steps"),
         (
             {"batch": "global"},
-            "batch='global' is about a batch that all ranks step with together, but workers of a parameter server step",
+            "batch='global' applies to a batch that all ranks share, but workers of a parameter server step",
         ),
-        ({"lr": "linear", "staleness": 2}, "lr='linear' is about a batch .* give staleness=0"),
-        ({"uneven": "join"}, "uneven='join' is about a batch"),
+        ({"lr": "linear", "staleness": 2}, "lr='linear' applies to a batch .* set staleness=0"),
+        ({"uneven": "join"}, "uneven='join' applies to a batch"),
         ({"strategy": "ddp", "servers": 2}, "servers=2 has no effect with strategy='ddp': .* 'parameter_server'"),
     ],
 )
@@ -174,4 +174,4 @@ def test_clipping_in_step_is_said_not_to_be_that_of_the_average():
         return [str(each.message) for each in said]
 
     said = [each for each in train() if "clipping" in each]
-    assert ["of each worker's own gradients" in each for each in said] == [True]
+    assert ["each worker clips its own gradients" in each for each in said] == [True]

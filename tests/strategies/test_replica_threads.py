@@ -62,11 +62,11 @@ def test_nobody_waits_for_one_that_has_failed_whose_error_it_is(calls):
     [
         (
             (synchronize(1), synchronize(1, "another")),
-            "replica 0 on cpu is in a norm while replica 1 on cpu is in another. Have all replicas run the same ",
+            "replica 0 on cpu is in a norm while replica 1 on cpu is in another. Run the same layers in the same ",
         ),
         (
             (synchronize(1), lambda: None),
-            "replica 0 on cpu is in a norm, and replica 1 on cpu is through with its forward. Have all replicas run ",
+            "replica 0 on cpu is in a norm, but replica 1 on cpu has already finished its forward pass. Run the same ",
         ),
     ],
 )

@@ -55,7 +55,7 @@ def test_an_object_with_tensors_of_its_own_cannot_be_cut():
         def __init__(self):
             self.nodes = torch.ones(4)
 
-    assert "it is given a Graph, which holds tensors of its own" == why_not([torch.ones(4), Graph()], 4)
+    assert "one of its inputs is a Graph, which contains tensors" == why_not([torch.ones(4), Graph()], 4)
     assert why_not([torch.ones(4), object(), 3, "name", torch.nn.Linear(1, 1)], 4) is None
 
 
@@ -105,27 +105,30 @@ def test_an_object_that_cannot_be_built_from_its_values_is_an_error():
         def __init__(self, rows, name):
             super().__init__(rows=rows)
 
-    with pytest.raises(parwrap.UsageError, match="Net has returned a Picky, which cannot be built from its values"):
+    with pytest.raises(parwrap.UsageError, match="Net returned a Picky, which cannot be rebuilt from its values"):
         merged([Picky(torch.ones(3), "a"), Picky(torch.ones(2), "b")], [3, 2], None, torch.cat, "Net")
 
 
-PARTED = "has no row for each sample, so it cannot be put together: return tensors whose first dimension is the batch, or say by loss="
+PARTED = (
+    "does not have one row per sample, so its parts cannot be combined: return tensors whose first dimension is the batch. If it is a "
+    "loss, pass loss="
+)
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([torch.ones(5, 2)] * 2, "Net has returned tensors of shape [5, 2] and [5, 2] for 3 and 2 samples, which have no row for each"),
+        ([torch.ones(5, 2)] * 2, "Net returned tensors of shape [5, 2] and [5, 2] for 3 and 2 samples, which do not have one row per"),
         (
             [torch.ones(3, 5), torch.ones(2, 4)],
-            "Net has returned tensors of shape [3, 5] and [2, 4] for the parts of a batch: they must be as long as each other beyond the "
-            "first dimension. Pad them all to the length that the whole batch has, as total_length does in pad_packed_sequence.",
+            "Net returned tensors of shape [3, 5] and [2, 4] for the parts of a batch: all dimensions but the first must be equal. Pad "
+            "all of them to the length of the whole batch, as pad_packed_sequence does with total_length.",
         ),
-        ([torch.tensor(3), torch.tensor(2)], f"Net has returned a Tensor that differs between its replicas and {PARTED}"),
-        ([torch.tensor(3.0), torch.tensor(2.0)], f"Net has returned a Tensor that differs between its replicas and {PARTED}"),
-        ([3.0, 2.0], f"Net has returned a float that differs between its replicas and {PARTED}"),
-        (["a", "b"], f"Net has returned a str that differs between its replicas and {PARTED}"),
-        ([[1, 2, 3], [1, 2]], "Net has returned outputs of different structure on its replicas: "),
+        ([torch.tensor(3), torch.tensor(2)], f"Net returned a Tensor that differs between replicas and {PARTED}"),
+        ([torch.tensor(3.0), torch.tensor(2.0)], f"Net returned a Tensor that differs between replicas and {PARTED}"),
+        ([3.0, 2.0], f"Net returned a float that differs between replicas and {PARTED}"),
+        (["a", "b"], f"Net returned a str that differs between replicas and {PARTED}"),
+        ([[1, 2, 3], [1, 2]], "Net returned outputs of different structure on different replicas: "),
     ],
 )
 def test_outputs_that_cannot_be_put_together_are_errors(parts, message):
@@ -137,7 +140,7 @@ def test_outputs_that_cannot_be_put_together_are_errors(parts, message):
     "value", [[5, 4, 2], (5, 4, 2), ["a", "b", "c"], np.ones(3), np.ones((3, 2)), [[1], [2, 3], []], {"lengths": [5, 4, 2]}]
 )
 def test_items_beside_the_tensors_may_be_of_samples(value):
-    assert "items for 3 samples, which may have one for each" in items_of_samples([torch.ones(3, 2), value], 3)
+    assert "items for 3 samples, which may have one item per sample" in items_of_samples([torch.ones(3, 2), value], 3)
     assert items_of_samples([torch.ones(2, 2), value], 4) is None
     assert items_of_samples([torch.ones(3, 2), [torch.ones(3)] * 3, "abc", None], 3) is None
 

@@ -69,7 +69,7 @@ def test_states_are_whole_under_plain_keys_and_load(tmp_path):
             model.load_state_dict(saved["model"])
         optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         fit(model, optimizer, data[2:])
-        with pytest.raises(UsageError, match=r"assign=True.* would put whole parameters into a model that strategy='fsdp' has sharded"):
+        with pytest.raises(UsageError, match=r"assign=True.* would put unsharded parameters into a model that strategy='fsdp' has sharded"):
             model.load_state_dict(saved["model"], assign=True)
         return model
 

@@ -79,7 +79,7 @@ def test_what_is_written_to_a_copy_of_rows_is_refused_and_not_lost():
             lambda: [row.mul_(2) for row in weight],
             lambda: [part.mul_(2) for part in weight.chunk(2)],
         ):
-            with pytest.raises(UsageError, match=r"would be lost, because its target is a copy\. Assign by index to the tensor itself"):
+            with pytest.raises(UsageError, match=r"would be lost, because its target is a copy\. Assign to an index of the tensor itself"):
                 write()
         for tensor in (weight, expected):
             tensor[0] = 7.0

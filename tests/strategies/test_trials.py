@@ -96,10 +96,13 @@ def test_modules_whose_parts_give_what_the_whole_does(name):
     assert reason(*PARTS[name]) is None
 
 
-MIXED = "its outputs for parts of the batch are not those for the whole, so that it mixes samples, or the first dimension of "
-NUMBER = "it returns a number for the whole batch, such as a loss or a count; of a loss that is a mean over the samples, or a sum"
-PARTED = "its outputs for parts of the batch cannot be put together (Net has returned "
-LEFT = "it leaves {} behind, which a part of the batch leaves otherwise"
+MIXED = "its outputs for parts of the batch differ from those for the whole batch: it mixes samples, or the first dimension of "
+NUMBER = (
+    "it returns a number for the whole batch, such as a loss or a count. If it is a loss that is always the mean or the sum over the "
+    "samples"
+)
+PARTED = "its outputs for parts of the batch cannot be combined (Net returned "
+LEFT = "it changes {}, and changes it differently for a part of the batch"
 
 
 def leaves(net, out):
@@ -165,7 +168,7 @@ WHOLE = {
     "unbatched": (
         nn.Conv1d(4, 2, 1),
         X[:4],
-        "it fails with a part of the batch (RuntimeError: Given groups=1, weight of size [2, 4, 1],",
+        "it fails on a part of the batch (RuntimeError: Given groups=1, weight of size [2, 4, 1],",
     ),
     "loss": (Net(lambda net, out, y: F.cross_entropy(out, y)), X, Y, NUMBER),
     "loss of nothing": (Net(lambda net, out: {"loss": out.sum() * 0}), X, NUMBER),
@@ -174,7 +177,7 @@ WHOLE = {
     "attribute": (Net(leaves), X, LEFT.format("kept")),
     "queue": (with_queue(), X, LEFT.format("queue")),
     "weights": (Embeds(), torch.arange(8), LEFT.format("words.weight")),
-    "input": (Changes(), X, "it changes its input in place, and a part has a copy of its own"),
+    "input": (Changes(), X, "it changes its input in place, but each part of the batch is a copy"),
 }
 
 
@@ -192,8 +195,8 @@ def test_modules_whose_parts_do_not_and_why(name):
         (torch.mean, "mean", None),
         (torch.sum, "sum", None),
         (torch.zeros_like, "mean", None),
-        (torch.sum, "mean", "a number that it returns for the whole batch is not the mean over the samples, as loss='mean' says"),
-        (torch.max, "sum", "a number that it returns for the whole batch is not the sum over the samples, as loss='sum' says"),
+        (torch.sum, "mean", "a number that it returns for the whole batch is not the mean over the samples, although loss='mean' says so"),
+        (torch.max, "sum", "a number that it returns for the whole batch is not the sum over the samples, although loss='sum' says so"),
     ],
 )
 def test_what_a_loss_is_said_to_be_is_looked_at(make, loss, expected):
@@ -226,7 +229,7 @@ def test_a_batch_that_fails_as_a_whole_tells_nothing_of_parts():
     found = reason(nn.Linear(3, 3), X)
 
     assert isinstance(found, Untried)
-    assert found.startswith("it cannot be tried on a copy (RuntimeError: mat1 and mat2 shapes cannot be multiplied (5x4 and 3x3))")
+    assert found.startswith("it cannot be checked on a copy (RuntimeError: mat1 and mat2 shapes cannot be multiplied (5x4 and 3x3))")
 
 
 def test_a_batch_that_does_not_fit_is_left_to_the_caller():

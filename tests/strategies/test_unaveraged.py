@@ -16,7 +16,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.ddp.unaveraged import GRADIENTS
 
-SAID = r"come from no backward\(\) .* and differ between ranks: parwrap uses their mean over the ranks"
+SAID = r"were not computed by backward\(\) .* and differ between ranks\. parwrap uses their mean over the ranks"
 
 
 def loss_of(model):
@@ -194,7 +194,7 @@ for step in range(4):
     status, _, stderr = parwrap_run("--nproc-per-node", "2", path)
 
     assert 1 == status
-    assert "rank 0 is at use of gradients that no backward made" in stderr
+    assert "rank 0 is at use of gradients that backward() did not compute" in stderr
     assert "rank 1 is at backward" in stderr
     assert time.monotonic() - begun < 60
 
@@ -208,7 +208,10 @@ def test_other_parameters_at_the_same_time_are_an_error():
             p.grad = torch.ones_like(p)
         optimizers[parwrap.rank()].step()
 
-    with pytest.raises(RankMismatchError, match="other ranks use those of other parameters at the same time"), parwrap.distributed(seed=0):
+    with (
+        pytest.raises(RankMismatchError, match="other ranks use such gradients of other parameters at the same time"),
+        parwrap.distributed(seed=0),
+    ):
         train()
 
 

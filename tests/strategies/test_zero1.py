@@ -219,7 +219,7 @@ def test_weights_that_differ_in_the_end_are_rank_zeros_with_a_warning():
             model[0].weight.add_(parwrap.rank())
         return model, optimizer
 
-    with pytest.warns(UserWarning, match="Rank 0's are used"):
+    with pytest.warns(UserWarning, match="Rank 0's values are used"):
         model, optimizer = parwrap.distributed(strategy="zero1")(different)()
     weights = parwrap.gather(model[0].weight)
 

@@ -27,20 +27,24 @@ DIFFERENT = [
     (
         {"cat": 1},
         {"dog": 2},
-        "['cat'] is an int on rank 0 and missing on rank 1; ['dog'] is missing on rank 0 and an int on rank 1. Ranks do not guess",
+        "['cat'] is an int on rank 0 and missing on rank 1; ['dog'] is missing on rank 0 and an int on rank 1. parwrap cannot guess",
     ),
-    ([0.5] * 40, [0.5] * 41, "it is of length 40 on rank 0 and of length 41 on rank 1. Ranks do not guess"),
-    ({"a": {"b": []}}, {"a": {"b": [1]}}, "['a']['b'] is of length 0 on rank 0 and of length 1 on rank 1. Ranks do not guess"),
-    ({}, {"a": 1}, "['a'] is missing on rank 0 and an int on rank 1. Ranks do not guess"),
-    ({"a": 1}, [1], "it is a dict on rank 0 and of length 1 on rank 1. Ranks do not guess"),
-    ({"n": 1}, {"n": None}, "['n'] is an int on rank 0 and of type NoneType on rank 1. Ranks do not guess"),
-    ({"n": 1}, {"n": "1"}, "['n'] is an int on rank 0 and of type str on rank 1. Ranks do not guess"),
-    (1, 2**70, "it is an int on rank 0 and of type int on rank 1. Ranks do not guess"),
-    (torch.ones(2), torch.ones(2, 1), "it is a tensor [2] float32 on rank 0 and a tensor [2, 1] float32 on rank 1. Ranks do not guess"),
-    (torch.ones(2), torch.ones(2).double(), "it is a tensor [2] float32 on rank 0 and a tensor [2] float64 on rank 1. Ranks do not guess"),
-    (torch.ones(1), 1.0, "it is a tensor [1] float32 on rank 0 and a float on rank 1. Ranks do not guess"),
-    (np.ones(2), np.ones(3), "it is an array [2] float64 on rank 0 and an array [3] float64 on rank 1. Ranks do not guess"),
-    (np.ones(2), torch.ones(2), "it is an array [2] float64 on rank 0 and a tensor [2] float32 on rank 1. Ranks do not guess"),
+    ([0.5] * 40, [0.5] * 41, "it is of length 40 on rank 0 and of length 41 on rank 1. parwrap cannot guess"),
+    ({"a": {"b": []}}, {"a": {"b": [1]}}, "['a']['b'] is of length 0 on rank 0 and of length 1 on rank 1. parwrap cannot guess"),
+    ({}, {"a": 1}, "['a'] is missing on rank 0 and an int on rank 1. parwrap cannot guess"),
+    ({"a": 1}, [1], "it is a dict on rank 0 and of length 1 on rank 1. parwrap cannot guess"),
+    ({"n": 1}, {"n": None}, "['n'] is an int on rank 0 and of type NoneType on rank 1. parwrap cannot guess"),
+    ({"n": 1}, {"n": "1"}, "['n'] is an int on rank 0 and of type str on rank 1. parwrap cannot guess"),
+    (1, 2**70, "it is an int on rank 0 and of type int on rank 1. parwrap cannot guess"),
+    (torch.ones(2), torch.ones(2, 1), "it is a tensor [2] float32 on rank 0 and a tensor [2, 1] float32 on rank 1. parwrap cannot guess"),
+    (
+        torch.ones(2),
+        torch.ones(2).double(),
+        "it is a tensor [2] float32 on rank 0 and a tensor [2] float64 on rank 1. parwrap cannot guess",
+    ),
+    (torch.ones(1), 1.0, "it is a tensor [1] float32 on rank 0 and a float on rank 1. parwrap cannot guess"),
+    (np.ones(2), np.ones(3), "it is an array [2] float64 on rank 0 and an array [3] float64 on rank 1. parwrap cannot guess"),
+    (np.ones(2), torch.ones(2), "it is an array [2] float64 on rank 0 and a tensor [2] float32 on rank 1. parwrap cannot guess"),
     ({1: 1}, {"1": 1}, "[1] is an int on rank 0 and missing on rank 1; ['1'] is"),
     (dict.fromkeys("abcde", 1), {}, "['a'] is an int on rank 0 and missing on rank 1; ['b'] is"),
 ]
@@ -114,11 +118,11 @@ def test_what_one_rank_cannot_send_is_an_error_on_every_rank(scope):
     mine = (lambda: 1) if parwrap.rank() else 1
     with scope():
         with pytest.raises(
-            UsageError, match=r"parwrap.gather sends pickled objects to the other ranks, and rank 1's cannot be pickled: .*lambda"
+            UsageError, match=r"parwrap.gather sends pickled objects to the other ranks, but rank 1's cannot be pickled: .*lambda"
         ):
             parwrap.gather(mine)
         with pytest.raises(
-            UsageError, match=r"parwrap.broadcast sends pickled objects to the other ranks, and rank 1's cannot be pickled: "
+            UsageError, match=r"parwrap.broadcast sends pickled objects to the other ranks, but rank 1's cannot be pickled: "
         ):
             parwrap.broadcast(mine, src=1)
         with pytest.raises(

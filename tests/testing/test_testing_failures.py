@@ -82,7 +82,7 @@ def test_a_hang_ends_with_the_stack_of_every_rank(run: Run):
             '[[]rank 0]   File "*distributed_c10d.py", line * in barrier',
             '[[]rank 0]   File "*test_inner.py", line 11 in test_stuck',
             '[[]rank 1]   File "*test_inner.py", line 9 in test_stuck',
-            "[[]rank 2] has passed and waits for the others",
+            "[[]rank 2] passed, and waits for the others",
         ]
     )
 
@@ -102,7 +102,7 @@ def test_a_hang_of_a_process_that_a_rank_has_forked_shows_its_stack_too(run: Run
     result.stdout.fnmatch_lines(
         [
             '[[]rank 0]   File "*test_inner.py", line * in test_waits',
-            "[[]rank 0] In a process that it has forked (pid *, S (sleeping) in *, blocks signals 0000000000000000 and catches *):",
+            "[[]rank 0] In a process that it forked (pid *, S (sleeping) in *, blocks signals 0000000000000000 and catches *):",
             '[[]rank 0]   File "*test_inner.py", line 6 in stuck',
         ]
     )
@@ -125,7 +125,7 @@ def test_a_rank_that_dies_is_told_with_how_it_died(run: Run, death: str, told: l
     result = run(on_two_ranks(f"if rank() == 1: {death}\ndist.barrier()"))
     result.assert_outcomes(failed=1)
     how, *stack = told
-    result.stdout.fnmatch_lines([f"[[]rank 1] {how} before the test was over", "[[]rank 0] afterwards: RuntimeError: *", *stack])
+    result.stdout.fnmatch_lines([f"[[]rank 1] {how} before the test finished", "[[]rank 0] afterwards: RuntimeError: *", *stack])
 
 
 def test_a_death_is_blamed_before_the_errors_by_which_the_others_noticed_it(tmp_path: Path):
@@ -145,7 +145,7 @@ def test_a_death_is_blamed_before_the_errors_by_which_the_others_noticed_it(tmp_
     showing_it_takes_a_while.start()
 
     assert [report.headline for report in collect([other, dead], 5)] == [
-        "ended with exit code 7 before the test was over",
+        "ended with exit code 7 before the test finished",
         "Connection closed by peer",
     ]
 
@@ -186,14 +186,14 @@ def test_the_output_of_each_rank_is_a_section_of_its_own(run: Run):
 @pytest.mark.parametrize(
     ("mark", "problem"),
     [
-        ("ranks", "does not say on how many ranks to run"),
-        ("ranks()", "does not say on how many ranks to run"),
-        ("ranks(0)", "takes a whole number of ranks from 1, not 0"),
-        ("ranks('2')", "takes a whole number of ranks from 1, not '2'"),
-        ("ranks(True)", "takes a whole number of ranks from 1, not True"),
-        ("ranks(2, 60)", "takes one number without a name, not (2, 60)"),
-        ("ranks(2, timeout=0)", "takes a timeout in seconds above 0, not 0"),
-        ("ranks(2, timeout='1 min')", "takes a timeout in seconds above 0, not '1 min'"),
+        ("ranks", "does not say how many ranks to run on"),
+        ("ranks()", "does not say how many ranks to run on"),
+        ("ranks(0)", "takes a positive number of ranks, not 0"),
+        ("ranks('2')", "takes a positive number of ranks, not '2'"),
+        ("ranks(True)", "takes a positive number of ranks, not True"),
+        ("ranks(2, 60)", "takes one positional argument, not (2, 60)"),
+        ("ranks(2, timeout=0)", "takes a positive timeout in seconds, not 0"),
+        ("ranks(2, timeout='1 min')", "takes a positive timeout in seconds, not '1 min'"),
         ("ranks(2, backend='gloo')", "has no option backend"),
     ],
 )
@@ -218,7 +218,7 @@ class TestIt(unittest.TestCase):
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        pytest.param(ASYNC, "cannot run an async test, since no event loop runs in the ranks.", id="async"),
+        pytest.param(ASYNC, "cannot run an async test, because the ranks run no event loop.", id="async"),
         pytest.param(TEST_CASE, "cannot run a method of a unittest.TestCase.", id="TestCase"),
     ],
 )
@@ -256,7 +256,7 @@ def test_a_value_that_does_not_pickle_is_named(run: Run, source: str, named: str
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            f"The {named} of test_it cannot be sent to the ranks, which are separate processes: cannot pickle * object. "
-            "Make it inside the test, or let its fixture return what it is made of, such as a path or a number."
+            f"The {named} of test_it cannot be sent to the ranks, which are separate processes: cannot pickle * object. Create it inside "
+            "the test, or let its fixture return what it is created from, such as a path or a number."
         ]
     )

@@ -74,7 +74,7 @@ def test_request_names_the_test(request, number):
     assert "test_request_names_the_test[3]" == request.node.name
     assert request.node.nodeid.endswith("::test_request_names_the_test[3]")
     assert {"request", "number"} <= {*request.fixturenames}
-    with pytest.raises(AttributeError, match=r"request\.getfixturevalue does not exist in a test with the mark ranks: .*request\.node"):
+    with pytest.raises(AttributeError, match=r"request\.getfixturevalue does not exist in a test marked with ranks: .*request\.node"):
         request.getfixturevalue("tmp_path")
 
 
@@ -130,4 +130,4 @@ def test_a_fixture_that_cannot_be_sent_is_named_with_what_to_do(run: Run, made: 
     )
     result.assert_outcomes(failed=1)
     own = "The argument 'made' of test_it cannot be sent to the ranks, which are separate processes"
-    result.stdout.fnmatch_lines([f"{own}: {named}. Make it inside *"])
+    result.stdout.fnmatch_lines([f"{own}: {named}. Create it inside *"])

@@ -211,23 +211,23 @@ def test_launchers_that_disagree_are_both_shown(environ, text):
     [
         (
             {"RANK": "0"},
-            "^RANK is set but WORLD_SIZE and LOCAL_RANK are not, so the ranks cannot be identified. If this is no launch, unset RANK: "
-            "this is then one rank, or `python -m parwrap.run` starts several. Otherwise set WORLD_SIZE and LOCAL_RANK too, as "
-            "torch.distributed does, or set PARWRAP_RANK, PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK to the right values, or "
-            "PARWRAP_WORLD_SIZE=1 to run on one rank.$",
+            "^RANK is set but WORLD_SIZE and LOCAL_RANK are not, so the ranks cannot be identified. If no launcher started this process, "
+            "unset RANK: it then runs as one rank. To start several, use `python -m parwrap.run`. Otherwise set WORLD_SIZE and "
+            "LOCAL_RANK too, as torch.distributed does, or set PARWRAP_RANK, PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK to the right "
+            "values, or PARWRAP_WORLD_SIZE=1 to run on one rank.$",
         ),
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "WORLD_SIZE and LOCAL_RANK are set but RANK is not"),
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "NODE_RANK": "1"}, "WORLD_SIZE and LOCAL_RANK are set but RANK is not"),
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": ""}, "WORLD_SIZE and LOCAL_RANK are set but RANK is not"),
-        ({**TORCHRUN, "RANK": "one"}, "RANK='one' is not a whole number"),
-        ({**TORCHRUN, "RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4: ranks are counted from 0"),
-        ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 is not below the 2 ranks of this node"),
-        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not below"),
+        ({**TORCHRUN, "RANK": "one"}, "RANK='one' is not an integer"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK=4 is not less than WORLD_SIZE=4: ranks start at 0"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 is not less than the 2 ranks of this node"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not less than"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "torchrun sets 9 ranks on this node, which is more than WORLD_SIZE=4"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 is not a number of ranks or nodes"),
-        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a port: give one from 1 to 65535"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a port: use a number from 1 to 65535"),
         ({**OPEN_MPI, **TWO_NODES, "SM_HOSTS": "algo-1"}, "SM_HOSTS='algo-1' is not a JSON list of names"),
-        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07"}, r"cannot parse the node list 'gpu\[07': it has a \[ without its other half"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07"}, r"cannot parse the node list 'gpu\[07': it has an unmatched \["),
         (
             {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "many"},
             "cannot parse the list of tasks per node 'many': it has 'many', which is not a number",
@@ -236,12 +236,13 @@ def test_launchers_that_disagree_are_both_shown(environ, text):
         ({"PARWRAP_RANK": "1", **TORCHRUN}, "Otherwise set PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK too.$"),
         (
             KUBEFLOW,
-            "RANK=1 and WORLD_SIZE=2 number the nodes of a job, as under Kubeflow or PAI, not its ranks: start those of this node with "
-            "`python -m parwrap.run train.py`, which reads these variables, or set PARWRAP_RANK, PARWRAP_WORLD_SIZE and PARWRAP_LOCAL_RANK",
+            "RANK=1 and WORLD_SIZE=2 number the nodes of a job .as Kubeflow or PAI does., not its ranks: start the ranks of this node "
+            "with `python -m parwrap.run train.py`, which reads these variables, or set PARWRAP_RANK, PARWRAP_WORLD_SIZE and "
+            "PARWRAP_LOCAL_RANK",
         ),
-        (TRAINER, "PET_NODE_RANK=1 and PET_NNODES=2 number the nodes of a job, as under Kubeflow Trainer"),
+        (TRAINER, r"PET_NODE_RANK=1 and PET_NNODES=2 number the nodes of a job \(as Kubeflow Trainer"),
         ({**TRAINER, "PET_NNODES": "1:4"}, "PET_NODE_RANK=1 and PET_NNODES=1:4 number the nodes"),
-        (SAGEMAKER, r"SM_CURRENT_HOST=algo-2 and SM_HOSTS=\[.*\] number the nodes of a job, as under SageMaker"),
+        (SAGEMAKER, r"SM_CURRENT_HOST=algo-2 and SM_HOSTS=\[.*\] number the nodes of a job \(as SageMaker does\)"),
     ],
 )
 def test_half_set_or_senseless_variables_are_refused(environ, text):

@@ -31,8 +31,8 @@ __all__ = ["Evaluation", "Reading", "check", "refuse_unreadable", "refused_backw
 
 
 BOTH = (
-    "a function decorated with @parwrap.evaluate both reads a DataLoader and calls another such function, whose result already covers "
-    "all ranks: decorate only one of them."
+    "a function decorated with @parwrap.evaluate both reads a DataLoader and calls another decorated function, whose result already "
+    "covers all ranks: decorate only one of them."
 )
 
 
@@ -68,8 +68,8 @@ class Evaluation(Interceptor):
 
     Args:
         group: the ranks.
-        shared: returns the streams that samplers draw from, the same on all ranks.
-        prepare: called with each loader of a dataset with indices, before it is read.
+        shared: a function that returns the streams that samplers draw from, the same on all ranks.
+        prepare: a function, called with each loader of a dataset with indices, before it is read.
         lengths: the lengths of this rank's parts, if they are reported to the user's code.
 
     Attributes:
@@ -164,8 +164,8 @@ class Evaluation(Interceptor):
         if readers < self.readers and any(reading.planned for reading in self.readings):
             raise UsageError(
                 f"a function decorated with @parwrap.evaluate reads a DataLoader of {batches} batches on {self._size} ranks after a "
-                "larger one, so that ranks with a part of the first have none of it: read the smallest first, or decorate a function "
-                "for each."
+                "larger one. Some ranks have a part of the larger one but no part of this one: read the smallest loader first, or "
+                "decorate one function per loader."
             )
         if self.lengths is not None:
             self.lengths.check(loader, readers)
@@ -249,13 +249,13 @@ def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
     """
     if len({len(readings) for readings in ranks}) > 1:
         numbers = ", ".join(f"{len(readings)} on rank {rank}" for rank, readings in enumerate(ranks))
-        raise RankMismatchError(f"the ranks made different numbers of passes over loaders in an evaluation: {numbers}.")
+        raise RankMismatchError(f"the ranks iterated over loaders a different number of times in an evaluation: {numbers}.")
     for readings in ranks:
         for reading, first in zip(readings, ranks[0], strict=True):
             if reading.same != first.same:
                 raise RankMismatchError(
-                    f"the ranks have drawn different samples to evaluate ({reading.place}): seed the generator of the sampler, or of the "
-                    "stream; if a stream shards itself, let parwrap split it instead."
+                    f"the ranks drew different samples to evaluate ({reading.place}): seed the generator of the sampler or of the "
+                    "stream. If a stream shards itself, let parwrap split it instead."
                 )
     begun = [of_all for of_all in zip(*ranks, strict=True) if any(reading.read for reading in of_all)]
     for of_all in begun:
@@ -263,13 +263,13 @@ def check(ranks: list[list[Reading]]) -> list[list[Reading]]:
             if reading.batches is None or reading.planned is None or reading.read < reading.planned:
                 of = "" if reading.in_turn else f" of its {reading.planned}"
                 raise UsageError(
-                    f"a pass was not read to its end in an evaluation ({reading.place}): rank {rank} has read {reading.read}{of} "
-                    "batches, and which ones a single process would have read is unknown. Read a loader that holds no more, such as one "
-                    "over a Subset."
+                    f"a pass was not read to its end in an evaluation ({reading.place}): rank {rank} read {reading.read}{of} batches, "
+                    "and it is unknown which ones a single process would have read. Use a loader that contains only what you read, such "
+                    "as one over a Subset."
                 )
         if len({reading.batches for reading in of_all}) > 1:
             raise RankMismatchError(
-                f"the ranks have drawn different numbers of batches to evaluate ({of_all[0].place}): "
+                f"the ranks drew different numbers of batches to evaluate ({of_all[0].place}): "
                 + ", ".join(f"{reading.batches} on rank {rank}" for rank, reading in enumerate(of_all))
             )
     return [list(readings) for readings in zip(*begun, strict=True)] or [[] for _ in ranks]
@@ -281,7 +281,7 @@ def refuse_unreadable(loader: DataLoader) -> None:
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise UsageError(
             f"an evaluated DataLoader has its own DistributedSampler, for {sampler.num_replicas} replicas, which repeats or drops "
-            "samples: remove it, and @parwrap.evaluate divides every sample once."
+            "samples: remove it, because @parwrap.evaluate divides the samples itself and uses each one once."
         )
     if not is_stream(loader) and is_endless(sampler if loader.batch_sampler is None else loader.batch_sampler):
         raise _endless()
@@ -290,7 +290,7 @@ def refuse_unreadable(loader: DataLoader) -> None:
 def refused_backward() -> UsageError:
     """The error of a function that trains."""
     return UsageError(
-        "a backward was called inside a function decorated with @parwrap.evaluate, where ranks read different numbers of batches: train "
+        "backward() was called inside a function decorated with @parwrap.evaluate, where ranks read different numbers of batches: train "
         "outside of it, or remove the decorator. For the gradient of an input, use torch.autograd.grad."
     )
 
@@ -301,7 +301,7 @@ def shared_facts(reading: Reading) -> Reading:
 
 
 def _endless() -> UsageError:
-    return UsageError(f"a loader has more than {MOST} batches, and an evaluation reads it to its end: give it a sampler that ends.")
+    return UsageError(f"a loader has more than {MOST} batches, and an evaluation reads it to its end: use a sampler that ends.")
 
 
 def _digest(drawn: list) -> str:

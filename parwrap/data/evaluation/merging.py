@@ -86,7 +86,7 @@ class _Merge:
         first = results[0]
         fits = isinstance(first, dict) == isinstance(reduce, Mapping) and isinstance(first, (dict, tuple, list))
         if not fits or any(len(each) != len(reduce) for each in results) or (isinstance(first, dict) and first.keys() != reduce.keys()):
-            raise UsageError(f"reduce={reduce!r} does not fit {name}, {_short(first)}: give a reduction for each of its entries.")
+            raise UsageError(f"reduce={reduce!r} does not match {name}, {_short(first)}: pass one reduction for each of its entries.")
         if isinstance(first, dict):
             return {key: self.apply(reduce[key], [each[key] for each in results], f"{name}[{key!r}]") for key in first}
         entries = (self.apply(each, list(of), f"{name}[{at}]") for at, (each, *of) in enumerate(zip(reduce, *results, strict=True)))
@@ -99,7 +99,7 @@ class _Merge:
         if all(isinstance(each, Number) for each in results):
             return self._number(kind, results, name)
         if any(type(each) is not type(first) for each in results):
-            raise _differ(kind, name, "is of another type", [type(each).__name__ for each in results])
+            raise _differ(kind, name, "has a different type", [type(each).__name__ for each in results])
         if isinstance(first, dict):
             return self._dict(kind, results, name)
         if dataclasses.is_dataclass(first):
@@ -108,21 +108,24 @@ class _Merge:
             return self._gathered(results, name)
         if isinstance(first, (tuple, list)):
             if len({len(each) for each in results}) > 1:
-                raise _differ(kind, name, "has another length", map(len, results), " For predictions, use reduce='gather'.")
+                raise _differ(kind, name, "has a different length", map(len, results), " For predictions, use reduce='gather'.")
             if kind == "mean" and isinstance(first, list):
                 self._warn_of_rows(len(first), name)
             return _made_like(first, (self._of_each(kind, list(of), f"{name}[{at}]") for at, of in enumerate(zip(*results, strict=True))))
         if isinstance(first, (torch.Tensor, np.ndarray)):
             return self._array(kind, results, name)
         raise UsageError(
-            f"evaluate(reduce={kind!r}): {name} is a {type(first).__name__}, which cannot be merged: return numbers, tensors, arrays and "
-            "dicts, lists and tuples of them, or give a function as reduce."
+            f"evaluate(reduce={kind!r}): {name} is a {type(first).__name__}, which cannot be merged: return numbers, tensors, arrays, or "
+            "dicts, lists and tuples of them, or pass a function as reduce."
         )
 
     def _dict(self, kind: str, results: list[dict], name: str) -> dict:
         keys = dict.fromkeys(key for each in results for key in each)
         if kind == "mean" and any(each.keys() != keys.keys() for each in results):
-            raise UsageError(f"evaluate(reduce='mean'): {name} has other keys on other ranks: use reduce='sum', or give all keys.")
+            raise UsageError(
+                f"evaluate(reduce='mean'): {name} has different keys on other ranks: use reduce='sum', or return the same keys on all "
+                "ranks."
+            )
         of = copy.copy(results[0])
         for key in keys:
             of[key] = self._of_each(kind, [each[key] for each in results if key in each], f"{name}[{key!r}]")
@@ -139,8 +142,8 @@ class _Merge:
         whole = next((each for each in results if not _is_whole(each)), None)
         if kind == "gather":
             raise UsageError(
-                f"evaluate(reduce='gather'): {name} is a number, {results[0]!r}: return a list or a tensor, or use 'sum' or 'mean' for it, "
-                "as in reduce={'predictions': 'gather', 'correct': 'sum'}."
+                f"evaluate(reduce='gather'): {name} is a number, {results[0]!r}: return a list or a tensor, or use 'sum' or 'mean' for "
+                "it, for example reduce={'predictions': 'gather', 'correct': 'sum'}."
             )
         if whole is None:
             if kind == "mean":
@@ -154,13 +157,15 @@ class _Merge:
 
     def _array(self, kind: str, results: list[Any], name: str) -> Any:
         if len({tuple(each.shape) for each in results}) > 1:
-            raise _differ(kind, name, "has another shape", [list(each.shape) for each in results], " For predictions, use reduce='gather'.")
+            raise _differ(
+                kind, name, "has a different shape", [list(each.shape) for each in results], " For predictions, use reduce='gather'."
+            )
         first = results[0]
         if isinstance(first, np.ndarray):
             tensors = [torch.from_numpy(np.ascontiguousarray(each).reshape(each.shape)) for each in results]
             return self._array(kind, tensors, name).numpy().astype(first.dtype)
         if first.dtype == torch.bool:
-            raise UsageError(f"evaluate(reduce={kind!r}): {name} is of bool, which has no {kind}: give a function as reduce.")
+            raise UsageError(f"evaluate(reduce={kind!r}): {name} is of type bool, which has no {kind}: pass a function as reduce.")
         if not (first.is_floating_point() or first.is_complex()):
             if kind == "mean":
                 raise _no_mean(name)
@@ -179,8 +184,8 @@ class _Merge:
         """Warn if predictions, equally many on all ranks, would be averaged with each other."""
         if rows > 1 and any(len(passed) > 1 and all(sum(each.sizes) == rows for each in passed) for passed in self._passes):
             warn(
-                f"parwrap: evaluate(reduce='mean'): {name} has as many entries as each rank has read samples, {rows}, and they are "
-                "averaged over the ranks. If each entry belongs to a sample, as for predictions, use reduce='gather'."
+                f"parwrap: evaluate(reduce='mean'): {name} has as many entries as each rank read samples, {rows}, and the entries are "
+                "averaged over the ranks. If each entry belongs to one sample, like predictions, use reduce='gather'."
             )
 
     def _mean(self, results: list[Any]) -> Any:
@@ -197,14 +202,14 @@ class _Merge:
             weights = weights or counts
             if not _proportional(counts, weights):
                 raise UsageError(
-                    "evaluate(reduce='mean'): the function reads several loaders, of which the ranks have parts of different proportions "
-                    f"({weights} and {counts} samples), so that it is not known how to weight what it returns: decorate a function for "
-                    "each, or use reduce='sum'."
+                    "evaluate(reduce='mean'): the function reads several loaders, and the ranks' parts of them have different "
+                    f"proportions ({weights} and {counts} samples), so it is unclear how to weight the result: decorate one function per "
+                    "loader, or use reduce='sum'."
                 )
             if any(each.rows for each in passed) and not _proportional([each.rows for each in passed], counts):
                 raise UsageError(
-                    "evaluate(reduce='mean'): a loader with batch_size=None yields items of different sizes, and whether one is a sample "
-                    "or a batch is not known: use reduce='sum'."
+                    "evaluate(reduce='mean'): a loader with batch_size=None yields items of different sizes, and it is unknown whether "
+                    "an item is a sample or a batch: use reduce='sum'."
                 )
         return weights
 
@@ -217,7 +222,7 @@ class _Merge:
         if any(each.ndim == 0 for each in results) or len({tuple(each.shape[1:]) for each in results}) > 1:
             raise UsageError(
                 f"evaluate(reduce='gather'): {name} has shapes that cannot be concatenated along the first dimension: "
-                f"{', '.join(str(list(each.shape)) for each in results)}. Give a function as reduce to pad them or to make a list."
+                f"{', '.join(str(list(each.shape)) for each in results)}. Pass a function as reduce that pads them or makes a list."
             )
         order = self._order([len(each) for each in results], name)
         all_rows = torch.cat(results) if isinstance(first, torch.Tensor) else np.concatenate(results)
@@ -235,15 +240,15 @@ class _Merge:
             counts = [sum(each.sizes) for each in self._passes[0]]
             if not _proportional(rows, counts) and set(rows) == {sum(counts)}:
                 raise UsageError(
-                    f"evaluate(reduce='gather'): {name} has {rows[0]} rows on each rank, as many as there are samples on all, so it was "
-                    "made for the whole and each rank has filled a part: append to a list, or use reduce='gather' for all of the result, "
-                    "where len(loader.dataset) is the part's."
+                    f"evaluate(reduce='gather'): {name} has {rows[0]} rows on each rank, as many as there are samples on all ranks "
+                    "together. It seems to be allocated for all the data, with each rank filling only a part: append to a list instead, "
+                    "or use reduce='gather' for the whole result, because len(loader.dataset) is then that of the rank's part."
                 )
             return None
         what = "a stream" if len(self._passes) == 1 else "several loaders"
         raise UsageError(
             f"evaluate(reduce='gather'): the function reads {what}, and {name} has {rows} rows on the ranks, neither one per sample nor "
-            "one per batch, so that their order in a single process is unknown: return one for each sample of one loader, or give a "
+            "one per batch, so their order in a single process is unknown: return one row for each sample of one loader, or pass a "
             "function as reduce."
         )
 
@@ -267,7 +272,7 @@ def _in_turn(sizes: list[list[int]]) -> list[int]:
 
 def _same(kind: str, results: list[Any], name: str) -> Any:
     if any(each != results[0] for each in results):
-        raise _differ(kind, name, "is another", map(_short, results), " Give a function as reduce.")
+        raise _differ(kind, name, "is another", map(_short, results), " Pass a function as reduce.")
     return results[0]
 
 
@@ -277,8 +282,8 @@ def _differ(kind: str, name: str, how: str, values: Iterable[Any], then: str = "
 
 def _no_mean(name: str) -> UsageError:
     return UsageError(
-        f"evaluate(reduce='mean'): {name} is a whole number, and the mean of the ranks' counts is not the count of a single process: use "
-        "reduce='sum' for it, as in reduce={'loss': 'mean', 'correct': 'sum'}."
+        f"evaluate(reduce='mean'): {name} is an integer, and the mean of the ranks' counts is not the count of a single process: use "
+        "reduce='sum' for it, for example reduce={'loss': 'mean', 'correct': 'sum'}."
     )
 
 

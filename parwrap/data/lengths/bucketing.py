@@ -1,4 +1,4 @@
-"""A batch sampler for samples of similar length: little padding, and equal work for ranks that step together.
+"""A batch sampler that groups samples of similar length: it saves padding, and gives equal work to ranks that step together.
 
 It needs no process group and knows nothing of loaders. ``sample_lengths.py`` reads the lengths, ``padding.py`` makes the batches, and
 ``samplers.py`` deals them out to the ranks.
@@ -20,31 +20,34 @@ from parwrap.errors import UsageError
 __all__ = ["UniformLengthBatchSampler"]
 
 STARTS = 8
-"""Where the first batch may be cut, in parts of a batch; the later cuts move with it."""
+"""Where the first batch may be cut, as fractions of a batch. Later cuts move with it."""
 
 
 class UniformLengthBatchSampler(Sampler[list[int]]):
-    """Batches of samples of similar length, for ``DataLoader(batch_sampler=...)``.
+    """Makes batches of samples of similar length, for ``DataLoader(batch_sampler=...)``.
 
-    Samples are sorted, samples of nearly the same length form a bucket, and batches are drawn at random from each bucket. Batches come in
-    rounds of ``num_replicas`` with equally many samples of similar length, so that ranks that step together have equal work; rounds come in
-    random order. Every sample comes once in a pass. All passes have the same number of batches: a multiple of ``num_replicas``, unless
-    there are fewer samples than that, or ``batch_size=1``. A remainder makes several batches a bit smaller.
+    Samples are sorted, samples of nearly the same length form a bucket, and batches are drawn at random from each bucket. Batches form
+    rounds of ``num_replicas``, with equally many samples of similar length, so that ranks that step together have equal work. The order of
+    rounds is random. Each pass contains every sample once. All passes have the same number of batches: a multiple of ``num_replicas``,
+    unless there are fewer samples than that, or ``batch_size=1``. If samples do not divide evenly, several batches are slightly smaller.
 
-    Inside ``parwrap.distributed`` omit ``num_replicas`` and ``rank``: the batches are arranged for the ranks and dealt out to them. In your
-    own distributed code give both, and each rank draws its part. Passes are counted, so each has another order even without ``set_epoch``.
+    Inside ``parwrap.distributed``, omit ``num_replicas`` and ``rank``: parwrap arranges the batches for the ranks and deals them out. In
+    your own distributed code, pass both, and each rank draws its part. Passes are counted, so each has a different order even without
+    ``set_epoch``.
 
     Args:
         lengths: the length of each sample of the dataset, in tokens.
-        batch_size: the most samples of a batch.
-        max_tokens: the most tokens of a batch, including padding: its number of samples times the length of its longest. Give either, or
+        batch_size: the maximum number of samples in a batch.
+        max_tokens: the maximum number of tokens in a batch, including padding: its number of samples times the length of the longest. Give
+            either, or
         both.
-        shuffle: if false, each pass has the same batches, the longest first.
-        seed: the seed of the order, the same on all ranks; each pass has another order. ``None`` draws from torch's generator in each
+        shuffle: if false, each pass has the same batches, with the longest first.
+        seed: the seed of the order, the same on all ranks; each pass has a different order. ``None`` draws from torch's generator in each
         pass, as a shuffled ``DataLoader`` does; a ``torch.Generator`` is drawn from directly.
-        drop_last: drop, in each pass, different samples that do not fill a batch on every rank. Not with ``max_tokens``.
+        drop_last: drop samples that do not fill a batch on every rank, different ones in each pass. Not with ``max_tokens``.
         multiple_of: round the length of a batch up to a multiple of this.
-        slack: how much shorter than its longest a sample of a bucket may be, as a part of the longest. If too few samples of similar
+        slack: how much shorter than the longest sample of its bucket a sample may be, as a fraction of the longest. If too few samples of
+            similar
         length make a batch, they go with the next shorter ones.
         num_replicas: the number of ranks to draw for.
         rank: the rank to draw for.
@@ -72,14 +75,19 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         rank: int | None = None,
     ) -> None:
         if batch_size is None and max_tokens is None:
-            raise UsageError("a batch has no size: give batch_size, the samples of a batch, or max_tokens, its tokens, or both.")
+            raise UsageError(
+                "the batch size is not set: pass batch_size, the number of samples in a batch, or max_tokens, the number of tokens, or "
+                "both."
+            )
         for name, value in {"batch_size": batch_size, "max_tokens": max_tokens, "multiple_of": multiple_of}.items():
             if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-                raise UsageError(f"{name}={value!r} is not a whole number above 0.")
+                raise UsageError(f"{name}={value!r} is not a positive integer.")
         if not 0 <= slack < 1:
-            raise UsageError(f"slack={slack!r} is not a part of the longest sample: give a number from 0 to below 1.")
+            raise UsageError(f"slack={slack!r} is not a fraction of the longest sample in the range [0, 1).")
         if drop_last and max_tokens is not None:
-            raise UsageError("drop_last drops samples that do not fill a batch, and with max_tokens batches have no fixed size: remove it.")
+            raise UsageError(
+                "drop_last drops samples that do not fill a batch, but with max_tokens batches have no fixed size: remove drop_last."
+            )
         self.lengths = _checked(lengths)
         self.batch_size, self.max_tokens, self.drop_last = batch_size, max_tokens, drop_last
         self.shuffle, self.seed, self.multiple_of, self.slack = shuffle, seed, multiple_of, slack
@@ -89,7 +97,7 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         self._refuse_too_long()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next pass to ``epoch``; later ones count on from it. Only for a ``seed`` that is a number."""
+        """Set the number of the next pass to ``epoch``. Later passes count from there. This only works if ``seed`` is a number."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -100,7 +108,7 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         return -(-self._count(self.num_replicas) // self.num_replicas)
 
     def for_ranks(self, ranks: int) -> _Arranged:
-        """All batches, so that each ``ranks`` in turn form one step of that many ranks.
+        """All batches, in an order in which each group of ``ranks`` batches forms one step.
 
         Raises:
             UsageError: the sampler was made for one rank of several.
@@ -147,16 +155,16 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         return len(self.lengths) % (ranks * (self.batch_size or 1)) if self.drop_last else 0
 
     def _padded(self) -> np.ndarray:
-        """The padded length of each sample."""
+        """The length of each sample after padding."""
         return -(-self.lengths // self.multiple_of) * self.multiple_of
 
     def _most(self, longest: int) -> int:
-        """The number of samples that fit into a batch whose longest has that length."""
+        """The number of samples that fit into a batch whose longest sample has this length."""
         by_tokens = max(1, self.max_tokens // max(1, longest)) if self.max_tokens else len(self.lengths)
         return min(by_tokens, self.batch_size or by_tokens)
 
     def _cut(self, padded: np.ndarray, ranks: int, start: float = 1.0) -> list[_Bucket]:
-        """The buckets of ``padded`` samples, longest first; the very first round has a part ``start`` of its samples."""
+        """The buckets of ``padded`` samples, longest first. The first round has only the fraction ``start`` of its samples."""
         buckets: list[_Bucket] = []
         begin, count = 0, len(padded)
         while begin < count:
@@ -176,7 +184,7 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         return buckets
 
     def _moved(self, buckets: list[_Bucket], padded: np.ndarray, ranks: int, random: np.random.Generator) -> list[_Bucket]:
-        """Buckets cut at other places than ``buckets``, with as many rounds.
+        """Buckets that are cut at other places than ``buckets``, with the same number of rounds.
 
         Otherwise samples that are much longer than all others would be in the same batches in all passes.
         """
@@ -203,7 +211,7 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         if self.max_tokens is not None and longest > self.max_tokens:
             raise UsageError(
                 f"sample {int(self._padded().argmax())} has {longest} tokens, more than the limit of a batch, "
-                f"max_tokens={self.max_tokens}: raise max_tokens, cut the sample, or drop it."
+                f"max_tokens={self.max_tokens}: raise max_tokens, or shorten or drop the sample."
             )
 
 
@@ -222,8 +230,8 @@ class _Arranged:
 
 @dataclass(frozen=True)
 class _Counted:
-    """The number of ``batches`` that samples of those ``lengths`` make for ``ranks``; an object that is no sequence, which ranks would
-    compare."""
+    """The number of ``batches`` that samples with these ``lengths`` make for ``ranks``. It is not a sequence, because ranks would compare
+    that."""
 
     lengths: np.ndarray
     ranks: int
@@ -231,7 +239,7 @@ class _Counted:
 
 
 class _Bucket(NamedTuple):
-    """Sorted samples from ``start`` to before ``end`` that make ``rounds`` rounds."""
+    """The sorted samples from ``start`` to before ``end``, which make ``rounds`` rounds."""
 
     start: int
     end: int
@@ -239,7 +247,7 @@ class _Bucket(NamedTuple):
 
 
 def _rounds(samples: np.ndarray, bucket: _Bucket, ranks: int) -> list[np.ndarray]:
-    """``samples`` in rounds, each for a batch on every rank; all but one of them have a multiple of ``ranks`` samples."""
+    """``samples`` in rounds, each with a batch for every rank. All rounds but one have a multiple of ``ranks`` samples."""
     columns, extra = divmod(len(samples), ranks)
     whole = min(bucket.rounds, columns)
     small, larger = divmod(columns, whole or 1)
@@ -252,13 +260,13 @@ def _rounds(samples: np.ndarray, bucket: _Bucket, ranks: int) -> list[np.ndarray
 
 
 def _shuffled(samples: np.ndarray, padded: np.ndarray, bucket: _Bucket, ranks: int, random: np.random.Generator) -> list[np.ndarray]:
-    """The rounds of a bucket, drawn at random, each with its longest first."""
+    """The rounds of a bucket, drawn at random, each with its longest sample first."""
     places = bucket.start + random.permutation(bucket.end - bucket.start)
     return [samples[np.sort(each)] for each in _rounds(places, bucket, ranks)]
 
 
 def _batches(samples: np.ndarray, ranks: int, random: np.random.Generator) -> Iterator[list[int]]:
-    """The batches of a round: each has one of the ``ranks`` longest, one of the next longest, and so on."""
+    """The batches of a round: each has one of the ``ranks`` longest samples, one of the next longest, and so on."""
     for first in random.permutation(min(ranks, len(samples))):
         yield random.permutation(samples[first::ranks]).tolist()
 
@@ -266,9 +274,9 @@ def _batches(samples: np.ndarray, ranks: int, random: np.random.Generator) -> It
 def _checked(lengths: Any) -> np.ndarray:
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise UsageError(f"lengths has shape {array.shape} and dtype {array.dtype}: give a whole number for each sample of the dataset.")
+        raise UsageError(f"lengths has shape {array.shape} and dtype {array.dtype}: pass one integer for each sample of the dataset.")
     if array.size and array.min() < 0:
-        raise UsageError(f"sample {int(array.argmin())} has a length of {int(array.min())}: give a whole number from 0 for each sample.")
+        raise UsageError(f"sample {int(array.argmin())} has a length of {int(array.min())}: lengths must be non-negative integers.")
     return array.astype(np.int64)
 
 
@@ -276,7 +284,7 @@ def _checked_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]
     if num_replicas is None and rank is None:
         return 1, 0
     if num_replicas is None or rank is None:
-        raise UsageError(f"num_replicas={num_replicas} and rank={rank}: give both, or neither.")
+        raise UsageError(f"num_replicas={num_replicas} and rank={rank}: pass both, or neither.")
     if not 0 <= rank < num_replicas:
-        raise UsageError(f"rank={rank} is not one of {num_replicas} ranks, which are counted from 0.")
+        raise UsageError(f"rank={rank} is not in the range [0, {num_replicas}).")
     return num_replicas, rank

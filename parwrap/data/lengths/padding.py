@@ -1,6 +1,6 @@
 """A ``collate_fn`` that pads samples of different lengths to the longest of a batch.
 
-``trimming.py`` cuts batches that are already padded; ``bucketing.py`` decides which samples come together.
+``trimming.py`` cuts batches that are already padded; ``bucketing.py`` decides which samples form a batch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class pad_collate:
     """Make a batch of samples whose sequences differ in length, for ``DataLoader(collate_fn=...)``.
 
     A sample is a sequence, or a tuple, list or dict of fields. Sequences are tensors and arrays, padded along their first dimension, and
-    lists of numbers. ``default_collate`` handles fields that are no sequences or all of one shape, such as labels.
+    lists of numbers. ``default_collate`` handles fields that are not sequences or all have the same shape, such as labels.
 
     Args:
-        pad_value: the padding value; or a dict of values by the name or position of a field. Other fields are padded with 0, and
+        pad_value: the padding value, or a dict from the name or position of a field to its value. Other fields are padded with 0, and
         ``labels`` with -100.
         multiple_of: round the length of a batch up to a multiple of this, such as 8 for tensor cores. This applies to the first sequence
         of a sample and to others that always have the same length as it.
@@ -61,12 +61,13 @@ class pad_collate:
         values = pad_value.values() if isinstance(pad_value, Mapping) else [pad_value]
         if not all(isinstance(value, (int, float)) for value in values):
             raise UsageError(
-                f"pad_value={pad_value!r} is not a number, or a dict of numbers by field. In a DataLoader, write collate_fn=pad_collate()."
+                f"pad_value={pad_value!r} is neither a number nor a dict from field to number. In a DataLoader, write "
+                "collate_fn=pad_collate()."
             )
         if not (isinstance(multiple_of, int) and multiple_of > 0):
-            raise UsageError(f"multiple_of={multiple_of!r} is not a whole number above 0.")
+            raise UsageError(f"multiple_of={multiple_of!r} is not a positive integer.")
         if isinstance(fields, str):
-            raise UsageError(f"fields={fields!r} is one name: give a list of them, as in [{fields!r}].")
+            raise UsageError(f"fields={fields!r} is a single name: pass a list of names, such as [{fields!r}].")
         self.pad_value, self.multiple_of, self.attention_mask = pad_value, multiple_of, attention_mask
         self.fields = None if fields is None else tuple(fields)
 
@@ -74,7 +75,7 @@ class pad_collate:
         return self._collated(samples, masked=self.attention_mask)
 
     def _collated(self, samples: Any, masked: bool | None) -> Any:
-        """A batch of ``samples``, or of one field's values; with or without a mask, or ``None`` for the default."""
+        """Make a batch of ``samples``, or of one field's values, with or without a mask; ``None`` for the default."""
         first = samples[0]
         if _is_sequence(first):
             padded = self._padded(None, samples, rounded=True)
@@ -121,7 +122,7 @@ class pad_collate:
         value = self._value(name)
         batch = tensors[0].new_full((len(tensors), longest, *shapes.pop()), value)
         if not batch.is_floating_point() and batch.new_full((), value).item() != value:
-            raise UsageError(f"sequences of {batch.dtype} cannot be padded with {value!r}: give another pad_value, or convert them.")
+            raise UsageError(f"sequences of {batch.dtype} cannot be padded with {value!r}: choose another pad_value, or convert them.")
         for row, tensor in zip(batch, tensors, strict=True):
             row[: len(tensor)] = tensor
         return batch
@@ -143,7 +144,7 @@ def _lengths(column: Sequence[Any]) -> list[int]:
 
 
 def _tensors(column: Sequence[Any]) -> list[torch.Tensor]:
-    """``column`` as tensors of one dtype that holds all of them; an empty list has no dtype itself."""
+    """``column`` as tensors of one dtype that can hold all of them, because an empty list has no dtype of its own."""
     tensors = [torch.as_tensor(each) for each in column]
     dtypes = {tensor.dtype for tensor, each in zip(tensors, column, strict=True) if not isinstance(each, list) or each}
     dtype = reduce(torch.promote_types, dtypes) if dtypes else tensors[0].dtype

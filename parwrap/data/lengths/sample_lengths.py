@@ -17,7 +17,7 @@ __all__ = ["Lengths", "read_lengths"]
 
 
 class Lengths:
-    """The lengths of datasets, each read once, and again when its number of samples has changed.
+    """The lengths of the samples of datasets. Each dataset is read once, and again when its number of samples has changed.
 
     Args:
         length, pad_value: see :func:`read_lengths`.
@@ -46,7 +46,7 @@ def read_lengths(dataset: Any, length: Any = None, pad_value: float | None = Non
     """The length of each sample of ``dataset``; ``None`` if all are the same.
 
     Args:
-        dataset: has a length and samples by index. Reading it restores the random streams afterwards.
+        dataset: a dataset with a length and indices. After it is read, the random streams are restored.
         length: a sequence of the lengths; or a function that returns the length of a sample; or the name or position of the field in a
         sample. By default the count in ``attention_mask``, or the first sequence whose length differs.
         pad_value: padding at the end of a sequence, which is not counted. Without ``length``, sequences are then searched among whole
@@ -72,8 +72,8 @@ def read_lengths(dataset: Any, length: Any = None, pad_value: float | None = Non
 def _given_lengths(lengths: Any, samples: int) -> np.ndarray:
     if len(lengths) != samples:
         raise UsageError(
-            f"length= has {len(lengths)} lengths, but the dataset of a shuffled DataLoader {samples} samples. If a script has several "
-            "datasets, give a function that takes a sample and returns its length."
+            f"length= has {len(lengths)} lengths, but the dataset of a shuffled DataLoader has {samples} samples. If a script has "
+            "several datasets, pass a function that takes a sample and returns its length."
         )
     return np.asarray(lengths)
 
@@ -96,7 +96,7 @@ def _number(value: Any, length: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise UsageError(f"length={length!r} has returned {value!r} for a sample, which is not a number of tokens.") from None
+        raise UsageError(f"length={length!r} returned {value!r} for a sample, which is not a number of tokens.") from None
 
 
 def _field(sample: Any, name: Any) -> Any:
@@ -104,7 +104,7 @@ def _field(sample: Any, name: Any) -> Any:
         found = sample[name]
         len(found)
     except (KeyError, IndexError, TypeError):
-        raise UsageError(f"length={name!r} is no field with a length in a sample, which is a {type(sample).__name__}.") from None
+        raise UsageError(f"length={name!r} does not name a field with a length. Samples are of type {type(sample).__name__}.") from None
     return found
 
 
@@ -132,7 +132,7 @@ def _is_row(value: Any) -> bool:
 
 
 def _real_length(sequence: Any, pad_value: float | None) -> int:
-    """The length of a sequence up to the last item that is no padding."""
+    """The length of a sequence up to its last item that is not padding."""
     if pad_value is None or isinstance(sequence, str):
         return len(sequence)
     array = np.asarray(sequence)

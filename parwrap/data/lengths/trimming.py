@@ -1,6 +1,6 @@
 """Cuts batches that were padded to a fixed length down to the longest real sequence in them.
 
-This helps if a dataset or the user's own ``collate_fn`` has padded to the maximum of all data. Only columns that are padding in every
+This helps if a dataset or the user's own ``collate_fn`` pads all samples to the same maximum length. Only columns that are padding in every
 tensor are cut off.
 """
 
@@ -20,7 +20,7 @@ class Trimmed:
     Args:
         collate: the function that makes a batch.
         pad_value, multiple_of: see :func:`trimmed`.
-        field: the name or place of the sequences in a batch; ``None`` to look for them.
+        field: the name or position of the sequences in a batch; ``None`` to search for them.
     """
 
     def __init__(self, collate: Callable[[list], Any], pad_value: float | None, multiple_of: int, field: Any = None) -> None:
@@ -33,9 +33,9 @@ class Trimmed:
 def trimmed(batch: Any, pad_value: float | None, multiple_of: int = 1, field: Any = None) -> Any:
     """``batch`` without the columns that are padding in all rows of its sequences.
 
-    The lengths of sequences come from ``attention_mask``, if present; otherwise from ``pad_value`` at the end of those in ``field``, or of
-    the first tensor of whole numbers with rows and columns. All tensors of that shape are cut at the same column, if they hold only one
-    value from there on.
+    The lengths of sequences come from ``attention_mask``, if present. Otherwise they are found by ``pad_value`` at the end of the sequences
+    in ``field``, or in the first integer tensor with rows and columns. All tensors of that shape are cut at the same column, if they
+    contain a single value from there on.
 
     >>> trimmed([torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]]), torch.tensor([0, 1])], pad_value=0)
     [tensor([[5, 6],
@@ -58,7 +58,7 @@ def trimmed(batch: Any, pad_value: float | None, multiple_of: int = 1, field: An
 
 
 def _real(batch: Any, pad_value: float | None, field: Any) -> torch.Tensor | None:
-    """The positions of the sequences that are no padding, in rows and columns."""
+    """A mask of the positions, by row and column, that are not padding."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         return mask != 0

@@ -1,4 +1,4 @@
-"""The interceptor that makes the loaders of a plain loop uniform in length: other batches if they are shuffled, and less padding in all.
+"""The interceptor that reduces padding in the loaders of a plain loop: it regroups the batches of shuffled loaders and trims all batches.
 
 The user's loader is unchanged; a shallow copy is read instead. Whether ranks split it is decided later.
 """
@@ -24,7 +24,7 @@ __all__ = ["UniformLength"]
 
 
 class UniformLength(Interceptor):
-    """Replaces the batches of shuffled loaders, and trims those of all.
+    """Regroups the batches of shuffled loaders, and trims the batches of all loaders.
 
     Args:
         lengths: the lengths of the samples of datasets.
@@ -42,16 +42,16 @@ class UniformLength(Interceptor):
 
     @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
-        """A pass over ``loader``."""
+        """Iterate over ``loader``."""
         return original(self._uniform(loader))
 
     @intercepts
     def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
-        """``len(loader)``, which may differ if batches are counted by tokens."""
+        """Return ``len(loader)``, which may differ if ``max_tokens`` limits the batches."""
         return original(self._uniform(loader))
 
     def _uniform(self, loader: DataLoader) -> DataLoader:
-        """The copy of ``loader`` that is read; always the same one, since histories of loaders are kept by object."""
+        """The copy of ``loader`` that is read. It is always the same object, because the histories of loaders are kept by object."""
         if get_worker_info() is not None or loader.batch_sampler is None or isinstance(loader.collate_fn, Trimmed):
             return loader
         copy = self._copies.get(loader)
@@ -90,7 +90,7 @@ class UniformLength(Interceptor):
 
 
 def _is_only_shuffled(loader: DataLoader) -> bool:
-    """Whether a pass takes every sample once, in any order, so that it may be reordered."""
+    """Whether a pass reads every sample once, in random order, so that it may be reordered."""
     return (
         not isinstance(loader.dataset, IterableDataset)
         and type(loader.batch_sampler) is BatchSampler

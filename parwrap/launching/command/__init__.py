@@ -1,1 +1,1 @@
-"""From ``argv`` to a ``LaunchPlan``: pure functions, which start nothing. Start with ``plan.py``."""
+"""Turns ``argv`` into a ``LaunchPlan`` with pure functions, which start nothing. Start with ``plan.py``."""

@@ -24,7 +24,7 @@ def split_at_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tup
     An option may be abbreviated to a unique prefix; a dash and an underscore are interchangeable.
 
     Args:
-        parser: its options take one value or none.
+        parser: the parser, whose options take one value or none.
         argv: the command line without the program's name.
 
     Returns:
@@ -52,7 +52,7 @@ def split_at_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tup
             equals, value = "=", "auto"
         if takes_value and not equals and rest:
             value = rest.pop(0)
-            # argparse takes a separate value that begins with a dash for an option
+            # argparse interprets a separate value that begins with a dash as an option
             options += [f"{full}={value}"] if value.startswith("-") else [full, value]
         else:
             options.append(f"{full}={value}" if equals else full)
@@ -67,7 +67,7 @@ def parse_options(parser: argparse.ArgumentParser, options: list[str], script: S
 
 
 def _attached(parser: argparse.ArgumentParser, written: str) -> tuple[str, str, str]:
-    """The option in ``written``, ``"="`` if a value is attached, and that value."""
+    """Split ``written`` into the option, ``"="`` if a value is attached, and this value."""
     short = written[:2]
     if not written.startswith("--") and len(written) > 2 and short in parser._option_string_actions:
         return short, "=", written[2:].removeprefix("=")
@@ -75,7 +75,7 @@ def _attached(parser: argparse.ArgumentParser, written: str) -> tuple[str, str, 
 
 
 def _in_full(parser: argparse.ArgumentParser, name: str, written: str) -> str:
-    """The full spelling of option ``name``: ``name`` if it is an option, else the first spelling of the option that it abbreviates."""
+    """The full spelling of option ``name``: ``name`` itself if it is an option, otherwise the option that it abbreviates."""
     known = parser._option_string_actions
     if name in known:
         return name

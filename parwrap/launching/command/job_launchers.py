@@ -1,4 +1,4 @@
-"""Maps a launcher's name to its module, loaded on demand, and an option to the launchers that have it.
+"""Maps the name of a launcher to its module, which is loaded on demand, and an option to the launchers that have it.
 
 A launcher is a module with ``add_options(group)``, which adds its options to argparse; ``launch(job)``, which starts a
 :class:`parwrap.launching.jobs.job.Job` and returns its exit code; and ``SHARES_FILES``, whether its nodes see the files of this machine.
@@ -19,7 +19,7 @@ HOMES = {name: f"parwrap.launching.jobs.{name}" for name in ("slurm", "kubeflow"
 
 
 def launcher_named(name: str) -> ModuleType:
-    """The launcher of that name.
+    """The launcher ``name``.
 
     Raises:
         UsageError: no launcher has that name.
@@ -28,7 +28,7 @@ def launcher_named(name: str) -> ModuleType:
         close = difflib.get_close_matches(name, HOMES, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
         *others, last = HOMES
-        raise UsageError(f"no launcher is called {name}.{hint} Launchers are {', '.join(others)} and {last}.")
+        raise UsageError(f"there is no launcher {name}.{hint} The launchers are {', '.join(others)} and {last}.")
     return importlib.import_module(HOMES[name])
 
 
@@ -44,13 +44,13 @@ def launchers_with(option: str) -> list[str]:
 
 
 def add_node_options(group: argparse._ActionsContainer) -> None:
-    """Add the options of a launcher that starts ``parwrap.run`` on nodes to ``group``."""
+    """Add to ``group`` the options of launchers that start ``parwrap.run`` on nodes."""
     group.add_argument("--nodes", type=count, default=1, metavar="N", help="Number of machines; by default 1.")
     group.add_argument("--gpus-per-node", type=count, metavar="G", help="GPUs per machine; also the default of --nproc-per-node.")
 
 
 def count(text: str) -> int:
-    """Argparse type: a whole number above 0."""
+    """Argparse type: a positive integer."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer.")
     return int(text)

@@ -1,6 +1,6 @@
 """The options of ``parwrap.run`` for training: those of ``distributed``, and those that add a feature decorator.
 
-How they combine with other options is decided in ``plan.py``.
+``plan.py`` decides how they combine with other options.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number.") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer.") from None
 
 
 def _number(text: str) -> float:
@@ -55,9 +55,9 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
     "timeout": {"type": _number, "help": "Seconds that a rank waits for another."},
     "hang_after": {"type": _number, "help": "Seconds before rank 0 reports where every rank is while one waits; by default 60."},
     "strategy": {"help": "How ranks train together: ddp averages gradients; docs/strategies.rst describes the others."},
-    "every": {"type": _whole, "help": "With --strategy local_sgd: steps between two averages of weights; by default 8."},
+    "every": {"type": _whole, "help": "With --strategy local_sgd: average weights every N steps; by default 8."},
     "warmup": {"type": _whole, "help": "With --strategy local_sgd: synchronous steps before the first local one."},
-    "outer": {"help": "With --strategy local_sgd: nesterov, for an outer optimizer as in DiLoCo."},
+    "outer": {"help": "With --strategy local_sgd: nesterov adds an outer optimizer, as in DiLoCo."},
     "outer_lr": {"type": _number, "help": "With --outer: its learning rate; by default 0.7."},
     "outer_momentum": {"type": _number, "help": "With --outer: its momentum; by default 0.9."},
     "compress": {"help": "Send gradients in fewer bytes: bf16, fp16 or powersgd."},
@@ -65,9 +65,9 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
     "servers": {"type": _whole, "help": "Number of ranks that are parameter servers; by default 1."},
     "staleness": {
         "type": _whole,
-        "help": "How many steps a worker of parameter servers may be ahead of the slowest; by default unlimited.",
+        "help": "How many steps a worker of the parameter servers may be ahead of the slowest one; by default unlimited.",
     },
-    "survive": {"action": "store_true", "help": "Keep training when a worker of parameter servers dies, unless it is rank 0."},
+    "survive": {"action": "store_true", "help": "Keep training when a worker of the parameter servers dies, unless it is rank 0."},
     "wrap": {
         "type": _wrap,
         "metavar": "UNITS",
@@ -78,14 +78,14 @@ SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "As in DistributedDataParallel: saves memory, but gradients kept across steps change.",
     },
-    "lock": {"action": "store_true", "help": "With --strategy hogwild: one rank steps at a time, for comparison."},
+    "lock": {"action": "store_true", "help": "With --strategy hogwild: only one rank steps at a time, for comparison."},
 }
 """Options of ``distributed``, with the arguments of ``argparse`` for each."""
 
 FEATURE_OPTIONS: dict[str, dict[str, Any]] = {
     "amp": {
         "metavar": "DTYPE",
-        "help": f"Mixed precision: {', '.join(AMP_VALUES)}; without a value auto, which is bf16 where the device has it.",
+        "help": f"Mixed precision: {', '.join(AMP_VALUES)}; without a value, auto: bf16 where the device supports it.",
     },
     "sync_bn": {"action": "store_true", "help": "Compute BatchNorm statistics over all ranks."},
     "accumulate": {
@@ -153,4 +153,4 @@ def refuse_missing_gpus(devices: Sequence[int | str], gpus: int) -> None:
     for device in devices:
         number = str(device).removeprefix("cuda:")
         if number.isdecimal() and int(number) >= gpus:
-            raise LaunchError(f"--data-parallel names cuda:{number}, but torch can use {gpus} GPUs here: choose others, or all.")
+            raise LaunchError(f"--data-parallel names cuda:{number}, but torch can use only {gpus} GPUs here: choose others, or all.")

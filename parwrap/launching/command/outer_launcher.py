@@ -1,4 +1,4 @@
-"""Completes options from an outer launcher, which has started ``parwrap.run`` on each node or as each rank.
+"""Fills in missing options from an outer launcher, which started ``parwrap.run`` once per node or once per rank.
 
 ``nodes.py`` and ``world.py`` detect that launcher and read its variables.
 """
@@ -26,7 +26,7 @@ NOT_GIVEN = dict.fromkeys([*TORCHRUNS, "nproc_per_node"])
 
 
 def fill_in(arguments: argparse.Namespace, environ: Mapping[str, str], gpus: int) -> World | None:
-    """Complete missing ``arguments``: from torchrun's ``PET_*``, then from the outer launcher, then from torchrun's defaults.
+    """Fill in missing ``arguments`` from torchrun's ``PET_*`` variables, then from the outer launcher, then from torchrun's defaults.
 
     Args:
         arguments: torchrun's options, parsed with the defaults ``NOT_GIVEN``.
@@ -37,12 +37,12 @@ def fill_in(arguments: argparse.Namespace, environ: Mapping[str, str], gpus: int
         This process's rank, if another launcher started it as a rank; ``None`` if it starts the ranks.
 
     Raises:
-        LaunchError: as ``detect``; or the options ask each of several ranks on this node to start ranks.
+        LaunchError: as in ``detect``, or the options ask each of several ranks on this node to start ranks.
     """
     node, outer = None if arguments.standalone else node_of(environ), None
     by_hand = any(environ.get(name) for name in (*LAUNCHERS[0].rank, *LAUNCHERS[0].size))
     place = arguments.master_addr or arguments.rdzv_endpoint or environ.get("PET_MASTER_ADDR")
-    counted = arguments.nnodes and (place or arguments.nnodes in ONE)  # else the launcher may know the address
+    counted = arguments.nnodes and (place or arguments.nnodes in ONE)  # otherwise the launcher may know the address
     elsewhere = node or arguments.standalone or counted or "PET_NNODES" in environ
     if by_hand or not elsewhere:
         world = detect(environ)
@@ -67,13 +67,16 @@ def _fill(arguments: argparse.Namespace, name: str, environ: Mapping[str, str], 
     value = environ.get(f"PET_{name.upper()}") or from_launcher.get(name) or TORCHRUNS.get(name)
     if isinstance(value, str) and name in ("node_rank", "master_port"):
         if not value.strip().isdecimal():
-            raise LaunchError(f"--{name.replace('_', '-')} is set to {value!r} from outside, which is not a whole number: give the option.")
+            raise LaunchError(
+                f"--{name.replace('_', '-')} is set to {value!r} by the environment, which is not an integer: pass the option on the "
+                "command line."
+            )
         value = int(value)
     setattr(arguments, name, value)
 
 
 def _starts_ranks(outer: World, arguments: argparse.Namespace, environ: Mapping[str, str], gpus: int) -> bool:
-    """Whether a process that is one of several starts ranks on its node rather than being a rank."""
+    """Whether this process, one of several, starts the ranks on its node, rather than being a rank itself."""
     asked = arguments.nproc_per_node or environ.get("PET_NPROC_PER_NODE")
     has_rendezvous = next(row.has_rendezvous for row in LAUNCHERS if row.name == outer.launcher)
     if outer.local_size == 1 and not has_rendezvous and outer.launcher != LAUNCHERS[0].name:

@@ -1,7 +1,7 @@
-"""From a command line to a launch plan, without side effects: what to run, on how many ranks, with which variables.
+"""Turns a command line into a launch plan, without side effects: what to run, on how many ranks, with which variables.
 
-The options are torchrun's and a few of ours. Facts about the machine are passed in, so that a plan can be tested and shown. ``run.py`` and
-``agent.py`` carry it out.
+The options are torchrun's and a few of parwrap's own. Facts about the machine are passed in, so that a plan can be tested and shown.
+``run.py`` and ``agent.py`` carry it out.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from parwrap.world.world import World
 __all__ = ["LaunchPlan", "columns", "command_parser", "describe", "describe_script", "plan_launch", "unknown_option"]
 
 ONE_NODE = "parwrap"
-"""The rendezvous backend of a single node, which waits for no other; see ``agent.py``."""
+"""The rendezvous backend of a single node, which does not wait for other nodes; see ``agent.py``."""
 DOCTOR = "parwrap.doctor"
-"""Our module that opens the process group itself to diagnose it: it runs without a scope."""
+"""The module of parwrap that opens the process group itself to diagnose it, so it runs without a scope."""
 OF_OTHERS = ("-n", "-np", "--np", "--ntasks", "--num-processes", "--num_processes", "--gpus")
-"""Names of ``--nproc-per-node`` in other launchers."""
+"""Names that other launchers use for ``--nproc-per-node``."""
 FOR_SEVERAL_RANKS = ("--nproc-per-node", "--nnodes")
-"""The options without which one rank runs."""
+"""The options that ask for several ranks; without them, one rank runs."""
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What a command line asks for.
+    """What a command line requests.
 
     Attributes:
         argv: the command line, with options in full.
         script: what every rank runs.
         ranks: the number of ranks on this node.
-        nodes: the least and the largest number of nodes.
+        nodes: the minimum and maximum number of nodes.
         threads: the number of threads of each rank; ``None`` leaves it to the user's ``OMP_NUM_THREADS``.
         variables: the environment variables to set for the ranks.
         torchrun: torchrun's options, as its own parser gives them.
         everyone: show the output of every rank, not only of rank 0.
-        log_dir: the directory for a file of each rank; ``None`` for none, or for torchrun's own logs.
-        in_this_process: one rank that needs no other process.
+        log_dir: the directory for a log file of each rank; ``None`` for no files, or if torchrun writes its own logs.
+        in_this_process: whether a single rank runs in this process.
         outer: the outer launcher, if it started this process as a rank.
         dry_run: only show the plan.
         notice: a message to print first; may be empty.
@@ -82,7 +82,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         environ: the environment variables; torchrun's parser reads most of its own ``PET_*`` from ``os.environ``.
         gpus: the number of GPUs that torch can use here.
         cores: the number of CPU cores that this process may use.
-        here: whether the script is on this machine, so that its path can be checked.
+        here: whether the script runs on this machine, so that its path can be checked.
 
     Raises:
         UsageError: an unknown option or value, or options that exclude each other.
@@ -98,7 +98,7 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         raise UsageError(unknown_option(str(unknown), parser)) from None
     arguments = parse_options(parser, given, command)
     if arguments.launcher:
-        raise UsageError("--launcher must be written in full.")  # else it was noticed before
+        raise UsageError("--launcher must be written in full.")  # otherwise it was noticed earlier
     arguments.rdzv_backend = arguments.rdzv_backend or ("c10d" if arguments.rdzv_endpoint else "static")
     options = {name: getattr(arguments, name) for name in SCOPE_OPTIONS if hasattr(arguments, name)}
     outer = fill_in(arguments, environ, gpus)
@@ -108,7 +108,9 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     asked = arguments.nproc_per_node or str(1 if one_process or outer else gpus or 1)
     ranks = _ranks(asked, gpus, cores)
     if one_process and (ranks, nodes[-1]) != (1, 1):
-        raise UsageError("--data-parallel runs one process on several devices, and the options ask for more ranks: remove one of them.")
+        raise UsageError(
+            "--data-parallel runs one process on several devices, but other options ask for several ranks: remove --data-parallel or those."
+        )
     if one_process:
         refuse_missing_gpus(arguments.data_parallel or (), gpus)
     if gpus and ranks > gpus and not arguments.plain and options.get("backend") != "gloo":
@@ -118,7 +120,10 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
         )
     script = _script(arguments, options, features_of(arguments), here)
     if arguments.all_ranks and _torchrun_logs(arguments):
-        raise UsageError("--all-ranks shows what ranks write, and so do --redirects, --tee and --local-ranks-filter: remove it or them.")
+        raise UsageError(
+            "--all-ranks controls what ranks print, and so do --redirects, --tee and --local-ranks-filter: remove --all-ranks or the "
+            "others."
+        )
     if is_only_node(arguments, nodes):
         arguments.rdzv_backend, arguments.rdzv_endpoint = ONE_NODE, "localhost"
     arguments.master_addr = arguments.master_addr or "127.0.0.1"  # torchrun's own defaults, which its parser does not set
@@ -127,8 +132,9 @@ def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, core
     in_this_process = ranks == 1 and _needs_no_agent(arguments)
     if outer and not in_this_process:
         raise UsageError(
-            f"{outer.launcher} started this process as rank {outer.rank} of {outer.size}, but some options are for starting ranks: "
-            "remove --plain, --max-restarts and those for logs and rendezvous, or add --standalone for a separate run in each process."
+            f"{outer.launcher} started this process as rank {outer.rank} of {outer.size}, but some options apply only when parwrap.run "
+            "starts ranks: remove --plain, --max-restarts and the options for logs and rendezvous, or add --standalone for a separate "
+            "run in each process."
         )
     threads = max(1, cores // ranks)
     return LaunchPlan(
@@ -182,19 +188,21 @@ def describe_script(script: Script) -> dict[str, str]:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(
-            "no script to run: name it after the options, then its own arguments." if "training_script" in message else message
+            "no script to run: put its path after the options of parwrap.run, followed by the script's own arguments."
+            if "training_script" in message
+            else message
         )
 
 
 def command_parser() -> argparse.ArgumentParser:
     """The parser of ``python -m parwrap.run``."""
-    from torch.distributed.run import get_args_parser  # imports torch, and the command does that later than it starts its fork server
+    from torch.distributed.run import get_args_parser  # this imports torch, which the command must do after it starts its fork server
 
     parser = _Parser(
         prog="python -m parwrap.run",
         description=(
-            "Run a plain single-GPU training script on many ranks, unchanged. Takes every option of torchrun, with two other defaults: "
-            "--nproc-per-node is the number of GPUs, or 1, and --start-method is forkserver."
+            "Run a plain single-GPU training script on many ranks, unchanged. Takes every option of torchrun, with two different "
+            "defaults: --nproc-per-node is the number of GPUs, or 1, and --start-method is forkserver."
         ),
         parents=[get_args_parser()],
         add_help=False,
@@ -205,22 +213,24 @@ def command_parser() -> argparse.ArgumentParser:
         "--use_env",
         action="store_true",
         help=(
-            "As for torch.distributed.launch. Without it, a script that is only launched (--plain) gets its local rank as --local-rank "
-            "or --local_rank if its source has that option. A script inside the scope never gets it."
+            "As in torch.distributed.launch. Without it, a script with --plain gets its local rank as --local-rank or --local_rank if "
+            "its source has that option. Other scripts never get it."
         ),
     )
     ours = parser.add_argument_group("parwrap")
     ours.add_argument(
-        "--plain", action="store_true", help="Only launch the script: no scope around it, and torchrun's variables visible to it."
+        "--plain",
+        action="store_true",
+        help="Only launch the script, as torchrun does: parwrap changes nothing in it, and it sees torchrun's environment variables.",
     )
     ours.add_argument(
-        "--all-ranks", "--all_ranks", action="store_true", help="Show the output of every rank, with its number before each line."
+        "--all-ranks", "--all_ranks", action="store_true", help="Show the output of every rank, with the rank before each line."
     )
     ours.add_argument("--dry-run", "--dry_run", action="store_true", help="Print the plan and start nothing.")
     ours.add_argument(
         "--launcher",
         metavar="NAME",
-        help="Start the job on other machines, by slurm, kubeflow or ray; `--launcher NAME --help` lists its options.",
+        help="Start the job on other machines, with slurm, kubeflow or ray; `--launcher NAME --help` lists its options.",
     )
     add_options(ours)
     return parser
@@ -232,25 +242,31 @@ def unknown_option(option: str, parser: argparse.ArgumentParser) -> str:
 
     name = option.partition("=")[0]
     if launchers := launchers_with(name):
-        return f"{name} is an option of --launcher {' and '.join(launchers)}: add that, or remove {name}."
+        return f"{name} is an option of --launcher {' and '.join(launchers)}: add the launcher, or remove {name}."
     known = [option for option in parser._option_string_actions if "_" not in option]
     begin = [option for option in known if option.startswith(name[:7])]  # so that --nprocs does not match --nnodes
     close = difflib.get_close_matches(name, begin, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1)
     if name in OF_OTHERS:
         close = ["--nproc-per-node"]
-    hint = f"did you mean {close[0]}?" if close else "`python -m parwrap.run --help` lists the options; those of the script come after it."
-    return f"no option is called {name}; {hint}"
+    hint = (
+        f"did you mean {close[0]}?"
+        if close
+        else "`python -m parwrap.run --help` lists the options; the script's own options come after its name."
+    )
+    return f"there is no option {name}; {hint}"
 
 
 def _ranks(asked: str, gpus: int, cores: int) -> int:
     if asked == "gpu" and not gpus:
-        raise LaunchError("--nproc-per-node gpu starts a rank on each GPU, but torch can use none here: give a number to train on the CPU.")
+        raise LaunchError(
+            "--nproc-per-node gpu starts a rank on each GPU, but torch cannot use a GPU here: set a number of ranks to train on the CPU."
+        )
     here = {"gpu": gpus, "cpu": cores, "auto": gpus or cores}
     if asked in here:
         return here[asked]
     if not asked.isdecimal() or int(asked) == 0:
         known = ", ".join(f"{name} ({count} here)" for name, count in here.items())
-        raise UsageError(f"--nproc-per-node {asked} is not a number of ranks: give one above 0, or {known}.")
+        raise UsageError(f"--nproc-per-node {asked} is not a positive number of ranks, nor {known}.")
     return int(asked)
 
 
@@ -260,12 +276,12 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], features: di
     if (arguments.plain or doctor) and (options or features):
         given = ", ".join(f"--{name.replace('_', '-')}" for name in [*options, *features])
         who = DOCTOR if doctor else "--plain"
-        raise UsageError(f"{who} opens no scope, so {given} has no effect: remove one of them.")
+        raise UsageError(f"{who} only launches the script, so {given} has no effect: remove one of them.")
     if arguments.no_python and arguments.module:
-        raise UsageError("--no-python runs a program and --module a Python module: remove one of them.")
+        raise UsageError("--no-python runs a program, and --module runs a Python module: remove one of them.")
     if arguments.no_python and not arguments.plain:
         raise UsageError(
-            "--no-python runs a program that is not Python, in which parwrap can change nothing: add --plain to only launch it."
+            "--no-python runs a program that is not Python, so parwrap cannot change anything in it: add --plain to only launch it."
         )
     if here:
         _look_for(target, arguments, features)
@@ -286,7 +302,7 @@ def _script(arguments: argparse.Namespace, options: dict[str, Any], features: di
 
 
 def _option_after_script(script: Script) -> str:
-    """The notice for an option for several ranks that follows the script and so went to the script."""
+    """The notice for an option for several ranks that stands after the script, so that the script receives it."""
     given = [argument for argument in script.args if argument.partition("=")[0].replace("_", "-") in FOR_SEVERAL_RANKS]
     if not given or (script.kind == "file" and "nproc" in Path(script.target).read_text(errors="replace")):
         return ""  # a script with such an option is a launcher itself
@@ -298,16 +314,16 @@ def _option_after_script(script: Script) -> str:
 
 def _look_for(target: str, arguments: argparse.Namespace, features: dict[str, dict[str, Any]]) -> None:
     if arguments.no_python and shutil.which(target) is None:
-        raise LaunchError(f"no program {target} to run: give its path, or the name of one on the PATH.")
+        raise LaunchError(f"cannot find the program {target}: pass its path, or the name of a program on the PATH.")
     if not arguments.no_python and not arguments.module and not os.path.exists(target):
         hint = "" if target.endswith(".py") else " To run a module, put -m before its name."
         if features.get("amp") == {"dtype": "auto"} and not target.endswith(".py"):
-            hint += f" If it is the value of --amp: that takes {', '.join(AMP_VALUES)}."
-        raise LaunchError(f"no script {target}: its path is relative to the directory that the command runs in.{hint}")
+            hint += f" If you meant it as the value of --amp: choose one of {', '.join(AMP_VALUES)}."
+        raise LaunchError(f"cannot find the script {target}: its path is relative to the current directory.{hint}")
     if not arguments.no_python and not arguments.module and os.path.isdir(target) and not os.path.exists(f"{target}/__main__.py"):
-        raise LaunchError(f"{target} is a directory without a __main__.py, so it cannot run: name the script in it.")
+        raise LaunchError(f"{target} is a directory without a __main__.py, so it cannot run: pass the path of a script in it.")
     if arguments.module and importlib.util.find_spec(target.partition(".")[0]) is None:
-        raise LaunchError(f"no module {target}: it is searched in the directory that the command runs in and among installed packages.")
+        raise LaunchError(f"cannot find the module {target}, neither in the current directory nor among the installed packages.")
 
 
 def _needs_no_agent(arguments: argparse.Namespace) -> bool:
@@ -322,7 +338,7 @@ def _torchrun_logs(arguments: argparse.Namespace) -> bool:
 
 
 def _variables(arguments: argparse.Namespace, threads: int) -> dict[str, str]:
-    """Unless the user has set them: divide cores among ranks, fix the hash seed, listen only on loopback on one node."""
+    """The variables, unless the user has set them, that divide cores among ranks, fix the hash seed, and keep one node on its loopback."""
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"}
     if arguments.rdzv_backend == ONE_NODE:
         variables |= LOOPBACK

@@ -1,7 +1,7 @@
-"""Starts the command again in the same process: an interpreter and OpenMP read some variables only when they start.
+"""Restarts the command in the same process, because an interpreter and OpenMP read some variables only when they start.
 
-Ranks that are forked from the command have its interpreter, so it must have started with what ranks need. A script that turns out to be
-the only rank gets an interpreter without that. How ranks are forked is left to ``launching/elastic``.
+Ranks that are forked from the command share its interpreter, so the interpreter must have started with the variables that ranks need. A
+script that turns out to be the only rank gets an interpreter without them. ``launching/elastic`` forks the ranks.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Mapping
 __all__ = ["ADDED", "FOR_RANKS", "Restart"]
 
 FOR_RANKS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-"""What forked ranks inherit from the start of the interpreter; each rank sets its number of threads itself."""
+"""Variables that the interpreter must start with if ranks are forked from it. Each rank sets its number of threads itself."""
 
 ADDED = "PARWRAP_RESTARTED"
-"""Names the variables that a restart has added."""
+"""The variable that lists the variables that a restart has added."""
 
 
 class Restart:
-    """How the command was started, and how to start it again.
+    """How the command was started, and how to restart it.
 
     Args:
         variables: the environment of this process.
@@ -29,8 +29,8 @@ class Restart:
 
     Attributes:
         environ: the user's environment, without the variables that a restart has added.
-        first: whether the command has not been started again yet.
-        for_ranks: whether it was started again with what forked ranks need.
+        first: whether the command has not been restarted yet.
+        for_ranks: whether it was restarted with what forked ranks need.
 
     >>> restart = Restart({"HOME": "/home", "OMP_NUM_THREADS": "1", "PARWRAP_RESTARTED": "OMP_NUM_THREADS"}, possible=False)
     >>> restart.first, restart.for_ranks, restart.environ
@@ -47,13 +47,13 @@ class Restart:
         self._possible = possible
 
     def with_what_ranks_need(self) -> None:
-        """Start again, unless this interpreter has what forked ranks need."""
+        """Restart, unless this interpreter has what forked ranks need."""
         missing = {name: value for name, value in FOR_RANKS.items() if name not in self.environ}
         if self.first and missing:
             self._start_again(missing)
 
     def as_plain_python(self) -> None:
-        """Start again, unless the environment is as the user left it."""
+        """Restart, unless the environment is the user's own."""
         if self.for_ranks:
             self._start_again({})
 

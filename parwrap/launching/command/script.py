@@ -16,7 +16,7 @@ class Script:
     Attributes:
         target: a path, the name of a module, or a program that is not Python.
         args: its arguments.
-        kind: which of the three ``target`` is.
+        kind: which of these ``target`` is.
         scope: the options of the ``distributed`` around it; ``None`` to only launch it.
         features: names of parwrap's other decorators around it, with their options.
         hand_local_rank: pass on the local rank as an argument if the script has an option for it.

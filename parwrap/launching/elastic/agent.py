@@ -1,7 +1,7 @@
-"""Carries out a launch plan with torch's elastic agent, which starts the ranks, watches them and starts them again.
+"""Carries out a launch plan with torch's elastic agent, which starts, watches and restarts the ranks.
 
-This file adds two things: a single node starts without waiting and listens only on its loopback; and a rank ends with its exit code, as a
-script does, rather than by returning a value. ``network_route.py`` and ``node_monitor.py`` add what several nodes need, ``rank_output.py``
+This file adds two things. A single node starts without waiting and listens only on its loopback interface. A rank ends with an exit code,
+as a script does, instead of returning a value. ``network_route.py`` and ``node_monitor.py`` add what several nodes need, ``rank_output.py``
 handles what ranks write.
 """
 
@@ -57,18 +57,18 @@ from parwrap.torch_private.elastic import CLOSE, POLL, RENDEZVOUS, process_conte
 __all__ = ["launch"]
 
 FOLLOWING = 0.3
-"""Seconds for ranks to end that leave at the same place as the first one."""
+"""Seconds to wait for ranks that leave at the same place as the first one."""
 
 
 def launch(plan: LaunchPlan) -> int:
-    """Run all ranks of this node to their end and report their failures; returns the exit code.
+    """Run all ranks of this node until they end, and report their failures. Returns the exit code.
 
     Raises:
         UsageError: torch refuses the value of one of torchrun's options.
-        LaunchError: the rendezvous failed, or ranks would be forked from a process that has started CUDA.
+        LaunchError: the rendezvous failed, or ranks would be forked from a process that has initialized CUDA.
     """
     if plan.torchrun.start_method == "fork" and torch.cuda.is_initialized():
-        raise LaunchError("--start-method fork does not work in a process that has started CUDA: remove it, or use spawn.")
+        raise LaunchError("--start-method fork does not work in a process that has initialized CUDA: remove it, or use spawn.")
     if "LOGLEVEL" not in os.environ:
         _silence("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run", "torch.multiprocessing")
     plan = await_rendezvous(plan, os.environ)
@@ -84,7 +84,10 @@ def launch(plan: LaunchPlan) -> int:
 
 
 def _run(plan: LaunchPlan, directory: Path, failures: Path) -> tuple[int, bool]:
-    """Run the ranks; returns the exit code as known without their ``failures``, and whether the failures have been explained."""
+    """Run the ranks.
+
+    Returns the exit code as far as it is known without their ``failures``, and whether the failures have been explained.
+    """
     config = _config(plan, directory)
     ranks = elastic_launch(config, run_rank)
     variables = {**plan.variables, SCRATCH: str(directory)}
@@ -116,7 +119,7 @@ def _run(plan: LaunchPlan, directory: Path, failures: Path) -> tuple[int, bool]:
 
 
 def _report(plan: LaunchPlan, status: int, explained: bool, failed: list[Failure]) -> int:
-    """Report the failures; returns their exit code."""
+    """Report the failures. Returns their exit code."""
     if not failed:
         if status == 128 + signal.SIGINT:  # ranks that ignore the signal, or had not started yet
             print("parwrap.run: interrupted", file=sys.stderr)
@@ -165,10 +168,10 @@ def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
     changes = {"log_dir": str(directory) if plan.log_dir else plan.torchrun.log_dir or str(directory)}
     signals = plan.torchrun.signals_to_handle.split(",")
     if unknown := [name for name in signals if name not in signal.Signals.__members__]:
-        raise UsageError(f"--signals-to-handle {plan.torchrun.signals_to_handle}: no signal is called {unknown[0]!r}.")
+        raise UsageError(f"--signals-to-handle {plan.torchrun.signals_to_handle}: there is no signal {unknown[0]!r}.")
     changes["signals_to_handle"] = ",".join(
         name for name in signals if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
-    )  # by nohup
+    )  # nohup ignores it
     if plan.torchrun.rdzv_backend == ONE_NODE and plan.torchrun.rdzv_id == "none":
         changes["rdzv_id"] = str(uuid.uuid4())
     try:
@@ -178,26 +181,26 @@ def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
 
 
 def _may_die(plan: LaunchPlan) -> Callable[[int, int], bool]:
-    """Whether a rank, of that many, may fail while the others continue: workers of parameter servers with ``--survive``."""
+    """Whether a rank, of this many, may fail while the others continue: a worker of parameter servers with ``--survive``."""
     scope = plan.script.scope or {}
     return lambda rank, size: bool(scope.get("survive")) and 0 < rank < size - scope.get("servers", 1)
 
 
 def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:
-    """Why the rendezvous failed, as far as torch's ``error`` says."""
+    """Why the rendezvous failed, as far as torch's ``error`` tells."""
     host, port = endpoint(plan.torchrun)
     text = str(error.__cause__ or error)
     if "EADDRINUSE" in text:
         return (
-            f"port {port} of this machine is in use, by another job or by a node of the same --node-rank: choose another one, the same "
-            "on all nodes."
+            f"port {port} of this machine is in use, by another job or by a node with the same --node-rank: choose another port, the "
+            "same on all nodes."
         )
     if isinstance(error, RendezvousClosedError):
-        return f"the job at {host} port {port} has ended; to start another there, give all its nodes a new --rdzv-id."
+        return f"the job at {host} port {port} has ended. To start another one there, set a new --rdzv-id on all nodes."
     if isinstance(error, RendezvousTimeoutError) or "timed out" in text.lower():
         return (
-            f"fewer than {plan.nodes[0]} nodes came to {host} port {port} in time: check that all have been started, with the same "
-            "--nnodes and --rdzv-id, and that the first one is at that address."
+            f"fewer than {plan.nodes[0]} nodes joined at {host} port {port} in time: check that all nodes were started with the same "
+            "--nnodes and --rdzv-id, and that the first node has that address."
         )
     return f"the nodes lost their connection at {host} port {port}: {text.partition(chr(10))[0]}"
 
@@ -238,7 +241,7 @@ def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], node
                 process.join(max(0.0, until - time.monotonic()))
             codes = recorded_codes(context, looked)
         result = wrapped(*args, **kwargs)
-        for local_rank, failed in (result.failures if result else {}).items():  # right after that look
+        for local_rank, failed in (result.failures if result else {}).items():  # right after that check
             if failed.exitcode:
                 record(context.envs[local_rank], failed.exitcode, lived)
         if result is None and nodes.failed:
@@ -255,7 +258,7 @@ def _ends_by_exit_code(failures: Path, may_die: Callable[[int, int], bool], node
 
 
 def _all_left(failures: Path) -> bool:
-    """Whether the failed ranks ended by ``sys.exit`` or similar; then others may be about to."""
+    """Whether the failed ranks ended with ``sys.exit`` or similar, so that others may be about to do the same."""
     return all(failure.ending == "exited" for failure in read_failures(failures))
 
 

@@ -1,6 +1,6 @@
-"""How a rank's failure reaches the terminal: each rank writes down its own, and the launcher reports the first one last.
+"""How a rank's failure reaches the terminal: each rank saves its own failure, and the launcher prints the first failure last.
 
-The user needs to read what the first rank raised. Ranks that fail because of it get one line each.
+The user needs to see the error of the first rank. Ranks that fail because of it get one line each.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Failure:
     node: str = ""
 
     def write(self, directory: Path) -> bool:
-        """Keep this failure in ``directory`` unless the rank has reported one already; returns whether it is the first."""
+        """Save this failure in ``directory``, unless the rank has already reported one. Returns whether it is the first."""
         path = directory / f"{self.attempt}-{self.rank}.json"
         if path.exists():
             return False
-        part = path.with_suffix(".part")  # a rank may be killed while it writes
+        part = path.with_suffix(".part")  # the rank may be killed while it writes
         part.write_text(json.dumps(asdict(self)))
         part.rename(path)
         return True
@@ -96,13 +96,13 @@ class Failure:
 
 
 class Recorder(AbstractContextManager):
-    """A context that writes down the first failure in it; it can be entered again.
+    """A context manager that saves the first failure in its block. It can be entered again.
 
     Args:
         directory: where to write.
         environ: the launch variables of this rank.
         traceback: the part of an exception's traceback to show.
-        log_only: the stream that goes to this rank's log file alone, if it has one.
+        log_only: the stream that only this rank's log file gets, if it has one.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Recorder(AbstractContextManager):
             return
         failed_at = time.time()
         self._has_failed = True
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes twice: from the terminal and from the launcher
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C arrives twice: from the terminal and from the launcher
         failure = Failure(
             rank=self._rank,
             size=self._size,
@@ -147,7 +147,7 @@ class Recorder(AbstractContextManager):
             if self._log_only and self._is_last:
                 with open(self._log_only, "w") as file:
                     print(failure, file=file)
-        # the launcher reports neither in this rank's log nor about earlier attempts, unless Ctrl-C ends this one
+        # the launcher writes nothing into this rank's log, and does not report earlier attempts, unless Ctrl-C ends this one
         if self._log.exists() or not reported:
             print(failure, file=sys.__stderr__)
 
@@ -165,7 +165,7 @@ class Recorder(AbstractContextManager):
 
 
 def _ignore_handled_signals() -> None:
-    """A signal that the script handles may come twice, from its sender and from the launcher; it must not interrupt the end."""
+    """Ignore a signal that the script has handled, because it may arrive twice, from its sender and from the launcher."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if callable(handler := signal.getsignal(number)) and handler is not signal.default_int_handler:
             signal.signal(number, signal.SIG_IGN)
@@ -205,7 +205,7 @@ def read_failures(directory: Path) -> list[Failure]:
 
 
 def unexplained(environ: dict[str, str], code: int, since: float) -> Failure:
-    """The failure of a rank, from its launch variables, whose process ended with ``code`` after ``since`` without a report."""
+    """The failure of a rank whose process ended with ``code``, after ``since``, without a report; its launch variables identify it."""
     return Failure(
         rank=int(environ["RANK"]),
         size=int(environ["WORLD_SIZE"]),
@@ -222,8 +222,8 @@ def report(failures: Iterable[Failure], explained: bool = False) -> str:
 
     If the failures are ``explained`` by an earlier message, such as the loss of a node, each gets one line.
 
-    A script that ends by ``sys.exit`` prints what it would without ranks, unless only ranks above 0 do so, which are silent otherwise.
-    After Ctrl-C, one rank shows where it was.
+    If rank 0 ends with ``sys.exit`` and no rank fails differently, the report is what a single process would print. After Ctrl-C, one rank
+    shows where it was.
     """
     first, *others = failures
     if explained:

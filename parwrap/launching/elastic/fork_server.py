@@ -1,8 +1,8 @@
-"""The fork server of ``parwrap.run``: multiprocessing's, forked from the command once that has loaded torch, so that ranks need not load
+"""The fork server of ``parwrap.run``: multiprocessing's own, but forked from the command after torch is loaded, so that ranks need not load
 it.
 
-It loads the other modules that ranks need, then forks the ranks. It ends with the command and ignores signals meant for a script. What an
-interpreter and OpenMP read at their start must be set when the command starts.
+It loads the other modules that ranks need, then forks the ranks. It ends with the command and ignores signals meant for a script. Variables
+that an interpreter and OpenMP read only at their start must be set when the command starts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from parwrap.system.processes import die_with_parent
 __all__ = ["BLOCKED", "loading", "start", "stop"]
 
 LONGEST = 60
-"""Bytes: multiprocessing appends up to 40, and Linux allows 107."""
+"""The maximum length of the path in bytes: multiprocessing appends up to 40, and Linux allows 107."""
 
 MEANT_FOR_RANKS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 BLOCKED: set[signal.Signals] = set()
@@ -35,7 +35,7 @@ receives them once it is ready."""
 
 
 def start(modules: Sequence[str]) -> None:
-    """Fork the server unless it runs; it continues with loading ``modules``. This process has one thread and has not started CUDA."""
+    """Fork the server unless it runs already; it then loads ``modules``. This process has one thread and has not initialized CUDA."""
     _find_place_for_sockets()
     resource_tracker.ensure_running()  # a child process, which starts in the same way
 
@@ -44,7 +44,7 @@ def start(modules: Sequence[str]) -> None:
         parent = os.getpid()
         if server := os.fork():
             return server
-        util.spawnv_passfds = wrapped  # this process never comes back to remove the patch
+        util.spawnv_passfds = wrapped  # this process never returns here to remove the patch
         _serve(parent, modules, arguments[-1], descriptors)
 
     with installed([Patch(util, "spawnv_passfds", forked)]):
@@ -52,7 +52,7 @@ def start(modules: Sequence[str]) -> None:
 
 
 def _find_place_for_sockets() -> None:
-    """Choose a short directory for sockets, here and in ranks: the name of the default one may be too long."""
+    """Choose a short directory for sockets, here and in ranks, because the path of the default one may be too long."""
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST:
         directory = tempfile.mkdtemp(prefix="parwrap-", dir="/tmp")
         util.Finalize(None, shutil.rmtree, args=(directory, True), exitpriority=-100)
@@ -61,7 +61,7 @@ def _find_place_for_sockets() -> None:
 
 @contextmanager
 def loading(to_share: bool) -> Iterator[None]:
-    """Disable garbage collection while modules load, which make no garbage.
+    """Disable garbage collection while modules load, because loading creates no garbage.
 
     Args:
         to_share: whether to freeze the objects too, so that forked processes keep sharing their pages.
@@ -86,7 +86,7 @@ def stop() -> None:
 
 
 def _serve(parent: int, modules: Sequence[str], program: str, descriptors: Sequence[int]) -> NoReturn:
-    """Run ``program``, the argument for a new interpreter, with those ``descriptors``, to the end of this process."""
+    """Run ``program``, the argument for a new interpreter, with ``descriptors``, until this process ends."""
     try:
         die_with_parent(parent)
         BLOCKED.update(MEANT_FOR_RANKS - signal.pthread_sigmask(signal.SIG_BLOCK, MEANT_FOR_RANKS))

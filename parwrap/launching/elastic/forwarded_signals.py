@@ -1,7 +1,7 @@
 """Delivers a signal once to each rank, although the terminal sends Ctrl-C to the launcher and the ranks, and the launcher forwards it.
 
-Each rank notes received signals in a file. The interpreter's own C handler does this, so it happens immediately and before any handler of
-the script. The launcher forwards a signal only to ranks that have not noted it.
+Each rank records received signals in a file. The interpreter's own C handler does this, so it happens immediately and before any handler of
+the script. The launcher forward passes a signal only to ranks that have not noted it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ ARRIVING = 0.5
 """Seconds after which a signal to the launcher and the ranks has reached all of them."""
 
 SAME = 5.0
-"""Seconds after which a signal that a rank noted counts as a different one from the launcher's."""
+"""Seconds after which a signal that a rank recorded counts as a different one from the launcher's."""
 
 
 def note_signals(directory: Path) -> None:
-    """Note the signals that this rank receives from now on; the script may override it with ``signal.set_wakeup_fd``."""
+    """Record the signals that this rank receives from now on. The script may override this with ``signal.set_wakeup_fd``."""
     noted = os.open(_notes(directory, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
     signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=partial(_forget, noted))
 
 
 def _forget(noted: int) -> None:
-    """Stop noting signals in a forked process: they are not the rank's."""
+    """Stop recording signals in a forked process, because they are not the rank's."""
     with suppress(ValueError):  # in a thread, where Python has no wakeup descriptor
         other = signal.set_wakeup_fd(-1)
         if other not in (noted, -1):
@@ -45,7 +45,7 @@ def _forget(noted: int) -> None:
 def forward_once(directory: Path) -> Callable:
     """A wrapper for ``MultiprocessContext._close``, which sends a signal to all ranks and kills those alive after a timeout.
 
-    It skips ranks that have received the launcher's signal already.
+    It skips ranks that have already received the launcher's signal.
 
     Args:
         directory: where the ranks note their signals.
@@ -80,7 +80,7 @@ def _without(directory: Path, number: int, processes: list[Any]) -> list[Any]:
 
 def _received(notes: Path, number: int) -> bool:
     try:
-        # a worker that ends by the same Ctrl-C may be noted after it
+        # a worker that the same Ctrl-C ends may be recorded after it
         last = notes.read_bytes().rstrip(bytes([signal.SIGCHLD]))[-1:]
         return last == bytes([number]) and notes.stat().st_mtime > time.time() - SAME
     except FileNotFoundError:  # the rank is still starting

@@ -37,7 +37,7 @@ def interface_of(address: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether ``address``, or a host name, leads back to the same machine.
+    """Whether ``address`` is a loopback address. A host name is not.
 
     >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("localhost")
     (True, True, False)

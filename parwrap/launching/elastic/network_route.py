@@ -1,4 +1,4 @@
-"""How this machine reaches the rendezvous: by which of its addresses and interfaces, and whether anything answers there.
+"""How this machine reaches the rendezvous: with which of its addresses and interfaces, and whether anything answers there.
 
 Torch's agents find each other if every machine's name resolves to the address that others see. Otherwise gloo connects to 127.0.0.1, or no
 node recognizes the rendezvous address as its own. This file derives the right addresses from the route. ``node_monitor.py`` handles
@@ -38,7 +38,7 @@ REPORT_AFTER = 10.0
 
 @dataclass(frozen=True)
 class Way:
-    """The route from here to an address.
+    """The route from this machine to an address.
 
     Attributes:
         here: this machine's address on that route.
@@ -55,7 +55,7 @@ def way_to(host: str, port: int) -> Way:
     """The route to ``host`` in the machine's routing table. Nothing is sent.
 
     Raises:
-        OSError: the name is unknown, or no route leads there.
+        OSError: the name is unknown, or there is no route.
 
     >>> way_to("127.0.0.1", 29500).own
     True
@@ -71,7 +71,7 @@ def endpoint(torchrun: argparse.Namespace) -> tuple[str, int]:
     """Host and port of the rendezvous that torchrun's options name.
 
     Raises:
-        UsageError: they do not parse.
+        UsageError: the options cannot be parsed.
 
     >>> endpoint(argparse.Namespace(rdzv_backend="c10d", rdzv_endpoint="[fd00::1]:29400"))
     ('fd00::1', 29400)
@@ -85,7 +85,7 @@ def endpoint(torchrun: argparse.Namespace) -> tuple[str, int]:
 
 
 def with_way(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
-    """Add to ``plan`` the settings that follow from the route to its rendezvous, unless the user has set them; unchanged without a route.
+    """Add to ``plan`` the settings that follow from the route to its rendezvous, if there is one, unless the user has set them.
 
     They are the interface for gloo and NCCL, this node's address for the others, and whether this node hosts the rendezvous.
     """
@@ -108,7 +108,7 @@ def with_way(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
 
 
 def interface_variables(others: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables for gloo and NCCL that select the interface to the first of ``others`` on another machine, unless they are set.
+    """The variables, unless they are set, that make gloo and NCCL use the interface to the first of ``others`` on another machine.
 
     Args:
         others: the addresses of other nodes, as ``local_addr`` of each.
@@ -127,7 +127,7 @@ def _variables_of(way: Way, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def await_rendezvous(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
-    """``plan`` as by :func:`with_way`, once the rendezvous can be reached.
+    """Wait until the rendezvous can be reached, and return the result of :func:`with_way`.
 
     Raises:
         LaunchError: the rendezvous timeout passed.
@@ -142,7 +142,7 @@ def await_rendezvous(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan
 
 
 def _wait_for(plan: LaunchPlan, seconds: float) -> None:
-    """Return when something listens at the rendezvous, or when this node has to listen there."""
+    """Wait until something listens at the rendezvous, unless this node has to listen there."""
     host, port = endpoint(plan.torchrun)
     static = plan.torchrun.rdzv_backend == "static"
     is_host = plan.torchrun.node_rank == 0 if static else _conf(plan.torchrun).get("is_host", "").lower() in ("1", "true", "t", "yes", "y")
@@ -165,16 +165,16 @@ def _wait_for(plan: LaunchPlan, seconds: float) -> None:
 
 
 def unreachable(host: str, port: int, seconds: float, error: OSError, static: bool) -> str:
-    """The message when nothing has answered at ``host``."""
+    """The error message when nothing has answered at ``host``."""
     option, first = ("--master-addr", "the node with --node-rank 0") if static else ("--rdzv-endpoint", "the node with that address")
     if isinstance(error, socket.gaierror):
-        why, check = "this machine cannot look up that name", f"that {option} is spelt as the first node is called"
+        why, check = "this machine cannot look up that name", f"that {option} is the host name of the first node, spelled correctly"
     elif error.errno == errno.ECONNREFUSED:
-        why, check = "the machine is there, but nothing listens on that port", f"that {first} has been started, with the same port"
+        why, check = "the machine answers, but nothing listens on that port", f"that {first} was started with the same port"
     else:
         why = f"no answer ({error.strerror or error})"
-        check = f"that {option} is an address that `ping {host}` reaches from here, and that no firewall keeps TCP port {port} shut"
-    return f"no first node at {host} port {port}, tried for {seconds:g} s: {why}. Check {check}."
+        check = f"that {option} is an address that `ping {host}` reaches from here, and that no firewall blocks TCP port {port}"
+    return f"cannot reach the first node at {host} port {port}, after trying for {seconds:g} s: {why}. Check {check}."
 
 
 def rendezvous_timeout(plan: LaunchPlan) -> float:

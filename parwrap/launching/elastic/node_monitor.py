@@ -1,8 +1,8 @@
-"""What the launchers of several nodes exchange beyond torch's agents: how their ranks have ended.
+"""What the launchers of several nodes exchange, in addition to torch's agents: how their ranks ended.
 
-With torch's agents alone, a node learns of a failure elsewhere only when one of its ranks waits for another, or never. A finished node
-waits five minutes for the others, and restarted ranks find old keys in their store. Here every node is notified, and each start has a new
-store. ``network_route.py`` finds the rendezvous, ``failure_report.py`` describes a failure.
+Torch's agents alone have three problems. A node learns of a failure on another node late or never. A finished node waits five minutes for
+the others. Restarted ranks find old keys in their store. This file notifies every node, and gives each start a new store.
+``network_route.py`` finds the rendezvous, ``failure_report.py`` describes a failure.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from parwrap.torch_private.elastic import agent_store, remaining_restarts, set_r
 __all__ = ["Nodes"]
 
 REPORT_WAIT = 3.0
-"""Seconds that a node waits, after a failure, for the reports of the others."""
+"""Seconds that a node waits after a failure for the reports of the other nodes."""
 
 POLLING = 0.1
-"""Seconds between two checks for them."""
+"""Seconds between two checks for these reports."""
 
 HEARTBEAT = 1.0
 """Seconds between two heartbeats of a node."""
 
 HEARTBEAT_TIMEOUT = 60.0
-"""Seconds without a heartbeat after which a node is given up."""
+"""Seconds without a heartbeat after which a node counts as lost."""
 
 
 class Nodes:
-    """This node among those of its job; with a single node it exchanges nothing.
+    """This node among the nodes of its job. A single node exchanges nothing.
 
     Args:
-        failures: the directory for the failures of this node and, later, of the others.
+        failures: the directory for the failures of this node and, later, of the other nodes.
         variables: the environment variables for this node's ranks; the network interface is added if only other nodes know it.
-        timeout: seconds without a heartbeat after which a node is given up, if less than the default.
-        waiting: a context around the wait of torch's rendezvous, which is its argument.
+        timeout: seconds without a heartbeat after which a node counts as lost, if less than the default.
+        waiting: a function that returns a context manager to enter while torch's rendezvous, its argument, waits.
 
     Attributes:
         lost: whether the ranks have failed because of a lost node, which was reported.
@@ -79,15 +79,15 @@ class Nodes:
                 store = self._agree(agent)
                 break
             except RendezvousGracefulExitError:
-                raise LaunchError("the job already had as many nodes as --nnodes allows, and has ended without this one.") from None
+                raise LaunchError("the job already had as many nodes as --nnodes allows, and ended without this node.") from None
             except DistStoreError:  # a node has left right after joining
                 if not remaining_restarts(agent):
                     raise
                 set_remaining_restarts(agent, remaining_restarts(agent) - 1)
         if self._started and self._mine == 0:
-            print(f"parwrap: started again on {', '.join(self._names)}", file=sys.stderr)
+            print(f"parwrap: restarted on {', '.join(self._names)}", file=sys.stderr)
         if not self._started:
-            # no join: the machine that keeps the store may be off
+            # this does not join the process: the machine that hosts the store may be off
             threading.Thread(target=self._listen, name="parwrap nodes", daemon=True).start()
         self._started += 1
         self._finished = self._all_finished = self._failed = False
@@ -95,7 +95,7 @@ class Nodes:
         self._store = store.clone()
 
     def _agree(self, agent: Any) -> Any:
-        """Agree with the other nodes on what torch leaves open; returns a store for this start."""
+        """Agree with the other nodes on what torch does not decide. Returns a store for this start."""
         group = agent.get_worker_group()
         self._mine = group.group_rank
         static = group.spec.rdzv_handler.get_backend() == "static"  # torch has one store for all starts
@@ -117,23 +117,23 @@ class Nodes:
 
     @property
     def failed(self) -> bool:
-        """Whether a node has reported a failure or has been given up."""
+        """Whether a node has reported a failure, or counts as lost."""
         return not self._alone and (self._failed or self._unreachable)
 
     def finish(self) -> bool:
-        """Report that this node's ranks have all ended well; returns whether those of the others have too."""
+        """Report that this node's ranks have all succeeded. Returns whether those of the other nodes have too."""
         self._finished = True
         return self._alone or self._all_finished
 
     def leave(self, signalled: int) -> None:
-        """Report that a signal ends this node's launcher, so that the others need not wait for its heartbeat."""
+        """Report that a signal ends this node's launcher, so that other nodes need not wait for its heartbeat."""
         if not self._alone and self._store and not self._unreachable:
             with suppress(DistError):
                 self._publish([], f"{self._names[self._mine]} was stopped by {signal_name(signalled)}")
                 self._wait_until_read(time.monotonic() + REPORT_WAIT)
 
     def exchange(self) -> None:
-        """The job has failed, here or elsewhere: write down all reports on every node."""
+        """Save all reports on every node, after the job has failed on some node."""
         if self._alone:
             return
         others = [node for node in range(len(self._names)) if node != self._mine]
@@ -153,14 +153,16 @@ class Nodes:
                 print(f"parwrap: {lost}", file=sys.stderr)
             elif silent:
                 names = ", ".join(self._names[node] for node in silent)
-                print(f"parwrap: no answer from {names}; if it is gone, that is why ranks here miss others", file=sys.stderr)
+                print(
+                    f"parwrap: no answer from {names}. If it has stopped, this explains why ranks here cannot reach others", file=sys.stderr
+                )
             self._wait_until_read(until)
         except DistError:
             self.lost = True
             print(f"parwrap: no heartbeat from {self._names[0]}, which hosted the rendezvous", file=sys.stderr)
 
     def _listen(self) -> None:
-        """Send heartbeats and check those of others while this process lives. Each node watches the one before it."""
+        """Send heartbeats, and check those of other nodes, while this process lives. Each node watches the node before it."""
         store, beaten, last_beat = None, 0.0, (None, 0.0)
         reported_done = False
         while True:
@@ -200,13 +202,13 @@ class Nodes:
 
     @property
     def _unreachable(self) -> bool:
-        """Whether the store, which another node keeps, does not answer."""
+        """Whether the store, which another node hosts, does not answer."""
         return time.monotonic() - self._answered > self._heartbeat_timeout
 
     def _wait_until_read(self, until: float) -> None:
-        """Wait until every node has read the reports, because this node may keep the store."""
+        """Wait until every node has read the reports, because this node may host the store."""
         self._store.set(f"read/{self._mine}", "")
-        with suppress(DistError):  # another node keeps it and has seen this
+        with suppress(DistError):  # another node hosts the store, and has read this
             self._wait_for([f"read/{node}" for node in range(len(self._names))], until)
 
     def _wait_for(self, keys: list[str], until: float) -> None:
@@ -216,7 +218,7 @@ class Nodes:
 
 @contextmanager
 def _ranks_store_apart() -> Iterator[None]:
-    """In a store shared with ranks, torch lets a node that joins later wait in vain for a notification."""
+    """Keep the ranks' store separate: with a shared store, a node that joins later would wait forever for torch's notification."""
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     before = os.environ.get(name)
     os.environ[name] = "1"

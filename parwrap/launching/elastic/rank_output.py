@@ -1,7 +1,7 @@
-"""Carries what ranks write to the terminal and to a log file each: whole lines, prefixed with the rank where several are shown.
+"""Forwards what ranks write to the terminal and to log files, one per rank: whole lines, prefixed with the rank if several are shown.
 
-A rank writes into named pipes that the launcher reads. So its last words arrive however it ends, and so does the output of native code and
-of other programs. ``output.py`` decides which ranks are silent.
+A rank writes into named pipes that the launcher reads. So its last output arrives however it ends, and so does the output of native code
+and of other programs. ``output.py`` decides which ranks are silent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parwrap.rank_zero import output
 __all__ = ["Lines", "Pipes", "RankOutput", "prefixed"]
 
 STREAMS = {"out": 1, "err": 2, "log_only": None}
-"""The pipes of a rank: stdout, stderr and one for its log file alone; with the launcher's descriptor for each."""
+"""The pipes of a rank: stdout, stderr and one only for its log file, each with the launcher's descriptor for it."""
 
 CAPACITY = 1 << 16
 """Bytes that a pipe holds."""
@@ -48,7 +48,7 @@ class Pipes:
     logged: bool
 
     def open(self, local_rank: int) -> str | None:
-        """Redirect this process's output there; returns the stream that goes to its log file alone."""
+        """Redirect this process's output to the pipes. Returns the stream that only its log file gets."""
         for stream, number in STREAMS.items():
             if number is not None:
                 pipe = os.open(self._path(local_rank, stream), os.O_WRONLY)
@@ -63,12 +63,12 @@ class Pipes:
 
 
 class RankOutput:
-    """The launcher's end: forwards what the ranks of this node write while :meth:`passed_on` is open.
+    """The launcher's end: forward passes what the ranks of this node write while :meth:`passed_on` is open.
 
     Args:
-        directory: an empty one, for the pipes.
+        directory: an empty directory for the pipes.
         ranks: the number of ranks on this node.
-        everyone: prefix each line with its rank; else output is shown as it comes.
+        everyone: whether to prefix each line with its rank; if not, output is shown as it arrives.
         log_dir: the directory of the ranks' log files; ``None`` for no files.
 
     Raises:
@@ -112,7 +112,7 @@ class RankOutput:
 
     @contextmanager
     def passed_on(self) -> Iterator[None]:
-        """Forward the ranks' output while this is open; at its end, all of it has been forwarded."""
+        """Forward the ranks' output inside the block. When the block ends, all of it has been forwarded."""
         with ExitStack() as stack, selectors.DefaultSelector() as selector:
             for path in self._paths:
                 # read and write: without a writer, the pipe would be at its end
@@ -134,7 +134,7 @@ class RankOutput:
                     file.close()
 
     def _passer(self, local_rank: int, shown: int | None) -> Callable[[bytes], None]:
-        """The function that takes one rank's output from one of its pipes; it gets empty bytes at the end."""
+        """A function that handles one rank's output from one of its pipes. It receives empty bytes at the end."""
         lines, ranks = Lines(), self._ranks
 
         def take(data: bytes) -> None:
@@ -161,13 +161,15 @@ class RankOutput:
         return take
 
     def _report_loss(self, where: str, error: OSError) -> None:
-        """Ranks continue: they would wait forever for a reader."""
+        """Report the error and keep reading, because ranks would wait forever for a reader."""
         with suppress(OSError):
-            print(f"parwrap: from here on, the ranks' output is not {where}: {error.strerror}", file=sys.stderr)
+            print(f"parwrap: from now on, the ranks' output is no longer {where}: {error.strerror}", file=sys.stderr)
 
 
 class Lines:
-    """Assembles whole lines from chunks. Of a line that overwrites itself, it keeps the final state and, now and then, one before.
+    """Assembles whole lines from chunks.
+
+    Of a line that overwrites itself, such as a progress bar, it keeps the final state and a few earlier ones.
 
     >>> lines = Lines()
     >>> lines.take(b"epoch 1"), lines.take(b", loss 2\\n10%\\r20%\\rdone\\nepo"), lines.take(b"")
@@ -193,7 +195,7 @@ class Lines:
 
 
 def prefixed(lines: list[bytes], rank: int) -> bytes:
-    """``lines`` with the ``rank`` before each.
+    """``lines``, each prefixed with ``rank``.
 
     >>> prefixed([b"one", b"two"], 1)
     b'[rank 1] one\\n[rank 1] two\\n'
@@ -212,12 +214,12 @@ def _write(descriptor: int, text: bytes) -> None:
     while text:
         try:
             text = text[os.write(descriptor, text) :]
-        except BlockingIOError:  # processes that share this terminal may have set it so
+        except BlockingIOError:  # other processes that share this terminal may have made it non-blocking
             select.select([], [descriptor], [])
 
 
 def _last(line: bytes) -> bytes:
-    """What a terminal shows of ``line`` in the end."""
+    """What a terminal finally shows of ``line``."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 

@@ -1,6 +1,6 @@
-"""What one rank does: run a script as plain ``python`` would, inside ``distributed`` unless it is only launched.
+"""Runs a script on one rank as plain ``python`` would, inside ``distributed`` unless it is only launched.
 
-A single rank runs it too, without a child process. ``agent.py`` starts the ranks, and ``failure_report.py`` reports failures.
+A single rank uses it too, without a child process. ``agent.py`` starts the ranks, and ``failure_report.py`` reports failures.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
         variables: environment variables to set first.
         threads: the number of compute threads; ``None`` for what torch took from the environment.
         failures: the directory for failure reports.
-        pipes: where to write instead of stdout and stderr.
+        pipes: the pipes that replace stdout and stderr.
     """
     die_with_parent()
-    if (launcher := multiprocessing.parent_process()) and not launcher.is_alive():  # a signal before that ends the rank
+    if (launcher := multiprocessing.parent_process()) and not launcher.is_alive():  # until then, a signal ends the rank
         os._exit(1)
     log_only = pipes.open(int(os.environ["LOCAL_RANK"])) if pipes else None
     os.environ.update(variables)
@@ -84,7 +84,7 @@ def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, 
 
 
 def script_traceback(error: BaseException) -> TracebackType | None:
-    """The traceback of ``error`` from the script's first line on, as plain ``python`` shows it."""
+    """The traceback of ``error``, starting at the script's first line, as plain ``python`` shows it."""
     traceback = error.__traceback__
     while traceback and traceback.tb_frame.f_code.co_filename.startswith((__file__, runpy.__file__, signal.__file__, "<frozen ")):
         traceback = traceback.tb_next
@@ -92,13 +92,13 @@ def script_traceback(error: BaseException) -> TracebackType | None:
 
 
 class _Ending:
-    """What a script leaves to its end: threads and exit handlers run inside its scope, each ``__del__`` after it under the same rules."""
+    """What runs at the end of a script: threads and exit handlers inside its scope, and each ``__del__`` after it, under the same rules."""
 
     _rank = 0
 
     @contextmanager
     def reached(self) -> Iterator[None]:
-        """Around the script, inside its scope: when the script ends well, the end of the interpreter is run before the scope closes."""
+        """Wrap the script inside its scope: if it succeeds, run threads and exit handlers before the scope closes."""
         try:
             yield
         except BaseException as error:
@@ -117,7 +117,7 @@ class _Ending:
 
     @contextmanager
     def replica(self) -> Iterator[None]:
-        """After the scope: ranks above 0 write no files and stay silent, unless every rank was a run by itself."""
+        """After the scope, ranks other than 0 write no files and print nothing, unless every rank was a separate run."""
         if not self._rank:
             yield
             return
@@ -137,7 +137,7 @@ def _run(script: Script, recorder: AbstractContextManager, ending: _Ending | Non
         os.execvp(script.target, [script.target, *script.args])
     local_rank = _local_rank_option(script) if script.hand_local_rank else []
     sys.argv[:] = [script.target, *local_rank, *script.args]
-    # write the failure down before the scope closes: leaving the process group may end the other ranks
+    # save the failure before the scope closes, because leaving the process group may end the other ranks
     with _scope(script), ending.reached() if ending and script.scope is not None else nullcontext(), recorder, _errors_noted(script):
         if script.kind == "module":
             runpy.run_module(script.target, run_name="__main__", alter_sys=True)
@@ -171,7 +171,7 @@ def _errors_noted(script: Script) -> AbstractContextManager:
 
 
 def _run_file(path: str) -> None:
-    """As ``runpy.run_path``, but ``__main__`` stays for exit handlers, and ``sys.argv[0]`` stays as given."""
+    """Like ``runpy.run_path``, but ``__main__`` is kept for exit handlers, and ``sys.argv[0]`` is unchanged."""
     main = ModuleType("__main__")
     main.__file__ = os.path.abspath(path)
     main.__loader__ = loader = SourceFileLoader("__main__", main.__file__)
@@ -183,7 +183,7 @@ def _run_file(path: str) -> None:
 
 
 def _local_rank_option(script: Script) -> list[str]:
-    """The local rank as an argument, in the script's own spelling, if its source has any."""
+    """The local rank as an argument, spelled as in the script's source, if it has such an option."""
     spelling = re.search(r"--local[-_]rank\b", _source(script))
     return [f"{spelling[0]}={os.environ['LOCAL_RANK']}"] if spelling else []
 
@@ -199,7 +199,7 @@ def _source(script: Script) -> str:
 
 def _forget_the_fork() -> None:
     """Hide from a script that multiprocessing started its process."""
-    multiprocessing.set_start_method(None, force=True)  # else loaders would start their workers as this rank was started
+    multiprocessing.set_start_method(None, force=True)  # otherwise loaders would start their workers in the way this rank was started
     multiprocessing.current_process().name = "MainProcess"
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):  # the launcher's handle, after it forked itself
@@ -207,9 +207,9 @@ def _forget_the_fork() -> None:
     if sys.stdout is not None:  # it was closed
         cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]  # a rank may be killed at any time
     if os.environ["WORLD_SIZE"] == "1":
-        gc.unfreeze()  # it may launch ranks, whose results must come back
+        gc.unfreeze()  # it may launch ranks, and must receive their results
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # else all ranks would continue from the fork server's random state
+        numpy.random.seed()  # otherwise all ranks would continue from the fork server's random state
 
 
 def _run_exit_handlers() -> None:
@@ -221,6 +221,6 @@ def _run_exit_handlers() -> None:
 def _end_like_an_interpreter() -> None:
     """Do what multiprocessing skips at the end of a process: threads, exit handlers, objects with pending writes."""
     _run_exit_handlers()
-    if not any(thread.daemon for thread in threading.enumerate()):  # a running thread would miss its globals
+    if not any(thread.daemon for thread in threading.enumerate()):  # a running thread would lose its globals
         vars(sys.modules["__main__"]).clear()
         gc.collect()

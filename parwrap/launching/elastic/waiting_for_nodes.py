@@ -1,6 +1,6 @@
-"""How a node waits for others of its job, and what it prints: how many have joined, which are missing, and the command to run there.
+"""How a node waits for the other nodes of its job, and what it prints: how many joined, which are missing, and the command to run there.
 
-Only the first node prints it; ``network_route.py`` has what the others print while they look for the first.
+Only the first node prints this. ``network_route.py`` has what the other nodes print while they look for the first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ POLLING = 0.05
 """Seconds between two checks for nodes that have joined."""
 
 RENDEZVOUS_OPTIONS = ("nnodes", "node-rank", "master-addr", "master-port", "local-addr", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
-"""The options by which nodes find each other, repeated in the command for another node."""
+"""The options with which nodes find each other; the command for another node repeats them."""
 
 MOST = 4
 """The number of missing nodes to list."""
@@ -47,14 +47,14 @@ MOST = 4
 
 @contextmanager
 def reporting_wait(plan: LaunchPlan, handler: Any) -> Iterator[None]:
-    """Around the rendezvous: waits for nodes with fixed numbers first, and reports nodes that take long.
+    """A context manager around the rendezvous: it waits for nodes with fixed numbers first, and reports nodes that take long.
 
     Args:
         plan: the plan of this node.
-        handler: torch's rendezvous, which waits.
+        handler: torch's rendezvous handler, which waits for nodes.
 
     Raises:
-        RendezvousTimeoutError: they have not come in time.
+        RendezvousTimeoutError: the nodes did not join in time.
     """
     missing = {"static": _missing_by_number, "c10d": _missing_by_arrival}.get(plan.torchrun.rdzv_backend)
     if missing is None or plan.nodes[-1] == 1:
@@ -71,7 +71,7 @@ def command_there(plan: LaunchPlan, node: int | None) -> str:
 
     Args:
         plan: the plan of this node.
-        node: the other node's number; ``None`` if nodes are numbered as they come.
+        node: the other node's number; ``None`` if nodes are numbered in the order in which they join.
     """
     torchrun = plan.torchrun
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -104,7 +104,7 @@ def _report(plan: LaunchPlan, handler: Any, missing: Callable[[LaunchPlan, Any],
 
 
 def _all_numbers_come(plan: LaunchPlan) -> TCPStore:
-    """Wait for the nodes, as torch would but without handling signals; returns the store of the rendezvous."""
+    """Wait for the nodes as torch would, but without handling signals. Returns the store of the rendezvous."""
     host, port = endpoint(plan.torchrun)
     number = plan.torchrun.node_rank
     until = time.monotonic() + rendezvous_timeout(plan)
@@ -121,7 +121,10 @@ def _all_numbers_come(plan: LaunchPlan) -> TCPStore:
 
 
 def _connected(host: str, port: int, until: float) -> TCPStore:
-    """The store that is kept there. If another kind of server listens, torch would wait forever for its answer."""
+    """Connect to the ``TCPStore`` at ``host`` and ``port``.
+
+    Connect in a thread, because torch would wait forever if another kind of server listens there.
+    """
     outcome: Future[TCPStore] = Future()
 
     def connect() -> None:
@@ -135,14 +138,14 @@ def _connected(host: str, port: int, until: float) -> TCPStore:
         if time.monotonic() > until:
             raise LaunchError(
                 f"the server at {host} port {port} does not answer like the first node of a job: check that --master-addr and "
-                "--master-port are those of --node-rank 0, and that no other server uses this port."
+                "--master-port are the address and port of --node-rank 0, and that no other server uses this port."
             )
         time.sleep(POLLING)
     return outcome.result()
 
 
 def _missing_by_number(plan: LaunchPlan, handler: Any) -> str:
-    """Which of the numbered nodes are missing; empty if none is, or if another node reports it."""
+    """A message about which of the numbered nodes are missing; empty if none is missing, or if another node reports this."""
     if plan.torchrun.node_rank:
         return ""
     host, port = endpoint(plan.torchrun)
@@ -153,22 +156,22 @@ def _missing_by_number(plan: LaunchPlan, handler: Any) -> str:
     more = [f"{len(missing) - MOST} more"] if len(missing) > MOST else []
     *listed, last = [*missing[:MOST], *more]
     who = f"nodes {', '.join(listed)} and {last}" if listed else f"node {last}"
-    elsewhere = "" if way_to(host, port).own else f"{host} is not an address of this machine, but should be one of --node-rank 0. "
+    elsewhere = "" if way_to(host, port).own else f"{host} is not an address of this machine, but must be an address of --node-rank 0. "
     return (
-        f"{node_name(0, socket.gethostname())} waits at {host} port {port} for {who}; come so far: {plan.nodes[0] - len(missing)} of "
-        f"{plan.nodes[0]}. {elsewhere}The command on node {missing[0]}: {command_there(plan, int(missing[0]))}"
+        f"{node_name(0, socket.gethostname())} waits at {host} port {port} for {who}; {plan.nodes[0] - len(missing)} of {plan.nodes[0]} "
+        f"nodes have joined. {elsewhere}Run this on node {missing[0]}: {command_there(plan, int(missing[0]))}"
     )
 
 
 def _missing_by_arrival(plan: LaunchPlan, handler: Any) -> str:
-    """How many nodes are missing that are numbered as they come; empty if enough have come, or if another node was first."""
+    """A message about how many nodes are missing, if nodes join in any order; empty if enough have joined, or if another node was first."""
     come = arrived_nodes(handler)
     if not come or come[0] != this_node(handler) or len(come) >= plan.nodes[0]:
         return ""
     host, port = endpoint(plan.torchrun)
     return (
-        f"{socket.gethostname()} waits at {host} port {port} for {plan.nodes[0] - len(come)} more; come so far: {len(come)} of "
-        f"{plan.nodes[0]}. The command on each: {command_there(plan, None)}"
+        f"{socket.gethostname()} waits at {host} port {port} for {plan.nodes[0] - len(come)} more; {len(come)} of {plan.nodes[0]} nodes "
+        f"have joined. Run this on each missing node: {command_there(plan, None)}"
     )
 
 

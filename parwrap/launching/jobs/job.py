@@ -1,4 +1,4 @@
-"""From a command line with ``--launcher`` to a job: the launcher, its options, and the command to run on each node.
+"""Turns a command line with ``--launcher`` into a job: the launcher, its options, and the command to run on each node.
 
 Nothing starts here. Every mistake that can be found now is reported now, because a job may wait for hours before a node could report it.
 """
@@ -21,20 +21,20 @@ RENDEZVOUS_OPTIONS = (
     *("nnodes", "node_rank", "master_addr", "master_port", "local_addr"),
     *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
 )
-"""Torchrun's options for how nodes find each other; the launcher sets them."""
+"""Torchrun's options with which nodes find each other; the launcher sets them."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a command line asks a launcher for.
+    """The job that a command line requests from a launcher.
 
     Attributes:
         launcher: its name.
         nodes: the number of machines or workers.
-        gpus_per_node: the number of GPUs that each must have; ``None`` if not given.
+        gpus_per_node: the number of GPUs that each node must have; ``None`` if not given.
         ranks_per_node: ``--nproc-per-node`` as given, or the number of GPUs; ``None`` leaves it to the node.
-        max_restarts: how often failed ranks are started again.
-        plan: the launch plan of a node, as far as it is known here.
+        max_restarts: how often failed ranks are restarted.
+        plan: the launch plan of a node, as far as it is known on this machine.
         command: what follows ``python -m parwrap.run`` on each node, without the rendezvous.
         options: the launcher's own options.
         dry_run: only print the job.
@@ -75,7 +75,7 @@ def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -
         ours, script = split_at_script(parser, argv)
     except UnknownOptionError as unknown:
         if name not in HOMES:
-            return None  # the name may belong to the script; without a job the option is refused
+            return None  # the name may belong to the script; without a job, the option is refused
         raise UsageError(_not_its_option(name, str(unknown), parser)) from None
     arguments = parse_options(parser, ours, script)
     if arguments.launcher is None:
@@ -83,8 +83,8 @@ def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -
     launcher = launcher_named(name)
     for given in [option for option in RENDEZVOUS_OPTIONS if getattr(arguments, option) is not None]:
         number = next(action.option_strings[0] for action in parser._actions if action.dest == "nodes")
-        instead = f"{number} N sets how many" if given == "nnodes" else "remove it"
-        raise UsageError(f"--{given.replace('_', '-')} is set by --launcher {name}, which connects the nodes: {instead}.")
+        instead = f"set their number with {number} N" if given == "nnodes" else "remove it"
+        raise UsageError(f"--{given.replace('_', '-')} is set by --launcher {name}, because it connects the nodes: {instead}.")
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     launcher.add_options(own)
     own.add_argument("--launcher")
@@ -95,7 +95,7 @@ def requested_job(argv: Sequence[str], environ: Mapping[str, str], cores: int) -
     if ranks is None and options.gpus_per_node:
         ranks = str(options.gpus_per_node)
         command = ["--nproc-per-node", ranks, *command]
-    gpus = options.gpus_per_node or int(ranks == "gpu")  # unless it was given, only the node knows
+    gpus = options.gpus_per_node or int(ranks == "gpu")  # if it is not given, only the node knows
     rendezvous = ["--nnodes", str(options.nodes), "--master-addr", "first-node"]  # the launcher fills in the address
     plan = plan_launch([*rendezvous, *command], environ, gpus, cores, here=launcher.SHARES_FILES)
     return Job(
@@ -115,7 +115,7 @@ def launch_job(job: Job) -> int:
     """Start ``job`` and return its exit code.
 
     Raises:
-        UsageError, LaunchError: the launcher cannot do it.
+        UsageError, LaunchError: the launcher cannot start the job.
     """
     return launcher_named(job.launcher).launch(job)
 

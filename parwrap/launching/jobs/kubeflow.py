@@ -22,17 +22,20 @@ RUNTIME = "torch-distributed"
 LONGEST_NAME = 46
 """A label holds 63 characters, and pods are named after the job, with a suffix such as ``-worker-99`` or ``-node-0-999-abcde``."""
 LIKE_A_NUMBER = re.compile(r"[-+.]*[0-9]|[yYnN]$")
-"""What Kubernetes may parse as a number or a boolean unless it is quoted: more than YAML 1.1, as ``1e-3``, ``08`` and ``y``."""
+"""What Kubernetes may parse as a number or a boolean unless it is quoted.
+
+This is more than in YAML 1.1, for example ``1e-3``, ``08`` and ``y``.
+"""
 
 
 def add_options(group: argparse._ActionsContainer) -> None:
     """Add this launcher's options to argparse."""
     add_node_options(group)
-    group.add_argument("--image", help="Container image, with parwrap and the script in it.")
+    group.add_argument("--image", help="Container image that contains parwrap and the script.")
     group.add_argument("--print", action="store_true", help="Print the manifest, for `kubectl apply -f -`.")
     kinds = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
-    group.add_argument("--kind", choices=KINDS, default="pytorchjob", help=f"What to write. {kinds}. By default pytorchjob.")
-    group.add_argument("--name", help="Name of the job; by default the script's.")
+    group.add_argument("--kind", choices=KINDS, default="pytorchjob", help=f"Kind of the manifest. {kinds}. By default pytorchjob.")
+    group.add_argument("--name", help="Name of the job; by default the name of the script.")
     group.add_argument("--namespace", help="Its namespace; by default that of `kubectl`.")
     group.add_argument("--runtime", help=f"With --kind trainjob: the ClusterTrainingRuntime; by default {RUNTIME}.")
 
@@ -45,7 +48,7 @@ def launch(job: Job) -> int:
         LaunchError: PyYAML is not installed.
     """
     if job.options.runtime and job.options.kind != "trainjob":
-        raise UsageError(f"--runtime {job.options.runtime} needs --kind trainjob: add that, or remove --runtime.")
+        raise UsageError(f"--runtime {job.options.runtime} needs --kind trainjob: add it, or remove --runtime.")
     if not (job.options.print or job.dry_run):
         raise UsageError(
             "--launcher kubeflow writes a manifest and submits nothing: add --print, and pipe the output into `kubectl apply -f -`."
@@ -76,7 +79,7 @@ def manifest(job: Job) -> dict[str, Any]:
     """
     options = job.options
     if not options.image:
-        raise UsageError("--launcher kubeflow needs --image, a container image with parwrap and the script in it.")
+        raise UsageError("--launcher kubeflow needs --image, a container image that contains parwrap and the script.")
     name = options.name or _name_of(job.plan.script.target)
     if not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", name):
         raise UsageError(
@@ -93,7 +96,7 @@ def manifest(job: Job) -> dict[str, Any]:
 
 
 def _name_of(script: str) -> str:
-    """The job's name, made from the script's."""
+    """The job's name, derived from the script's name."""
     name = re.sub(r"[^a-z0-9]+", "-", Path(script).name.removesuffix(".py").lower()).lstrip("-0123456789")[:LONGEST_NAME].rstrip("-")
     if not name:
         raise UsageError(f"the script's name, {script}, cannot be turned into a job name on Kubernetes: add --name.")
@@ -103,7 +106,7 @@ def _name_of(script: str) -> str:
 def _pytorchjob(job: Job) -> dict[str, Any]:
     """Pods that all restart when one fails if ``--max-restarts`` is given, else a master pod, with the rendezvous, and workers."""
     common = {
-        "runPolicy": {"cleanPodPolicy": "Running"},  # pods that wait for a failed one do not stay
+        "runPolicy": {"cleanPodPolicy": "Running"},  # so that pods that wait for a failed one are removed
         "nprocPerNode": job.ranks_per_node or "1",
     }
     if job.max_restarts:

@@ -1,4 +1,4 @@
-"""``--launcher ray``: a job of Ray Train with a rank in each worker, on this machine or a cluster. Its output is printed here.
+"""``--launcher ray``: runs a Ray Train job with one rank per worker, on this machine or a cluster, and prints its output here.
 
 ``ray_worker.py`` is what a worker runs. Ray keeps its own logs.
 """
@@ -29,7 +29,7 @@ __all__ = ["SHARES_FILES", "add_options", "describe", "launch"]
 
 SHARES_FILES = True
 OF_THE_AGENT = ("start_method", "log_dir", "redirects", "tee", "local_ranks_filter", "logs_specs", "all_ranks")
-"""Options for torchrun's agent, which does not run here: process management and rank output."""
+"""Options for process management and rank output by torchrun's agent, which does not run here."""
 
 LOOK = 0.5
 """Seconds between two checks for Ctrl-C while ranks are silent."""
@@ -37,23 +37,24 @@ LOOK = 0.5
 
 def add_options(group: argparse._ActionsContainer) -> None:
     """Add this launcher's options to argparse. A Ray worker stands for a node: it runs one rank, with one GPU or none."""
-    group.add_argument("--num-workers", dest="nodes", type=count, default=1, metavar="N", help="How many ranks; by default 1.")
-    group.add_argument("--use-gpu", dest="gpus_per_node", action="store_const", const=1, help="A GPU for each.")
+    group.add_argument("--num-workers", dest="nodes", type=count, default=1, metavar="N", help="Number of ranks; by default 1.")
+    group.add_argument("--use-gpu", dest="gpus_per_node", action="store_const", const=1, help="Give each rank a GPU.")
     group.add_argument(
         "--cpus-per-worker",
         type=count,
         metavar="C",
-        help=("CPU cores of each; by default 1, or on this machine an equal part of its cores."),
+        help=("CPU cores per rank; by default 1, or an equal part of the cores if Ray is started on this machine."),
     )
     group.add_argument(
         "--address",
-        help="The Ray cluster, as for ray.init: HOST:PORT, or auto. By default RAY_ADDRESS, else Ray is started on this machine.",
+        help="The Ray cluster, as in ray.init: HOST:PORT, or auto. By default RAY_ADDRESS; if it is not set, Ray is started on this "
+        "machine.",
     )
     group.add_argument("--upload", action="store_true", help="Copy this directory to the workers; otherwise they must be able to read it.")
 
 
 def launch(job: Job) -> int:
-    """Run ``job`` to its end, print what ranks write, and return its exit code; Ctrl-C ends it.
+    """Run ``job`` until it ends, print what its ranks write, and return its exit code. Ctrl-C ends it.
 
     Raises:
         UsageError: an option has no effect here.
@@ -90,7 +91,7 @@ def launch(job: Job) -> int:
     worker = {"CPU": cores, "GPU": job.gpus_per_node or 0}
     for kind, each in worker.items():
         if (there := ray.cluster_resources().get(kind, 0)) < each * job.nodes:
-            print_line(f"the job needs {each * job.nodes} {kind}s and the cluster has {there:g}: it waits until the cluster has more")
+            print_line(f"the job needs {each * job.nodes} {kind}s, but the cluster has {there:g}: it waits until the cluster has more")
     environ = {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS") if cluster and name in os.environ}
     try:
         with tempfile.TemporaryDirectory(prefix="parwrap-") as results:  # Ray would make ~/ray_results
@@ -132,16 +133,18 @@ def _check(job: Job) -> None:
     import torch
 
     if job.ranks_per_node not in (None, "1"):
-        raise UsageError("--launcher ray runs one rank in each worker: remove --nproc-per-node; --num-workers N sets how many.")
+        raise UsageError(
+            "--launcher ray runs one rank in each worker: remove --nproc-per-node, and set the number of workers with --num-workers N."
+        )
     defaults = command_parser()
     for name in OF_THE_AGENT:
         if getattr(job.plan.torchrun, name) != ("forkserver" if name == "start_method" else defaults.get_default(name)):
-            raise UsageError(f"--{name.replace('_', '-')} has no effect in workers of Ray: remove it.")
+            raise UsageError(f"--{name.replace('_', '-')} has no effect in Ray workers: remove it.")
     if (job.plan.script.scope or {}).get("survive"):
-        raise UsageError("--survive has no effect in workers of Ray, which ends all of them when one fails: remove it.")
+        raise UsageError("--survive has no effect in Ray workers, because Ray ends all of them when one fails: remove it.")
     if job.gpus_per_node and not _cluster(job) and (gpus := torch.cuda.device_count()) < job.nodes:
         raise LaunchError(
-            f"--use-gpu needs {job.nodes} GPUs, and torch can use {gpus} on this machine: start fewer workers, or give --address."
+            f"--use-gpu needs {job.nodes} GPUs, but torch can use {gpus} on this machine: start fewer workers, or set --address."
         )
 
 
@@ -152,7 +155,7 @@ def _cluster(job: Job) -> str | None:
 
 
 def _knock(address: str) -> None:
-    """Ask the cluster for an answer first, because Ray itself would try for minutes."""
+    """Check first that the cluster answers, because Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     host = host.strip("[]")  # IPv6
     try:
@@ -201,7 +204,7 @@ def _all_but_sigint(wrapped: Callable, instance: Any, args: tuple, kwargs: dict)
 
 
 def _print_all(output: Any, failures: list[Failure], stopped: threading.Event) -> None:
-    """Print what ranks put into ``output`` until ``None`` comes; collect in ``failures`` those since the last start, by time."""
+    """Print what ranks put into ``output``, until ``None`` arrives. Collect the failures since the last start in ``failures``, by time."""
     while not stopped.is_set():
         try:
             item = output.get(timeout=LOOK)

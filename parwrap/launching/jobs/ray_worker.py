@@ -1,7 +1,7 @@
-"""A worker of Ray Train is one rank: it runs the script in a process, and forwards the script's output and failure.
+"""Runs one rank in a worker of Ray Train: it starts the script in a process, and forwards the script's output and failure.
 
-Ray runs functions in a thread, where a script could handle no signal and would leave its imports behind: hence the process. The scope opens
-the process group there, from torch's variables.
+Ray runs functions in a thread, where a script could not handle signals and would leave its imports behind. So the script gets a process.
+The scope opens the process group there, from torch's variables.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def be_a_rank(script: Script, directory: str | None, output: Any) -> None:
     Args:
         script: what every rank runs.
         directory: the working directory; ``None`` for the worker's.
-        output: the ``ray.util.queue.Queue`` for the script's output as a stream's name and bytes, for its failure as a dict, and for the
+        output: the ``ray.util.queue.Queue`` for the script's output as (stream name, bytes), for its failure as a dict, and for the
         start of the ranks as an empty dict.
 
     Raises:
-        RuntimeError: the script failed, for Ray to know.
+        RuntimeError: the script failed; this tells Ray.
     """
     import ray
     from ray.train import get_context
@@ -64,7 +64,7 @@ def be_a_rank(script: Script, directory: str | None, output: Any) -> None:
     environ |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_ERROR_FILE": ""}  # Recorder reads these
     node = ""
     if context.get_local_world_size() < size:
-        interface = interface_of(ray.util.get_node_ip_address())  # else gloo takes the address that the host's name resolves to
+        interface = interface_of(ray.util.get_node_ip_address())  # otherwise gloo uses the address that the host's name resolves to
         environ = {**(dict.fromkeys(LOOPBACK, interface) if interface else {}), **environ}
         node = node_name(context.get_node_rank(), socket.gethostname())
     reported = []
@@ -72,7 +72,7 @@ def be_a_rank(script: Script, directory: str | None, output: Any) -> None:
         there = f"{socket.gethostname()} has no directory {directory}: put it on a file system that all nodes share, or add --upload."
         reported = [Failure(rank, size, 0, time.time(), "exited", 2, f"parwrap.run: {there}")]
     else:
-        # among Ray's own temporary files, because this worker may be killed
+        # in Ray's own temporary directory, because this worker may be killed
         with tempfile.TemporaryDirectory(prefix=".parwrap-", dir=os.getcwd()) as failures:
             code = _run(pickle.dumps((script, {}, None, failures)), directory, environ, output)
             reported = read_failures(Path(failures))

@@ -1,7 +1,7 @@
 """``--launcher slurm``: writes a job's batch script, submits it and follows the job to its end.
 
-The script is a pure function of the job. Each node runs ``parwrap.run``, one task a node. Ranks that your own ``srun`` starts are detected
-in ``world.py``.
+The script is a pure function of the job. Each node runs ``parwrap.run`` in one task. Ranks that your own ``srun`` starts are detected in
+``world.py``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["SHARES_FILES", "Status", "add_options", "batch_script", "launch", "r
 
 SHARES_FILES = True
 OPTIONS = {
-    "job-name": "Name of the job; by default the script's.",
-    "partition": "Where to run.",
-    "account": "Who is charged.",
+    "job-name": "Name of the job; by default the name of the script.",
+    "partition": "Partition to run in.",
+    "account": "Account to charge.",
     "qos": "Quality of service.",
     "time": "Time limit, as in 2:30:00.",
-    "cpus-per-task": "CPU cores of each node, where one task starts the ranks.",
-    "mem": "Memory of each node, as in 64G.",
+    "cpus-per-task": "CPU cores per node: one task per node starts all its ranks.",
+    "mem": "Memory per node, as in 64G.",
     "output": "Log file; by default slurm-%%j.out in this directory.",
 }
 """Options of sbatch that are offered by name, with their help texts."""
@@ -44,9 +44,12 @@ WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 LOOK = 0.5
 """Seconds between two reads of the log."""
 ASK = (1.0, 10.0)
-"""Least and most seconds between two queries to SLURM; between them a tenth of the time since the last change."""
+"""The minimum and maximum number of seconds between two queries to SLURM.
+
+Between these limits, it is a tenth of the time since the last change.
+"""
 QUERY_TIMEOUT = 600.0
-"""Seconds that SLURM may leave queries unanswered, as while its controller restarts."""
+"""Seconds for which SLURM may not answer queries, for example while its controller restarts."""
 
 ONE_NODE = """\
 srun --ntasks=1{cpus} {python} -m parwrap.run \\
@@ -69,7 +72,7 @@ ELASTIC = (
     '--rdzv-backend c10d --rdzv-endpoint "$1:$2" --rdzv-id "$SLURM_JOB_ID" --rdzv-conf "is_host=$((SLURM_NODEID == 0))" '
     '--local-addr "$SLURMD_NODENAME"'
 )
-"""All nodes restart together after a failure only with this rendezvous."""
+"""The options of a c10d rendezvous: only with it can all nodes restart together after a failure."""
 
 
 def add_options(group: argparse._ActionsContainer) -> None:
@@ -90,7 +93,7 @@ def launch(job: Job) -> int:
     """Submit ``job``, print its log as it grows, and return its exit code; cancel it on Ctrl-C.
 
     Raises:
-        UsageError: the options make several jobs.
+        UsageError: the options create several jobs.
         LaunchError: SLURM is not installed here, or rejects the job.
     """
     text = batch_script(job, sys.executable, os.getcwd())
@@ -99,11 +102,14 @@ def launch(job: Job) -> int:
         return 0
     if any(re.match(r"-*a(rray)?\b", option) for option in job.options.sbatch):
         raise UsageError(
-            "--sbatch array makes several jobs, but only one can be followed: submit the script that --dry-run prints with sbatch."
+            "--sbatch array creates several jobs, but only one can be followed: print the batch script with --dry-run, and submit it "
+            "with sbatch."
         )
     for name, loopback in LOOPBACK.items():
         if job.nodes > 1 and os.environ.get(name) == loopback:
-            raise LaunchError(f"{name}={loopback} is set here and is passed to the job, whose nodes cannot meet there: unset it.")
+            raise LaunchError(
+                f"{name}={loopback} is set here and passed to the job, but its nodes cannot reach each other there: unset it."
+            )
     submitted = time.time()
     # also as options, because variables such as SBATCH_ACCOUNT override the script
     options = [word for directive in _directives(job, os.getcwd()) for word in shlex.split(directive)]
@@ -111,8 +117,10 @@ def launch(job: Job) -> int:
         number, _, cluster = _slurm("sbatch", "--parsable", *options, given=text).strip().partition(";")
     except _Refused as refused:
         raise LaunchError(
-            f"SLURM rejected the job; sbatch printed:\n{refused}\nIf an option is wrong, change it; if no cluster answers, run this "
-            "where jobs are submitted and `sinfo` lists partitions. With --dry-run it prints the batch script."
+            "SLURM rejected the job; sbatch printed:\n"
+            f"{refused}\n"
+            "If an option is wrong, change it. If no cluster answers, run this on a node from which you can submit jobs and where "
+            "`sinfo` lists partitions. To print the batch script instead, add --dry-run."
         ) from None
     where = [f"--clusters={cluster}"] if cluster else []
     print_line(f"submitted job {number}; Ctrl-C cancels it")
@@ -175,12 +183,12 @@ class Status:
     """The state of a job.
 
     Attributes:
-        state: as SLURM names it.
-        reason: why it waits.
+        state: the state in SLURM's words.
+        reason: why the job waits.
         restarts: how often it was queued again.
         code: its exit code as in a shell, once it has ended; 0 only if it completed.
         log: the path of its output.
-        ran: whether it has had nodes.
+        ran: whether nodes were ever allocated to it.
     """
 
     state: str
@@ -216,7 +224,7 @@ def read_status(text: str) -> Status:
 
 
 def _follow(number: str, where: list[str], since: float) -> int:
-    """Print the log of job ``number``, and its state on stderr, until it has ended; returns its exit code."""
+    """Print the log of job ``number``, and its state on stderr, until it ends. Returns its exit code."""
     read = shown = None
     shown_at = 0.0
     while True:
@@ -238,8 +246,8 @@ def _follow(number: str, where: list[str], since: float) -> int:
             _print_from(read, status.log)
             if status.ran and not os.path.exists(status.log):
                 print_line(
-                    f"cannot read the log of job {number} from here: it is {status.log} on its first node; give --output a path that all "
-                    "nodes share"
+                    f"cannot read the log of job {number} from here: it is {status.log} on its first node; set --output to a path that "
+                    "all nodes share"
                 )
             return status.code
 
@@ -251,7 +259,9 @@ def _status(number: str, where: list[str]) -> Status:
             return read_status(_slurm("scontrol", *where, "show", "job", number))
         except _Refused as error:
             if "Invalid job id" in str(error) or time.monotonic() > until:
-                raise LaunchError(f"cannot follow job {number} any longer, though it may still run: scontrol printed: {error}") from None
+                raise LaunchError(
+                    f"cannot follow job {number} any longer, although it may still be running. scontrol printed: {error}"
+                ) from None
             time.sleep(ASK[0])
 
 
@@ -265,7 +275,7 @@ def _described(number: str, status: Status) -> str:
 
 
 def _print_from(position: int, log: str) -> int:
-    """Print the file ``log`` from ``position`` on, if it can be read yet; returns where it ends."""
+    """Print the file ``log`` from ``position`` on, if it can be read yet. Returns the position of its end."""
     try:
         with open(log, "rb") as file:
             file.seek(position)
@@ -292,7 +302,8 @@ def _slurm(*command: str, given: str | None = None) -> str:
         done = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
     except FileNotFoundError:
         raise LaunchError(
-            f"no {command[0]} here: --launcher slurm runs where jobs are submitted. With --dry-run it prints the batch script."
+            f"cannot find {command[0]}: run --launcher slurm on a node from which you can submit jobs. To print the batch script "
+            "instead, add --dry-run."
         ) from None
     except subprocess.CalledProcessError as error:
         raise _Refused(error.stderr.strip()) from None

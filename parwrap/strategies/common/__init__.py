@@ -1,1 +1,1 @@
-"""What several ways to train share: the base class, the reducer, the autograd graph, and what ranks hand each other."""
+"""What several strategies share: the base class, the reducer, the autograd graph, and what ranks send each other."""

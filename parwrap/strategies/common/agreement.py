@@ -1,4 +1,4 @@
-"""Describes the parameters of a backward to the other ranks, to compare them before gradients are averaged."""
+"""Describes the parameters of a backward pass to other ranks, which compare them before gradients are averaged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Described(NamedTuple):
 
 
 def is_stand_in(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a stand-in, so that its values mean nothing."""
+    """Whether ``tensor`` is a stand-in, whose values have no meaning."""
     return hasattr(tensor, MARK)
 
 
@@ -62,9 +62,9 @@ class SiteReport:
         trail: the lines of code that lead there.
         owned: the parameters that it reaches and an optimizer owns, by the number of ``Loop.owned``.
         others: those that no optimizer owns.
-        bare: leaf tensors that are no ``nn.Parameter``: inputs, or parameters of a hand-written SGD.
-        sparse: the numbers of the owned ones that get sparse gradients.
-        reenters: whether backwards are called inside it, as re-entrant checkpointing does.
+        bare: leaf tensors that are not an ``nn.Parameter``: inputs, or parameters of a hand-written SGD.
+        sparse: the numbers of the owned parameters that get sparse gradients.
+        reenters: whether backward passes are called inside it, as re-entrant checkpointing does.
         generation: the loop's generation.
         owns: whether any optimizer exists.
         visits: the number of earlier visits to this site.
@@ -150,7 +150,7 @@ def differing(reports: Collection[SiteReport], owned: Sequence[tuple[int, int]])
 
 
 def alike(reports: Collection[SiteReport]) -> list[int]:
-    """The positions of the bare leaf tensors that are equal on all ranks: made alike, hence parameters; inputs differ."""
+    """The positions of the bare leaf tensors that are equal on all ranks, so that they must be parameters; inputs differ."""
     if len({len(report.bare) for report in reports}) > 1:
         return []
     return [place for place, each in enumerate(zip(*(report.bare for report in reports), strict=True)) if len(set(each)) == 1]
@@ -167,10 +167,11 @@ def refuse_different_parameters(reports: Mapping[int, SiteReport]) -> None:
         or len({tuple(each.kind for each in report.others) for report in reports.values()}) > 1
     ):
         where = "; ".join(
-            f"rank {rank} at {report.location} reaches {len(report.owned)} parameters of optimizers and {len(report.others)} of none"
+            f"rank {rank} at {report.location} reaches {len(report.owned)} parameters of optimizers and {len(report.others)} that no "
+            "optimizer has"
             for rank, report in sorted(reports.items())
         )
         raise RankMismatchError(
-            f"the ranks are in backwards of different parameters: {where}. Give the parameters to an optimizer before the first "
-            "backward, so that the ranks can match them, or let all ranks take the same path."
+            f"the ranks run backward passes through different parameters: {where}. Pass the parameters to an optimizer before the first "
+            "backward pass, so that the ranks can match them, or let all ranks take the same path."
         )

@@ -23,7 +23,7 @@ from parwrap.strategies.common.sparse_gradients import average_sparse
 __all__ = ["Compressed", "compressed"]
 
 START = 2
-"""Backwards of a set of parameters before PowerSGD begins, because DDP rebuilds its buckets after the first."""
+"""Backward passes of a set of parameters before PowerSGD begins, because DDP rebuilds its buckets after the first."""
 
 EPSILON = 1e-8
 """Added to the norm of a column, which is 0 if no rank has a gradient."""
@@ -44,7 +44,7 @@ class Compressed:
 
     Args:
         compress: ``"bf16"``, ``"fp16"`` or ``"powersgd"``.
-        facts: the parameter whose gradient is sent unchanged.
+        facts: the parameter whose gradient holds the facts, such as the rank's weight. It is averaged in full precision.
         rank: the rank of the matrices that PowerSGD sends.
     """
 

@@ -29,7 +29,7 @@ Key = tuple[int, int, str]
 
 
 class InStep(Interceptor):
-    """Keeps ranks in step where their different numbers would lead them apart.
+    """Keeps ranks in step where a decision from one rank's numbers would make them diverge.
 
     Args:
         group: the process group.
@@ -75,7 +75,7 @@ class InStep(Interceptor):
             self.evaluation_begins()
 
     def evaluation_begins(self) -> None:
-        """The script begins to evaluate: models outside all optimizers, such as moving averages, get rank 0's buffers too."""
+        """Copy rank 0's buffers into models outside all optimizers, such as moving averages, when the script begins to evaluate."""
         if is_alone() or self._seen() == (0, 0) or self._loop.parts:
             return
         if any(self._values.get(module, 0) != _values(module) for module in self._loop.strangers().values()):
@@ -116,7 +116,7 @@ class InStep(Interceptor):
 
 
 def _is_sendable(buffer: torch.Tensor) -> bool:
-    """Buffers that a collective cannot carry (sparse, expanded, rare dtypes) are no running statistics."""
+    """Whether a collective can carry ``buffer``. Sparse or expanded buffers, or those of rare dtypes, are never running statistics."""
     return buffer.layout == torch.strided and buffer.is_contiguous() and buffer.dtype in SENT
 
 

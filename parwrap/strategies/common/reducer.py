@@ -39,7 +39,7 @@ class Reducer(DistributedDataParallel):
         parameters: the leaf tensors; gradients come in reverse order.
         sparse: the ids of those that get sparse gradients.
         signal: the parameter whose gradient must not be compressed.
-        compressed: makes the compressor of buckets, for a signal; ``None`` sends them as DDP does.
+        compressed: a function that returns the compressor of buckets, given the signal; ``None`` sends them as DDP does.
         options: for ``DistributedDataParallel``, such as ``bucket_cap_mb``.
     """
 
@@ -73,4 +73,4 @@ class _Holder(nn.Module):
                 registered_parameters(self)[str(index)] = parameter
 
     def forward(self) -> None:
-        """DDP arms its reducer around this call."""
+        """The forward pass; DDP arms its reducer around this call."""

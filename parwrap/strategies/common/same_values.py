@@ -23,7 +23,7 @@ def take_values(different: Sequence[torch.Tensor], source: int, group: Group) ->
     """Copy rank ``source``'s values of the parameters that are ``different``; called on all ranks.
 
     Returns:
-        Whether they differ by more than rounding on any rank, the same on all.
+        Whether they differ by more than rounding on any rank. The answer is the same on all ranks.
     """
     apart = False
     for p in different:
@@ -41,8 +41,8 @@ def warn_of_different(number: int, of_all: int, source: int, in_loop: bool = Fal
         "They were built in a loop over a DataLoader, where each rank has its own random numbers and samples. Build them before the loop, "
         "or choose their values with parwrap.broadcast."
         if in_loop
-        else "Build the model inside the decorated function, or seed before it is built. If you do, look for other sources of its "
-        "values: a separate generator with another seed, the time, or the rank."
+        else "Build the model inside the decorated function, or set the seed before you build it. If you already do, look for other "
+        "sources of different values: a separate generator with another seed, the time, or the rank."
     )
     warn(f"parwrap: {number} of {of_all} parameters have different values on different ranks; rank {source}'s are used. {advice}")
 

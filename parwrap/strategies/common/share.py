@@ -12,12 +12,12 @@ __all__ = ["Share"]
 
 
 class Share(NamedTuple):
-    """A rank's share of a backward of the others: nothing by default.
+    """A rank's share of a backward pass of other ranks: nothing by default.
 
     Attributes:
         weight: the weight of the share.
         gradients: the gradients by the id of the parameter, multiplied by ``weight``.
-        averaged: called when the average is in ``.grad``; returns whether this rank is still in step with the others.
+        averaged: a function, called when the average is in ``.grad``; returns whether this rank is still in step with the others.
     """
 
     weight: float = 0.0

@@ -16,7 +16,7 @@ __all__ = ["average_sparse", "send"]
 
 
 def average_sparse(bucket: dist.GradBucket) -> Future:
-    """The average of the sparse gradient in ``bucket`` over the ranks, which is there when this returns."""
+    """Return the average of the sparse gradient in ``bucket`` over the ranks, and wait for it."""
     gradient = bucket.buffer()
     average = (gradient / dist.get_world_size()).cpu()
     dist.all_reduce(average)

@@ -1,7 +1,7 @@
 """Copies another rank's training state, for a rank that has missed steps and continues with the others.
 
 It copies parameters with their gradients, buffers of the models around them, optimizers and schedulers. Variables of the script itself (a
-step counter, a copy of the weights for averaging) are unknown here. Rare, so it is simple rather than fast.
+step counter, a copy of the weights for averaging) are unknown here. This happens rarely, so the code is simple rather than fast.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def take_state(group: Group, loop: Loop, averaged: Mapping[tuple[int, int], torc
 
 
 def _sizes(state: Mapping[str, Any]) -> list[int]:
-    """The number of parameters in each group of an optimizer, which may have got more on another rank."""
+    """The number of parameters in each group of an optimizer; on another rank, it may have received more."""
     return [len(group["params"]) for group in state.get("param_groups", ())]
 
 
@@ -108,7 +108,7 @@ def tensors_by_name(loop: Loop, averaged: Mapping[tuple[int, int], torch.Tensor]
 
 
 def optimizers_and_schedulers(loop: Loop) -> dict[Any, Any]:
-    """The live ones, by the number of the optimizer; schedulers also by their age among those of their optimizer."""
+    """The live optimizers and schedulers by the optimizer's number; schedulers also by their age among those of their optimizer."""
     found: dict[Any, Any] = {}
     schedulers = _alive(LRScheduler)
     for number, optimizer in loop.numbered_optimizers():
@@ -119,7 +119,7 @@ def optimizers_and_schedulers(loop: Loop) -> dict[Any, Any]:
 
 
 def outermost_modules() -> list[nn.Module]:
-    """Every live module that is in no other, the oldest first, except half-built ones."""
+    """Every live module that is not inside another one, the oldest first, except those still being built."""
     modules = [module for module in _alive(nn.Module) if is_initialized(module)]
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]

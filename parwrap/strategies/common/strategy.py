@@ -1,4 +1,4 @@
-"""The base of all strategies: an interceptor, made when a distributed function starts, and its interface to the rest of parwrap.
+"""The base class of all strategies: an interceptor that is created when a distributed function starts, and its interface to parwrap.
 
 It has what most strategies share. What a strategy does in the intercepted calls is in its own file.
 """
@@ -33,7 +33,7 @@ class Strategy(Interceptor, Participant):
 
     Attributes:
         together: the ranks that train one model with this one and divide data, files and evaluations; ``None`` if each trains its own.
-        share: called for this rank's share of a backward of others, while it runs none itself.
+        share: a function, called for this rank's share of a backward of others, while it runs none itself.
     """
 
     OPTIONS: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Strategy(Interceptor, Participant):
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether backwards now leave averages over the ranks.
+        """Whether backward passes now leave averages over the ranks.
 
         Otherwise they leave this rank's own gradients, also if ranks step together but average weights, or a server averages.
         """
@@ -91,26 +91,26 @@ class Strategy(Interceptor, Participant):
         return self._options().strategy
 
     def returned(self, result: Any) -> None:
-        """The function has returned that, if :attr:`hands_over`."""
+        """Called when the function has returned ``result``, but only if :attr:`hands_over`."""
 
     def failed(self, error: BaseException) -> None:
-        """This rank leaves with ``error``."""
+        """Called when this rank leaves with ``error``."""
 
     def apart(self) -> AbstractContextManager[None]:
-        """While this is open, ranks call models independently, as in a divided evaluation."""
+        """Let ranks call models independently inside the block, as in a divided evaluation."""
         return nullcontext()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """While this is open, gradients are averages over the ranks already, whoever made them."""
+        """Treat all gradients as averages over the ranks inside the block, wherever they come from."""
         return nullcontext()
 
     def summed(self, sums: list[torch.Tensor], weight: float) -> tuple[list[torch.Tensor], float]:
-        """The sums over the ranks of local gradients from backwards, and of the ranks' ``weight``."""
+        """The sums over the ranks of local gradients from backward passes, and of the ranks' ``weight``."""
         *totals, weights = all_reduced([*sums, torch.tensor(weight, dtype=torch.float64)], self._group)
         return totals, weights.item()
 
     def leave(self, returns: bool) -> None:
-        """All ranks have reached the end together; if it ``returns``, the user's objects must be as a single process would leave them."""
+        """Called when all ranks have reached the end together. If it ``returns``, leave the user's objects as a single process would."""
 
     def close(self) -> None:
-        """Release the user's objects; also after an error."""
+        """Release the user's objects, even after an error."""

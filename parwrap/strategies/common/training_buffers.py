@@ -1,8 +1,8 @@
-"""Buffers that training changes and forwards read, such as codebooks and running normalizers: rank 0's on every rank, as in DDP.
+"""Buffers that training changes and forward passes read, such as codebooks and running normalizers: rank 0's on every rank, as in DDP.
 
 DDP sends all buffers before each forward. Here changed buffers are sent after the backward, where all ranks are together anyway; for the
 next forward that is the same. A change shows in the version of a buffer, or in another tensor in its place. A change by ``.data`` or numpy
-shows only in the values, which are checked in the first backwards, and later ever more rarely. The ranks' reports travel with the
+shows only in the values, which are checked in the first backward passes, and later ever more rarely. The ranks' reports travel with the
 gradients, so nothing is sent if nothing changes. BatchNorm reads its statistics only in evaluation, which ``in_step.py`` handles.
 """
 
@@ -66,7 +66,7 @@ class _Buffer:
         return self.by_values or tensor is not self.seen or (tensor is not None and _version(tensor) != self.version)
 
     def note(self) -> None:
-        """It is the same on all ranks now."""
+        """Record that the buffer is the same on all ranks now."""
         self.seen = self.held()
         self.version = -1 if self.seen is None else _version(self.seen)
 
@@ -88,7 +88,7 @@ class OuterModules:
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def around(self, parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
-        """Those that hold one of ``parameters``."""
+        """The outermost modules that have one of ``parameters``."""
         held = [p for p in parameters if isinstance(p, nn.Parameter)]
         if self._generation != self._loop.generation or any(self._is_new(p) for p in held):
             self._search(held)
@@ -118,7 +118,7 @@ class TrainingBuffers:
         models: the outermost modules around them.
 
     Attributes:
-        known: whether this rank or rank 0 has any.
+        known: whether this rank or rank 0 has any such buffer.
     """
 
     def __init__(self, group: Group, parameters: Sequence[torch.Tensor], models: Iterable[nn.Module]) -> None:
@@ -153,7 +153,7 @@ class TrainingBuffers:
         )
 
     def _lacks_agreed(self) -> bool:
-        """Whether this rank has to send but lacks a buffer that was agreed on, as after a module was replaced."""
+        """Whether this rank must send an agreed buffer that it does not have, for example because a module was replaced."""
         return self._group.world.rank == 0 and any(
             (buffer := self._buffers.get(name)) is None or _kind(buffer.now()) != kind for name, kind in (self._agreed or {}).items()
         )
@@ -188,7 +188,7 @@ class TrainingBuffers:
             if asked and (tensor := placed.get(id(buffer), buffer.now())) is not None:
                 buffer.values = fingerprint(tensor)
             elif name in names:
-                buffer.values = None  # copied values are no change by the script
+                buffer.values = None  # copied values are not a change by the script
         return move
 
     @torch.inference_mode(False)

@@ -35,7 +35,7 @@ LEAST = 1e-30
 
 
 class WeightedMeans(Interceptor):
-    """Weights those losses by their divisors.
+    """Weights such losses by their divisors.
 
     Args:
         group: the ranks.
@@ -51,7 +51,7 @@ class WeightedMeans(Interceptor):
 
     @intercepts
     def criterion(self, call: Criterion) -> torch.Tensor | None:
-        """The factor by which the gradient of ``call`` counts its divisor, if it needs one; not divided by this rank's weight yet."""
+        """The factor that weights the gradient of ``call`` by its divisor, if needed. It is not divided by this rank's weight yet."""
         if is_transformed(call.loss):
             self._warn_of_transform(call)
             return None
@@ -66,18 +66,19 @@ class WeightedMeans(Interceptor):
 
     @intercepts
     def criterion_grad(self, grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """The gradient of such a loss, weighted by its divisor."""
+        """The gradient of a loss, weighted by its divisor."""
         weight = self._loop.weight  # the strategy multiplies the whole loss by it
         return grad * (factor / weight).to(grad) if weight else grad
 
     def _warn_of_transform(self, call: Criterion) -> None:
-        """In ``torch.func.grad`` and ``vmap`` ranks cannot send tensors, and the loss has no hooks."""
+        """Warn once: in ``torch.func.grad`` and ``vmap``, ranks cannot send tensors, and the loss has no hooks."""
         if not self._warned and call.weight is not None:
             self._warned = True
             warn(
                 f"parwrap: the loss at {location()} is divided by the weights of its targets inside torch.func, where ranks cannot "
-                "compare them: with batch='global' this rank's part is weighted by its samples. Divide by what all ranks count outside "
-                "of it: parwrap.mean_over_ranks(loss_sum, count), or use loss.backward(). This is shown once."
+                "compare these weights. With batch='global', this rank's part is therefore weighted by its number of samples. Divide by "
+                "the count over all ranks outside of torch.func: parwrap.mean_over_ranks(loss_sum, count), or use loss.backward(). This "
+                "is shown once."
             )
 
     def _needs_divisor(self, call: Criterion, batch: Weighed) -> bool:
@@ -100,9 +101,9 @@ class WeightedMeans(Interceptor):
         if differs or (call.target.device.type == "cpu" and bool((call.target == call.ignore_index).any())):
             self._warned = True
             warn(
-                f"parwrap: at {location()} some targets are ignored, or a sample has several, so the weight of this rank's part is not "
-                "its number of samples, and other ranks do not know this. Show it by ignore_index=-1, or any other class than the "
-                "default, or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is shown once."
+                f"parwrap: at {location()} some targets are ignored, or a sample has several targets, so this rank's part is not "
+                "weighted by its number of samples, and other ranks do not know this. Pass an ignore_index other than the default, such "
+                "as -1, or divide by the count over all ranks: parwrap.mean_over_ranks(loss_sum, count). This is shown once."
             )
         return False
 
@@ -111,9 +112,10 @@ class WeightedMeans(Interceptor):
         if not self._warned and batch.samples not in leading_sizes([_start(call)]):
             self._warned = True
             warn(
-                f"parwrap: the loss at {location()} is over fewer targets than this rank's part of the batch has samples, and counts by "
-                "them, as where a mask has chosen them. If it is one of several pieces of that part, give the DataLoader a batch_size "
-                "that the ranks divide, or divide by what all ranks count: parwrap.mean_over_ranks(loss_sum, count). This is said once."
+                f"parwrap: the loss at {location()} has fewer targets than this rank's part of the batch has samples, for example "
+                "because a mask selects them, and is weighted by its number of targets. If it covers only one of several pieces of that "
+                "part, choose a batch_size that is divisible by the number of ranks, or divide by the count over all ranks: "
+                "parwrap.mean_over_ranks(loss_sum, count). This is shown once."
             )
 
     def _total(self, divisor: torch.Tensor) -> torch.Tensor:
@@ -139,7 +141,7 @@ class Counts:
 
     Args:
         group: the process group.
-        loop: knows the weight of this rank's part of the running batch.
+        loop: the loop state, which has the weight of this rank's part of the running batch.
     """
 
     def __init__(self, group: Group, loop: Loop) -> None:

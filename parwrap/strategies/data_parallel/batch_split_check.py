@@ -70,7 +70,7 @@ def why_not_in_parts(
                 return str(error)
             except Exception as error:
                 failed = error
-    return Untried(f"it cannot be tried on a copy ({_short(failed)})")
+    return Untried(f"it cannot be checked on a copy ({_short(failed)})")
 
 
 def _compared(
@@ -80,7 +80,7 @@ def _compared(
     taken = tree_map_only(torch.Tensor, torch.clone, given)
     whole, copy = _tried(module, taken, device)
     if not _alike(taken, given, 0.0):
-        return "it changes its input in place, and a part has a copy of its own"
+        return "it changes its input in place, but each part of the batch is a copy"
     try:
         parts = cut(given, sizes, [device] * len(sizes))
         output, first = _tried(module, parts[0], device)
@@ -88,32 +88,32 @@ def _compared(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return f"it fails with a part of the batch ({_short(error)})"
+        return f"it fails on a part of the batch ({_short(error)})"
     try:
         joined = merge(outputs)
     except UsageError as error:
-        return f"its outputs for parts of the batch cannot be put together ({error})" if not _numbers(whole) else _number(loss)
+        return f"its outputs for parts of the batch cannot be combined ({error})" if not _numbers(whole) else _number(loss)
     if loss is None and any(not number for number in _numbers(whole)):  # whose meaning is unknown
         return _number(loss)
     if not _alike(joined, whole, near):
         numbers_differ = _numbers(whole) and not all(_alike(*pair, near) for pair in zip(_numbers(joined), _numbers(whole), strict=False))
         return _number(loss) if numbers_differ else MIXED
     left = _left_otherwise(copy, first, near)
-    return None if left is None else f"it leaves {left} behind, which a part of the batch leaves otherwise"
+    return None if left is None else f"it changes {left}, and changes it differently for a part of the batch"
 
 
 MIXED = (
-    "its outputs for parts of the batch are not those for the whole, so that it mixes samples, or the first dimension of what it takes or "
-    "returns is not the batch"
+    "its outputs for parts of the batch differ from those for the whole batch: it mixes samples, or the first dimension of its inputs or "
+    "outputs is not the batch"
 )
 
 
 def _number(loss: str | None) -> str:
     if loss is not None:
-        return f"a number that it returns for the whole batch is not the {loss} over the samples, as loss={loss!r} says"
+        return f"a number that it returns for the whole batch is not the {loss} over the samples, although loss={loss!r} says so"
     return (
-        "it returns a number for the whole batch, such as a loss or a count; of a loss that is a mean over the samples, or a sum, in every "
-        "batch, with padding too, say so by loss='mean' or loss='sum'"
+        "it returns a number for the whole batch, such as a loss or a count. If it is a loss that is always the mean or the sum over the "
+        "samples, even with padding, pass loss='mean' or loss='sum'"
     )
 
 
@@ -159,7 +159,7 @@ def note_call(module: nn.Module) -> None:
     """Called for each undivided call of a module."""
     own = getattr(_here, "own", None)
     if own is not None and id(module) not in own and any(True for held in (module.parameters(), module.buffers()) for _ in held):
-        raise _Foreign(f"it calls a {type(module).__name__} that is not registered in it, so its replicas would share that module")
+        raise _Foreign(f"it calls a {type(module).__name__} that is not registered as a submodule, so its replicas would share that module")
 
 
 @contextmanager

@@ -124,7 +124,8 @@ class DataParallel(Interceptor):
             return why_not_in_parts(module, given, sizes, self._merge(module, sizes, in_whole), self._loss)
         except torch.OutOfMemoryError:
             self._warn_once(
-                module, f"is divided without a look at whether that gives the same, since a whole batch does not fit on {self._devices[0]}"
+                module,
+                f"is divided without checking that the results are the same, because a whole batch does not fit on {self._devices[0]}",
             )
             return None
 
@@ -145,12 +146,12 @@ class DataParallel(Interceptor):
         for tensor in chain(module.parameters(), module.buffers()):
             if tensor.device != first:
                 raise UsageError(
-                    f"{type(module).__name__} has a tensor on {tensor.device}, and the first of the devices of parwrap.data_parallel is "
-                    f"{first}, where the model must be: move it there, model.to('{first}'), or name other device_ids."
+                    f"{type(module).__name__} has a tensor on {tensor.device}, but the model must be on the first device of "
+                    f"parwrap.data_parallel, {first}: move it there with model.to('{first}'), or choose other device_ids."
                 )
 
     def _warn_of_whole(self, module: nn.Module, reason: str) -> None:
-        does = f"runs on the whole batch on {self._devices[0]} alone, and parwrap.data_parallel does nothing for it"
+        does = f"runs on the whole batch, only on {self._devices[0]}: parwrap.data_parallel does not divide it"
         self._warn_once(module, f"{does}: {reason}")
 
     def _warn_once(self, module: nn.Module, what: str) -> None:
@@ -177,7 +178,7 @@ def refuse_ranks(devices: Sequence[torch.device], ranks: int) -> None:
     """Several devices were named, but each rank has one."""
     raise UsageError(
         f"parwrap.data_parallel(device_ids={[str(device) for device in devices]}) is for one process, but there are {ranks} ranks, each "
-        "with one device. Remove device_ids, and it has no effect on several ranks, or run one rank."
+        "with one device. Remove device_ids (without it, parwrap.data_parallel has no effect on several ranks), or run one rank."
     )
 
 
@@ -204,9 +205,9 @@ def _why_whole(module: nn.Module) -> str | None:
                 return "it, or a part of it, has hooks, which would see parts of the batch"
     modes = [mode for mode in function_modes() if not isinstance(mode, DeviceContext)]
     if modes or dispatch_mode_depth():
-        return "it runs inside a mode of torch's, which the threads of replicas would not be in"
+        return "it runs inside a torch mode, which does not apply in the threads of the replicas"
     if not _are_known(innermost_saved_tensors_hooks() or ()):  # a checkpoint's hooks change no numbers
-        return "it runs inside hooks on saved tensors, which the threads of replicas would not call"
+        return "it runs inside hooks on saved tensors, which the threads of the replicas would not call"
     return None
 
 

@@ -1,7 +1,7 @@
 """Batch normalization of a batch that is split over replicas in one process.
 
-The mean and the spread of each part go to the first replica's device, and those of the whole come back. All of it is in one autograd graph,
-so a backward needs no synchronization: on a CPU a single thread runs it for all replicas.
+The mean and variance of each part go to the first replica's device, and the mean and variance of the whole batch come back. All of it is in
+one autograd graph, so a backward needs no synchronization: on a CPU a single thread runs it for all replicas.
 """
 
 from __future__ import annotations

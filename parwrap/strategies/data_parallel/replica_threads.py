@@ -39,7 +39,7 @@ class Replica:
         self._team, self._passed = team, 0
 
     def synchronize(self, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
-        """The result of ``merge`` for the values of all replicas, in their order; the last one that comes calls it.
+        """Wait for all replicas, and return ``merge`` of their values in the order of the replicas. The last replica to arrive calls it.
 
         Args:
             what: the purpose, the same in all.
@@ -47,7 +47,7 @@ class Replica:
             merge: merges the values; if it raises, it does so in all.
 
         Raises:
-            UsageError: another replica came for something else, or will not come.
+            UsageError: another replica is at a different point, or has finished its forward.
         """
         self._passed += 1
         return self._team.synchronize(self, self._passed - 1, what, value, merge)
@@ -162,10 +162,10 @@ class _Team:
         if self._failed:
             raise _Abandoned
         done = min(self._finished)
-        raise UsageError(f"{replica} is in {what}, and replica {done} on {self.devices[done]} is through with its forward. {ADVICE}")
+        raise UsageError(f"{replica} is in {what}, and replica {done} on {self.devices[done]} has finished its forward. {ADVICE}")
 
 
-ADVICE = "Have all replicas run the same layers in the same order, or remove parwrap.sync_bn."
+ADVICE = "Run the same layers in the same order on all replicas, or remove parwrap.sync_bn."
 
 
 def run_together(
@@ -227,7 +227,7 @@ def is_undivided() -> bool:
 
 @contextmanager
 def undivided() -> Iterator[None]:
-    """While this is open, no call of this thread is divided."""
+    """Do not divide calls of this thread inside the block."""
     before, _here.undivided = getattr(_here, "undivided", False), True
     try:
         yield

@@ -68,7 +68,10 @@ class _Copies(torch.autograd.Function):
 
 
 def _sent(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], copying: bool = True) -> list[list[torch.Tensor]]:
-    """``tensors`` on each of ``devices``; unless ``copying``, those that are there already are not copied."""
+    """``tensors`` on each of ``devices``.
+
+    Without ``copying``, a large tensor that is already on a device is returned itself; small ones are always packed together.
+    """
     together: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.numel() <= SMALL and tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter):

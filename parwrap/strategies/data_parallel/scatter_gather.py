@@ -56,11 +56,11 @@ def why_not(leaves: Iterable[Any], rows: int) -> str | None:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.layout is not torch.strided or leaf.is_nested:
-                return "it is given a tensor that is sparse or nested"
+                return "one of its inputs is a sparse or nested tensor"
             if leaf.dim() and rows > 1 and leaf.size(0) not in (1, rows):
-                return f"it is given tensors of {rows} and of {leaf.size(0)} rows, so that the number of samples is unclear"
+                return f"its inputs are tensors with {rows} and with {leaf.size(0)} rows, so the number of samples is unclear"
         elif _is_packed(leaf) or _holds_tensors(leaf):
-            return f"it is given a {type(leaf).__name__}, which holds tensors of its own"
+            return f"one of its inputs is a {type(leaf).__name__}, which contains tensors"
     return None
 
 
@@ -76,7 +76,7 @@ def items_of_samples(values: Any, rows: int) -> str | None:
 
     for leaf in tree_leaves(values, is_leaf=is_list):
         if rows > 1 and not isinstance(leaf, torch.Tensor) and _items(leaf) == rows:
-            return f"it is given a {type(leaf).__name__} of {rows} items for {rows} samples, which may have one for each"
+            return f"one of its inputs is a {type(leaf).__name__} of {rows} items for {rows} samples, which may have one item per sample"
     return None
 
 
@@ -157,7 +157,7 @@ def merged(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float
     _, structure = flattened[0]
     for _, other in flattened:
         if other != structure:
-            raise UsageError(f"{who} has returned outputs of different structure on its replicas: {structure} and {other}.")
+            raise UsageError(f"{who} returned outputs of different structure on different replicas: {structure} and {other}.")
     leaves = zip(*(leaves for leaves, _ in flattened), strict=True)
     return tree_unflatten([_merged(list(each), sizes, weights, join, who) for each in leaves], structure)
 
@@ -184,8 +184,8 @@ def _merged(parts: list[Any], sizes: Sequence[int], weights: Sequence[float] | N
         if all(part is first or _same(first, part) for part in parts):
             return first
     raise UsageError(
-        f"{who} has returned a {type(first).__name__} that differs between its replicas and has no row for each sample, so it cannot be "
-        "put together: return tensors whose first dimension is the batch, or say by loss='mean' or loss='sum' what a loss is."
+        f"{who} returned a {type(first).__name__} that differs between replicas and does not have one row per sample, so its parts "
+        "cannot be combined: return tensors whose first dimension is the batch. If it is a loss, pass loss='mean' or loss='sum'."
     )
 
 
@@ -196,7 +196,7 @@ def _built(first: Any, parts: dict[Any, list[Any]], sizes: Sequence[int], weight
         made: Any = type(first)
         return made(**whole) if is_dataclass(first) else made(whole)
     except TypeError as error:
-        raise UsageError(f"{who} has returned a {type(first).__name__}, which cannot be built from its values ({error}).") from None
+        raise UsageError(f"{who} returned a {type(first).__name__}, which cannot be rebuilt from its values ({error}).") from None
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -213,12 +213,12 @@ def _check_rows(parts: list[torch.Tensor], sizes: Sequence[int], who: str) -> No
     shapes = " and ".join(str(list(part.shape)) for part in parts)
     if any(row % size or row // size != rows[0] // sizes[0] for row, size in zip(rows, sizes, strict=True)):
         raise UsageError(
-            f"{who} has returned tensors of shape {shapes} for {' and '.join(map(str, sizes))} samples, which have no row for each sample: "
-            "the first dimension of what it takes and returns must be the batch. Run it on one device: with "
+            f"{who} returned tensors of shape {shapes} for {' and '.join(map(str, sizes))} samples, which do not have one row per "
+            "sample: the first dimension of its inputs and outputs must be the batch. Otherwise run it on one device, with "
             f"parwrap.data_parallel(device_ids=['{parts[0].device}'])."
         )
     if len({part.shape[1:] for part in parts}) > 1:
         raise UsageError(
-            f"{who} has returned tensors of shape {shapes} for the parts of a batch: they must be as long as each other beyond the first "
-            "dimension. Pad them all to the length that the whole batch has, as total_length does in pad_packed_sequence."
+            f"{who} returned tensors of shape {shapes} for the parts of a batch: all dimensions but the first must be equal. Pad all of "
+            "them to the length of the whole batch, as pad_packed_sequence does with total_length."
         )

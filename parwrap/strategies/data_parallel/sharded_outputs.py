@@ -115,9 +115,9 @@ class Pieces(torch.Tensor):
         watched = (args[0],) if function in _WATCHES_GRADIENTS else args[1] if function == torch.autograd.grad else ()
         if any(isinstance(each, Pieces) and each._was_taken for each in watched):
             raise UsageError(
-                f"{function.__name__} on the outputs of a model comes after their loss, whose gradients go to the pieces that "
-                "parwrap.data_parallel(gather=False) has left on their devices: use them as a whole before, as by outputs = 1 * "
-                "outputs, or remove gather=False."
+                f"{function.__name__} on the outputs of a model comes after their loss was computed on the pieces that "
+                "parwrap.data_parallel(gather=False) keeps on their devices, and gradients go to these pieces: gather the outputs before "
+                "the loss, for example with outputs = 1 * outputs, or remove gather=False."
             )
         if function in _LOSSES and all(each.is_in_pieces for each in tree_leaves((args, kwargs)) if isinstance(each, Pieces)):
             loss = _LOSSES[function](function, inspect.signature(function).bind(*args, **kwargs).arguments)
@@ -128,7 +128,7 @@ class Pieces(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
-        raise NotImplementedError(f"{function} has no form for outputs in pieces: use parwrap.data_parallel without gather=False.")
+        raise NotImplementedError(f"{function} does not support outputs in pieces: use parwrap.data_parallel without gather=False.")
 
 
 _FIELDS = ("shape", "dtype", "device", "requires_grad", "ndim", "is_cuda", "layout", "is_nested")

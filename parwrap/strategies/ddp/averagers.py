@@ -1,7 +1,7 @@
 """The averagers in use, numbered alike on all ranks: finds the averager of a set of parameters, or builds it.
 
 Every rank builds the same ones in the same order. A rank that has left the training loop builds them with stand-in tensors, so that it can
-take part in the others' backwards. ``call_sites.py`` decides when to agree on a set.
+take part in the others' backward passes. ``call_sites.py`` decides when to agree on a set.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class AveragerRegistry:
     Args:
         group: the process group.
         loop: what the training loop has done so far.
-        options: returns the options of each ``Reducer``, such as ``bucket_cap_mb``.
-        unaveraged: notes which gradients are averages.
-        while_taking: makes the context in which state is taken over.
+        options: a function that returns the options of each ``Reducer``, such as ``bucket_cap_mb``.
+        unaveraged: records which gradients are already averages over the ranks.
+        while_taking: a function that returns a context manager to enter while state is copied from another rank.
 
     Attributes:
         following: synchronizes weights that a script changes directly.
@@ -57,7 +57,7 @@ class AveragerRegistry:
         self.following = Following(group, loop, self.take_state)
 
     def get(self, number: int) -> GradientAverager | None:
-        """The averager of that number, if this rank knows it."""
+        """Averager ``number``, or ``None`` if this rank does not have it."""
         return self._all.get(number)
 
     def ids(self) -> frozenset[int]:
@@ -65,7 +65,7 @@ class AveragerRegistry:
         return frozenset().union(*(averager.ids for averager in self._all.values()))
 
     def drop(self, number: int) -> None:
-        """Drop that averager."""
+        """Drop averager ``number``."""
         self.keep(self._all.keys() - {number})
 
     def keep(self, numbers: Collection[int]) -> None:
@@ -81,14 +81,14 @@ class AveragerRegistry:
         others: list[torch.Tensor],
         bare: list[torch.Tensor],
     ) -> tuple[GradientAverager | None, dict[int, torch.Tensor]]:
-        """The averager of the parameters that any rank reaches, and its leaf tensors that are no ``nn.Parameter``; the same on all ranks.
+        """The averager of the parameters that any rank reaches, and its leaf tensors that are not an ``nn.Parameter``, alike on all ranks.
 
         Args:
             reports: the ranks' reports, by rank.
             used: the numbers of the averagers that other sites use too; the others are dropped.
             owned: this rank's parameters of optimizers, by number.
             others: its parameters that no optimizer owns.
-            bare: its leaf tensors that are no ``nn.Parameter``.
+            bare: its leaf tensors that are not an ``nn.Parameter``.
         """
         described = {number: each for report in reports.values() for number, each in report.owned.items()}
         union = sorted(described)
@@ -130,7 +130,7 @@ class AveragerRegistry:
         elif apart:
             warn_of_different(len(different), total, source, in_loop=bool(self._loop.backwards and self._loop.passes_in_for))
         if apart and self._loop.backwards:
-            self.take_state(source)  # they have drifted apart, and so has the optimizers' state
+            self.take_state(source)  # they have diverged, and so has the optimizers' state
 
     def build(self, parameters: list[torch.Tensor], sparse: frozenset[int], varies: bool, which: Any = None) -> GradientAverager:
         """An averager of ``parameters``: the existing one, if it has the same ``which`` and covers everything about them."""
@@ -153,7 +153,7 @@ class AveragerRegistry:
         return self._all[self._built]
 
     def compare_at_end(self) -> None:
-        """All ranks leave: copy rank 0's weights to all ranks if a rank has made separate steps."""
+        """Copy rank 0's weights to all ranks at the end, if a rank has made separate steps."""
         owned = self._loop.once_owned()
         mine = dict(zip(owned, checksums(owned.values()), strict=True))
         gathered = self._group.share("weights at the end", mine, range(self._group.world.size)).values()
@@ -161,14 +161,15 @@ class AveragerRegistry:
         # all ranks do this alike, whichever of the parameters they have
         if any(len({each[number] for each in gathered if number in each}) > 1 for number in set().union(*gathered)):
             warn(
-                f"parwrap: {len(different)} parameters have different values on different ranks at the end, though their gradients were "
-                "averaged: an optimizer has stepped, or weights or a learning rate were changed, by a decision of one rank alone, such "
-                "as random.random() or its part of the loss. Rank 0's are used. Use parwrap.broadcast(decision) to decide for all."
+                f"parwrap: {len(different)} parameters have different values on different ranks at the end, although their gradients "
+                "were averaged: one rank decided on its own to step, or to change weights or a learning rate, for example depending on "
+                "random.random() or its part of the loss. Rank 0's values are used. Use parwrap.broadcast(decision) to decide for all "
+                "ranks."
                 if self._loop.backwards
                 else (
                     f"parwrap: {len(different)} parameters have different values on different ranks at the end, and no gradient was "
-                    "averaged: they were built differently, or changed by each rank alone. Rank 0's are used. Seed before they are "
-                    "built, and average the changes: parwrap.reduce_mean(change)."
+                    "averaged: they were built differently, or each rank changed them on its own. Rank 0's values are used. Set the seed "
+                    "before you build them, and average the changes: parwrap.reduce_mean(change)."
                 )
             )
             self.take_state(0)

@@ -66,7 +66,7 @@ class _Site:
 
 
 class Bypasses(Interceptor):
-    """Raises where an update would use gradients that are not averaged.
+    """Raises an error where an update would use gradients that are not averaged.
 
     Args:
         group: the ranks.
@@ -80,10 +80,10 @@ class Bypasses(Interceptor):
 
     @intercepts
     def grad(self, leaves: list[torch.Tensor]) -> None:
-        """``torch.autograd.grad`` is asked for the gradients of ``leaves``.
+        """Check a call of ``torch.autograd.grad`` for the gradients of ``leaves``.
 
         Raises:
-            UsageError: they were changed since the last time, differently on each rank.
+            UsageError: the leaves were changed since the last call, differently on each rank.
         """
         if is_alone() or _called_by_torch():
             return
@@ -125,26 +125,26 @@ class Bypasses(Interceptor):
         if any(each != before[0] for each in before):
             raise UsageError(
                 f"torch.autograd.grad at {location()} asks for gradients of parameters that had different values on different ranks from "
-                "the start. Seed before they are built, or build them inside the decorated function."
+                "the start. Set the seed before you build them, or build them inside the decorated function."
             )
         raise UsageError(
             f"the parameters that torch.autograd.grad at {location()} asks gradients for were changed to different values on different "
-            "ranks: its results are of this rank's loss alone, since only backward() averages. Average before the update: grads = "
-            "parwrap.reduce_mean(grads), or call loss.backward() and use .grad."
+            "ranks: torch.autograd.grad returns gradients of this rank's own loss, because only backward() averages. Average before the "
+            "update: grads = parwrap.reduce_mean(grads), or call loss.backward() and use .grad."
         )
 
     @intercepts
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step()`` is about to run.
+        """Refuse ``optimizer.step()`` inside a backward pass.
 
         Raises:
             UsageError: a backward is running, so gradients are not averaged yet.
         """
         if current_graph_task_id() != NO_GRAPH_TASK and not is_alone():
             raise UsageError(
-                f"{type(optimizer).__name__}.step() at {location()} runs inside a backward, as from register_post_accumulate_grad_hook: "
-                "gradients are averaged over the ranks only when the backward ends, so this step would take one rank's. Call step() after "
-                "loss.backward()."
+                f"{type(optimizer).__name__}.step() at {location()} runs inside a backward pass, for example in a hook of "
+                "register_post_accumulate_grad_hook. Gradients are averaged over the ranks only when the backward pass ends, so this "
+                "step would use one rank's own gradients. Call step() after loss.backward()."
             )
 
     @intercepts

@@ -42,9 +42,9 @@ class CallSite:
         averager: the averager of the parameters that it reaches; ``None`` if it trains nothing.
         trail: the lines of code that lead there, which identify it on other ranks.
         sync_point: the sync point of its next backward.
-        bare: the leaf tensors among those parameters that are no ``nn.Parameter``, by id.
+        bare: the leaf tensors among those parameters that are not an ``nn.Parameter``, by id.
         frozen: parameters of optimizers that were frozen then.
-        nested_on_any_rank: whether backwards run inside it, on any rank.
+        nested_on_any_rank: whether backward passes run inside it, on any rank.
         nested_here: whether this rank has run some inside it, which its graph may not show.
         remakes: whether its parameters are leaf tensors that the script makes again for each step.
     """
@@ -159,7 +159,7 @@ class CallSites(dict[tuple, CallSite]):
 
     @torch.inference_mode(False)
     def answer_agreement(self, detail: int, present: list[int]) -> None:
-        """Others agree on a site, and this rank has left: it only learns their averager."""
+        """Answer ranks that agree on a site, after this rank has left: it only learns their averager."""
         reports, used = self._gathered_reports(None)
         theirs = next(iter(reports.values()))
         averager, _ = self._averagers.agree(reports, used, *self._averagers.stand_ins(theirs))

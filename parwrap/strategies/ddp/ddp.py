@@ -141,7 +141,7 @@ class DDP(Strategy):
         return (call.scaled(scale) if scale != 1.0 else call), weight
 
     def _then_average(self, call: Backward, site: CallSite, averager: GradientAverager) -> Callable[[Backward, float], None]:
-        """How to run ``call`` if gradients cannot be averaged while it runs."""
+        """A function that runs ``call`` if gradients cannot be averaged while it runs."""
         if site.remakes:
             averager.stand_for(reversed(reached(call.roots)))
         return averager.run_then_average
@@ -173,7 +173,7 @@ class DDP(Strategy):
 
     @intercepts
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
-        """Give the parameters of ``module`` another device or dtype, once no rank trains the old ones any more."""
+        """Change the device or dtype of the parameters of ``module``, once no rank trains the old ones any more."""
         if not is_alone() and any(id(p) in self._averagers.ids() for p in module.parameters()):
             self._group.synchronize(MOVING)
         moved = apply()
@@ -182,12 +182,12 @@ class DDP(Strategy):
 
     @intercepts
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` has stepped, so earlier graphs are no longer needed."""
+        """Finish after a step of ``optimizer``: earlier graphs are no longer needed."""
         if self._recovery.late_buffers:
             self._recovery.settle_buffers()
 
     def leave(self, returns: bool) -> None:
-        """All ranks have reached the end together."""
+        """Finish when all ranks have reached the end together."""
         self._threads.check()
         self._recovery.settle_buffers()
         self._averagers.compare_at_end()
@@ -209,5 +209,5 @@ class DDP(Strategy):
         self._averagers.take_state(source, takes)
 
     def _catching_up(self) -> AbstractContextManager[None]:
-        """Open while another rank's state is copied."""
+        """A context manager to enter while another rank's state is copied."""
         return nullcontext()

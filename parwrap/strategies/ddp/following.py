@@ -1,8 +1,8 @@
-"""Weights that a script changes differently on each rank, as by noise (SGLD) or by a learning rate: rank 0's are used for each batch.
+"""Weights that a script changes differently on each rank, for example with noise (SGLD): all ranks use rank 0's weights for each batch.
 
 Averaged gradients keep weights the same over steps. Values added to weights or gradients from each rank's random streams do not. Weights
-are compared at the second backward of each place, and from the 16th sync point on in backwards whose number is a power of two. Once they
-differ, all ranks copy rank 0's before each batch of a training pass, so that all use its noise. A hand-written loop copies them in its
+are compared at the second backward of each place, and from the 16th sync point on in backward passes whose number is a power of two. Once
+they differ, all ranks copy rank 0's before each batch of a training pass, so that all use its noise. A hand-written loop copies them in its
 backward, after the forward: that gradient comes from each rank's own weights.
 """
 
@@ -42,7 +42,7 @@ class Following:
     Args:
         group: the ranks.
         loop: the loop state, which numbers the parameters.
-        take_state: copies all of another rank's state to this rank.
+        take_state: a function that copies all of another rank's state to this rank.
 
     Attributes:
         due: the number of the sync point at which the next :meth:`look` is due.
@@ -62,7 +62,7 @@ class Following:
             self._follow()
 
     def drifted(self) -> None:
-        """Weights differ that were the same before."""
+        """Handle weights that have begun to differ: warn, and copy rank 0's weights from now on."""
         if self._follows:
             return
         self._follows, self.due = True, 0
@@ -74,20 +74,20 @@ class Following:
             self._warn_of_rates(rates, *apart)
             return
         warn(
-            f"parwrap: weights have come to differ between ranks before the backward at {location()}, though gradients are averaged: "
-            "each rank adds its own noise to weights or gradients (SGLD), or one rank alone takes a step, such as by random.random(). "
-            "From now on all ranks use rank 0's weights before each batch, which costs time. Draw noise from a generator that is seeded "
-            "alike on all ranks, g = torch.Generator().manual_seed(0) before the loop and torch.randn(p.shape, generator=g) in it, and "
-            "use parwrap.broadcast(decision) to decide for all. This is shown once."
+            f"parwrap: the weights differ between ranks before the backward pass at {location()}, although gradients are averaged: each "
+            "rank adds its own noise to weights or gradients (SGLD), or one rank steps on its own, for example depending on "
+            "random.random(). From now on, all ranks copy rank 0's weights before each batch, which costs time. Draw noise from a "
+            "generator with the same seed on all ranks: create g = torch.Generator().manual_seed(0) before the loop, and call "
+            "torch.randn(p.shape, generator=g) in it. Use parwrap.broadcast(decision) to decide for all ranks. This is shown once."
         )
 
     def _warn_of_rates(self, rates: dict[int, Rates], number: int, group: int) -> None:
         each = ", ".join(f"{view[number][group]:.4g} on rank {rank}" for rank, view in rates.items() if len(view.get(number, ())) > group)
         warn(
-            f"parwrap: weights have come to differ between ranks before the backward at {location()}, because learning rates do: {each}. "
-            "A rank has set its own from what it alone has seen, such as its part of the loss. From now on all ranks use rank 0's "
-            "weights and learning rates before each batch, which costs time. Set it by parwrap.reduce_mean(loss), or "
-            "parwrap.broadcast(lr). This is shown once."
+            f"parwrap: the weights differ between ranks before the backward pass at {location()}, because the learning rates differ: "
+            f"{each}. Each rank sets its learning rate from a value that only it has, such as its part of the loss. From now on, all "
+            "ranks copy rank 0's weights and learning rates before each batch, which costs time. Compute the learning rate from "
+            "parwrap.reduce_mean(loss), or use parwrap.broadcast(lr). This is shown once."
         )
 
     def _rates(self) -> Rates:

@@ -81,9 +81,9 @@ class GradientAverager:
         number: identifies the averager on all ranks.
         parameters: the leaf tensors, in the order in which the forward uses them; the same on every rank.
         sparse: the ids of those that get sparse gradients.
-        varies: whether some backwards reach only part of the parameters.
+        varies: whether some backward passes reach only part of the parameters.
         models: the outermost modules around the parameters.
-        of_one_batch: gives the ids of tensors that each rank trains by itself.
+        of_one_batch: a function that returns the ids of tensors that each rank trains by itself.
         options: for the ``Reducer``, such as ``bucket_cap_mb``.
 
     Raises:
@@ -236,17 +236,17 @@ class GradientAverager:
         return Reported(unexpected > 0, stale_set + failed > 0, buffers=buffers > 0, asked=asked > 0)
 
     def _forget(self) -> None:
-        """All ranks have read this rank's report."""
+        """Clear this rank's report, because all ranks have read it."""
         self._facts.data[UNEXPECTED:BUFFERS] = 0
         self._has_report = False
 
     def note_unexpected(self) -> None:
-        """A gradient came outside of the set, in the running backward."""
+        """Report a gradient outside of the set, in the running backward pass."""
         self._facts.data[UNEXPECTED] = 1
         self._group.coordinator.notify()
 
     def note_stale_set(self) -> None:
-        """The set is stale: this rank's losses now reach other parameters. The next backward reports it."""
+        """Mark the set as stale, because this rank's losses now reach other parameters. The next backward pass reports it."""
         self._facts.data[STALE_SET] = 1
         self._has_report = True
 
@@ -267,7 +267,7 @@ class GradientAverager:
         return frozenset(place for place, flag in enumerate(flags) if not flag)
 
     def _send_nothing_for_the_rest(self, call: Backward) -> None:
-        """This rank's loss did not reach every parameter: make the rest take part too, so that no rank waits for them."""
+        """Make parameters take part that this rank's loss did not reach, so that no rank waits for them."""
         leaves = {id(leaf): leaf for leaf in reached(call.roots)}
         held = {id(p) for p in call.existing_grads}
         rest = [(place, p) for place, p in enumerate(self.parameters) if id(p) not in leaves]
@@ -290,13 +290,13 @@ class GradientAverager:
             send_nothing(parameters, self.sparse, *roots)
 
     def _report_error(self, error: Exception) -> None:
-        """This rank's backward has raised ``error``: report it in the same backward."""
+        """Report ``error``, which this rank's backward pass has raised, in the same backward pass."""
         self.error = error
         self._facts.data[FAILED] = 1
         self._group.coordinator.notify()
 
     def _complete(self, error: Exception) -> None:
-        """This rank's backward has raised ``error``: send the missing buckets, so that no rank waits for them."""
+        """Send the missing buckets after this rank's backward pass has raised ``error``, so that no rank waits for them."""
         with self._group.coordinator.answering():  # the others may be in a layer that this rank has not reached
             for p in self.parameters:
                 send_nothing_once((p,), self.sparse)
@@ -306,17 +306,17 @@ class GradientAverager:
             raise error  # while it sends, or after it
 
     def stand_for(self, leaves: Iterable[torch.Tensor]) -> None:
-        """From now on average ``leaves``, which were made again in place of the parameters, in :meth:`run_then_average`."""
+        """Average ``leaves`` from now on, which the script created again instead of the parameters, in :meth:`run_then_average`."""
         new = tuple(leaves)
         if [p.shape for p in new] != [p.shape for p in self.parameters]:
             raise UsageError(
-                f"a backward has reached {len(new)} leaf tensors in place of {len(self.parameters)} of other shapes: the ranks cannot "
+                f"a backward pass reached {len(new)} leaf tensors instead of {len(self.parameters)} of other shapes, so the ranks cannot "
                 "match them. Make them nn.Parameters of an optimizer, or change them in place under torch.no_grad()."
             )
         self.parameters = new
 
     def run_then_average(self, call: Backward, weight: float) -> None:
-        """The same if gradients cannot go through a bucket, because they have a graph or come several times."""
+        """Like :meth:`run`, for gradients that cannot go through a bucket, because they have a graph or arrive several times."""
         self._set_facts(call, weight)
         try:
             call.with_root(self._root, self._signal).run()

@@ -1,4 +1,4 @@
-"""The error of a second training thread: ranks pair their backwards by order, and the order of threads differs between ranks."""
+"""The error of a second training thread: ranks pair their backward passes by order, and the order of threads differs between ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["OneThread"]
 
 
 class OneThread:
-    """Knows which thread trains.
+    """Remembers which thread trains.
 
     Attributes:
         thread: the training thread, which need not :meth:`enter` again; ``None`` before the first, or after a refusal.
@@ -24,7 +24,7 @@ class OneThread:
         self._refused: UsageError | None = None
 
     def enter(self, running: bool) -> None:
-        """A backward begins in this thread.
+        """Record that a backward pass begins in this thread.
 
         Args:
             running: whether another backward is still running.
@@ -40,15 +40,15 @@ class OneThread:
         if running and self.thread is not None:
             self._refused = UsageError(
                 f"two threads train at the same time: {self.thread.name}, at {self._place}, and {here.name}, at {location()}. Ranks "
-                "average backwards in pairs by their order, and the order of threads differs between ranks. Train one model after the "
-                "other, call one backward() of the sum of the losses, or start a run for each model."
+                "match their backward passes by order, and the order of threads differs between ranks. Train one model after the other, "
+                "call backward() once on the sum of the losses, or start a separate run for each model."
             )
             self.thread = None
             raise self._refused
         self.thread, self._place = here, location()
 
     def check(self) -> None:
-        """The training is over.
+        """At the end of training, raise again the error of a refused thread, which ended only that thread.
 
         Raises:
             UsageError: a thread was refused; its own error has ended only that thread.

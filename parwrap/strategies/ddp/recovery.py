@@ -28,7 +28,7 @@ from parwrap.system.remote_exception import RemoteException, in_one_line
 
 __all__ = ["Recovery"]
 
-FAILED = "an exception in a backward"
+FAILED = "an exception in a backward pass"
 AVERAGE = "the average of the gradients"
 
 
@@ -39,7 +39,7 @@ class Recovery:
         group: the ranks.
         sites: the call sites of backward.
         averagers: the averagers in use.
-        unaveraged: notes which gradients are averages.
+        unaveraged: records which gradients are averages.
         unexpected: the gradients outside of the averager's set.
 
     Attributes:
@@ -57,7 +57,7 @@ class Recovery:
         self._warned = False
 
     def handle(self, averager: GradientAverager, weight: float, call: Backward | None) -> None:
-        """What all ranks do together after a backward in which one has reported something.
+        """Handle a backward pass in which a rank has reported something, on all ranks together.
 
         Args:
             averager: the averager of the backward.
@@ -95,7 +95,7 @@ class Recovery:
             call: a backward that has run.
             site: its call site.
             averager: its averager.
-            nested: whether it contained backwards: once all ranks know, they average after the whole.
+            nested: whether it contained backward passes: once all ranks know, they average after the whole.
         """
         if not _keeps_graph(call):
             self.settle_buffers()
@@ -104,13 +104,13 @@ class Recovery:
             averager.note_stale_set()
 
     def settle_buffers(self) -> None:
-        """Earlier graphs are no longer needed: write the values of buffers in place."""
+        """Write the values of buffers in place, because earlier graphs are no longer needed."""
         for buffers in self.late_buffers:
             buffers.settle()
         self.late_buffers.clear()
 
     def restart(self, site: CallSite, error: BaseException) -> None:
-        """A backward at ``site`` has failed halfway: start over there.
+        """Reset ``site`` after a backward pass there failed halfway.
 
         Raises:
             RankMismatchError: ``error`` says that a rank has waited for another until the timeout; the new error names the missing rank.
@@ -135,8 +135,8 @@ class Recovery:
         averager = self._averagers.get(number)
         if averager is None:
             raise RankMismatchError(
-                f"rank {self._group.world.rank} has left the training loop, but others train parameters that it does not have. Build all "
-                "optimizers before the loop, or let all ranks take the same number of steps."
+                f"rank {self._group.world.rank} has left the training loop, but other ranks train parameters that it does not have. "
+                "Build all optimizers before the loop, or let all ranks take the same number of steps."
             )
         take_part(averager, share)
         self.handle(averager, share.weight, call=None)
@@ -144,7 +144,7 @@ class Recovery:
         return share.averaged
 
     def _fail_alike(self, averager: GradientAverager, call: Backward | None) -> None:
-        """A backward has raised on a rank: raise the same on all, so that a script that continues skips the same step everywhere.
+        """Raise a rank's error in a backward pass on all ranks, so that a script that continues skips the same step everywhere.
 
         Args:
             averager: the averager of the backward.
@@ -163,7 +163,7 @@ class Recovery:
         if len(failed) < len(gathered) and not self._warned:
             self._warned = True
             warn(
-                f"parwrap: the backward at {location()} has raised {in_one_line(again)} on rank {first}. All ranks raise the same, so "
+                f"parwrap: the backward at {location()} raised {in_one_line(again)} on rank {first}. All ranks raise the same error, so "
                 "that all skip the step if the script continues. This is shown once."
             )
         if error is not None or call is not None:

@@ -1,8 +1,8 @@
-"""Averages gradients that no averaged backward has made, just before they are used.
+"""Averages gradients that no averaged backward pass has computed, just before they are used.
 
 ``torch.func.grad``, ``torch.autograd.grad`` and ``p.grad = ...`` bypass ``backward``, so each rank would step with its own gradients. An
-averaged backward notes its gradients. When an optimizer steps or gradients are clipped, all gradients that do not match the notes are
-averaged.
+averaged backward pass records its gradients. When an optimizer steps or gradients are clipped, all gradients that do not match the records
+are averaged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from parwrap.torch_private.tensors import version_of
 
 __all__ = ["GRADIENTS", "Unaveraged"]
 
-GRADIENTS = "use of gradients that no backward made"
+GRADIENTS = "use of gradients that backward() did not compute"
 
 REPLACED = -1
 """Replaces the number of changes: the gradient is a tensor that no averaged backward has made."""
@@ -63,7 +63,7 @@ class Unaveraged(Interceptor):
         group.coordinator.answer(GRADIENTS, lambda detail, present: self._answer(present))
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The gradients of ``parameters`` are the same on all ranks now."""
+        """Record that the gradients of ``parameters`` are the same on all ranks now."""
         self.look_for_parameters()
         note_gradients(parameters, self.noted)
 
@@ -74,18 +74,21 @@ class Unaveraged(Interceptor):
             self.noted.clear()
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The same after this rank has copied another's state: it has used gradients less often, and all ranks restart their count."""
+        """Note ``parameters`` after this rank has copied another rank's state.
+
+        All ranks restart their count of uses, because this rank has used gradients less often.
+        """
         self._visits.clear()
         self._changed_in_place = False
         self.note(parameters)
 
     def forget(self) -> None:
-        """The training is over."""
+        """Forget all recorded gradients at the end of training."""
         self.noted.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While this is open, all gradients are averages already."""
+        """Do not average gradients inside the block: they are averages already."""
         self._paused = True
         try:
             yield
@@ -94,7 +97,7 @@ class Unaveraged(Interceptor):
 
     @intercepts
     def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` is about to step."""
+        """Average gradients before ``optimizer`` steps."""
         self._average_of(optimizer)
 
     @intercepts
@@ -120,7 +123,7 @@ class Unaveraged(Interceptor):
 
     @intercepts
     def use_scaler(self, call: ScalerCall) -> Any:
-        """A script's own scaler checks gradients for non-finite values, which all ranks must see."""
+        """Average before the script's own scaler checks gradients, because all ranks must see non-finite values."""
         if call.optimizer is not None:
             self._average_of(call.optimizer)
         return call.run()
@@ -189,7 +192,7 @@ class Unaveraged(Interceptor):
         return different
 
     def _answer(self, present: Sequence[int]) -> None:
-        """Others step with their own gradients, and this rank waits for something else."""
+        """Answer ranks that average their own gradients before a step, while this rank waits for something else."""
         kinds = next(iter(self._group.share(GRADIENTS, None, present).values()))
         nothing = [torch.zeros(shape, dtype=dtype, device=self._group.device) for shape, dtype in kinds]
         *_, different = self._means(kinds, nothing, [False] * len(kinds), 0.0)
@@ -214,8 +217,9 @@ class Unaveraged(Interceptor):
         *sums, present, weights, weighed = sums_of(facts, self._group)
         if not are_equal(sums, size):
             raise RankMismatchError(
-                f"at {location()} rank {self._group.world.rank} uses gradients that no backward made, of {len(kinds)} parameters, and "
-                "other ranks use those of other parameters at the same time. Have all ranks step the same optimizers in the same order."
+                f"at {location()} rank {self._group.world.rank} uses gradients of {len(kinds)} parameters that backward() did not "
+                "compute, but other ranks use such gradients of other parameters at the same time. Step the same optimizers in the same "
+                "order on all ranks."
             )
         wide = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]  # a sum of halves overflows, or is rounded
         *means, some = all_reduced([*wide, torch.tensor(there, dtype=torch.float64)], self._group)
@@ -236,7 +240,7 @@ class Unaveraged(Interceptor):
         if not self._warned:
             self._warned = True
             warn(
-                f"parwrap: the gradients that {location()} uses come from no backward() (torch.func.grad, torch.autograd.grad, p.grad = "
-                "... or a change in place) and differ between ranks: parwrap uses their mean over the ranks, here and everywhere else. "
-                "This is shown once."
+                f"parwrap: the gradients that {location()} uses were not computed by backward() (but by torch.func.grad, "
+                "torch.autograd.grad, p.grad = ... or an in-place change) and differ between ranks. parwrap uses their mean over the "
+                "ranks, here and everywhere else. This is shown once."
             )

@@ -38,7 +38,7 @@ class UnexpectedGradients:
         loop: the loop state, which numbers the parameters.
         sites: the call sites of backward.
         averagers: the averagers in use.
-        unaveraged: notes which gradients are averages.
+        unaveraged: records which gradients are averages.
 
     Attributes:
         armed: the averager of the running backward, if any.
@@ -75,11 +75,11 @@ class UnexpectedGradients:
             self._group.coordinator.diverge()  # it has all of the set, and more that has no hook
 
     def forget(self) -> None:
-        """The backward that left them has failed."""
+        """Forget the gradients of a backward pass that failed."""
         self._found.clear()
 
     def compare(self, averager: GradientAverager, weight: float, others: list[torch.Tensor]) -> bool:
-        """One rank has missed parameters, or reached others that belong to no known optimizer: find them, and average their gradients.
+        """Find parameters that a rank missed, or that belong to no known optimizer, and average their gradients.
 
         Args:
             averager: the averager of the backward.
@@ -96,8 +96,8 @@ class UnexpectedGradients:
         kinds: list[Any] = next((each for _, _, each in gathered if each), [])
         if any(each and each != kinds for _, _, each in gathered):
             raise RankMismatchError(
-                f"the ranks have reached different new parameters in one backward, of shapes {[each for _, _, each in gathered]}. Give "
-                "them to an optimizer, so that the ranks can match them."
+                f"the ranks reached different new parameters in the same backward pass, of shapes {[each for _, _, each in gathered]}. "
+                "Pass them to an optimizer, so that the ranks can match them."
             )
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in others]
         grads = grads or [torch.zeros(shape, dtype=dtype) for shape, dtype in kinds]

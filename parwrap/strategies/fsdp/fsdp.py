@@ -59,9 +59,9 @@ AT_ONCE = ("forward", BACKWARD, "gradients", AVERAGING, CLIPPING, USE)
 FREED = "storage of size 0"
 
 ADVICE = (
-    "With strategy='fsdp' all ranks make each forward, backward and state_dict() together: give all ranks the same number of steps "
-    "(uneven='pad' or 'drop') and the same path through the model, call state_dict() on all of them (rank 0 alone writes what is "
-    "saved), or use strategy='ddp', where they may differ."
+    "With strategy='fsdp', all ranks must run each forward and backward pass and each state_dict() together: use the same number of "
+    "steps on all ranks (uneven='pad' or 'drop') and the same path through the model, call state_dict() on all of them (rank 0 alone "
+    "writes what is saved), or use strategy='ddp', where they may differ."
 )
 
 
@@ -96,8 +96,8 @@ class FSDP(Strategy):
         super().check_feature(name)
         if name.startswith("amp(level="):
             raise UsageError(
-                f"{name} makes half precision copies of a model, but with strategy='fsdp' no rank has all of it: use amp(dtype='bf16') "
-                "or amp(dtype='fp16'), or strategy='ddp'."
+                f"{name} makes a half precision copy of a model, but with strategy='fsdp' no rank has the whole model: use "
+                "amp(dtype='bf16') or amp(dtype='fp16'), or strategy='ddp'."
             )
 
     @intercepts
@@ -137,8 +137,8 @@ class FSDP(Strategy):
     def load_module_state(self, module: nn.Module, assign: bool) -> None:
         if assign and any(is_sharded(p) for p in module.parameters()):
             raise UsageError(
-                f"load_state_dict(assign=True) at {location()} would put whole parameters into a model that strategy='fsdp' has sharded: "
-                "remove assign, or load before the optimizer is built."
+                f"load_state_dict(assign=True) at {location()} would put unsharded parameters into a model that strategy='fsdp' has "
+                "sharded: remove assign=True, or load the state before you build the optimizer."
             )
 
     @intercepts
@@ -210,8 +210,8 @@ class FSDP(Strategy):
         backwards, used = self._stepped.get(optimizer, (0, lambda: None))
         if backwards == self._loop.backwards and used() is not grad:
             raise UsageError(
-                f"the gradients that {location()} steps by come from no backward(), and with strategy='fsdp' each rank has another part of "
-                "them, so that they cannot be averaged: call loss.backward(), or take strategy='ddp'."
+                f"the gradients that {location()} uses were not computed by backward(). With strategy='fsdp' each rank has a different "
+                "part of them, so they cannot be averaged: call loss.backward(), or use strategy='ddp'."
             )
         self._stepped[optimizer] = self._loop.backwards, weakref.ref(grad)
 
@@ -222,7 +222,7 @@ class FSDP(Strategy):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """While this is open, models are whole on every rank, and ranks may call them independently."""
+        """Unshard all models inside the block, so that ranks may call them independently."""
         with ExitStack() as whole:
             for model in self._alive():
                 if (root := model.root()) is not None:
@@ -310,7 +310,7 @@ class FSDP(Strategy):
         found = [root for root in roots(new) if not any(id(module) in within for module in root.modules())]
         held = {id(p) for root in found for p in root.parameters()}
         named = [(f"{type(root).__name__}.{name}", p) for root in found for name, p in root.named_parameters()]
-        self._make_alike([*named, *(("a parameter in no module", p) for p in new if id(p) not in held)])
+        self._make_alike([*named, *(("a parameter outside of all modules", p) for p in new if id(p) not in held)])
         self._replicated.add(p for p in new if id(p) not in held)
         for root in found:
             for name, p in root.named_parameters():
@@ -336,7 +336,7 @@ class FSDP(Strategy):
                     (pair for pair in zip(gathered[0][0], kinds, strict=False) if pair[0] != pair[1]), (len(gathered[0][0]), len(kinds))
                 )
                 raise RankMismatchError(
-                    f"the ranks give different parameters to an optimizer at {location()}: {apart[0]} on rank 0 and {apart[1]} on rank "
+                    f"the ranks pass different parameters to an optimizer at {location()}: {apart[0]} on rank 0 and {apart[1]} on rank "
                     f"{rank}. Build the same model on all ranks."
                 )
         sums = [set(each) for each in zip(*(checksums for _, checksums in gathered.values()), strict=True)]
@@ -362,23 +362,23 @@ class FSDP(Strategy):
     def _refuse_to_answer(self) -> NoReturn:
         rank = self._group.world.rank
         raise RankMismatchError(
-            f"rank {rank} waits at {self._coordinator.waits_for}, but others are not there: "
+            f"rank {rank} waits at {self._coordinator.waits_for}, but other ranks are not there: "
             f"{self._coordinator.rank_positions.described(but=rank)} {ADVICE}"
         )
 
 
 def _refuse_alone(what: str) -> NoReturn:
     raise UsageError(
-        f"{what} at {location()} needs the other ranks, because with strategy='fsdp' each has a part of the model, but only this rank "
-        "runs what @parwrap.rank_zero_only guards. Call it outside of that function."
+        f"{what} at {location()} needs the other ranks, because with strategy='fsdp' each rank has only a part of the model. But only "
+        "this rank runs a function decorated with @parwrap.rank_zero_only: call it outside of that function."
     )
 
 
 def _refuse_hidden(error: BaseException | None) -> NoReturn:
     raise UsageError(
-        f"backward() at {location()} reaches a part of a sharded model without going through its outputs: a loss that a forward keeps in "
-        "an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With strategy='fsdp' weights "
-        "are available only while a backward goes through outputs: return that loss from forward(), or use strategy='ddp'."
+        f"backward() at {location()} reaches a part of a sharded model without going through its outputs: through a loss that forward() "
+        "keeps in an attribute, gradients of gradients (create_graph=True), or a unit in a re-entrant checkpoint. With strategy='fsdp', "
+        "weights are available only while a backward pass goes through outputs: return that loss from forward(), or use strategy='ddp'."
     ) from error
 
 

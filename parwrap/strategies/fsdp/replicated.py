@@ -28,8 +28,8 @@ class Replicated:
     Args:
         group: the ranks.
         loop: the loop state, which knows the optimizers.
-        sharded: returns the ids of tensors whose gradients come averaged.
-        enter: called before the ranks send anything, with its size.
+        sharded: a function that returns the ids of tensors whose gradients come averaged.
+        enter: a function, called before the ranks send anything, with its size.
     """
 
     def __init__(self, group: Group, loop: Loop, sharded: Callable[[], set[int]], enter: Callable[[int], None]) -> None:
@@ -75,8 +75,8 @@ class Replicated:
         again = any(ref() is leaf for ref in self._bare.get(key, ()) for leaf in bare)
         if again or (bare and self._visits[key] > 1 and not any(True for _ in self._loop.optimizers())):
             raise UsageError(
-                f"backward() at {location()} reaches tensors that no optimizer has and that are updated by hand. strategy='fsdp' shards "
-                "and averages the parameters of optimizers: give them to one, or use strategy='ddp'."
+                f"backward() at {location()} reaches tensors that are in no optimizer and are updated by hand. strategy='fsdp' shards "
+                "and averages only the parameters of optimizers: pass these tensors to an optimizer, or use strategy='ddp'."
             )
         self._bare[key] = [weakref.ref(leaf) for leaf in bare]
 

@@ -55,12 +55,12 @@ class ShardedModel:
         units: the modules inside it that are gathered separately, inner ones first.
         unsharded: parameters that stay whole.
         mesh: the ranks.
-        enter: called before the units of this model send anything: with the operation, the unit's name and a number that must be the
-            same on all ranks.
-        past: called when a forward has finished.
+        enter: a function, called before the units of this model send anything: with the operation, the unit's name and a number that must
+            be the same on all ranks.
+        past: a function, called when a forward has finished.
 
     Attributes:
-        root: returns the module while it is alive.
+        root: a function that returns the module while it is alive.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ShardedModel:
         return (p for group in self.groups() for p in group.fsdp_params)
 
     def reset(self) -> None:
-        """A forward or a backward has failed halfway: start over."""
+        """Reset the state of FSDP after a forward or backward pass that failed halfway."""
         self._inside = 0
         reset_iteration(self._states[-1])
         for p in self.parameters():
@@ -135,7 +135,7 @@ class ShardedModel:
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:
-        """While this is open, torch's hooks and states are off the modules: they can be copied as plain ones."""
+        """Remove torch's FSDP hooks and states from the modules inside the block, so that they can be copied as plain modules."""
         attributes = [(module, dict(module.__dict__)) for module, _ in self._added]
         orders = [(kept, list(kept.items())) for module, added in self._added for kept in _places(module, added)]
         self._take_off()
@@ -150,7 +150,7 @@ class ShardedModel:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """While this is open, the model is whole on every rank, and its forward sends nothing."""
+        """Unshard the model on every rank inside the block; its forward then sends nothing."""
         if self._apart:
             yield
             return
@@ -249,8 +249,9 @@ def _refuse_exchanged(name: str, state: Any) -> None:
             if group.is_sharded and getattr(info.module, info.param_name, None) is not p.sharded_param:
                 raise UsageError(
                     f"the parameter {info.param_name!r} of a {type(info.module).__name__} in {name} was replaced after the optimizer was "
-                    "built, but strategy='fsdp' has sharded the original. Change the model before its optimizer is built, or copy "
-                    "values: p.data.copy_(values). torch.func.functional_call replaces parameters too: get gradients from backward()."
+                    "built, but strategy='fsdp' has sharded the original one. Change the model before you build its optimizer, or copy "
+                    "values: p.data.copy_(values). torch.func.functional_call replaces parameters too: compute gradients with backward() "
+                    "instead."
                 )
 
 

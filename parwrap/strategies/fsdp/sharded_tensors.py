@@ -105,8 +105,8 @@ class ShardedTensors(Interceptor):
     """Carries out operations on sharded tensors.
 
     Args:
-        enter: called before ranks exchange their parts.
-        past: called after the exchange.
+        enter: a function, called before ranks exchange their parts.
+        past: a function, called after the exchange.
     """
 
     def __init__(self, enter: Callable[[], None], past: Callable[[], None]) -> None:
@@ -218,8 +218,8 @@ class ShardedTensors(Interceptor):
         """``p.data = value`` writes to what modules gather from; ``p.grad = value`` gives this rank's part."""
         if value is not None and value.shape != target.shape:
             raise UsageError(
-                f"a parameter of shape {tuple(target.shape)} is sharded by strategy='fsdp' and cannot get a value of shape "
-                f"{tuple(value.shape)} at {location()}. Change the model before its optimizer is built."
+                f"a parameter of shape {tuple(target.shape)} is sharded by strategy='fsdp' and cannot be assigned a value of shape "
+                f"{tuple(value.shape)} at {location()}. Change the model before you build its optimizer."
             )
         if func == SETTERS[0]:
             with torch.no_grad():
@@ -293,7 +293,7 @@ def _writes(name: str, kwargs: dict) -> bool:
 
 
 def _about_sharding() -> bool:
-    """Whether the handled error says that torch cannot shard an operation, rather than that it is wrong."""
+    """Whether the exception being handled means that torch cannot shard the operation, rather than that the call is invalid."""
     text = str(sys.exc_info()[1])
     return any(said in text for said in ("DTensor", "Sharding propagation", "shard", "sharding strategy", "is not supported"))
 
@@ -323,21 +323,21 @@ def _marked(result: Any, base: DTensor) -> Any:
 def _refuse_lost_write(name: str, args: tuple) -> None:
     if args and isinstance(args[0], DTensor) and "copy_of_sharded" in args[0].__dict__:
         raise UsageError(
-            f"{name} at {location()} writes to rows or another shape of a tensor that strategy='fsdp' has sharded; the write would be "
-            "lost, because its target is a copy. Assign by index to the tensor itself, as in p.data[i] = value, or use strategy='ddp'."
+            f"{name} at {location()} writes to a slice or view of a tensor that strategy='fsdp' has sharded. The write would be lost, "
+            "because its target is a copy. Assign to an index of the tensor itself, as in p.data[i] = value, or use strategy='ddp'."
         )
 
 
 def refuse_hook(where: str) -> NoReturn:
     """Raise :class:`UsageError` for a hook that torch would not call."""
     raise UsageError(
-        f"a hook {where} would never see a gradient: with strategy='fsdp' gradients are reduced before they are put there. Change p.grad "
+        f"a hook {where} would never see a gradient: with strategy='fsdp', gradients are reduced before they get there. Change p.grad "
         "after backward(), or use strategy='ddp'."
     )
 
 
 def _refuse_grad() -> NoReturn:
     raise UsageError(
-        f"torch.autograd.grad at {location()} asks for gradients of sharded parameters, but with strategy='fsdp' only backward() makes "
-        "these: call loss.backward() and read p.grad, or use strategy='ddp'."
+        f"torch.autograd.grad at {location()} asks for gradients of sharded parameters, but with strategy='fsdp' only backward() "
+        "computes them: call loss.backward() and read p.grad, or use strategy='ddp'."
     )

@@ -57,11 +57,12 @@ class Hogwild(Strategy):
         for name, default in (("batch", "per_rank"), ("lr", "keep"), ("loss", "mean")):
             if (value := getattr(options, name)) != default:
                 raise UsageError(
-                    f"{name}={value!r} says how ranks share a step, but with strategy='hogwild' each rank steps alone: remove one of them."
+                    f"{name}={value!r} says how ranks share a step, but with strategy='hogwild' each rank steps on its own: remove one "
+                    "of them."
                 )
         if options.uneven == "join":
             raise UsageError(
-                "uneven='join' weights ranks by their samples in a shared step, but with strategy='hogwild' each rank steps alone: "
+                "uneven='join' weights ranks by their samples in a shared step, but with strategy='hogwild' each rank steps on its own: "
                 "choose 'pad' or 'drop'."
             )
 
@@ -69,13 +70,13 @@ class Hogwild(Strategy):
     def joining(cls, group: Group | None, options: Options) -> AbstractContextManager[Group | None]:
         if group is not None and group.world.local_size < group.world.size:
             raise UsageError(
-                f"strategy='hogwild' shares the memory of one node, but the {group.world.size} ranks are on several: start them on one, "
-                "or choose another strategy."
+                f"strategy='hogwild' shares the memory of one node, but the {group.world.size} ranks are on several nodes: start them on "
+                "one node, or choose another strategy."
             )
         if group is not None and group.device.type != "cpu":
             raise UsageError(
-                f"strategy='hogwild' shares the memory of the CPU, and this rank trains on {group.device}: set CUDA_VISIBLE_DEVICES= to "
-                "nothing to train on the CPU, or choose another strategy."
+                f"strategy='hogwild' shares CPU memory, but this rank trains on {group.device}: set CUDA_VISIBLE_DEVICES to an empty "
+                "value to train on the CPU, or choose another strategy."
             )
         return super().joining(group, options)
 
@@ -98,7 +99,7 @@ class Hogwild(Strategy):
 
     @intercepts
     def stepped(self, optimizer: Optimizer) -> None:
-        """A step was taken; some steps replace the tensors of parameters."""
+        """Move parameters back into shared memory, because some steps replace their tensors, and count the step."""
         self._parameters.put_back()
         self._progress.step()
 
@@ -126,8 +127,8 @@ class Hogwild(Strategy):
         owned = self._loop.once_owned()
         if not owned:
             raise UsageError(
-                f"strategy='hogwild' shares the parameters of optimizers, but none exists at the backward at {location()}: build the "
-                "optimizer first, or choose another strategy for manual updates."
+                f"strategy='hogwild' shares the parameters of optimizers, but there is none at the backward pass at {location()}: build "
+                "the optimizer first. For manual updates, choose another strategy."
             )
         if not self._parameters.holds(owned.values()):
             with self._lock.let_go() if self._lock else nullcontext():  # a closure's backward is in a step

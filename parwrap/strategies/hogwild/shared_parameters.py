@@ -157,14 +157,14 @@ def _laid_out(parameters: Mapping[Number, torch.Tensor]) -> dict[Number, _Place]
 
 def _refuse_unshareable(parameter: torch.Tensor) -> None:
     if is_lazy(parameter):
-        problem = "has no shape yet: run the model once before the optimizer is built"
+        problem = "has no shape yet: run the model once before you build the optimizer"
     elif parameter.device.type != "cpu":
-        problem = f"is on {parameter.device}, and only the CPU's memory is shared: leave the model on the CPU, or choose another strategy"
+        problem = f"is on {parameter.device}, but only CPU memory is shared: keep the model on the CPU, or choose another strategy"
     elif parameter.layout != torch.strided:
-        problem = f"is laid out as {parameter.layout}: only its gradients may be sparse"
+        problem = f"has the layout {parameter.layout}: only its gradients may be sparse"
     else:
         return
-    raise UsageError(f"the ranks cannot share a parameter of the optimizer that is trained at {location()}, because it {problem}.")
+    raise UsageError(f"the ranks cannot share a parameter of the optimizer used at {location()}, because it {problem}.")
 
 
 def _refuse_different(source: tuple[int, Mapping[Number, _Place]], other: tuple[int, Mapping[Number, _Place]], owned: set[Number]) -> None:
@@ -177,8 +177,8 @@ def _refuse_different(source: tuple[int, Mapping[Number, _Place]], other: tuple[
         number = min(number for number in owned if mine.get(number) != theirs.get(number))
         has = " and ".join(f"rank {rank} has {_described(each.get(number))}" for rank, each in kinds.items())
         raise RankMismatchError(
-            f"the ranks cannot share the parameters that they train at {location()}: of parameter {number[1]} of optimizer {number[0]}, "
-            f"{has}. Build, cast and move the same model on all ranks before training."
+            f"the ranks cannot share the parameters that they train at {location()}, because parameter {number[1]} of optimizer "
+            f"{number[0]} differs: {has}. Build, cast and move the model in the same way on all ranks before training."
         )
 
 
@@ -192,5 +192,5 @@ def _warn_of_different(source: int, layouts: Collection[Mapping[Number, _Place]]
     if different:
         warn(
             f"parwrap: {len(different)} of {len(mine)} parameters have different values on different ranks; rank {source}'s are used. "
-            "Seed before the model is built, or build it inside the decorated function."
+            "Set the seed before you build the model, or build it inside the decorated function."
         )

@@ -65,13 +65,13 @@ class LocalSGD(Strategy):
         for name in DDP.OPTIONS:
             if not options.warmup and (value := getattr(options, name)) != getattr(Options, name):
                 raise UsageError(
-                    f"{name}={value!r} is for averaged gradients, as in the warm-up of strategy='local_sgd': remove it, or give warmup= "
-                    "a number of steps."
+                    f"{name}={value!r} applies only to averaged gradients, which strategy='local_sgd' has only during its warm-up: "
+                    "remove it, or set warmup= to a number of steps."
                 )
         if not options.outer:
             for name in ("outer_lr", "outer_momentum"):
                 if (value := getattr(options, name)) != getattr(Options, name):
-                    raise UsageError(f"{name}={value!r} is an option of the outer optimizer: give outer='nesterov' too, or remove it.")
+                    raise UsageError(f"{name}={value!r} is an option of the outer optimizer: add outer='nesterov', or remove it.")
 
     @property
     def averages_gradients(self) -> bool:
@@ -122,8 +122,9 @@ class LocalSGD(Strategy):
             return
         if current_graph_task_id() != NO_GRAPH_TASK:
             raise UsageError(
-                f"{type(optimizer).__name__}.step() at {location()} runs inside a backward, as from register_post_accumulate_grad_hook: "
-                "ranks average after steps, and weights must not change under a backward. Call step() after loss.backward()."
+                f"{type(optimizer).__name__}.step() at {location()} runs inside a backward pass, for example in a hook of "
+                "register_post_accumulate_grad_hook. Ranks average weights after a step, and weights must not change during a backward "
+                "pass. Call step() after loss.backward()."
             )
         number = self._number(optimizer)
         if self._warming:
@@ -190,7 +191,7 @@ class LocalSGD(Strategy):
             self._warned = True
             warn(
                 f"parwrap: torch.save at {location()} is called {self._steps.own} step(s) after the ranks last averaged their weights: "
-                "if it saves weights, they are rank 0's own. Call model.eval() before, which averages. This is shown once."
+                "if it saves weights, they are rank 0's own. Call model.eval() first, which averages them. This is shown once."
             )
         write(f)
 
@@ -204,8 +205,8 @@ class LocalSGD(Strategy):
         self._ddp.leave(returns)
         if not self._taken:
             warn(
-                "parwrap: no optimizer of torch.optim has stepped, and strategy='local_sgd' averages what optimizers step: each rank "
-                "has trained separately, if it has trained at all. With strategy='ddp' gradients are averaged, however they are used."
+                "parwrap: no optimizer of torch.optim has stepped, but strategy='local_sgd' averages only the parameters of optimizers "
+                "that step: each rank trained separately, if at all. To average gradients in every backward pass, use strategy='ddp'."
             )
 
     def close(self) -> None:
@@ -294,7 +295,7 @@ class _ChangedByHand:
     def _warn(self, leaf: torch.Tensor) -> None:
         self._warned = True
         warn(
-            f"parwrap: a parameter of shape {tuple(leaf.shape)} that no optimizer owns has changed between two backwards. "
-            "strategy='local_sgd' averages what optimizers step, so each rank continues with a different value. Give it to an optimizer "
-            "of torch.optim, or choose strategy='ddp'. This is shown once."
+            f"parwrap: a parameter of shape {tuple(leaf.shape)} that no optimizer owns changed between two backward passes. "
+            "strategy='local_sgd' averages only the parameters of optimizers, so each rank continues with a different value. Pass it to "
+            "an optimizer of torch.optim, or choose strategy='ddp'. This is shown once."
         )

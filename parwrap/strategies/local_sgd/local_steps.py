@@ -22,11 +22,11 @@ from parwrap.strategies.local_sgd.diloco import DiLoCo
 
 __all__ = ["LocalSteps"]
 
-COMPARED = "weights to be compared before a first step"
+COMPARED = "weights to compare before a first step"
 
 Number = tuple[int, int]
 
-AVERAGED = "weights to be averaged"
+AVERAGED = "weights to average"
 
 LEAST = 1e-9
 """The weight of a rank that has seen no sample: enough to divide by, if no other rank has."""
@@ -168,7 +168,7 @@ class LocalSteps:
             return
         warn(
             f"parwrap: {len(different)} of {len(descriptions)} parameters have different values on different ranks; rank "
-            f"{min(present)}'s are used. Seed before the model is built, or build it inside the decorated function."
+            f"{min(present)}'s are used. Set the seed before you build the model, or build it inside the decorated function."
         )
         parameters = self._loop.once_owned()
         for which in different:
@@ -183,19 +183,19 @@ class LocalSteps:
 
 
 class _Averaging:
-    """The means over ranks of weights that each has trained separately, in few collectives.
+    """Averages over the ranks the weights that each has trained separately, in few collectives.
 
-    Ranks that come for it together have usually trained the same parameters, which is checked, and then all of them are sent at once. Where
-    a rank has parted ways, they first tell each other what there is. When to average is not known here.
+    If all ranks take part, they check whether they trained the same parameters, and if so send all of them at once. Otherwise they first
+    exchange which parameters each has trained. The caller decides when to average.
 
     Args:
         group: the ranks.
         loop: the loop state, which numbers the parameters.
-        answered: called if the others have averaged while this rank waits for something else: with the means, and whether it has run as
-            many backwards as they.
+        answered: a function, called when other ranks average while this rank waits for something else. It gets the means, and whether this
+            rank has run at least as many backward passes as they have.
 
     Attributes:
-        others_backwards: the number of backwards of others whose result this rank has copied.
+        others_backwards: the number of backward passes of others whose result this rank has copied.
     """
 
     def __init__(self, group: Group, loop: Loop, answered: Callable[[dict[Number, torch.Tensor], bool], None]) -> None:
@@ -205,7 +205,7 @@ class _Averaging:
 
     @property
     def backwards(self) -> int:
-        """The number of backwards behind this rank's state."""
+        """The number of backward passes behind this rank's state."""
         return self._loop.backwards + self.others_backwards
 
     def means(self, trained: Mapping[Number, float], present: Sequence[int]) -> dict[Number, torch.Tensor]:

@@ -63,5 +63,5 @@ def _pickled(result: Any) -> bytes | None:
     try:
         return pickle.dumps(result)
     except Exception as error:
-        warn(f"parwrap: what the function returns cannot be sent to the parameter servers, whose processes end with it: {error}.")
+        warn(f"parwrap: the result of the function cannot be sent to the parameter servers, which end without it: {error}.")
         return None

@@ -1,7 +1,7 @@
 """Parameter servers: some ranks hold the parameters and take the steps, the others compute gradients and push them.
 
-The strategy of a worker: its backwards are its own, its steps are the servers'. ``server.py`` is the server, ``roles.py`` assigns the roles
-and connects them.
+The strategy of a worker: its backward passes are its own, its steps are the servers'. ``server.py`` is the server, ``roles.py`` assigns the
+roles and connects them.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class ParameterServer(Strategy):
         for name, value in (("batch", "global"), ("uneven", "join"), ("lr", "linear"), ("lr", "sqrt")):
             if getattr(options, name) == value:
                 raise UsageError(
-                    f"{name}={value!r} is about a batch that all ranks step with together, but workers of a parameter server step "
-                    "separately: remove it, or give staleness=0, with which they step together."
+                    f"{name}={value!r} applies to a batch that all ranks share, but workers of a parameter server step separately: "
+                    "remove it, or set staleness=0 to make them step together."
                 )
 
     @classmethod
@@ -85,16 +85,16 @@ class ParameterServer(Strategy):
     def check_feature(self, name: str) -> None:
         if name == "sync_bn" and not self.steps_together:
             raise UsageError(
-                "parwrap.sync_bn needs a shared batch: each worker of a parameter server steps alone. Remove it, or give staleness=0, "
-                "with which the workers step together."
+                "parwrap.sync_bn needs a shared batch: each worker of a parameter server steps on its own. Remove it, or set staleness=0 "
+                "to make the workers step together."
             )
         if name == "amp with a loss scale":
             self._refuse_scaling("parwrap.amp in fp16")
         options = self._options()
         if name == "accumulate" and (options.batch == "global" or options.uneven == "join"):
             raise UsageError(
-                "parwrap.accumulate and a parameter server do not work together with batch='global' or uneven='join', which would have "
-                "to weight a worker's part of a window: remove one of them."
+                "parwrap.accumulate and a parameter server do not work together with batch='global' or uneven='join', because a worker's "
+                "part of a window would need a weight: remove one of them."
             )
 
     @intercepts
@@ -123,8 +123,9 @@ class ParameterServer(Strategy):
         if is_alone():
             return
         raise UsageError(
-            f"optimizer.step(closure) at {location()} cannot be taken by a parameter server: the closure computes gradients inside the "
-            "step, but the server takes the step. Call backward() and then step() without a closure, or choose another strategy."
+            f"optimizer.step(closure) at {location()} cannot run on a parameter server: the closure computes gradients on the worker "
+            "during the step, but the server takes the step. Call backward() and then step() without a closure, or choose another "
+            "strategy."
         )
 
     @intercepts
@@ -133,18 +134,18 @@ class ParameterServer(Strategy):
         if self.steps_together and not (self._warned or is_alone()):
             self._warned = True
             warn(
-                f"parwrap: the clipping at {location()} is of each worker's own gradients, which the server then averages, so the numbers "
-                "are not those of DDP or of one process, which clip the average. For those, choose strategy='ddp' or 'zero1'. This is "
-                "shown once."
+                f"parwrap: at {location()}, each worker clips its own gradients, and the server then averages them. DDP and a single "
+                "process clip the average instead, so the numbers differ. For the same numbers, choose strategy='ddp' or 'zero1'. This "
+                "is shown once."
             )
         return clip.run()
 
     def _refuse_scaling(self, what: str) -> None:
         if self.steps_together:
             raise UsageError(
-                f"{what} leaves out steps where gradients overflow, on one worker and not on the others, and with staleness=0 these would "
-                "wait for it or take later steps with its earlier ones: compute in bf16, which needs no loss scale, or give another "
-                "staleness."
+                f"{what} skips steps where gradients overflow, on one worker but not on the others. With staleness=0, the others would "
+                "wait for it, or match their later steps with its earlier ones: compute in bf16, which needs no loss scale, or set "
+                "another staleness."
             )
 
     @intercepts
@@ -176,8 +177,8 @@ class ParameterServer(Strategy):
         moved = apply()
         if any(p.dtype != before.get(id(p), p.dtype) for p in moved.parameters()):
             raise UsageError(
-                f"{location()} casts parameters that a parameter server holds, which would keep their dtype there: cast the model before "
-                "its first backward, or choose another strategy."
+                f"{location()} casts parameters that a parameter server holds, but they would keep their dtype on the server: cast the "
+                "model before its first backward pass, or choose another strategy."
             )
         self._loop.moved()
         return moved
@@ -186,7 +187,7 @@ class ParameterServer(Strategy):
         options = self._options()
         pace = {None: "each at its own pace", 0: "in step"}.get(options.staleness, f"at most {options.staleness} steps ahead")
         servers = f"{options.servers} parameter server" + ("s" if options.servers > 1 else "")
-        return f"{servers} beside them, workers {pace}"
+        return f"plus {servers}, workers {pace}"
 
     def returned(self, result: Any) -> None:
         """The function has returned that; servers will return it too."""

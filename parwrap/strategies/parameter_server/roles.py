@@ -94,8 +94,8 @@ def joined(group: Group | None, options: Options) -> Iterator[Group | None]:
         return
     if group.world.size <= options.servers:
         raise UsageError(
-            f"servers={options.servers} leaves no worker on {group.world.size} ranks: the last of them are the servers. Start more ranks, "
-            "or ask for fewer servers."
+            f"servers={options.servers} leaves no worker among {group.world.size} ranks: the last ranks are the servers. Start more "
+            "ranks, or use fewer servers."
         )
     roles = roles_of(group, options.servers)
     group.coordinator.begin()

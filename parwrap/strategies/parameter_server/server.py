@@ -38,7 +38,7 @@ __all__ = ["Begun", "Served", "Server"]
 
 
 class Served(EarlyExit):
-    """All workers have ended, and so has the server: it leaves the user's function where it is, with worker 0's result.
+    """Raised on a parameter server once all workers have finished: ends the user's function where it is, with worker 0's result.
 
     ``returns`` says whether that result could be sent.
     """
@@ -97,7 +97,7 @@ class Server(Interceptor):
 
     @contextmanager
     def quiet(self) -> Iterator[list[Interceptor]]:
-        """The interceptors of this process; while this is open, it is as silent as a rank above 0."""
+        """Yield the interceptors of this process. Inside the block it prints nothing, like every rank but 0."""
         output, files = RankZeroOutput(self._rank), PrivateFiles(self._rank)
         with output.silenced():
             try:
@@ -125,7 +125,7 @@ class Server(Interceptor):
 
     def failed(self, error: BaseException) -> None:
         """This server has failed: whoever asks it gets the error."""
-        text = f"rank {self._rank}, a parameter server, has failed with {in_one_line(error)}."
+        text = f"rank {self._rank}, a parameter server, failed with {in_one_line(error)}."
         if isinstance(error, RankMismatchError):
             text = str(error)
         for worker in sorted(self._there):
@@ -221,8 +221,8 @@ class Server(Interceptor):
         own = parameters_of(optimizer) if optimizer else []
         if optimizer is None or [(tuple(p.shape), p.dtype) for p in own] != begun.kinds:
             raise RankMismatchError(
-                f"an optimizer cannot be sent to rank {self._rank}, a parameter server ({begun.optimizer!s}), and it has not built the "
-                "same itself. Define its class at the top of a module, or build it before the first backward."
+                f"an optimizer cannot be sent to rank {self._rank}, a parameter server ({begun.optimizer!s}), which has not built the "
+                "same optimizer itself. Define its class at the top level of a module, or build it before the first backward pass."
             )
         for place, p in enumerate(own):
             p.data = parameters[place].data
@@ -255,4 +255,4 @@ class Server(Interceptor):
             raise RankMismatchError(text)
         self._roles.report_lost(self._lost)
         if self._place == 0:
-            print(f"parwrap: {text} The others train on without it.", file=self._stderr, flush=True)
+            print(f"parwrap: {text} The other workers continue training without it.", file=self._stderr, flush=True)

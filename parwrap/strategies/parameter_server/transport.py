@@ -153,7 +153,7 @@ def lost(server: int, error: BaseException) -> RankMismatchError:
 def connection_failure(error: BaseException) -> str:
     """Why a connection has failed, in a few words."""
     text = str(error).partition("\n")[0]
-    return "its connection is closed" if "closed by peer" in text or "reset by peer" in text else f"its connection fails with {text}"
+    return "its connection was closed" if "closed by peer" in text or "reset by peer" in text else f"its connection failed with {text}"
 
 
 class Layout:

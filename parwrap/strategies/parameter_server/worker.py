@@ -90,8 +90,8 @@ class Worker:
         new = {number: each for number, each in self._loop.numbered_optimizers() if self._is_new(number, each)}
         if not any(True for _ in self._loop.optimizers()):
             raise UsageError(
-                f"the backward at {location()} comes before any optimizer was built, and a parameter server takes the steps of optimizers. "
-                "Build it before, or choose another strategy."
+                f"the backward pass at {location()} runs before any optimizer is built, but a parameter server needs an optimizer for "
+                "its steps. Build it first, or choose another strategy."
             )
         if new:
             self._group.synchronize(FIRST_BACKWARD)
@@ -109,8 +109,8 @@ class Worker:
         number = self._number(optimizer)
         if number is None:
             raise UsageError(
-                f"{type(optimizer).__name__}.step() at {location()} runs before any backward, but a parameter server needs gradients for a "
-                "step: call backward() first, or choose another strategy."
+                f"{type(optimizer).__name__}.step() at {location()} runs before any backward pass, but a parameter server needs "
+                "gradients for a step: call backward() first, or choose another strategy."
             )
         options = options_of(optimizer, self._lr_factor())
         self._steps += 1
@@ -149,7 +149,7 @@ class Worker:
 
     @contextmanager
     def with_state(self, optimizer: Optimizer) -> Iterator[None]:
-        """While this is open, ``optimizer`` has the servers' state."""
+        """Give ``optimizer`` the servers' state inside the block."""
         number = self._number(optimizer)
         if number is None or self._ended:
             yield
@@ -190,7 +190,7 @@ class Worker:
 
     def failed(self, error: BaseException) -> None:
         """This worker leaves with ``error``."""
-        text = f"has failed with {in_one_line(error)}"
+        text = f"failed with {in_one_line(error)}"
         for server in self._roles.servers if not self._ended else ():
             with suppress(RuntimeError):
                 self._transport.send(server, Message(Kind.FAILED, content=pickle.dumps(text)), waits=False)
@@ -247,8 +247,8 @@ class Worker:
         different = len({pickle.dumps(view) for view in described.values()}) > 1
         if different and self._group.world.rank == source:
             warn(
-                f"parwrap: the workers have built parameters with different values; rank {source}'s are used. Seed before the model is "
-                "built, or build it inside the decorated function."
+                f"parwrap: the workers built parameters with different values; rank {source}'s are used. Set the seed before you build "
+                "the model, or build it inside the decorated function."
             )
         for number in set().union(*described.values()) & own.keys():
             for part in self._parts[number]:

@@ -89,7 +89,7 @@ class StatePartition:
         parameters, state = parameters_of(self.optimizer), self.optimizer.state
         mine = [bool(state.get(p)) for p in parameters]
         ranks = range(self._group.world.size)
-        gathered = self._group.share("who has state of an optimizer", mine, ranks)
+        gathered = self._group.share("which ranks have state of an optimizer", mine, ranks)
         holders = [[rank for rank in ranks if gathered[rank][place]] for place in range(len(parameters))]
         given = {place: those[0] for place, those in enumerate(holders) if 0 < len(those) < len(ranks)}
         for place, owner in given.items():

@@ -102,7 +102,7 @@ class Zero1(DDP):
             self._stepping = None
 
     def _exchange_before_hooks(self, optimizer: Optimizer) -> None:
-        """Hooks of the script's on this optimizer run before those on all, and may read the weights, as for a moving average."""
+        """Exchange weights before the script's own hooks on ``optimizer``: these may read the weights, for example for a moving average."""
         _, hooks = step_hooks(optimizer)
         if not hooks or id(self) in hooks:
             return
@@ -125,8 +125,9 @@ class Zero1(DDP):
             return self._shards[optimizer].without(state)
         if is_alone():
             raise UsageError(
-                f"{type(optimizer).__name__}.state_dict() needs all ranks with strategy='zero1', since each holds a part, but only this "
-                "rank runs what @parwrap.rank_zero_only guards: call it outside of that function, and save its result there."
+                f"{type(optimizer).__name__}.state_dict() needs all ranks with strategy='zero1', because each rank holds a part of the "
+                "state. But only this rank runs a function decorated with @parwrap.rank_zero_only: call state_dict() outside of that "
+                "function, and save its result there."
             )
         number = self._number(optimizer)
         self._shards[optimizer].settle(self._group.synchronize(_state(number)), hands_on=False)
@@ -187,8 +188,8 @@ class Zero1(DDP):
         optimizer = dict(self._loop.numbered_optimizers()).get(number)
         if optimizer is None:
             raise RankMismatchError(
-                f"rank {self._group.world.rank} has left the training loop and its optimizer no longer exists, with a part of the state "
-                "that others need to step. Keep the optimizer until all ranks have finished, or let all ranks take the same number of "
+                f"rank {self._group.world.rank} has left the training loop, and its optimizer no longer exists, but other ranks need its "
+                "part of the state to step. Keep the optimizer until all ranks have finished, or let all ranks take the same number of "
                 "steps."
             )
         return self._shards[optimizer]
