@@ -17,10 +17,11 @@ class RankPositions:
     Args:
         status_board: the entries of the ranks.
         nested_coordinators: the coordinators of nested sync points.
+        run_ahead: whether hosts leave a sync point before the others have come, as with GPUs.
     """
 
-    def __init__(self, status_board: StatusBoard, nested_coordinators: Sequence[NestedCoordinator]) -> None:
-        self._status_board, self._nested = status_board, nested_coordinators
+    def __init__(self, status_board: StatusBoard, nested_coordinators: Sequence[NestedCoordinator], run_ahead: bool = False) -> None:
+        self._status_board, self._nested, self._run_ahead = status_board, nested_coordinators, run_ahead
         self._ranks = range(status_board.world.size)
 
     def described(self, but: int | None = None) -> str:
@@ -43,9 +44,17 @@ class RankPositions:
         return " ".join(lines)
 
     def waited(self, seconds: float) -> bool:
-        """Whether any rank has been in a sync point for longer than ``seconds``."""
+        """Whether any rank has been in a sync point for longer than that, or has left one that another has not reached since."""
         now = time.time()
-        return any(entry and inside and now - entry.since > seconds for entry, inside in map(self._last, self._ranks))
+        return any(entry and inside and now - entry.since > seconds for entry, inside in map(self._last, self._ranks)) or (
+            self._run_ahead and self._is_ahead(now - seconds)
+        )
+
+    def _is_ahead(self, since: float) -> bool:
+        """Whether a rank is ahead of another and has reached no sync point ``since``: its GPU waits, and so may its host, in ``item()``."""
+        entries = [self._status_board.last(rank)[0] for rank in self._ranks]
+        least = min(entry.number if entry else 0 for entry in entries)
+        return any(entry and entry.number > least and entry.since < since for entry in entries)
 
     def publish_place(self, place: str) -> None:
         """Publish that this rank is at ``place`` in its script."""

@@ -69,7 +69,7 @@ class Coordinator(EagerCoordinator):
         self._fetching, self.stale, self._warned, self._seen = False, False, False, 0
         self._answers, self._lasting = dict[str, Answer](), dict[str, Answer]()
         self._nested: list[NestedCoordinator] = []
-        self.rank_positions = RankPositions(status_board, self._nested)
+        self.rank_positions = RankPositions(status_board, self._nested, runs_ahead)
         self._participant = Participant()
 
     def answer(self, kind: str, answer: Answer, lasting: bool = False) -> None:

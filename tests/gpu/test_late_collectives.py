@@ -141,3 +141,27 @@ def test_what_is_not_waited_for_is_not_there_yet(tmp_path):
         work.wait()
 
     assert ([1.0, 1.0], [2.0, 2.0]) == (early.tolist(), sent.tolist())
+
+
+@pytest.mark.filterwarnings("ignore:parwrap")
+@pytest.mark.ranks(2, timeout=60)
+def test_a_new_model_at_the_same_place_ends_the_same_on_all_ranks(tmp_path):
+    """Its first gradients are each rank's own, which the ranks learn a step later; then they take rank 0's weights."""
+
+    def train_by_hand():
+        generator = torch.Generator().manual_seed(parwrap.rank())
+        model = build()
+        for step in range(STEPS):
+            model = build() if step == STEPS // 2 else model
+            model(torch.randn(4, 6, generator=generator)).square().sum().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.01 * p.grad
+                    p.grad = None
+        return model
+
+    with as_on_gpus(tmp_path):
+        model = parwrap.distributed(train_by_hand)()
+        weights = parwrap.gather([p.detach() for p in model.parameters()])
+
+    assert same(*weights)

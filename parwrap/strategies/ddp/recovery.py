@@ -152,11 +152,8 @@ class Recovery:
         """
         error, averager.error = averager.error, None
         mine = None if error is None else RemoteException.of(error, error.__traceback__, _can_pickle)
-        interrupted = error is not None and not isinstance(error, Exception)  # Ctrl-C: the others get it too and may be gone
-        gathered = self._group.share(FAILED, mine, () if interrupted else range(self._group.world.size))
+        gathered = self._group.share(FAILED, mine, range(self._group.world.size))
         self._sites.drop(averager)
-        if error is not None and interrupted:
-            raise error
         failed = {rank: each for rank, each in gathered.items() if each is not None}
         first, raised = next(iter(failed.items()))
         again = raised.error(f"rank {first}")
