@@ -12,12 +12,18 @@ from inner_pytest import HEAD, Run
 from planning import scripts  # noqa: F401
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: of several processes with a thread for each core, most wait
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each rank would start processes that import torch, for one small kernel
 # a shell starts background jobs with SIGINT ignored, which the ranks' fork server and other processes of tests would inherit
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
     parser.addoption("--runslow", action="store_true", help="run the tests that are marked slow too")
+
+
+def pytest_configure(config):
+    if config.getoption("--runslow"):
+        os.environ.setdefault("PARWRAP_PROGRAMS_FACTOR", "3")  # of the random searches, which read it when they are imported
 
 
 def pytest_collection_modifyitems(config, items):

@@ -19,6 +19,7 @@ def judged(monkeypatch):
     return lambda samples, limit: judged("case", "a / b", "ms", reference=[1.0], measured=[1.0], samples=samples, limit=limit)
 
 
+@pytest.mark.slow
 def test_step_times_are_written_as_json(tmp_path):
     results = tmp_path / "overhead.json"
     results.write_text('{"import": "of another run"}')

@@ -13,9 +13,10 @@ from parwrap.testing.rank_launcher import start_fork_server
 from programs import Program, programs, run
 
 MORE = os.environ.get("PARWRAP_PROGRAMS")
+FACTOR = int(os.environ.get("PARWRAP_PROGRAMS_FACTOR", "1"))  # more with --runslow
 
 search = settings(
-    max_examples=int(MORE or 20),
+    max_examples=int(MORE or 6 * FACTOR),
     derandomize=not MORE,
     deadline=None,
     database=None,

@@ -30,7 +30,14 @@ def test_the_main_job_trains_digits_to_over_95_percent_and_prints_once():
     )
 
 
-@pytest.mark.parametrize("launch", ["", "-m parwrap.run --nproc-per-node 2", "-m parwrap.run --plain --nproc-per-node 2"])
+@pytest.mark.parametrize(
+    "launch",
+    [
+        pytest.param("", marks=pytest.mark.slow),
+        "-m parwrap.run --nproc-per-node 2",
+        pytest.param("-m parwrap.run --plain --nproc-per-node 2", marks=pytest.mark.slow),
+    ],
+)
 def test_the_decorated_example_runs_alone_and_on_two_ranks_however_it_is_launched(launch):
     command = [sys.executable, *shlex.split(launch), "examples/decorated.py"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout

@@ -15,9 +15,10 @@ from programs import run
 from research_programs import research_programs, train, train_by_hand, train_synced
 
 MORE = os.environ.get("PARWRAP_PROGRAMS")
+FACTOR = int(os.environ.get("PARWRAP_PROGRAMS_FACTOR", "1"))  # more with --runslow
 
 search = settings(
-    max_examples=int(MORE or 12),
+    max_examples=int(MORE or 4 * FACTOR),
     derandomize=not MORE,
     deadline=None,
     database=None,

@@ -50,7 +50,7 @@ def as_good(name, value, reference):
 @pytest.mark.parametrize(
     "size",
     [
-        pytest.param(1, marks=pytest.mark.ranks(1)),
+        pytest.param(1, marks=[pytest.mark.ranks(1), pytest.mark.slow]),
         pytest.param(2, marks=pytest.mark.ranks(2)),
         pytest.param(3, marks=[pytest.mark.ranks(3), pytest.mark.slow]),
     ],

@@ -25,8 +25,8 @@ print(outputs.dtype, next(model.parameters()).dtype, loss.item() < 0.1)
 @pytest.mark.parametrize(
     ("options", "printed"),
     [
-        (["--amp"], "torch.bfloat16 torch.float32 True"),
-        (["--amp", "fp16"], "torch.float16 torch.float32 True"),
+        pytest.param(["--amp"], "torch.bfloat16 torch.float32 True", marks=pytest.mark.slow),
+        pytest.param(["--amp", "fp16"], "torch.float16 torch.float32 True", marks=pytest.mark.slow),
         (["--amp", "O2", "--nproc-per-node", "2"], "torch.float32 torch.float32 True"),
         (["--amp", "fp16", "--nproc-per-node", "2"], "torch.float16 torch.float32 True"),
     ],

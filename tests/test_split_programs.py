@@ -15,9 +15,10 @@ import parwrap
 from split_programs import DRAWS_FOR_EACH_STEP, Fold, programs, run
 
 MORE = os.environ.get("PARWRAP_PROGRAMS")
+FACTOR = int(os.environ.get("PARWRAP_PROGRAMS_FACTOR", "1"))  # more with --runslow
 
 search = settings(
-    max_examples=int(MORE or 8),
+    max_examples=int(MORE or 3 * FACTOR),
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),

@@ -60,13 +60,14 @@ def accuracies(ranks, options, epochs):
     return accuracies_in(run_on_ranks(script, ranks))
 
 
-@pytest.mark.parametrize("options", [*STRATEGIES[:2], *(pytest.param(each, marks=pytest.mark.slow) for each in STRATEGIES[2:])], ids=named)
+@pytest.mark.parametrize("options", [pytest.param(each, marks=pytest.mark.slow) for each in STRATEGIES], ids=named)
 def test_digits_are_learnt_as_by_a_single_process(options):
     workers_and_servers = 3 if options.get("strategy") == "parameter_server" else 2
 
     assert accuracies(workers_and_servers, options, epochs=8)[-1] >= single_process(epochs=8)[-1] - 0.01
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_by_one_process_on_several_devices():
     printed = command("-m", "parwrap.run", "--data-parallel", "cpu,cpu", "examples/digits.py", "--epochs=8")
 
@@ -110,7 +111,14 @@ for step, (x,) in enumerate(torch.utils.data.DataLoader(data, batch_size=2)):
 """
 
 
-@pytest.mark.parametrize("options", [*STRATEGIES, {"strategy": "hogwild"}, {"strategy": "parameter_server"}], ids=named)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"strategy": each} for each in ("ddp", "zero1", "fsdp", "hogwild", "parameter_server")),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in STRATEGIES if len(each) > 1 or each["strategy"] == "none"),
+    ],
+    ids=named,
+)
 def test_a_rank_that_fails_ends_the_job_with_its_error(options):
     with pytest.raises(ValueError, match="rank 1 has had enough"):
         run_on_ranks(parwrap.distributed(**options)(lambda: exec(FAILS, {})), 3)

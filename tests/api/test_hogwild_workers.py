@@ -149,7 +149,7 @@ def test_what_a_step_puts_in_the_place_of_a_parameter_all_workers_have():
     assert [[-20.0, -20.0]] == model.weight.tolist()
 
 
-@pytest.mark.parametrize("before", ["evaluation", "step", "end"])
+@pytest.mark.parametrize("before", ["step", *(pytest.param(each, marks=pytest.mark.slow) for each in ("evaluation", "end"))])
 def test_what_a_loop_puts_in_the_place_of_a_parameter_all_workers_have(before):
     model = zeros()
 

@@ -85,8 +85,11 @@ COMPILED = {
 }
 
 
+TWINS = ("inductor", "3d", "other sizes", "neither")
+
+
 @pytest.mark.ranks(2, timeout=300)
-@pytest.mark.parametrize("how", COMPILED)
+@pytest.mark.parametrize("how", [pytest.param(each, marks=[pytest.mark.slow] * (each in TWINS)) for each in COMPILED])
 def test_a_compiled_model_has_the_numbers_of_one_process(how):
     compiled, options = COMPILED[how]
 

@@ -104,8 +104,12 @@ def run(kind, epochs=3, state=None, at=None, replicate=False, **options):
     return seen, taken
 
 
+TWINS = ("generator", "subset", "replacement", "last dropped", "batch sampler", "own generator", "one by one", "lasting workers")
+"""Kinds of which ``test_one_rank_goes_on_too`` shows the same."""
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in TWINS)) for kind in KINDS])
 def test_on_as_many_ranks_the_very_same_batches_come(kind):
     whole, state = run(kind, at=(1, 2))
     rest, _ = run(kind, state=state)

@@ -138,7 +138,9 @@ def test_a_compiled_loss_counts_alike():
     assert expected == pytest.approx(model, abs=1e-6)
 
 
-@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 3)])
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.ranks(2)), pytest.param(3, marks=[pytest.mark.ranks(3), pytest.mark.slow])]
+)
 @pytest.mark.filterwarnings("error:parwrap")
 def test_a_loss_that_is_compiled_whole_counts_alike(size):
     for name in ("composite", "log", "plain"):

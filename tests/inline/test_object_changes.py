@@ -287,7 +287,13 @@ def test_what_cannot_be_sent_is_named_in_one_warning_at_the_users_line(start_met
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: (each for each in range(3)), lambda: iter([1, 2]), itertools.count], ids=["generator", "iterator", "count"]
+    "make",
+    [
+        lambda: (each for each in range(3)),
+        pytest.param(lambda: iter([1, 2]), marks=pytest.mark.slow),
+        pytest.param(itertools.count, marks=pytest.mark.slow),
+    ],
+    ids=["generator", "iterator", "count"],
 )
 def test_iterators_that_were_advanced_are_named(make):
     batches = make()

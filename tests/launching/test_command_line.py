@@ -68,7 +68,7 @@ def test_what_follows_the_script_arrives_unchanged_by_a_launcher(launcher, argum
 
 
 @pytest.mark.parametrize("options", [[], ["--nproc-per-node", "2", "--all-ranks"], ["--nproc-per-node", "2", "--plain"]])
-@pytest.mark.parametrize("target", [["train.py"], ["-m", "train"]])
+@pytest.mark.parametrize("target", [["train.py"], pytest.param(["-m", "train"], marks=pytest.mark.slow)])
 def test_a_script_gets_arguments_that_look_like_ours(script, parwrap_run, options, target):
     script(PRINTS_ARGUMENTS)
     status, stdout, _ = parwrap_run(*options, *target, *NASTY)

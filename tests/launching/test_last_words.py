@@ -57,7 +57,7 @@ def test_the_rank_that_failed_first_has_the_last_word(when, last, ranks, parwrap
         assert f"rank {bad} of {ranks} failed:" in stderr.splitlines()
 
 
-@pytest.mark.parametrize("ranks", ["2", "3"])
+@pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.slow)])
 def test_after_the_timeout_the_line_of_the_missing_rank_is_named(ranks, parwrap_run, script):
     status, _, stderr = parwrap_run("--nproc-per-node", ranks, "--timeout", "4", script(TRAINS), "sleeps")
     line = TRAINS.splitlines().index("                time.sleep(1000)  # here") + 1
@@ -67,7 +67,7 @@ def test_after_the_timeout_the_line_of_the_missing_rank_is_named(ranks, parwrap_
     assert f"train.py:{line}. A missing rank" in stderr.splitlines()[-1], stderr
 
 
-@pytest.mark.parametrize("ranks", ["2", "3"])
+@pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.slow)])
 def test_after_the_timeout_of_a_backward_its_line_is_named(ranks, parwrap_run, script):
     status, _, stderr = parwrap_run("--nproc-per-node", ranks, "--timeout", "4", script(TRAINS), "backward")
     line = TRAINS.splitlines().index("        model(x).square().mean().backward()") + 1

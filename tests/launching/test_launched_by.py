@@ -113,12 +113,15 @@ def alike():
 @pytest.mark.parametrize(
     "command",
     [
-        lambda: by_hand(OURS),
+        pytest.param(lambda: by_hand(OURS), marks=pytest.mark.slow),
         lambda: [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
         lambda: [sys.executable, "-m", "parwrap.run", "--nproc-per-node", "2", "--plain"],
         lambda: [*mpirun(), "-n", "2", sys.executable],
         lambda: [*hydra(), "-n", "2", "sh", "-c", '"$@"; exit', "sh", sys.executable],
-        lambda: [*mpirun(), "-n", "1", sys.executable, "-m", "parwrap.run", "--nproc-per-node", "2", "--plain"],
+        pytest.param(
+            lambda: [*mpirun(), "-n", "1", sys.executable, "-m", "parwrap.run", "--nproc-per-node", "2", "--plain"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["by hand", "torchrun", "parwrap.run", "Open MPI", "MPICH with a shell around each rank", "parwrap.run in Open MPI"],
 )

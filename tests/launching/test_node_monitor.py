@@ -234,7 +234,7 @@ def alone(directory: Path, *options: str) -> tuple[int, str]:
     return run.returncode, run.stderr
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
 def test_nodes_that_do_not_come_are_told_of(tmp_path, backend):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -299,7 +299,14 @@ def test_a_node_that_is_killed_is_named_where_its_ranks_are_missed(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("script", "number"), [(WAITING, signal.SIGTERM), (MEETING, signal.SIGTERM), (MEETING, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("script", "number"),
+    [
+        pytest.param(WAITING, signal.SIGTERM, marks=pytest.mark.slow),
+        (MEETING, signal.SIGTERM),
+        pytest.param(MEETING, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_the_others_are_told_that_the_first_node_was_stopped(tmp_path, script, number):
     """It keeps the store by which they hear of it. What their ranks miss then is a line each, and no traceback."""
     with two_nodes_up(tmp_path, script) as nodes:

@@ -30,7 +30,7 @@ parwrap.barrier()
 """
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("start_method", ["forkserver", *(pytest.param(each, marks=pytest.mark.slow) for each in ("spawn", "fork"))])
 def test_all_ranks_speak_in_whole_lines_with_their_number(parwrap_run, script, start_method):
     options = ("--all-ranks", "--start-method", start_method, "--nproc-per-node", "2")
     status, stdout, stderr = parwrap_run(*options, script(SPEAKING))

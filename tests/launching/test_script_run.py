@@ -43,13 +43,46 @@ file.write('open')
 }
 
 
-@pytest.mark.parametrize("source", SCRIPTS.values(), ids=SCRIPTS.keys())
-def test_a_script_runs_as_under_plain_python(tmp_path, source):
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "train.py").write_text(source)
-    expected = outcome("scripts/train.py", "--lr", "0.1", cwd=tmp_path)
+EACH_IN_A_FORK = """
+import os, sys
+from parwrap.launching.command.script import Script
+from parwrap.launching.elastic.script_run import run_alone
+folders = sys.argv[1:]
+while folders and (running := os.fork()):
+    _, status = os.waitpid(running, 0)
+    with open(os.path.join(folders.pop(0), "status"), "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(status)))
+if folders:
+    os.chdir(folders[0])
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
+    run_alone(Script("scripts/train.py", ("--lr", "0.1"), "file"))
+"""
+"""Imports parwrap once, and ends in each fork as an interpreter does."""
 
-    assert outcome("-c", RUN_ALONE, "scripts/train.py", "file", "--lr", "0.1", cwd=tmp_path) == expected
+
+@pytest.fixture(scope="module")
+def run_alone(tmp_path_factory):
+    """The folder of each script and what has come of it."""
+    folders = {source: tmp_path_factory.mktemp("alone") for source in SCRIPTS.values()}
+    for source, folder in folders.items():
+        (folder / "scripts").mkdir()
+        (folder / "scripts" / "train.py").write_text(source)
+    code, *said = outcome("-c", EACH_IN_A_FORK, *map(str, folders.values()), cwd=ROOT)
+    assert [0, "", ""] == [code, *said]
+    return {
+        source: (folder, (int((folder / "status").read_text()), *((folder / stream).read_text() for stream in ("stdout", "stderr"))))
+        for source, folder in folders.items()
+    }
+
+
+@pytest.mark.parametrize("source", SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_a_script_runs_as_under_plain_python(run_alone, source):
+    folder, ended = run_alone[source]
+    left = (folder / "left").read_text() if (folder / "left").exists() else None
+
+    assert outcome("scripts/train.py", "--lr", "0.1", cwd=folder) == ended
+    assert ("open" if "left" in source else None) == left
 
 
 def test_a_module_runs_as_under_plain_python(tmp_path):

@@ -93,14 +93,19 @@ def test_lines_and_warnings_stand_beside_the_bars_of_a_script(shown_by, tmp_path
 @pytest.mark.parametrize(
     ("samples", "options", "told"),
     [
-        (1, (), "batch 2 per rank, 4 global, learning rate unchanged, 1 sample / 2 ranks, "),
+        pytest.param(1, (), "batch 2 per rank, 4 global, learning rate unchanged, 1 sample / 2 ranks, ", marks=pytest.mark.slow),
         (
             8,
             ("--accumulate", "4"),
             "batch 2 per rank, 4 global, 16 per step, learning rate unchanged, 8 samples / 2 ranks, accumulate(4), ",
         ),
         (8, ("--accumulate", "4", "--batch", "global"), "batch 1 per rank, 2 global, 8 per step, 8 samples / 2 ranks, accumulate(4), "),
-        (8, ("--accumulate", "auto"), "batch 2 per rank, 4 global, learning rate unchanged, 8 samples / 2 ranks, accumulate('auto'), "),
+        pytest.param(
+            8,
+            ("--accumulate", "auto"),
+            "batch 2 per rank, 4 global, learning rate unchanged, 8 samples / 2 ranks, accumulate('auto'), ",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_it_says_how_many_samples_there_are_and_make_a_step(samples, options, told, tmp_path):

@@ -36,7 +36,7 @@ class ConvNet(nn.Sequential):
     ("kind", "optimizer"),
     [
         pytest.param(Transformer, "sgd", marks=pytest.mark.ranks(2)),
-        pytest.param(Transformer, "sgd", marks=pytest.mark.ranks(3)),
+        pytest.param(Transformer, "sgd", marks=[pytest.mark.ranks(3), pytest.mark.slow]),
         pytest.param(Transformer, "adamw", marks=pytest.mark.ranks(2)),
         pytest.param(ConvNet, "sgd", marks=pytest.mark.ranks(3)),
     ],

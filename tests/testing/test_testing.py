@@ -174,7 +174,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_no_process_outlives_pytest(pytester: pytest.Pytester, inner_options: list[str], how: signal.Signals):
     body = """
         os.fork()
