@@ -1,7 +1,7 @@
 """``python -m parwrap.run [options] train.py ARGS``: run a plain script on several ranks.
 
 The command itself: it loads torch, starts the fork server, makes the plan, carries it out and ends with the script's exit code.
-``launching/command/restart.py`` decides when it has to restart.
+``launching/command/reexec.py`` decides when it has to restart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from glob import glob
 from typing import TYPE_CHECKING, NoReturn
 
 from parwrap.errors import LaunchError
-from parwrap.launching.command.restart import Restart
+from parwrap.launching.command.reexec import Reexec
 from parwrap.launching.elastic.fork_server import loading, start, stop
 from parwrap.torch_private.dynamo import DYNAMO
 from parwrap.world.world import detect
@@ -31,15 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv``. Returns its exit code, or 2 if it cannot run."""
     argv = sys.argv[1:] if argv is None else argv
     is_command = __name__ == "__main__"
-    restart = Restart(os.environ, possible=is_command)
-    environ = restart.environ
-    forks = restart.for_ranks or (restart.first and _several_ranks_likely(argv, environ))
+    reexec = Reexec(os.environ, possible=is_command)
+    environ = reexec.environ
+    forks = reexec.for_ranks or (reexec.first and _several_ranks_likely(argv, environ))
     if forks:
-        restart.with_what_ranks_need()
+        reexec.with_what_ranks_need()
     working_directory = [] if _is_safe() else [sys.path.pop(0)]
     with loading(to_share=forks), _torchs_warnings_off(argv), _ended_by_ctrl_c():
         import torch.distributed.run  # noqa: F401 - not a module of this name in the directory that the command runs in
-    restart.clean_environment()
+    reexec.clean_environment()
     if forks:
         _start_fork_server(argv)
     sys.path[:0] = working_directory
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"parwrap.run: {plan.notice}", file=sys.stderr)
         if not plan.in_this_process:
             if plan.torchrun.start_method == "forkserver" and not forks:
-                restart.with_what_ranks_need()
+                reexec.with_what_ranks_need()
                 _start_fork_server(argv)
             from parwrap.launching.elastic.agent import launch
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if forks:
         stop()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    restart.as_plain_python()
+    reexec.as_plain_python()
     from parwrap.launching.elastic.script_run import run_alone
 
     run_alone(plan.script)

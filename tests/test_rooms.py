@@ -67,7 +67,7 @@ def test_imports_go_down_within_a_room(parent, rooms):
             {
                 "session/hidden_launch.py",
                 "group/rendezvous.py",
-                "launching/command/restart.py",
+                "launching/command/reexec.py",
                 "launching/elastic/script_run.py",
                 "testing/rank_launcher.py",
                 "testing/rank_process.py",
@@ -82,3 +82,13 @@ def test_who_may_touch_what(what, where):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_file_says_what_its_job_is(path):
     assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.name == "__init__.py" and "\n::\n" in path.read_text()], ids=lambda path: path.parent.name
+)
+def test_a_room_that_lists_its_files_lists_all_of_them(path):
+    files = {each.name for each in path.parent.glob("*.py")} - {"__init__.py"}
+    listed = set(re.findall(r"\b\w+\.py\b", (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n::\n")[1]))
+
+    assert files == listed

@@ -22,7 +22,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from parwrap.launching.command.restart import ADDED, FOR_RANKS
+from parwrap.launching.command.reexec import ADDED, FOR_RANKS
 
 __all__ = ["Command", "run"]
 

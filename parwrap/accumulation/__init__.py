@@ -4,11 +4,11 @@ It may import the strategies and all rooms below them. Start with ``accumulation
 
 ::
 
-    accumulation.py   which steps are skipped or taken: intercepts backward, clipping, steps and passes over loaders
-    position.py       the loop's position in a window of batches, and the weight of each batch
-    sums.py           the gradients that skipped steps would have used
-    open_window.py    a window that ends without a backward
-    over_ranks.py     windows that are open on some ranks only
-    by_hand.py        a loop that accumulates by hand: its gradients are averaged once a step
-    at_work.py        marks calls that are made here, and are not the user's
+    accumulation.py     which steps are skipped or taken: intercepts backward, clipping, steps and passes over loaders
+    window.py           the running window of batches, and the weight of each, also in a smaller last window
+    sums.py             the gradients that skipped steps would have used
+    applied_window.py   a window that ends without a backward
+    over_ranks.py       windows that are open on some ranks only
+    by_hand.py          a loop that accumulates by hand: its gradients are averaged once a step
+    at_work.py          marks calls that are made here, and are not the user's
 """

@@ -1,7 +1,7 @@
 """The interceptor that takes an optimizer step every few batches: it handles backward, clipping, steps and passes over loaders.
 
 Inside a window, a backward pass only adds to this rank's gradients, and a step only keeps the gradients that it would have used. The
-backward pass that closes the window goes to the strategy, with all gradients of the window. ``position.py`` counts the position in a
+backward pass that closes the window goes to the strategy, with all gradients of the window. ``window.py`` counts the position in a
 window.
 """
 
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from parwrap.accumulation.applied_window import Applied, clips_of, mean_of
 from parwrap.accumulation.at_work import AtWork
-from parwrap.accumulation.open_window import Applied, clips_of, mean_of
 from parwrap.accumulation.over_ranks import OverRanks
-from parwrap.accumulation.position import Position
 from parwrap.accumulation.sums import Asked, Sums, put_back
+from parwrap.accumulation.window import Window
 from parwrap.coordination.call_site import call_site, location, warn
 from parwrap.data.passes import Pass
 from parwrap.data.samplers import last_part
@@ -70,7 +70,7 @@ class Accumulation(AtWork):
     """
 
     def __init__(self, steps: int, over_ranks: Callable[[], OverRanks | None]) -> None:
-        self.position = Position(steps)
+        self.window = Window(steps)
         self._over_ranks = over_ranks
         self._asked: dict[tuple[int, int], Asked] = {}
         self._asks: Counter[torch.optim.Optimizer] = Counter()
@@ -86,7 +86,7 @@ class Accumulation(AtWork):
 
     def count(self, total: float) -> None:
         """Weight the next batch in its window by ``total``, its number of tokens or samples on all ranks together."""
-        self.position.count(total)
+        self.window.count(total)
 
     @intercepts
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
@@ -125,41 +125,41 @@ class Accumulation(AtWork):
             return
         self._catch_up()
         self._settle()
-        site, position = call_site(), self.position
-        if position.over(site) or self._begins_another_loop(site, call):
+        site, window = call_site(), self.window
+        if window.over(site) or self._begins_another_loop(site, call):
             self._next_batch()
-        elif position.left(site):
+        elif window.left(site):
             self._leave(call)
         with self._at_work():
-            if not position.backwards:
+            if not window.backwards:
                 self._begin_batch(call)
-            if position.factor != 1.0:
-                call = call.scaled(position.factor)
+            if window.factor != 1.0:
+                call = call.scaled(window.factor)
             try:
-                if position.closing:
-                    due = [asked for asked in self._asked.values() if asked.at == position.backwards]
-                    existing_grads = put_back(due, position.correction)
-                    call._replace(weight=position.rank_weight, existing_grads=existing_grads).run()
+                if window.closing:
+                    due = [asked for asked in self._asked.values() if asked.at == window.backwards]
+                    existing_grads = put_back(due, window.correction)
+                    call._replace(weight=window.rank_weight, existing_grads=existing_grads).run()
                 else:
                     call._replace(averaged=False).run()
             except BaseException:
                 self._drop_batch()  # a script may catch this error, and continue with the next batch
                 raise
-        position.ran_backward(site)
+        window.ran_backward(site)
         self._changes.remember()
 
     def _begin_batch(self, call: Backward) -> None:
         over_ranks, feeding = self._over_ranks(), [reading for reading in self._readings if reading.drew]
         parts = [part for reading in feeding if (part := reading.last_part) is not None]
         weight, loss_factor, *_ = over_ranks.batch(call) if over_ranks else Weighed()
-        self.position.begin(self.position.full or bool(parts), weight, min(parts, default=1.0), loss_factor)
+        self.window.begin(self.window.full or bool(parts), weight, min(parts, default=1.0), loss_factor)
         for reading in feeding:
             reading.trains = True
 
     def _begins_another_loop(self, site: tuple, call: Backward) -> bool:
         """Whether the call site of ``call`` is new, no loader is read, and the running batch has stepped with everything that it
         reaches."""
-        if self._readings or not self.position.asked or not self.position.is_new(site):
+        if self._readings or not self.window.asked or not self.window.is_new(site):
             return False
         stepped = {id(p) for optimizer in self._asks for p in parameters_of(optimizer)}
         return all(id(leaf) in stepped for leaf in reached(call.roots) if isinstance(leaf, torch.nn.Parameter))
@@ -178,11 +178,11 @@ class Accumulation(AtWork):
     def _drop_batch(self) -> None:
         """Drop the running batch, and the window that it would have closed."""
         self._clips = []
-        if self.position.closing:
+        if self.window.closing:
             self._asked, self._asks = {}, Counter()
-            self.position.begin_window()
+            self.window.begin_window()
         else:
-            self.position.take_back()
+            self.window.take_back()
 
     @intercepts
     def clip(self, clip: Clip) -> Any:
@@ -190,11 +190,11 @@ class Accumulation(AtWork):
         if self._busy or is_alone():
             return clip.run()
         self._catch_up()
-        if not self.position.closing:
+        if not self.window.closing:
             self._clips.append(clip)
             return clip.norm()
         clipped = {id(p) for p in clip.parameters}
-        late = [asked for asked in self._asked.values() if asked.at < self.position.backwards]
+        late = [asked for asked in self._asked.values() if asked.at < self.window.backwards]
         self._complete([asked for asked in late if any(id(p) in clipped for p in asked.parameters)])
         return clip.run()
 
@@ -205,14 +205,14 @@ class Accumulation(AtWork):
             return False
         self._catch_up()
         self._settle()  # before another optimizer keeps the same gradients
-        position = self.position
-        if not (position.is_open or self._has_stepped):
+        window = self.window
+        if not (window.is_open or self._has_stepped):
             self._refuse_own_gradients(optimizer)
-        position.step()
+        window.step()
         self._has_stepped = True
         key = id(optimizer), self._asks[optimizer]
         self._asks[optimizer] += 1
-        if position.closing:
+        if window.closing:
             if key in self._asked:
                 self._complete([self._asked.pop(key)])
             return False
@@ -220,7 +220,7 @@ class Accumulation(AtWork):
         self._changes.look(optimizer)
         asked.sums.add(asked.parameters, lent=self._drops.get(key, False))
         self._unsettled.append((key, asked))
-        asked.at, asked.clips = position.backwards - 1, list(self._clips)
+        asked.at, asked.clips = window.backwards - 1, list(self._clips)
         return True
 
     @intercepts
@@ -231,7 +231,7 @@ class Accumulation(AtWork):
         if call.name == "step" and call.optimizer is not None:
             self.skips(call.optimizer)  # the scaler may skip it
         self._scaler = call.scaler
-        return None if self.position.is_open and not self.position.closing else call.run()
+        return None if self.window.is_open and not self.window.closing else call.run()
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -246,9 +246,9 @@ class Accumulation(AtWork):
     def finish(self) -> None:
         """Apply the open window, after the function has returned."""
         self._catch_up()
-        if self.position.is_open:
+        if self.window.is_open:
             if not self._has_stepped:
-                self._refuse_no_step(self.position.batches + 1)
+                self._refuse_no_step(self.window.batches + 1)
             self._end_window()
 
     def end(self) -> None:
@@ -257,9 +257,9 @@ class Accumulation(AtWork):
 
     def _drew(self) -> None:
         self._catch_up()
-        if self.position.asked:  # earlier draws are for the same batch, or the batch was skipped
+        if self.window.asked:  # earlier draws are for the same batch, or the batch was skipped
             self._next_batch()
-        self.position.drew()
+        self.window.drew()
 
     def _close(self) -> None:
         """End the window at the end of a training pass.
@@ -292,10 +292,10 @@ class Accumulation(AtWork):
             self._drops[key] = asked.sums.settle()
 
     def _next_batch(self) -> None:
-        if self.position.closing:
+        if self.window.closing:
             self._end_window()
             return
-        self.position.end()
+        self.window.end()
         self._asks, self._clips = Counter(), []
         for reading in self._readings:
             reading.drew = False
@@ -303,14 +303,14 @@ class Accumulation(AtWork):
     def _end_window(self) -> None:
         """Apply the sums that no step has used, and begin another window."""
         self._settle()
-        position, asked = self.position, list(self._asked.values())
-        if position.closing and not self._has_stepped:
-            self._refuse_no_step(position.batches + 1)
+        window, asked = self.window, list(self._asked.values())
+        if window.closing and not self._has_stepped:
+            self._refuse_no_step(window.batches + 1)
         self._warn_of_sums_not_used()
         self._asked, self._asks, self._clips = {}, Counter(), []
         left = [each for each in asked if not each.given and each.sums]
-        weight = position.open_weight
-        position.begin_window()
+        weight = window.open_weight
+        window.begin_window()
         for reading in self._readings:
             reading.drew = reading.trains = False
         if left:
@@ -331,7 +331,7 @@ class Accumulation(AtWork):
         left = [asked for asked in several if asked.sums]
         if left:
             with self._at_work():
-                self._together(left, self.position.open_weight, gives=False).add()
+                self._together(left, self.window.open_weight, gives=False).add()
             for asked in left:
                 asked.sums, asked.given = Sums(), True
 
@@ -352,7 +352,7 @@ class Accumulation(AtWork):
     def _refuse_no_step(self, batches: int) -> None:
         self._ended = True
         raise UsageError(
-            f"parwrap.accumulate({self.position.steps}) is for a loop that calls optimizer.step() after each backward, but none was "
+            f"parwrap.accumulate({self.window.steps}) is for a loop that calls optimizer.step() after each backward, but none was "
             f"called in {batches} {'batch' if batches == 1 else 'batches'}: the loop updates its weights by hand, or accumulates by hand "
             "over more batches. Remove parwrap.accumulate, or call optimizer.step() in every batch."
         )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import utils
 
-from parwrap.accumulation.open_window import Applied, clips_of, mean_of
+from parwrap.accumulation.applied_window import Applied, clips_of, mean_of
 from parwrap.accumulation.sums import Asked, merged
 from parwrap.group.group import Group
 from parwrap.intercept.backward import Backward

@@ -24,10 +24,10 @@ from parwrap.coordination.call_site import warn
 from parwrap.errors import UsageError
 from parwrap.group import group as groups
 from parwrap.inline.child_output import ChildOutput
-from parwrap.inline.object_changes import objects_reached
 from parwrap.inline.object_graph import found_by
-from parwrap.inline.object_sync import SyncedObjects
+from parwrap.inline.python_changes import objects_reached
 from parwrap.inline.rank_process import ENDING, Job, run
+from parwrap.inline.returned_state import SyncedObjects
 from parwrap.system.shared_memory import private_file
 from parwrap.torch_private.cuda import is_in_bad_fork
 from parwrap.torch_private.dataloader import ITERATOR, MultiProcessingDataLoaderIter, is_shut_down, mark_shut_down

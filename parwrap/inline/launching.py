@@ -1,7 +1,7 @@
 """Runs a function on ranks that this process launches, watches and always ends.
 
-``forking.py`` forks ranks, and ``spawning.py`` starts new interpreters. ``rank_process.py`` runs in a rank; ``object_sync.py`` packs what
-it sends back, and ``child_output.py`` shows its output.
+``forking.py`` forks ranks, and ``spawning.py`` starts new interpreters. ``rank_process.py`` runs in a rank; ``returned_state.py`` packs
+what it sends back, and ``child_output.py`` shows its output.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, BinaryIO, NoReturn, cast
 from parwrap.errors import RankMismatchError
 from parwrap.inline.child_output import ChildOutput
 from parwrap.inline.forking import Forks, starting
-from parwrap.inline.object_sync import SyncedObjects
 from parwrap.inline.rank_process import MESSAGE, Job
+from parwrap.inline.returned_state import SyncedObjects
 from parwrap.inline.spawning import Spawns
 from parwrap.system.processes import how_ended
 from parwrap.system.shared_memory import private_file

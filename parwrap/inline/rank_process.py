@@ -23,7 +23,7 @@ from parwrap.coordination.call_site import is_ours
 from parwrap.errors import UsageError
 from parwrap.group import group as groups
 from parwrap.inline.child_output import redirect_output, refuse_stdin, show_in_notebook
-from parwrap.inline.object_sync import SyncedObjects
+from parwrap.inline.returned_state import SyncedObjects
 from parwrap.loop.random_streams import set_state
 from parwrap.system.processes import die_with_parent
 from parwrap.system.remote_exception import RemoteException

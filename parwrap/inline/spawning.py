@@ -26,10 +26,10 @@ from torch.serialization import default_restore_location
 from parwrap.errors import UsageError
 from parwrap.group.device import cores
 from parwrap.inline.child_output import ChildOutput
-from parwrap.inline.object_changes import objects_reached
 from parwrap.inline.object_graph import within
-from parwrap.inline.object_sync import SyncedObjects, is_tracked, pickle_module
+from parwrap.inline.python_changes import objects_reached
 from parwrap.inline.rank_process import Job, run
+from parwrap.inline.returned_state import SyncedObjects, is_tracked, pickle_module
 from parwrap.loop.random_streams import get_state
 from parwrap.system.shared_memory import private_file
 

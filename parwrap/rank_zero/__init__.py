@@ -6,7 +6,7 @@ It may import interceptors and the process group. Start with ``writer_files.py``
 ::
 
     writer_files.py        interceptor on rank 0: lets every call run, and announces each new version of a path
-    replica_files.py       interceptor above rank 0: redirects calls to the rank's overlay
+    replica_files.py       interceptor on the other ranks: redirects calls to the rank's overlay
     rank_files.py          what the two have in common
     file_overlay.py        what a replica sees: rank 0's files at the same point of the script, or its own scratch files
     file_versions.py       how often rank 0 has written a path and when, exchanged in the store
@@ -14,4 +14,7 @@ It may import interceptors and the process group. Start with ``writer_files.py``
     per_thread.py          settings of one thread
     directory_listing.py   directories as a replica sees them
     open_files.py          an open file that reports its close
+    private_files.py       files in a process that is not a rank, such as a parameter server
+    child_processes.py     warns of commands that may change files
+    output.py              what the ranks print, log and warn
 """

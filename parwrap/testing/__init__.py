@@ -1,1 +1,10 @@
-"""The pytest plugin: ``@pytest.mark.ranks(n)`` runs a test on n ranks. Start with ``plugin.py``."""
+"""The pytest plugin: ``@pytest.mark.ranks(n)`` runs a test on n ranks. Start with ``plugin.py``.
+
+::
+
+    plugin.py             the plugin: collects, starts and reports
+    rank_launcher.py      the ranks of one test: started, watched and ended
+    rank_process.py       the code in a rank's own process
+    builtin_fixtures.py   pytest's own fixtures on ranks
+    preloaded.py          what the fork server does once for all tests
+"""

@@ -33,7 +33,7 @@ from typing import NoReturn
 import pytest
 from _pytest.unittest import TestCaseFunction
 
-from parwrap.testing.rank_fixtures import sent
+from parwrap.testing.builtin_fixtures import sent
 from parwrap.testing.rank_launcher import GRACE, Rank, collect, dump_stacks, launched, rank_environ, start_fork_server
 from parwrap.testing.rank_process import Report, Task
 

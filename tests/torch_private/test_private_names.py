@@ -24,7 +24,7 @@ OTHERS_NAMES = {
     "data/lengths/trimming.py": {"_fields"},
     "inline/forking.py": {"_pytest"},
     "inline/launching.py": {"_popen"},  # multiprocessing
-    "inline/object_changes.py": {"_pytest"},
+    "inline/python_changes.py": {"_pytest"},
     "intercept/dali.py": {
         *("_DaliBaseIterator", "_OperatorInstance", "_b", "_init_pipeline_backend", "_internal_schema_name", "_max_batch_size"),
         *("_operator_name", "_ops", "_pipes", "_process_arguments", "_schema_name", "_seed", "_spec"),
@@ -42,7 +42,7 @@ OTHERS_NAMES = {
     "system/progress_bars.py": {"_instances"},  # tqdm
     "system/structures.py": {"_fields"},
     "testing/plugin.py": {"_fixtureinfo", "_pytest", "_use_item_location"},
-    "testing/rank_fixtures.py": {"_finalize", "_ispytest", "_pytest", "_start"},
+    "testing/builtin_fixtures.py": {"_finalize", "_ispytest", "_pytest", "_start"},
     "testing/rank_launcher.py": {"_end_with_pytest", "_pytest"},
     "testing/rank_process.py": {"_io", "_pytest"},
 }

@@ -1,6 +1,6 @@
 """Sends the tensors of one rank to all: one collective for each dtype.
 
-``same_values.py`` copies parameters one by one instead, which needs no second copy of a model in memory.
+``parameter_broadcast.py`` copies parameters one by one instead, which needs no second copy of a model in memory.
 """
 
 from __future__ import annotations

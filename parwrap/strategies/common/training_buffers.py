@@ -3,7 +3,7 @@
 DDP sends all buffers before each forward. Here changed buffers are sent after the backward, where all ranks are together anyway; for the
 next forward that is the same. A change shows in the version of a buffer, or in another tensor in its place. A change by ``.data`` or numpy
 shows only in the values, which are checked in the first backward passes, and later ever more rarely. The ranks' reports travel with the
-gradients, so nothing is sent if nothing changes. BatchNorm reads its statistics only in evaluation, which ``in_step.py`` handles.
+gradients, so nothing is sent if nothing changes. BatchNorm reads its statistics only in evaluation, which ``equal_state.py`` handles.
 """
 
 from __future__ import annotations

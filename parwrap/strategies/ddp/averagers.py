@@ -16,7 +16,7 @@ from parwrap.coordination.call_site import warn
 from parwrap.group.group import Group
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.agreement import Described, SiteReport, alike, checksums, differing, is_stand_in
-from parwrap.strategies.common.same_values import take_values, warn_of_different
+from parwrap.strategies.common.parameter_broadcast import take_values, warn_of_different
 from parwrap.strategies.common.state_transfer import take_state
 from parwrap.strategies.common.training_buffers import OuterModules
 from parwrap.strategies.ddp.following import Following

@@ -24,7 +24,7 @@ from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.autograd_graph import reached
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
-from parwrap.strategies.common.in_step import InStep
+from parwrap.strategies.common.equal_state import EqualState
 from parwrap.strategies.common.reducer import reducer_options
 from parwrap.strategies.common.share import Share
 from parwrap.strategies.common.strategy import Strategy
@@ -159,10 +159,10 @@ class DDP(Strategy):
         return goes_on
 
     def interceptors(self) -> list[Interceptor]:
-        in_step = InStep(self._group, self._loop)
-        self._loop.looking = in_step.evaluation_begins
+        equal_state = EqualState(self._group, self._loop)
+        self._loop.looking = equal_state.evaluation_begins
         # in a step gradients are averaged first, because Zero1 hides some afterwards
-        return [self.unaveraged, self, in_step, Bypasses(self._group, self._loop)]
+        return [self.unaveraged, self, equal_state, Bypasses(self._group, self._loop)]
 
     def described(self) -> str:
         options = self._options()

@@ -18,7 +18,7 @@ from parwrap.coordination.status_board import PART
 from parwrap.group.group import Group, is_alone
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.agreement import Described, described
-from parwrap.strategies.common.same_values import take_values
+from parwrap.strategies.common.parameter_broadcast import take_values
 from parwrap.strategies.common.sent_values import copy_from, kind_of
 
 __all__ = ["Following"]

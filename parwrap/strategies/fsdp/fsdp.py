@@ -34,8 +34,8 @@ from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.options import Options
 from parwrap.strategies.common.agreement import checksums
-from parwrap.strategies.common.in_step import InStep
-from parwrap.strategies.common.same_values import take_values, warn_of_different
+from parwrap.strategies.common.equal_state import EqualState
+from parwrap.strategies.common.parameter_broadcast import take_values, warn_of_different
 from parwrap.strategies.common.strategy import Strategy
 from parwrap.strategies.ddp.unaveraged import Unaveraged
 from parwrap.strategies.fsdp.replicated import Replicated
@@ -77,7 +77,7 @@ class FSDP(Strategy):
         self._tensors = ShardedTensors(lambda: self._enter(USE, location()), self._coordinator.past)
         self._replicated = Replicated(group, loop, self._sharded_ids, lambda size: self._enter(AVERAGING, location(), size))
         self._unaveraged = Unaveraged(group, loop, leaves_out=is_sharded)
-        self._in_step = InStep(group, loop)
+        self._equal_state = EqualState(group, loop)
         self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[int, weakref.ref[torch.Tensor]]] = weakref.WeakKeyDictionary()
         self._mesh: DeviceMesh | None = None
         self._running = False
@@ -86,8 +86,8 @@ class FSDP(Strategy):
 
     def interceptors(self) -> list[Interceptor]:
         self._adopt_all()
-        self._loop.looking = self._in_step.evaluation_begins
-        return [self, self._tensors, self._unaveraged, self._in_step]
+        self._loop.looking = self._equal_state.evaluation_begins
+        return [self, self._tensors, self._unaveraged, self._equal_state]
 
     def described(self) -> str:
         return "strategy fsdp: parameters, gradients and optimizer states are sharded"
@@ -226,7 +226,7 @@ class FSDP(Strategy):
         with ExitStack() as whole:
             for model in self._alive():
                 if (root := model.root()) is not None:
-                    self._in_step.set_mode(root, training=False)  # a whole model is not identified by the parameters of its optimizer
+                    self._equal_state.set_mode(root, training=False)  # a whole model is not identified by the parameters of its optimizer
                 whole.enter_context(model.whole())
             yield
 

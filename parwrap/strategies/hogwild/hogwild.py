@@ -25,7 +25,7 @@ from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.intercept.skipping import steps_running
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
-from parwrap.strategies.common.in_step import InStep
+from parwrap.strategies.common.equal_state import EqualState
 from parwrap.strategies.common.strategy import Strategy
 from parwrap.strategies.hogwild.shared_parameters import SharedParameters
 from parwrap.system.shared_memory import shared_file, shared_memory
@@ -144,7 +144,7 @@ class Evaluations(Interceptor):
 
     def __init__(self, group: Group, loop: Loop) -> None:
         self._group, self._loop = group, loop
-        self._in_step = InStep(group, loop)
+        self._equal_state = EqualState(group, loop)
         self._trained, self._evaluating = 0, False
         group.coordinator.answer(GOING_ON, lambda detail, present: None)
 
@@ -156,7 +156,7 @@ class Evaluations(Interceptor):
         if not training:
             self._evaluating |= self._loop.backwards > self._trained
             self._trained = self._loop.backwards
-            self._in_step.set_mode(module, training)
+            self._equal_state.set_mode(module, training)
         elif self._evaluating:
             self._evaluating = False
             self._group.synchronize(GOING_ON)
@@ -164,7 +164,7 @@ class Evaluations(Interceptor):
     @intercepts
     def metric(self, metric: Any) -> Any:
         """The mean over the ranks."""
-        return self._in_step.metric(metric)
+        return self._equal_state.metric(metric)
 
 
 class Lock(Interceptor):

@@ -30,7 +30,7 @@ from parwrap.loop.autograd_graph import reached
 from parwrap.loop.loop_state import Loop, parameters_of
 from parwrap.options import Options
 from parwrap.strategies.common.agreement import checksums
-from parwrap.strategies.common.in_step import InStep
+from parwrap.strategies.common.equal_state import EqualState
 from parwrap.strategies.common.strategy import Strategy
 from parwrap.strategies.ddp.bypasses import Bypasses
 from parwrap.strategies.ddp.ddp import DDP
@@ -51,7 +51,7 @@ class LocalSGD(Strategy):
         super().__init__(group, loop, options)
         self._ddp = DDP(group, loop, options)
         self._ddp.share = lambda: self.share()
-        self._in_step = InStep(group, loop)
+        self._equal_state = EqualState(group, loop)
         self._bypasses = Bypasses(group, loop)
         self._steps, self._by_hand = LocalSteps(group, loop, options), _ChangedByHand(loop)
         self._taken: dict[int, int] = {}
@@ -153,7 +153,7 @@ class LocalSGD(Strategy):
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure's loss is this rank's own, like the steps that it controls."""
-        return self._in_step.closure(self._ddp.unaveraged.closure(closure)) if self._warming else closure
+        return self._equal_state.closure(self._ddp.unaveraged.closure(closure)) if self._warming else closure
 
     @intercepts
     def clip(self, clip: Clip) -> Any:
@@ -171,18 +171,18 @@ class LocalSGD(Strategy):
     @intercepts
     def metric(self, metric: Any) -> Any:
         """The mean over ranks of the metric of ``ReduceLROnPlateau``."""
-        return self._in_step.metric(metric)
+        return self._equal_state.metric(metric)
 
     def _look(self) -> None:
         self._steps.average()
-        self._in_step.evaluation_begins()
+        self._equal_state.evaluation_begins()
 
     @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
         """When a root is set to eval, all ranks get the same weights and rank 0's buffers."""
         if not training and not is_alone() and self._loop.evaluated_with(module):
             self._steps.average()
-        self._in_step.set_mode(module, training)
+        self._equal_state.set_mode(module, training)
 
     @intercepts
     def save(self, f: Any, write: Callable[[Any], None]) -> None:

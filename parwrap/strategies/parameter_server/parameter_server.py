@@ -23,7 +23,7 @@ from parwrap.intercept.clipping import Clip
 from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.options import Options
-from parwrap.strategies.common.in_step import EVALUATION, METRIC, InStep
+from parwrap.strategies.common.equal_state import EVALUATION, METRIC, EqualState
 from parwrap.strategies.common.strategy import Strategy
 from parwrap.strategies.parameter_server.roles import joined, roles_of
 from parwrap.strategies.parameter_server.server import Server
@@ -214,7 +214,7 @@ class ParameterServer(Strategy):
         self._result = None
 
 
-class _AtEvaluation(InStep):
+class _AtEvaluation(EqualState):
     """Keeps workers in step where their own numbers would lead them apart: an evaluation begins with the model of the lowest rank there is.
 
     It goes through a server, and numbers through the store: a collective would break with a dead worker.

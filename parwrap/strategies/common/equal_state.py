@@ -18,7 +18,7 @@ from parwrap.intercept.interceptor import Interceptor, intercepts
 from parwrap.loop.loop_state import Loop
 from parwrap.strategies.common.sent_values import SENT, copy_from, fingerprint, kind_of
 
-__all__ = ["InStep"]
+__all__ = ["EqualState"]
 
 EVALUATION = "evaluation"
 METRIC = "ReduceLROnPlateau.step"
@@ -28,7 +28,7 @@ Key = tuple[int, int, str]
 """Identifies a buffer on all ranks: the position of its module among those that are set to eval, or the module's number, and its path."""
 
 
-class InStep(Interceptor):
+class EqualState(Interceptor):
     """Keeps ranks in step where a decision from one rank's numbers would make them diverge.
 
     Args:

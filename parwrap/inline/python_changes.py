@@ -1,7 +1,7 @@
 """Changes of the caller's Python objects that a function reaches: detects them on a rank and repeats them in the caller.
 
-Each object keeps its identity: lists, dicts, attributes, arrays, closures and globals change in place. ``object_sync.py`` handles tensors,
-models and optimizers; attributes that a user gives to models and optimizers are handled here.
+Each object keeps its identity: lists, dicts, attributes, arrays, closures and globals change in place. ``returned_state.py`` handles
+tensors, models and optimizers; attributes that a user gives to models and optimizers are handled here.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from parwrap.coordination.call_site import location
-from parwrap.inline.object_changes import INTERNAL, Change, Snapshot, entry_name, make_change, part_entries, without_entries
 from parwrap.inline.object_graph import is_users_module
+from parwrap.inline.python_changes import INTERNAL, Change, Snapshot, entry_name, make_change, part_entries, without_entries
 from parwrap.loop.loop_state import group_options, parameters_of
 from parwrap.system.remote_exception import in_one_line
 from parwrap.torch_private.modules import BUFFERS, MODULES, PARAMETERS

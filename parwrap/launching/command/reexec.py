@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-__all__ = ["ADDED", "FOR_RANKS", "Restart"]
+__all__ = ["ADDED", "FOR_RANKS", "Reexec"]
 
 FOR_RANKS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 """Variables that the interpreter must start with if ranks are forked from it. Each rank sets its number of threads itself."""
@@ -20,8 +20,8 @@ ADDED = "PARWRAP_RESTARTED"
 """The variable that lists the variables that a restart has added."""
 
 
-class Restart:
-    """How the command was started, and how to restart it.
+class Reexec:
+    """How the command was started, and how to start it again in the same process.
 
     Args:
         variables: the environment of this process.
@@ -32,8 +32,8 @@ class Restart:
         first: whether the command has not been restarted yet.
         for_ranks: whether it was restarted with what forked ranks need.
 
-    >>> restart = Restart({"HOME": "/home", "OMP_NUM_THREADS": "1", "PARWRAP_RESTARTED": "OMP_NUM_THREADS"}, possible=False)
-    >>> restart.first, restart.for_ranks, restart.environ
+    >>> reexec = Reexec({"HOME": "/home", "OMP_NUM_THREADS": "1", "PARWRAP_RESTARTED": "OMP_NUM_THREADS"}, possible=False)
+    >>> reexec.first, reexec.for_ranks, reexec.environ
     (False, True, {'HOME': '/home'})
     """
 

@@ -1,4 +1,4 @@
-"""The loop's position in a window of batches, and the weight of each batch.
+"""The running window of batches: where the loop is in it, and the weight of each batch, also in a smaller last window.
 
 A batch ends when a step has followed its backward, and another is drawn from a loader or the same place calls backward again. Nothing is
 run or sent here.
@@ -6,11 +6,11 @@ run or sent here.
 
 from __future__ import annotations
 
-__all__ = ["Position"]
+__all__ = ["Window"]
 
 
-class Position:
-    """The position of the running batch in a window of at most ``steps``.
+class Window:
+    """A window of at most ``steps`` batches, and the position of the running batch in it.
 
     Attributes:
         steps: the batches of a full window.
@@ -18,10 +18,10 @@ class Position:
         backwards: the number of backward passes in the running batch.
         closing: whether the running batch is the last of its window; known at its first backward pass.
 
-    >>> position = Position(steps=2)
-    >>> position.begin(closing=False); position.factor
+    >>> window = Window(steps=2)
+    >>> window.begin(closing=False); window.factor
     0.5
-    >>> position.end(); position.full
+    >>> window.end(); window.full
     True
     """
 
