@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from parwrap.api import distributed
 from parwrap.api.effects import Onlooker, Silent, State, modes_set_together, reached
 from parwrap.coordination.call_site import warn
-from parwrap.data.comparing import compared
+from parwrap.data.evaluation.comparing import compared
 from parwrap.data.evaluation.evaluation import BOTH, Evaluation, Reading, check, shared_facts
 from parwrap.data.evaluation.merging import REDUCTIONS, Part, Passed, merged
 from parwrap.data.evaluation_blocks import is_stream
@@ -59,12 +59,14 @@ class evaluate(ScopeDecorator):
 
             - ``"mean"``: weighted by the samples that each rank has read. Use it for a function that divides by the number of samples it
               has counted, or by ``len(loader.dataset)``, which is then the length of the rank's part. A mean of batch means, such as
-              ``np.mean(losses)``, equals that of one process only if all batches have the same size. - ``"sum"``: for counts, and for sums
-              divided by the length of all the data, such as ``len(loader.dataset)`` and ``len(loader)``, which then cover all the data. -
-              ``"gather"``: tensors and arrays are concatenated along the first dimension and lists are joined, in the order of a single
-              process. Lengths are those of the rank's part, as for ``"mean"``. - a function of the list of the ranks' results, in their
-              order; on one rank, a list of one. - a dict or tuple of these, one for each entry of the result. If one of them is ``"sum"``
-              or a function, lengths cover all the data.
+              ``np.mean(losses)``, equals that of one process only if all batches have the same size.
+            - ``"sum"``: for counts, and for sums divided by the length of all the data, such as ``len(loader.dataset)`` and
+              ``len(loader)``, which then cover all the data.
+            - ``"gather"``: tensors and arrays are concatenated along the first dimension and lists are joined, in the order of a single
+              process. Lengths are those of the rank's part, as for ``"mean"``.
+            - a function of the list of the ranks' results, in their order; on one rank, a list of one.
+            - a dict or tuple of these, one for each entry of the result. If one of them is ``"sum"`` or a function, lengths cover all
+              the data.
         check: compare the first result with that of all the data. Compare again if the parts were too similar to tell, and for datasets of
             another length. ``False`` divides the data unchecked.
 

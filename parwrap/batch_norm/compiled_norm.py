@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from parwrap.batch_norm.batch_norm import Exchange, differentiable, gradients, normalize
+from parwrap.batch_norm.forward_backward import Exchange, differentiable, gradients, normalize
 from parwrap.batch_norm.kernels import Running, Whole, accumulated, kernels_for
 from parwrap.errors import UsageError
 from parwrap.intercept.norm import Norm

@@ -1,7 +1,7 @@
 """The local part of a batch normalization: torch's own kernels, on the CPU and on a GPU.
 
 The CPU has no kernels for a batch that is spread over ranks, so its kernels for eval mode, which use given statistics, are combined. The
-GPU's are those of ``torch.nn.SyncBatchNorm``. ``batch_norm.py`` sends numbers in between.
+GPU's are those of ``torch.nn.SyncBatchNorm``. ``forward_backward.py`` sends numbers in between.
 """
 
 from __future__ import annotations

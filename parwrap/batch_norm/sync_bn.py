@@ -1,7 +1,7 @@
 """The interceptor of batch normalization: which calls are shared, and by which ranks.
 
 It shares calls that use the statistics of their batch: in training, and in layers without running statistics. ``statistics_exchange.py``
-sends the ranks' numbers, ``batch_norm.py`` computes with them.
+sends the ranks' numbers, ``forward_backward.py`` computes with them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parwrap.batch_norm.batch_norm import BatchNorm, Exchange
 from parwrap.batch_norm.compiled_norm import scopes, traced
+from parwrap.batch_norm.forward_backward import BatchNorm, Exchange
 from parwrap.batch_norm.kernels import Running
 from parwrap.batch_norm.statistics_exchange import StatisticsExchange, own_group, shared_among
 from parwrap.coordination.call_site import location, warn, worth_a_look

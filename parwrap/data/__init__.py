@@ -23,7 +23,7 @@ exact evaluation and ``lengths/`` for batches by length.
     running_numbers.py       one rank's numbers that a script takes for those of all
     evaluation_blocks.py     which batches of an evaluation each rank reads
     iterables.py, dali.py    streams, and NVIDIA DALI
-    dataset_agreement.py     checks that all ranks hold the same samples; dataset_summaries.py, comparing.py: how
+    dataset_agreement.py     checks that all ranks hold the same samples; dataset_summaries.py: how
 
 The public names; each is imported on first use, since splitting loaders needs none of them.
 """

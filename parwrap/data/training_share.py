@@ -50,7 +50,7 @@ from parwrap.loop.random_streams import RandomStreams
 __all__ = ["TrainingShares"]
 
 END_OF_STREAM = "the end of a pass over an IterableDataset"
-END_OF_SHARE = "the end of a pass over a DataLoader without a backward pass pass"
+END_OF_SHARE = "the end of a pass over a DataLoader without a backward pass"
 
 ANOTHER_LOADER = 1_000_003
 """The distance between the seeds of two loaders, so that they never coincide in a later epoch: zipped loaders must not pair a sample with

@@ -169,7 +169,7 @@ class Interceptor:
         """``module.train(training)`` or ``module.eval()`` has taken effect."""
 
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
-        """``module.to(...)`` is about to change the device or dtype of parameters. Calls ``apply``, and returns the module."""
+        """``module.to(...)`` is about to change the device or dtype of parameters. Calls ``apply``. Returns the module."""
 
     def module_state(self, module: nn.Module, state: Any) -> Any:
         """``module.state_dict()`` has returned ``state``. Returns the script's result."""

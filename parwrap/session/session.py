@@ -36,9 +36,9 @@ from parwrap.session.hidden_launch import HiddenGroup, without_variables
 from parwrap.session.learning_rate import learning_rates_times
 from parwrap.session.start_line import stand_aside, start_line
 from parwrap.session.torchmetrics import Metrics
+from parwrap.strategies.common.loss_divisors import Counts, WeightedMeans
 from parwrap.strategies.common.reducer import Reducer
 from parwrap.strategies.common.strategy import Strategy
-from parwrap.strategies.common.weighted_means import Counts, WeightedMeans
 from parwrap.strategies.named import strategy_of
 from parwrap.strategies.single import Single
 from parwrap.system.progress_bars import write_line

@@ -305,7 +305,7 @@ def test_rows_that_differ_are_an_error_on_every_rank(options, words):
     ("x", "words"),
     [
         ([1.0], "takes a tensor, not list: call it once for each tensor"),
-        (torch.tensor(1.0), r"a row for each sample, .* not one of shape \[\], torch.float32"),
+        (torch.tensor(1.0), r"one row per sample, .* not one of shape \[\], torch.float32"),
         (torch.ones(2, 2).to_sparse(), "takes a dense tensor"),
     ],
 )

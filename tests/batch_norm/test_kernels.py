@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from parwrap.batch_norm import kernels
-from test_batch_norm import X, check
+from test_forward_backward import X, check
 
 
 def by_channel(numbers, like):

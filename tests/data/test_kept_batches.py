@@ -157,7 +157,7 @@ def test_a_loss_over_first_batches_whose_parts_count_differently_is_said():
     with parwrap.distributed(batch="global"):
         (x, y), (u, v) = (next(iter(loader)) for loader in loaders)
         loss = trained.criterion(trained.model(x), y) + trained.criterion(trained.model(u), v)
-        with pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ may cover several batches"):
+        with pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ belongs to: it may cover several batches"):
             loss.backward()
 
 
@@ -166,7 +166,7 @@ def test_a_loss_over_all_batches_of_a_pass_whose_last_is_smaller_is_said():
     trained = Trained()
     with (
         parwrap.distributed(batch="global"),
-        pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ may cover several batches"),
+        pytest.warns(UserWarning, match=r"test_kept_batches.py:\d+ belongs to: it may cover several batches"),
     ):
         sum(trained.criterion(trained.model(x), y) for x, y in DataLoader(numbers(21), batch_size=8)).backward()
 

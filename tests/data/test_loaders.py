@@ -159,7 +159,7 @@ def test_an_own_distributed_sampler_for_one_replica_is_shared_out(batch):
             assert list(range(12)) == everyones(seen)
             assert order[: 2 // (1 + (batch == "global"))] == parwrap.broadcast(seen)[: 2 // (1 + (batch == "global"))]
         assert (3 if batch == "per_rank" else 6) == len(loader)
-    said = "has its own DistributedSampler, for 1 replica: its draws are divided among 2 ranks."
+    said = "has its own DistributedSampler for 1 replica: its draws are divided among 2 ranks."
     assert parwrap.is_rank_zero() == (heard.getvalue().count(said) == 1)
 
 

@@ -122,7 +122,7 @@ def test_a_launcher_counts_the_instances_and_starts_no_driver(driver, monkeypatc
 def test_more_ranks_than_instances_are_refused(driver, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-ab,MIG-cd")
 
-    with pytest.raises(LaunchError, match=r"local rank 2 has no GPU to itself: 2 visible \(MIG-ab, MIG-cd\)"):
+    with pytest.raises(LaunchError, match=r"local rank 2 has no GPU of its own: only 2 visible \(MIG-ab, MIG-cd\)"):
         choose_device(rank(2, size=3), None)
 
 

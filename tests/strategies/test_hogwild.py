@@ -270,7 +270,13 @@ def test_models_that_were_built_differently_become_rank_0_s_with_a_warning():
 @pytest.mark.parametrize(
     ("sizes", "dtypes", "devices", "error", "text"),
     [
-        ((1, 2), ("float32", "float32"), ("cpu", "cpu"), RankMismatchError, r"r 0 of optimizer 0, rank 0 has one of shape \(1, 1\)"),
+        (
+            (1, 2),
+            ("float32", "float32"),
+            ("cpu", "cpu"),
+            RankMismatchError,
+            r"r 0 of optimizer 0 differs: rank 0 has one of shape \(1, 1\)",
+        ),
         ((1, 1), ("float32", "float64"), ("cpu", "cpu"), RankMismatchError, r"rank 1 has one of shape \(1, 1\) and torch.float64. Build, "),
         ((1, 1), ("float32", "float32"), ("meta", "meta"), UsageError, "it is on meta, but only CPU memory is shared: keep the "),
     ],

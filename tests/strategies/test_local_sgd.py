@@ -222,8 +222,7 @@ def test_one_rank_is_a_plain_loop():
         ({"warmup": -1}, "warmup=-1 is not a non-negative integer"),
         (
             {"outer": "adam"},
-            "outer='adam' is not a valid value. Choose one of: None: weights are averaged, without an outer optimizer; 'nesterov': the "
-            "ranks",
+            "outer='adam' is not a valid value. Choose one of: None: weights are averaged, without an outer optimizer; 'nesterov': SGD",
         ),
         ({"outer": "nesterov", "outer_lr": 0}, "outer_lr=0 is not a positive learning rate"),
         ({"outer": "nesterov", "outer_momentum": 1}, r"outer_momentum=1 is not in the range \[0, 1\)"),
@@ -232,7 +231,10 @@ def test_one_rank_is_a_plain_loop():
             {"compress": "bf16"},
             "compress='bf16' applies only to averaged gradients, which strategy='local_sgd' has only during its warm-up: remove it, or",
         ),
-        ({"strategy": "ddp", "every": 4}, "every=4 has no effect with strategy='ddp': .* that has it, 'local_sgd'"),
+        (
+            {"strategy": "ddp", "every": 4},
+            "every=4 has no effect with strategy='ddp': remove it, or choose a strategy that has this option: 'local_sgd'",
+        ),
     ],
 )
 def test_what_has_no_meaning_is_refused(options, text):

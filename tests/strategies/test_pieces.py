@@ -212,7 +212,8 @@ def test_gradients_of_the_loss_for_it_are_asked_for_in_time():
     pieces = in_pieces(LOGITS.clone().requires_grad_() * 1)
     loss = F.mse_loss(pieces, CHANCES)
     with pytest.raises(
-        parwrap.UsageError, match=r"grad on the outputs of a model comes after their loss, .* for example with outputs = 1 \* out"
+        parwrap.UsageError,
+        match=r"grad on the outputs of a model comes after their loss was computed .* for example with outputs = 1 \* out",
     ):
         torch.autograd.grad(loss, pieces)
 

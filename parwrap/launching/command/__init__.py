@@ -4,7 +4,7 @@
 
     plan.py               from a command line to a launch plan
     command_line.py       splits the command line at the script
-    options.py            the options for training
+    training_options.py   the options for training
     script.py             what runs: a script, a module or another program, with the scope around it
     node_options.py       what torchrun's options say about nodes
     outer_launcher.py     options that an outer launcher fills in

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from parwrap.errors import UsageError
-from parwrap.launching.command.options import AMP_VALUES
+from parwrap.launching.command.training_options import AMP_VALUES
 
 __all__ = ["UnknownOptionError", "parse_options", "split_at_script"]
 

@@ -21,9 +21,9 @@ import parwrap
 from parwrap.errors import LaunchError, UsageError
 from parwrap.launching.command.command_line import UnknownOptionError, parse_options, split_at_script
 from parwrap.launching.command.node_options import is_only_node, node_counts
-from parwrap.launching.command.options import AMP_VALUES, SCOPE_OPTIONS, add_options, features_of, refuse_missing_gpus
 from parwrap.launching.command.outer_launcher import NOT_GIVEN, fill_in
 from parwrap.launching.command.script import Script
+from parwrap.launching.command.training_options import AMP_VALUES, SCOPE_OPTIONS, add_options, features_of, refuse_missing_gpus
 from parwrap.world.launchers import LOOPBACK
 from parwrap.world.world import World
 

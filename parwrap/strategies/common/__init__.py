@@ -8,7 +8,7 @@
     sparse_gradients.py      sparse gradients, one after another
     agreement.py             parameters described to the other ranks, to compare them
     share.py                 what a rank contributes to a backward of others
-    weighted_means.py        losses with batch="global" whose divisor is not the number of samples
+    loss_divisors.py        losses with batch="global" whose divisor is not the number of samples
     training_buffers.py      buffers that training changes
     equal_state.py           other state that is equal on all ranks: buffers at an evaluation, learning rates, the loss of a closure
     parameter_broadcast.py   one rank's values of parameters, copied to all

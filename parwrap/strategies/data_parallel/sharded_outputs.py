@@ -116,8 +116,8 @@ class Pieces(torch.Tensor):
         if any(isinstance(each, Pieces) and each._was_taken for each in watched):
             raise UsageError(
                 f"{function.__name__} on the outputs of a model comes after their loss was computed on the pieces that "
-                "parwrap.data_parallel(gather=False) keeps on their devices, and gradients go to these pieces: gather the outputs before "
-                "the loss, for example with outputs = 1 * outputs, or remove gather=False."
+                "parwrap.data_parallel(gather=False) keeps on their devices. Gradients go to these pieces: gather the outputs before the "
+                "loss, for example with outputs = 1 * outputs, or remove gather=False."
             )
         if function in _LOSSES and all(each.is_in_pieces for each in tree_leaves((args, kwargs)) if isinstance(each, Pieces)):
             loss = _LOSSES[function](function, inspect.signature(function).bind(*args, **kwargs).arguments)

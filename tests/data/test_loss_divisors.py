@@ -79,7 +79,7 @@ def test_tokens_that_are_padding_do_not_count(size):
 @pytest.mark.ranks(2)
 def test_samples_that_are_ignored_by_the_default_are_said():
     dataset = samples(ignored=-100)
-    with parwrap.distributed(batch="global"), pytest.warns(UserWarning, match=r"test_weighted_means.py:\d+ some targets .*mean_over_ranks"):
+    with parwrap.distributed(batch="global"), pytest.warns(UserWarning, match=r"test_loss_divisors.py:\d+ some targets .*mean_over_ranks"):
         trained(nn.CrossEntropyLoss(), dataset)
 
 
@@ -347,5 +347,5 @@ def test_copies_of_pieces_that_may_have_been_chosen_are_said():
                 functional.cross_entropy(model(x[piece]), y[piece].clone()).backward()
             optimizer.step()
 
-    with parwrap.distributed(batch="global"), pytest.warns(UserWarning, match=r"test_weighted_means.py:\d+ has fewer .*batch_size"):
+    with parwrap.distributed(batch="global"), pytest.warns(UserWarning, match=r"test_loss_divisors.py:\d+ has fewer .*batch_size"):
         train()
