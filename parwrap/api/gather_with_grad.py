@@ -81,7 +81,7 @@ def _from_all_ranks(x: torch.Tensor) -> torch.Tensor:
             "parwrap.gather_with_grad() runs in a checkpoint that is recomputed in the backward pass, where the ranks cannot "
             "synchronize: call it outside of the checkpointed part."
         )
-    if parts is not None and parts.loop.weights.upcoming([x]).weight == 0:
+    if parts is not None and parts.loop.weights.upcoming([x.detach()]).weight == 0:
         x = x[:0]  # this rank has no batch left and repeats one
     return _row_gatherer(group).gather(x)
 

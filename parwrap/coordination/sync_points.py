@@ -353,7 +353,8 @@ class Coordinator(EagerCoordinator):
 
     def _raise_if_failed(self, entries: list[Entry | None]) -> None:
         if self._runs_ahead:  # that rank may be sync points behind
-            entries = [self._status_board.last(rank)[0] for rank in range(self._status_board.world.size)]
+            last = (self._status_board.last(rank)[0] for rank in range(self._status_board.world.size))
+            entries = [entry for entry in last if entry and entry.number >> PART == self.part]
         failed = next(
             (entry for entry in entries if entry and entry.state is State.FAILED and entry.rank not in self._participant.lost()), None
         )

@@ -137,6 +137,7 @@ class Loaders(Interceptor):
         self._loop.drew_batch(samples=samples)
         if training.looks:
             return
+        training.in_for = training.in_for or self._loop.passes_in_for > 0
         training.position.drew()
         if training.gradient is None and self._loop.backwards > training.backwards:
             self._dropped.note(training)

@@ -30,7 +30,7 @@ class OpenDoubts:
 
     def ended_without_backward(self, training: OpenPass, exhausted: bool) -> None:
         """The pass has ended, or was left early."""
-        if self._loop.weights.last.split and training.weighed.drawn and not self._read_in_parts:
+        if self._loop.weights.last.split and training.in_for and not self._read_in_parts:
             self._read_in_parts = location()
         if not exhausted:
             self._broken_off(training)

@@ -104,7 +104,7 @@ class OpenPass:
         self.backwards, self.steps, self.versions = loop.backwards, loop.steps, loop.versions()
         self.batches: ShareThenRest | None = None
         self.gradient: weakref.ref[torch.Tensor] | None = None
-        self.looks = False
+        self.looks = self.in_for = False
 
 
 class PassHistories:

@@ -180,7 +180,7 @@ def _ask_torch() -> dict[str, Any]:
         process.start()
     try:
         if not ours.poll(DRIVER_TIMEOUT):
-            return {"error": f"the driver does not answer in {DRIVER_TIMEOUT} s"}
+            return {"error": f"the driver did not answer within {DRIVER_TIMEOUT} s"}
         return ours.recv()
     except EOFError:
         process.join()

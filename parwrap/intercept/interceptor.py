@@ -146,6 +146,9 @@ class Interceptor:
     def seeded(self) -> None:
         """``torch.manual_seed()`` was called and has seeded torch."""
 
+    def restored(self) -> None:
+        """``torch.set_rng_state()`` was called and has restored a state, as ``torch.random.fork_rng`` does at its end."""
+
     def call_sharded(self, func: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
         """An operation with a ``DTensor`` among its arguments was called. Returns its result."""
 

@@ -1,4 +1,4 @@
-"""``torch.manual_seed``: forward each call to ``Interceptor.seeded``, once it has seeded.
+"""``torch.manual_seed`` and ``torch.set_rng_state``: forward each call to ``Interceptor.seeded`` or ``restored``, once it is done.
 
 numpy and python have seeds of their own, which do not count.
 """
@@ -13,13 +13,24 @@ import torch
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.patching.patch import Patch
 
-__all__ = ["patches"]
+__all__ = ["restored_patches", "seeded_patches"]
 
 
-def patches(interceptor: Interceptor) -> list[Patch]:
-    def manual_seed(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> torch.Generator:
-        generator = wrapped(*args, **kwargs)
-        interceptor.seeded()
-        return generator
+def seeded_patches(interceptor: Interceptor) -> list[Patch]:
+    return [Patch(torch, "manual_seed", _then(interceptor.seeded))]
 
-    return [Patch(torch, "manual_seed", manual_seed)]
+
+def restored_patches(interceptor: Interceptor) -> list[Patch]:
+    # torch.random.fork_rng calls that of its own module
+    return [Patch(owner, "set_rng_state", _then(interceptor.restored)) for owner in (torch, torch.random)]
+
+
+def _then(done: Callable[[], None]) -> Callable:
+    """Makes a function call ``done`` after it."""
+
+    def wrapper(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        result = wrapped(*args, **kwargs)
+        done()
+        return result
+
+    return wrapper

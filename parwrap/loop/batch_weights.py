@@ -146,7 +146,7 @@ class BatchWeights:
         reading.drawn += 1
         reading.by_thread |= threading.current_thread() is not threading.main_thread()
         reading.batches.append(batch)
-        if references := [weakref.ref(tensor) for tensor in tensors]:
+        if references := [weakref.ref(tensor) for tensor in tensors if _has_address(tensor)]:
             self._drawn.append(DrawnBatch(references, reading, batch))
         self._differ |= batch[:2] != OUTSIDE[:2]
         self._split |= batch.split
@@ -246,7 +246,8 @@ class BatchWeights:
     def _saved(self, losses: Losses, drawn: Iterable[DrawnBatch]) -> Weighed | None:
         """The only one of the batches ``drawn`` of which the graph of ``losses`` has saved a tensor for its backward."""
         places = [(first, end, each.batch) for each in drawn for first, end in map(_place, each.tensors())]
-        found = {batch for tensor in saved_of(losses) for first, end, batch in places if first <= tensor.data_ptr() < end}
+        saved = [tensor.data_ptr() for tensor in saved_of(losses) if _has_address(tensor)]
+        found = {batch for first, end, batch in places if any(first <= address < end for address in saved)}
         return found.pop() if len({batch[:2] for batch in found}) == 1 else None
 
     def _doubtful(self, batch: Weighed) -> Weighed:
@@ -268,6 +269,11 @@ class BatchWeights:
 def _differ(batches: Iterable[Weighed]) -> bool:
     """Whether ``batches`` have different weights."""
     return len({batch[:2] for batch in batches}) > 1
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is in one place in memory; a sparse one is not."""
+    return tensor.layout == torch.strided
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

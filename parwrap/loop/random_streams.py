@@ -50,9 +50,6 @@ class RandomStreams(Interceptor):
     The rank's streams are seeded with ``seed + rank``, where ``seed`` is torch's at the first switch. When a script seeds again while the
     shared streams run, the rank's own are seeded again too.
 
-    Attributes:
-        seedings: how often the script has seeded the shared streams by ``torch.manual_seed``.
-
     >>> seed_all(0); streams = RandomStreams(rank=1)
     >>> with streams.own(): noise = torch.rand(1)
     >>> seed_all(1); torch.equal(noise, torch.rand(1))
@@ -60,7 +57,8 @@ class RandomStreams(Interceptor):
     """
 
     def __init__(self, rank: int) -> None:
-        self.seedings = 0
+        self._seedings = 0
+        self._just_seeded: int | None = None
         self._rank = rank
         self._own = False
         self._kept_shared = 0
@@ -74,6 +72,8 @@ class RandomStreams(Interceptor):
         """Let the rank's own streams run, or the shared ones."""
         if own == self._own:
             return
+        if own:
+            self._count_seeding()
         seed, waiting = self._script_seed(), self._waiting
         self._waiting, self._own = get_state(), own
         if own and seed != self._seeded_from:
@@ -82,12 +82,24 @@ class RandomStreams(Interceptor):
         elif waiting is not None:
             set_state(waiting)
 
+    @property
+    def seedings(self) -> int:
+        """How often the script has seeded the shared streams with ``torch.manual_seed``."""
+        if not self._own:
+            self._count_seeding()
+        return self._seedings
+
     @intercepts
     def seeded(self) -> None:
-        """Begin this rank's own streams again, because the script has seeded torch, maybe with the same number as before."""
-        if not self._own:
-            self.seedings += 1
-            self._seeded_from = None
+        """The script has seeded torch, maybe with the same number as before: this rank's own streams begin again at their next use."""
+        if not (self._own or self._own_torch_runs):
+            self._just_seeded = torch.initial_seed()
+
+    @intercepts
+    def restored(self) -> None:
+        """The script has restored an earlier state of torch's stream, which goes on as if it had not seeded meanwhile."""
+        if not (self._own or self._own_torch_runs):
+            self._just_seeded = None
 
     def seed(self) -> int:
         """The seed that the script last gave the shared streams."""
@@ -140,6 +152,7 @@ class RandomStreams(Interceptor):
 
     def renew(self, number: int) -> None:
         """Reseed the shared streams from the script's seed and ``number``, so that ranks with different draws agree again."""
+        self._count_seeding()
         script_seed = self._script_seed()
         seed = _mixed(script_seed, number)
         torch.default_generator.manual_seed(seed)
@@ -148,6 +161,15 @@ class RandomStreams(Interceptor):
         np.random.seed(seed % 2**32)
         random.seed(seed)
         self._renewed = seed, script_seed
+
+    def _count_seeding(self) -> None:
+        """Count that the script has seeded the shared streams, which run now, if that is still in effect."""
+        if self._just_seeded is None:
+            return
+        if self._just_seeded == torch.initial_seed():
+            self._seedings += 1
+            self._seeded_from = None
+        self._just_seeded = None
 
     def _script_seed(self) -> int:
         """The seed of the active streams, without the effect of :meth:`renew`."""
@@ -158,6 +180,7 @@ class RandomStreams(Interceptor):
         """The stored state of the rank's own streams, reseeded if the script has seeded since."""
         if self._own_torch_runs:  # other threads get torch's seed of these streams too
             return self._waiting  # type: ignore[return-value]
+        self._count_seeding()
         seed = self._script_seed()
         if self._waiting is None or seed != self._seeded_from:
             self.use(own=True)
@@ -189,7 +212,7 @@ def _torch_state() -> dict[str, torch.Tensor]:
 
 
 def _set_torch_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
+    torch.default_generator.set_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 

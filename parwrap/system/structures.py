@@ -10,6 +10,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import islice
 from numbers import Number
 from typing import Any
 
@@ -20,6 +21,9 @@ __all__ = ["Structure", "described", "difference", "digest", "leaves", "mapped",
 
 MOST_NAMED = 3
 """The most differences that an error names."""
+
+MOST_VISITED = 64
+"""The most places of a structure in which to search for tensors."""
 
 NUMBER_OF = {torch.int64: "an int", torch.float64: "a float", torch.complex128: "a complex"}
 """Names of number types that are sent in a dtype."""
@@ -100,17 +104,22 @@ def leaves(x: Any) -> dict[str, Any]:
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the :func:`leaves` of ``x``.
+    """The tensors among the :func:`leaves` of ``x``; of a large structure those near its beginning, so that this takes no time.
 
     >>> list(tensors_in(("name", [torch.zeros(2), torch.ones(2)])))
     [tensor([0., 0.]), tensor([1., 1.])]
     """
-    inner = _entries(x)
-    if inner is not None:
-        for _, value in inner:
-            yield from tensors_in(value)
-    elif isinstance(x, torch.Tensor):
-        yield x
+    pending, visited = [x], 0
+    while pending and visited < MOST_VISITED:
+        each = pending.pop()
+        visited += 1
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, (dict, list, tuple)):
+            inner = each.values() if isinstance(each, dict) else each
+            pending.extend(reversed(list(islice(inner, MOST_VISITED))))
+        elif dataclasses.is_dataclass(each) and not isinstance(each, type):
+            pending.extend(getattr(each, field.name) for field in reversed(dataclasses.fields(each)))
 
 
 def digest(structure: Structure) -> int:

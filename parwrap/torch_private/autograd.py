@@ -72,9 +72,14 @@ def saved_input(node: Any) -> torch.Tensor:
 def saved_tensors(node: Any) -> list[torch.Tensor]:
     """The tensors that a node has saved for its backward; none once that has freed them. Only functions in Python make them public.
 
-    A tensor in a checkpoint is computed again for this.
+    Those behind hooks are left out: a checkpoint would compute them again.
     """
+    kept = [name for name in dir(node) if name.startswith("_raw_saved_") and _is_unhooked(getattr(node, name))]
     with suppress(RuntimeError):
-        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        return [each for each in (*saved, *getattr(node, "saved_tensors", ())) if isinstance(each, torch.Tensor)]
+        saved = [node.saved_tensors if name == "_raw_saved_tensors" else getattr(node, name.removeprefix("_raw")) for name in kept]
+        return [each for one in saved for each in (one if isinstance(one, tuple) else (one,)) if isinstance(each, torch.Tensor)]
     return []
+
+
+def _is_unhooked(saved: Any) -> bool:
+    return all(getattr(each, "unpack_hook", None) is None for each in (saved if isinstance(saved, tuple) else (saved,)))

@@ -216,7 +216,10 @@ class Opaque:
 def test_an_order_is_not_changed_if_something_as_long_would_be_left_in_the_old_one(cache):
     names = ["a", "b"] if parwrap.rank() == 0 else ["b", "a"]
     dataset = Cached(list(names), cache)
-    with parwrap.distributed(), pytest.warns(UserWarning, match="different data of the same length in the names of a Cached: each trains"):
+    with (
+        parwrap.distributed(),
+        pytest.warns(UserWarning, match="different data of the same length in the names of a Cached: each rank trains"),
+    ):
         Setup().train(DataLoader(dataset))
 
     assert names == dataset.names
@@ -225,7 +228,7 @@ def test_an_order_is_not_changed_if_something_as_long_would_be_left_in_the_old_o
 @pytest.mark.ranks(2)
 def test_a_list_of_pairs_in_another_order_is_in_rank_zeros():
     pairs = [(number, -number) for number in own_rng().permutation(10).tolist()]
-    with parwrap.distributed(), pytest.warns(UserWarning, match="the same items in different orders in a list; rank 0's"):
+    with parwrap.distributed(), pytest.warns(UserWarning, match="the same items in different orders in a list, so all ranks use rank 0's"):
         seen = Setup().train(DataLoader(pairs, batch_size=1))
 
     assert list(range(10)) == everyones([first for first, _ in seen])

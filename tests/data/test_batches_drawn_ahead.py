@@ -166,7 +166,7 @@ def in_pairs(samples):
 def test_one_loss_over_batches_that_count_differently_is_said():
     with (
         parwrap.distributed(batch="global"),
-        pytest.warns(UserWarning, match=r"test_batches_drawn_ahead.py:\d+ may cover several batches"),
+        pytest.warns(UserWarning, match=r"test_batches_drawn_ahead.py:\d+ belongs to: it may cover several batches"),
     ):
         in_pairs(29)
 

@@ -95,7 +95,7 @@ class Aimless(Sampler):
         ),
         ({}, {"dataset": Stream()}, r"another kind of DataLoader, one with its own sampler; this is one over an IterableDataset\."),
         ({"dataset": Stream(), "num_workers": 1}, {"dataset": Stream()}, r"whose number of workers was 1, but that of this one is 0\."),
-        ({}, {"batch_size": 3}, r"does not repeat what it drew before its state was saved: index 1 of the pass differs"),
+        ({}, {"batch_size": 3}, r"does not repeat its draws from before its state was taken: number 1 of the pass differs"),
         ({"sampler": Aimless()}, {"sampler": Aimless()}, r"it must draw from torch, np\.random or random while nothing else does"),
         (
             {"sampler": RandomSampler(range(SAMPLES), generator=torch.Generator())},

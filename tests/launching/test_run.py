@@ -158,7 +158,7 @@ def test_nothing_is_forked_once_cuda_has_started(tmp_path, monkeypatch):
     (tmp_path / "train.py").touch()
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
 
-    with pytest.raises(LaunchError, match="--start-method fork does not work in a process that has started CUDA"):
+    with pytest.raises(LaunchError, match="--start-method fork does not work in a process that has initialized CUDA"):
         launch(plan_launch(["--start-method", "fork", "--nproc-per-node", "2", "train.py"], {}, 0, 2))
 
 

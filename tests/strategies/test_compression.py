@@ -196,7 +196,7 @@ def test_another_set_of_parameters_begins_anew():
             "powersgd_rank=2 is refused, because torch's .* doubles gradients of rank 1. Use 1, or",
         ),
         ({"compress": "bf16", "powersgd_rank": 8}, "powersgd_rank=8 has no effect with compress='bf16': remove it, or use"),
-        ({"strategy": "none", "compress": "bf16"}, "compress='bf16' has no effect with strategy='none': .* that has it, 'ddp'"),
+        ({"strategy": "none", "compress": "bf16"}, "compress='bf16' has no effect with strategy='none': .* that has this option: 'ddp'"),
     ],
 )
 def test_what_has_no_meaning_is_refused(options, text):

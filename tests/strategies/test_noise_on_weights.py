@@ -65,7 +65,7 @@ def test_every_batch_is_computed_with_the_same_weights(size, noise):
     assert all(len({tuple(each) for each in weights}) == 1 for weights in seen[8:])
     assert size == len(last)
     if parwrap.rank() == 0:
-        assert ("a change in place" if noise is on_gradients else "(SGLD)") in " ".join(str(each.message) for each in said)
+        assert ("in-place change" if noise is on_gradients else "(SGLD)") in " ".join(str(each.message) for each in said)
         assert "test_noise_on_weights.py" in " ".join(str(each.message) for each in said)
 
 

@@ -162,7 +162,9 @@ class _Team:
         if self._failed:
             raise _Abandoned
         done = min(self._finished)
-        raise UsageError(f"{replica} is in {what}, and replica {done} on {self.devices[done]} has finished its forward. {ADVICE}")
+        raise UsageError(
+            f"{replica} is in {what}, but replica {done} on {self.devices[done]} has already finished its forward pass. {ADVICE}"
+        )
 
 
 ADVICE = "Run the same layers in the same order on all replicas, or remove parwrap.sync_bn."

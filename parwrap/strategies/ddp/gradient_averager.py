@@ -387,7 +387,7 @@ def has_timed_out(error: BaseException) -> bool:
 
 def _has_lost_rank(error: Exception) -> bool:
     """Whether another rank has ended: there is nothing left to agree on."""
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in ("closed by peer", "reset by peer"))
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in ("closed by peer", "reset by peer", "Broken pipe"))
 
 
 def divide(grads: Iterable[torch.Tensor], weight: torch.Tensor) -> None:
