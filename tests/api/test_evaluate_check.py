@@ -88,7 +88,8 @@ def test_what_is_no_mean_is_computed_of_the_whole_with_one_warning_that_names_th
         expected, later = function(scored()), function(scored(67, seed=1))
         shared = parwrap.evaluate(function)
         with parwrap.distributed():
-            message = rf'{function.__name__} \(.*test_evaluate_check.py:\d+\) cannot be split across ranks: .*for all of the data.*reduce="gather"'
+            name = rf"{function.__name__} \(.*test_evaluate_check.py:\d+\)"
+            message = rf'{name} cannot be split across ranks: .*for all of the data.*reduce="gather"'
             with pytest.warns(UserWarning, match=message):
                 close(expected, shared(scored()))
             with warnings.catch_warnings():

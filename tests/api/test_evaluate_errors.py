@@ -36,7 +36,7 @@ def test_what_cannot_be_exact_says_so():
             first,
             DataLoader(ten),
             UsageError,
-            r"was not read to its end in an evaluation \(.*\): rank 0 has read 1 of its 5",
+            r"was not read to its end in an evaluation \(.*\): rank 0 read 1 of its 5",
         ),
         (
             "mean",

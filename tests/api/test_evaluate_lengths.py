@@ -161,7 +161,7 @@ def test_the_mean_of_batch_means_is_warned_of_where_batches_differ():
     with parwrap.distributed():
         assert 3.5 == loss(DataLoader(data, batch_size=2))
         with pytest.warns(
-            UserWarning, match=r"the function asked for the number of batches \(.*test_evaluate_lengths.py:\d+\), and those of one"
+            UserWarning, match=r"the function asked for the number of batches \(.*test_evaluate_lengths.py:\d+\), which is smaller on one"
         ):
             loss(DataLoader(data, batch_size=3))
         with pytest.warns(UserWarning, match=r"the function asked for the length of a dataset .*which is 8, but a pass reads 6 samples"):

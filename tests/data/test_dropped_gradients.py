@@ -42,7 +42,7 @@ def test_backwards_without_a_step_whose_gradients_are_dropped_are_said_once(shuf
         for _ in range(2):
             fisher(Trained(), loader(shuffle), by_backward)
 
-    texts = [str(each.message) for each in said if r"called backward\(\) but no optimizer step" in str(each.message)]
+    texts = [str(each.message) for each in said if "called backward() but no optimizer step" in str(each.message)]
     assert 1 == len(texts)
     assert "test_dropped_gradients.py:" in texts[0]
     assert "torch.autograd.grad(loss, parameters)" in texts[0]

@@ -150,3 +150,16 @@ def test_a_first_batch_that_is_drawn_to_look_at_says_nothing():
             assert len(x)
             break
         trained(loader)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_an_evaluation_that_builds_an_optimizer_is_no_training_that_was_left_out():
+    loader = DataLoader(numbers(16), batch_size=8)
+    with parwrap.distributed(batch="global"):
+        model = nn.Linear(2, 1).double()
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        next(iter(loader))
+        model.eval()
+        with torch.no_grad():
+            assert [8, 8] == [len(x) for x, _ in loader]

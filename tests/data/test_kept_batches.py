@@ -86,6 +86,28 @@ def test_parts_of_one_size_count_by_the_batch_whose_tensors_the_loss_has_saved(s
         assert expected == pytest.approx(loop(), abs=1e-12)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_sparse_matrix_that_the_loss_saves_is_in_no_batch():
+    """As the Laplacian of a graph network."""
+    matrix = torch.eye(2, dtype=torch.float64).to_sparse()
+
+    def loop():
+        trained, kept = Trained(), []
+        for x, y in DataLoader(numbers(20), batch_size=3):
+            kept.append((x, y))
+            trained.step(x, y)
+        for x, y in reversed(kept):
+            trained.optimizer.zero_grad()
+            trained.criterion(trained.model(torch.sparse.mm(matrix, x.T).T), y).backward()
+            trained.optimizer.step()
+        return trained.weights
+
+    expected = loop()
+    with parwrap.distributed(batch="global"):
+        assert expected == pytest.approx(loop(), abs=1e-12)
+
+
 def first_of_each_pass(loader, trained, change):
     for _ in range(3):
         x, y = next(iter(loader))

@@ -134,3 +134,50 @@ def test_a_training_repeats_after_the_same_seed(size, seeded, batch):
         assert (weights, zeros) == again
         assert (weights, zeros) != others
         assert size == len({str(each) for each in parwrap.gather([zeros])})
+
+
+@pytest.mark.ranks(2)
+def test_a_seed_of_a_state_that_is_restored_repeats_nothing():
+    """As for previews that are the same in each epoch."""
+    with parwrap.distributed():
+        drawn, orders = [], []
+        x = torch.arange(12.0).view(-1, 1)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        torch.manual_seed(7)
+        for _ in range(3):
+            order = []
+            for (batch,) in DataLoader(TensorDataset(x), batch_size=2, shuffle=True):
+                model(batch).sum().backward()
+                optimizer.step()
+                order += batch.flatten().tolist()
+                drawn.append(torch.rand(1).item())
+            with torch.random.fork_rng():
+                torch.manual_seed(7)
+                torch.rand(1)
+            orders.append(order)
+
+        assert len(drawn) == len(set(drawn))
+        assert 3 == len({str(order) for order in orders})
+
+
+@pytest.mark.ranks(2)
+def test_a_layer_that_seeds_within_a_restored_state_does_not_repeat_dropout():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            with torch.random.fork_rng():
+                torch.manual_seed(7)
+                noise = torch.rand(1)
+            return x + noise
+
+    with parwrap.distributed():
+        model = nn.Sequential(nn.Linear(1, 16), Noisy(), nn.Dropout())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        zeros = []
+        for _ in range(6):  # a loop by hand
+            output = model(torch.ones(1, 1))
+            zeros.append(output.eq(0).tolist())
+            output.sum().backward()
+            optimizer.step()
+
+    assert 5 <= len({str(each) for each in zeros})

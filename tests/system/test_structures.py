@@ -12,6 +12,7 @@ import torch
 import parwrap
 from parwrap.errors import RankMismatchError, UsageError
 from parwrap.group.group import alone
+from parwrap.system.structures import tensors_in
 
 Point = namedtuple("Point", "x y")
 GROUPS = [pytest.param(parwrap.distributed, id="parwrap's group"), pytest.param(nullcontext, id="the script's own group")]
@@ -134,3 +135,18 @@ def test_what_one_rank_cannot_send_is_an_error_on_every_rank(scope):
                 parwrap.reduce_sum(wrong)
         with alone(), pytest.raises(UsageError, match="would wait forever"):
             parwrap.reduce_sum(1)
+
+
+def test_a_large_structure_is_searched_for_tensors_near_its_beginning_only():
+    @dataclass
+    class Node:
+        data: list
+        next: object = None
+
+    node = Node([torch.zeros(2)])
+    node.next = node  # refers to itself
+    ints = [list(range(512)) for _ in range(64)]
+
+    assert [2] == [len(each) for each in tensors_in({"x": torch.zeros(2), "ints": ints})]
+    assert 2 == len(next(tensors_in(node)))
+    assert len(list(tensors_in(node))) < 64

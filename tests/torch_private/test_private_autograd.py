@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from parwrap.torch_private import autograd
 
@@ -155,6 +156,19 @@ def test_a_function_of_pythons_has_saved_tensors_too():
     x = torch.rand(2, requires_grad=True)
 
     assert [x.data_ptr()] == [saved.data_ptr() for saved in autograd.saved_tensors(Square.apply(x).grad_fn)]
+
+
+def test_a_checkpoint_is_not_computed_again_to_see_what_it_has_saved():
+    calls = []
+
+    def block(x):
+        calls.append(x)
+        return x.tanh().exp()
+
+    output = checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=False)
+
+    assert [] == autograd.saved_tensors(output.grad_fn)
+    assert 1 == len(calls)
 
 
 def test_a_view_knows_its_base():

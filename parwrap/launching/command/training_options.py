@@ -153,4 +153,4 @@ def refuse_missing_gpus(devices: Sequence[int | str], gpus: int) -> None:
     for device in devices:
         number = str(device).removeprefix("cuda:")
         if number.isdecimal() and int(number) >= gpus:
-            raise LaunchError(f"--data-parallel names cuda:{number}, but torch can use only {gpus} GPUs here: choose others, or all.")
+            raise LaunchError(f"--data-parallel names cuda:{number}, but torch can use {gpus} GPUs here: choose others, or all.")

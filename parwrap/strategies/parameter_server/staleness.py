@@ -114,7 +114,7 @@ class Staleness:
         if all(rank in asking or self._is_away(worker, number) for rank, worker in self._workers.items()):
             steps = ", ".join(f"rank {rank} is at a step of optimizer {optimizer}" for rank, (optimizer, _) in sorted(asking.items()))
             raise RankMismatchError(
-                f"the workers have come to steps of different optimizers, and each would wait for the others forever: {steps}. Have all "
+                f"the workers are at steps of different optimizers and would wait for each other forever: {steps}. Have all "
                 "workers step in the same order, or leave staleness out."
             )
 
