@@ -68,7 +68,7 @@ def items_of_samples(values: Any, rows: int) -> str | None:
     """Why something in ``values`` other than a tensor may have to be cut too: it has an item for each of several samples.
 
     >>> items_of_samples((torch.ones(4, 2), [3, 1, 2, 2]), 4)
-    'it is given a list of 4 items for 4 samples, which may have one for each'
+    'one of its inputs is a list of 4 items for 4 samples, which may have one item per sample'
     """
 
     def is_list(value: Any) -> bool:
