@@ -255,7 +255,7 @@ def _is_part(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _divide(leaves: list[torch.Tensor], weight: float) -> None:
-    """Divide gradients by ``weight``, by which the losses were multiplied, to get this rank's mean gradient."""
+    """Divide gradients by ``weight``, with which the losses were multiplied, to get this rank's mean gradient."""
     for grad in {id(leaf): leaf.grad for leaf in leaves if leaf.grad is not None}.values():
         grad.div_(weight)
 
