@@ -155,7 +155,7 @@ class WriterFiles(RankFiles):
 
     @intercepts
     def run_command(self, command: Any) -> None:
-        """``subprocess`` and ``os.system``, on every rank."""
+        """Warn of a command that may change files, because ``subprocess`` and ``os.system`` run it on every rank."""
         if self._rules.acts() and not here.every_rank:
             self._processes.command(command)
 
@@ -181,7 +181,7 @@ class WriterFiles(RankFiles):
 
 
 def _write_atomically(path: str, write: Callable[[Any], Any]) -> Any:
-    """Write to a temporary path, then rename the file to ``path``; both have the same name, because torch puts it into the archive."""
+    """Write to a temporary path, then rename the file to ``path``; the name is the same, because torch stores it in the archive."""
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isfile(path):
         return write(path)  # a device or a pipe cannot be renamed over

@@ -152,7 +152,7 @@ class _Claim(NamedTuple):
         return f"{self.launcher.name} says {' and '.join(f'{name}={value}' for name, value in facts if value is not None)}"
 
     def agrees(self, other: _Claim) -> bool:
-        """Whether its facts do not contradict those of ``other``, which is complete."""
+        """Whether each of its known facts is the same in ``other``, which is complete."""
         return self.rank in (None, other.rank) and self.size in (None, other.size)
 
 

@@ -261,7 +261,7 @@ def _modes(devices: Sequence[torch.device]) -> Callable[[torch.device], Abstract
                 entered.enter_context(torch.cuda.stream(stream))
             if device.type == "cuda":
                 entered.enter_context(torch.cuda.device(device))
-            if device.type == "cpu":  # otherwise each replica would use that many threads
+            if device.type == "cpu":  # the replicas share the process's threads
                 entered.callback(torch.set_num_threads, computing)
                 torch.set_num_threads(share)
             if place.type != "cpu":

@@ -118,7 +118,7 @@ def _cut(leaf: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> Se
 
 
 def kinds_of(leaves: Iterable[Any], rows: int) -> tuple:
-    """The kind of each of the ``leaves``; calls with equal kinds are of the same kind.
+    """The kind of each of the ``leaves``; two calls with equal results are of the same kind.
 
     >>> kinds_of([torch.ones(4, 2), torch.ones(1, 2), 3], 4)
     ('cut', 'whole', 'int')

@@ -24,7 +24,7 @@ __all__ = ["Pieces", "are_different_gpus", "in_whole"]
 
 
 class _Joined(torch.autograd.Function):
-    """Makes the tensor and sends its gradients to the pieces, for operations without ``__torch_function__``, such as autograd functions."""
+    """Makes the tensor and sends its gradients to the pieces, for operations that bypass ``__torch_function__``: autograd functions."""
 
     @staticmethod
     def forward(ctx: Any, cls: type, shape: Sequence[int], *pieces: torch.Tensor) -> torch.Tensor:

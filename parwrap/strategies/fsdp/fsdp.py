@@ -202,7 +202,7 @@ class FSDP(Strategy):
         """Check the gradients that ``optimizer`` is about to use.
 
         Raises:
-            UsageError: they do not come from a backward: each rank has computed them from its own data, for a different part.
+            UsageError: the gradients do not come from a backward: each rank has computed them from its own data, for a different part.
         """
         grad = next((p.grad for p in parameters_of(optimizer) if is_sharded(p) and p.grad is not None), None)
         if grad is None or is_alone():
@@ -226,7 +226,7 @@ class FSDP(Strategy):
         with ExitStack() as whole:
             for model in self._alive():
                 if (root := model.root()) is not None:
-                    self._equal_state.set_mode(root, training=False)  # a whole model is not identified by the parameters of its optimizer
+                    self._equal_state.set_mode(root, training=False)  # not later: the optimizer's parameters do not identify a whole model
                 whole.enter_context(model.whole())
             yield
 

@@ -58,7 +58,7 @@ class Replicated:
         """Find the replicated parameters that ``call`` reaches; less and less often for repeated calls from the same place.
 
         Raises:
-            UsageError: it reaches leaf tensors repeatedly that are in no optimizer, so they are updated by hand.
+            UsageError: it repeatedly reaches leaf tensors that are in no optimizer, so they are updated by hand.
         """
         self._loop.look_for_parameters()
         if self._generation != self._loop.generation:

@@ -171,7 +171,7 @@ class ShardedModel:
         """Remove the sharding from the modules.
 
         Args:
-            whole: a function that gathers a tensor on all ranks, to restore the original parameters. Without it they stay this rank's part.
+            whole: a function that gathers a tensor on all ranks, to restore the original parameters. Without it, parameters stay sharded.
         """
         self._take_off()
         for state in self._states:

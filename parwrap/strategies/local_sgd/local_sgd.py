@@ -134,7 +134,7 @@ class LocalSGD(Strategy):
 
     @intercepts
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step of ``optimizer``, and average the weights after every ``every`` steps."""
+        """Count a step of ``optimizer``, and average the weights once it has taken ``every`` steps."""
         if is_alone() or _is_part(optimizer) or self._loop.is_of_one_batch(optimizer):
             return
         if self._warming:
@@ -225,7 +225,7 @@ class LocalSGD(Strategy):
                 _divide([*reached(call.roots), *call.existing_grads], weight)
             return
         self._weights.append(weight)
-        # a sample of weight 0 must not change the weights
+        # a sample of weight 0 must not contribute to the gradients
         factor = batch.loss_factor if weight else 0.0
         (call.scaled(factor) if call.averaged and factor != 1.0 else call).run()
 

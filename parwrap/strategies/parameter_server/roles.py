@@ -109,7 +109,7 @@ def joined(group: Group | None, options: Options) -> Iterator[Group | None]:
             yield roles.among_workers
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
-            group.coordinator.fail(error)  # the first rank in the next run waits for this one
+            group.coordinator.fail(error)  # otherwise ranks that begin the next run would wait for this one
         raise
 
 

@@ -32,7 +32,7 @@ class Kind(IntEnum):
     """Values that were changed by hand."""
     PULL = 4
     STATE = 5
-    """Asks for the optimizer's state of the server's parameters."""
+    """Asks for the optimizer's state for the server's parameters."""
     LOAD = 6
     """The optimizer's state and options, to continue from."""
     WAIT = 7

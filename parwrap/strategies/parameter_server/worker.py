@@ -322,7 +322,7 @@ class Worker:
             self._send(part.server, Message(Kind.SET, number, content=pickle.dumps(changed), values=buffer))
 
     def _take(self, part: _Part, unseen: bool = False, without: Collection[int] = ()) -> None:
-        """Write the pulled values to the parameters, except at positions ``without``; if ``unseen``, so that no saved graph notices."""
+        """Write the pulled values to the parameters, except at positions ``without``; ``unseen`` hides the write from autograd."""
         with torch.no_grad():
             for place, (p, known) in enumerate(zip(part.parameters, part.known, strict=True)):
                 if place not in without:
