@@ -1,4 +1,4 @@
-"""Settings of one thread for its effects on files: whether they run unchanged, and whether every rank writes.
+"""Per-thread settings for file access: whether calls run unchanged, and whether every rank writes.
 
 Nothing here imports torch, because the launcher uses it too.
 """
@@ -13,7 +13,7 @@ __all__ = ["every_rank_writing", "here", "passing"]
 
 
 class _Here(threading.local):
-    """How many blocks of either kind this thread is in."""
+    """The number of blocks of each kind that this thread is in."""
 
     passing = 0
     every_rank = 0
@@ -24,7 +24,7 @@ here = _Here()
 
 @contextmanager
 def passing() -> Iterator[None]:
-    """In the block, this thread's file calls are parwrap's own and run unchanged."""
+    """Let this thread's file calls run unchanged inside the block, because they are parwrap's own."""
     here.passing += 1
     try:
         yield
@@ -34,7 +34,7 @@ def passing() -> Iterator[None]:
 
 @contextmanager
 def every_rank_writing() -> Iterator[None]:
-    """In the block, this thread writes for its own rank."""
+    """Let this thread write files on every rank inside the block."""
     here.every_rank += 1
     try:
         yield

@@ -1,6 +1,6 @@
-"""The interceptor of files in a process that is not a rank, such as a parameter server: only that process sees what it writes.
+"""Intercepts file access in a process that is not a rank, such as a parameter server: only that process sees what it writes.
 
-It reads what is on the disk. Unlike a replica it never waits, since it has no place in rank 0's script.
+The process reads what is on the disk. Unlike a replica it never waits, because it has no place in rank 0's script.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class _Nobody(Awaited):
 
 
 class PrivateFiles(ReplicaFiles):
-    """Keeps effects on files to this process.
+    """Keeps this process's changes to files private to it.
 
     Args:
-        rank: of the process.
+        rank: the rank of the process.
     """
 
     def __init__(self, rank: int) -> None:
@@ -45,7 +45,7 @@ class PrivateFiles(ReplicaFiles):
 
     @intercepts
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
-        """``torch.save``: it writes to a path as any other call, since nobody else writes what is loaded here."""
+        """``torch.save``: writes to a path like any other call, because no other rank writes a file that this process may load."""
         if isinstance(file, (str, os.PathLike)):
             self.write_native(file, write)
         else:

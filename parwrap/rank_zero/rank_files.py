@@ -1,4 +1,4 @@
-"""What the interceptors of rank 0's files and of a replica's have in common.
+"""The base class of the interceptors of rank 0's files and of a replica's files.
 
 ``writer_files.py`` and ``replica_files.py`` decide what happens to a file.
 """
@@ -17,11 +17,11 @@ __all__ = ["RankFiles"]
 
 
 class RankFiles(Interceptor):
-    """Intercepts files of one rank.
+    """Intercepts the file access of one rank.
 
     Args:
-        rules: which paths are concerned.
-        finish: called with the key of each file that was written and has been closed.
+        rules: the rules for which paths are intercepted.
+        finish: a function, called with the key of each written file when it is closed.
     """
 
     def __init__(self, rules: PathRules, finish: Callable[[str], None]) -> None:
@@ -30,12 +30,12 @@ class RankFiles(Interceptor):
 
     @intercepts
     def load(self, location: Any, read: Callable[[Any], Any]) -> Any:
-        """``torch.load``, which opens its file with ``open``; the weights go to this rank's own device."""
+        """``torch.load``: loads GPU tensors onto this rank's own GPU; the file itself is intercepted by ``open``."""
         return read(_on_own_gpu(location))
 
     @intercepts
     def close_descriptor(self, original: Callable, descriptor: int) -> None:
-        """``os.close``."""
+        """``os.close``: reports a file that was written."""
         key = self._descriptors.pop(descriptor, None)
         original(descriptor)
         if key is not None:

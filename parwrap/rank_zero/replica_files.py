@@ -1,6 +1,6 @@
 """Intercepts file access on ranks other than 0: they write to their own overlay, and read what rank 0 has.
 
-The overlay, and waiting for rank 0, are left to ``file_overlay.py``.
+``file_overlay.py`` manages the overlay, and waits for rank 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["ReplicaFiles"]
 
 
 class ReplicaFiles(RankFiles):
-    """Keeps a replica's effects on files to the replica.
+    """Keeps a replica's changes to files private to the replica.
 
     Args:
         rank: the global rank of this process.
@@ -41,13 +41,13 @@ class ReplicaFiles(RankFiles):
         super().__init__(rules, self._overlay.finish)
 
     def close(self) -> None:
-        """Let everything through from now on; what only this rank has seen is discarded."""
+        """Let all calls run unchanged from now on, and discard the files that only this rank has seen."""
         self._rules.open = False
         self._overlay.close()
 
     @intercepts
     def save(self, file: Any, write: Callable[[Any], None]) -> None:
-        """``torch.save``: writes nothing to a path, since checkpoints are large, unless rank 0's file will not exist for this rank."""
+        """``torch.save``: writes nothing to a path, because checkpoints are large, unless this rank cannot read rank 0's file."""
         key = self._written(file) if isinstance(file, (str, os.PathLike)) else None
         if key is None:
             write(file)
@@ -65,15 +65,15 @@ class ReplicaFiles(RankFiles):
 
     @intercepts
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
-        """Native code that reads a file: it reads what rank 0 has at the same point."""
+        """Run native code that reads a file, with the content that rank 0 has at the same point."""
         try:
             return self._read(path, lambda place: self._read_named(place, path, read))
         except FileNotFoundError:  # the native code reports the error
-            return read(self._overlay.fresh() if os.path.lexists(path) else path)  # rank 0 is ahead and has made it
+            return read(self._overlay.fresh() if os.path.lexists(path) else path)  # rank 0 is ahead and has made the file
 
     @intercepts
     def write_native(self, path: Any, write: Callable[[Any], Any]) -> Any:
-        """Native code that writes a whole file: it writes a scratch file."""
+        """Run native code that writes a whole file, to a scratch file."""
 
         def write_whole(place: Any, closed: Callable[[], None] | None) -> Any:
             result = write(place)
@@ -95,7 +95,7 @@ class ReplicaFiles(RankFiles):
 
     @intercepts
     def open_native(self, path: Any, mode: str, open_at: Callable[[Any, Callable[[], None] | None], Any]) -> Any:
-        """Native code that opens a file: ``open_at`` takes the path and a function to call when it is closed."""
+        """Run native code that opens a file; ``open_at`` takes the path and a function to call when the file is closed."""
         if not writes(mode):
             return self.read_native(path, lambda place: open_at(place, None))
         key = self._written(path)
@@ -112,7 +112,7 @@ class ReplicaFiles(RankFiles):
             raise
 
     def _read_named(self, place: Any, path: Any, read: Callable[[Any], Any]) -> Any:
-        """``read`` a file under a name, which some libraries need: versions that rank 0 keeps have none."""
+        """Call ``read`` with a path that has a name, which some libraries need; old versions that rank 0 keeps have no name."""
         if not str(place).startswith("/proc/"):
             return read(place)
         copy = self._overlay.fresh(place, suffix=os.path.splitext(os.fsdecode(path))[1])
@@ -122,14 +122,14 @@ class ReplicaFiles(RankFiles):
             os.unlink(copy)
 
     def _missing_folder(self, key: str) -> str | None:
-        """A path where writing fails as it does for rank 0, if the folder of ``key`` does not exist."""
+        """A path where writing fails as it does for rank 0, if the folder of ``key`` does not exist; else ``None``."""
         folder, name = os.path.split(self._overlay.followed(key))
         with passing():
             return None if self._overlay.exists(folder) else os.path.join(self._overlay.fresh(), name)
 
     @intercepts
     def open(self, call: Opening) -> Any:
-        """``open``: writes a scratch file, reads what rank 0 has at the same point."""
+        """``open``: writes to a scratch file, or reads what rank 0 has at the same point."""
         file, mode = call.file, call.mode
         if not writes(mode):
             if isinstance(file, int) or call.opener is not None:
@@ -158,7 +158,7 @@ class ReplicaFiles(RankFiles):
 
     @intercepts
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        """``os.open``."""
+        """``os.open``: like ``open``."""
         if not flags & WRITING:
             return original(path, flags, mode, dir_fd=dir_fd) if dir_fd else self.look("open", original, path, (flags, mode), {})
         key = self._written(path, dir_fd)
@@ -172,7 +172,7 @@ class ReplicaFiles(RankFiles):
 
     @intercepts
     def look(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
-        """``os.stat`` and similar calls: of what rank 0 has at the same point."""
+        """``os.stat`` and similar calls, for the file that rank 0 has at the same point."""
         if isinstance(path, int) or kwargs.get("dir_fd") is not None or not self._may_differ(path):
             result = original(path, *args, **kwargs)
             if type(result) is not os.stat_result or result.st_ctime < self._overlay.since or isinstance(path, int) or "dir_fd" in kwargs:
@@ -187,7 +187,7 @@ class ReplicaFiles(RankFiles):
 
     @intercepts
     def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
-        """``os.listdir`` and ``os.scandir``."""
+        """``os.listdir`` and ``os.scandir``, for the folder as this rank sees it."""
         path = "." if path is None else path
         if isinstance(path, int) or not self._rules.acts() or self._rules.exempt(key := self._rules.key(path)):
             return original(path)
@@ -215,7 +215,7 @@ class ReplicaFiles(RankFiles):
 
     @intercepts
     def change(self, change: Change) -> Any:
-        """A call that makes, removes or moves paths: in the overlay."""
+        """Make, remove or move paths in the overlay."""
         gone, made = (self._written(*path) if path else None for path in (change.gone, change.made))
         if change.name in ("rename", "replace"):
             return self._move(change, gone, made)
@@ -290,7 +290,7 @@ class ReplicaFiles(RankFiles):
             return None
 
     def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The key of a path that is about to be changed, or ``None`` if the change runs as it is: then its folder is made on the disk."""
+        """The key of a path that is about to be changed, or ``None`` if the call runs unchanged: then its folder is made on the disk."""
         key = self._rules.writes(path, dir_fd)
         if key is None and self._overlay.names and self._rules.looks() and not isinstance(path, int):
             folder = os.path.dirname(self._rules.key(path, dir_fd))
@@ -303,7 +303,7 @@ class ReplicaFiles(RankFiles):
         return self._overlay.concerns((path if type(path) is str else os.fsdecode(path)).rpartition("/")[2])
 
     def _read(self, path: Any, read: Callable[[Any], Any], follow: bool = True) -> Any:
-        """``read`` applied to the present location of ``path``."""
+        """Call ``read`` with the current location of ``path``."""
         child = not self._rules.in_process()
         if not self._rules.looks() or not (child or self._rules.acts()):
             return read(path)
@@ -326,12 +326,12 @@ class ReplicaFiles(RankFiles):
         return key
 
     def _is_there(self, key: str) -> bool:
-        """Whether this rank can change the file at ``key``, though rank 0 may have removed it already."""
+        """Whether this rank can change the file at ``key``, even if rank 0 has removed it already."""
         with passing():
             return self._overlay.exists(key) or self._overlay.removed_ahead(key)
 
     def _free(self, key: str, path: Any) -> str:
-        """``key``, where something new can be made."""
+        """Check that something new can be made at ``key``, and return it."""
         if self._overlay.exists(key):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path[0])
         self._check_folder(key, path[0])
@@ -346,7 +346,7 @@ class ReplicaFiles(RankFiles):
         with passing():
             key = self._overlay.followed(key)
             entry = self._overlay.get(key)
-            if entry is None or entry.kind == "gone" or new:  # else a log that is appended to would be looked up each time
+            if entry is None or entry.kind == "gone" or new:  # otherwise each append to a log would look it up
                 there = self._overlay.exists(key)
                 if new and there:
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)

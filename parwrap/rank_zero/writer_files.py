@@ -38,7 +38,7 @@ class WriterFiles(RankFiles):
         super().__init__(PathRules(group.world.rank), self._announced.finish)
 
     def close(self) -> None:
-        """Let everything through from now on; replicas stop waiting."""
+        """Let all calls run unchanged from now on; replicas stop waiting."""
         self._rules.open = False
         self._announced.close()
 
@@ -56,18 +56,18 @@ class WriterFiles(RankFiles):
 
     @intercepts
     def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
-        """Native code that reads a file."""
+        """Run native code that reads a file."""
         return read(path)
 
     @intercepts
     def write_native(self, path: Any, write: Callable[[Any], Any]) -> Any:
-        """Native code that writes a whole file."""
+        """Run native code that writes a whole file."""
         with self._version(self._written(path)), passing():
             return _write_atomically(os.fsdecode(path), write)
 
     @intercepts
     def update_native(self, path: Any, update: Callable[[Any], Any]) -> Any:
-        """Native code that changes a file for an unknown time: the old content is kept for slower ranks."""
+        """Run native code that changes a file for an unknown time, and keep the old content for slower ranks."""
         key = self._written(path)
         if key and is_too_large(path):
             warn(
@@ -80,7 +80,7 @@ class WriterFiles(RankFiles):
 
     @intercepts
     def open_native(self, path: Any, mode: str, open_at: Callable[[Any, Callable[[], None] | None], Any]) -> Any:
-        """Native code that opens a file: ``open_at`` takes the path and a function to call when it is closed."""
+        """Run native code that opens a file; ``open_at`` takes the path and a function to call when the file is closed."""
         key = self._written(path) if writes(mode) else None
         if key is None:
             return open_at(path, None)
@@ -103,7 +103,7 @@ class WriterFiles(RankFiles):
 
     @intercepts
     def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        """``os.open``."""
+        """``os.open``: a written file is announced when it is closed."""
         key = self._written(path, dir_fd) if flags & WRITING else None
         if key is None:
             return original(path, flags, mode, dir_fd=dir_fd)
@@ -125,7 +125,7 @@ class WriterFiles(RankFiles):
 
     @intercepts
     def change(self, change: Change) -> Any:
-        """A call that makes, removes or moves paths."""
+        """Run a call that makes, removes or moves paths, and announce the new versions."""
         gone, made = (self._rules.writes(*path) if path else None for path in (change.gone, change.made))
         if change.name == "mkdir" and made and os.path.lexists(made):
             return change.run()  # the call fails
@@ -147,7 +147,7 @@ class WriterFiles(RankFiles):
             self._rules.link(gone, None)
 
     def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The key of the file that is written when ``path`` is opened for it."""
+        """The key of the file that is written when ``path`` is opened for writing; ``None`` if the call runs unchanged."""
         key = self._rules.writes(path, dir_fd)
         if key is None and self._rules.in_child(path):
             self._processes.written(os.fsdecode(path))
@@ -155,13 +155,13 @@ class WriterFiles(RankFiles):
 
     @intercepts
     def run_command(self, command: Any) -> None:
-        """``subprocess`` and ``os.system``, on every rank."""
+        """Warn of a command that may change files, because ``subprocess`` and ``os.system`` run it on every rank."""
         if self._rules.acts() and not here.every_rank:
             self._processes.command(command)
 
     @contextmanager
     def _begun(self, key: str, replaces: bool, in_place: bool = False) -> Iterator[None]:
-        """A version that is begun, unless the block fails."""
+        """Begin a version of ``key``, and cancel it if the block fails."""
         self._announced.begin(key, replaces, in_place)
         try:
             yield
@@ -171,7 +171,7 @@ class WriterFiles(RankFiles):
 
     @contextmanager
     def _version(self, key: str | None, gone: bool = False, replaces: bool = True) -> Iterator[None]:
-        """A version of ``key``, if the rule applies to it, that is complete after the block."""
+        """Begin a version of ``key``, which is complete after the block; do nothing without a key."""
         if key is None:
             yield
             return
@@ -181,7 +181,7 @@ class WriterFiles(RankFiles):
 
 
 def _write_atomically(path: str, write: Callable[[Any], Any]) -> Any:
-    """Call ``write`` with a temporary path of the same name, whose stem torch puts into the archive, and rename the file to ``path``."""
+    """Write to a temporary path, then rename the file to ``path``; the name is the same, because torch stores it in the archive."""
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isfile(path):
         return write(path)  # a device or a pipe cannot be renamed over

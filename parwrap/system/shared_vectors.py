@@ -1,7 +1,7 @@
 """Shared-memory all-gather: in each turn, every rank of a node writes one short vector of numbers, which all of them can read.
 
-It takes microseconds, whereas a collective over sockets, with its threads, takes a fraction of a millisecond. A vector stays until all
-ranks have written that of the second next turn. The caller defines the turns.
+It takes microseconds, whereas a collective over sockets, with its threads, takes a fraction of a millisecond. A vector stays until its rank
+writes again in the turn after the next one. The caller defines the turns.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CAPACITY = 1 << 18
 """The most numbers in a vector. Memory is only taken when it is used."""
 
 LINE = 8
-"""The distance between turns, in numbers, so that the ranks' vectors are in separate cache lines."""
+"""The distance between the ranks' turn counters, in numbers, so that they are in separate cache lines."""
 
 SPINS = 300
-"""Reads of the others' vectors before this rank yields its core."""
+"""The number of checks for the others' vectors before this rank sleeps between checks."""
 POLLING = 5e-5
-"""Seconds between two reads from then on."""
+"""Seconds to sleep between two checks."""
 
 
 class SharedVectors:
@@ -49,11 +49,11 @@ class SharedVectors:
 
     @staticmethod
     def size(ranks: int) -> int:
-        """The number of bytes that the vectors of so many ranks take."""
+        """The number of bytes that the vectors of that many ranks take."""
         return 8 * ranks * (LINE + 2 * CAPACITY)
 
     def put(self, turn: int, numbers: torch.Tensor) -> None:
-        """This rank's vector for ``turn``, which grows."""
+        """Write this rank's vector for ``turn``, a number that grows with each call."""
         self._rows[turn & 1, self._rank, : len(numbers)] = numbers
         # others see the writes in this order on x86; processors that reorder writes would need a barrier here, which Python lacks
         self._turns[self._rank] = turn
@@ -64,7 +64,7 @@ class SharedVectors:
         Args:
             turn: the last turn that this rank has written.
             length: the length of the vectors.
-            waiting: called repeatedly while one is missing; may raise.
+            waiting: a function, called repeatedly while a vector is missing; it may raise an error.
         """
         looks = 0
         while not (self._turns >= turn).all():

@@ -1,7 +1,7 @@
-"""The structure of nested dicts, lists, tuples and dataclasses of numbers, tensors and arrays, to compare it between ranks.
+"""Describes the structure of nested dicts, lists, tuples and dataclasses of numbers, tensors and arrays, to compare it between ranks.
 
 A collective over them needs the same keys, lengths, shapes and dtypes on every rank, because values are matched by position. Only numbers
-and tensors without a dimension may differ in type, since an empty sum is an ``int`` and a full one is not.
+and tensors without a dimension may differ in type, because a sum of nothing is an ``int`` and other sums may not be.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ MOST_VISITED = 64
 """The most places of a structure in which to search for tensors."""
 
 NUMBER_OF = {torch.int64: "an int", torch.float64: "a float", torch.complex128: "a complex"}
-"""Names of number types that are sent in a dtype."""
+"""The name of the number type that is sent in each dtype."""
 DTYPES = {what: dtype for dtype, what in NUMBER_OF.items()}
 SCALAR = "a tensor [] "
 """The description of a tensor without a dimension."""
 
 CONTAINERS = ("a dict", "a dataclass", "of length ")
-"""Descriptions of objects that are no leaves."""
+"""The beginnings of descriptions of objects that are not leaves."""
 
 Structure = dict[str, str]
 """A description of each place: containers, and the leaves in them."""
 
 
 def _entries(x: Any) -> list[tuple[str, Any]] | None:
-    """The items of ``x``, by the expression of each, in an order that is the same on all ranks; ``None`` if ``x`` is a leaf."""
+    """The items of ``x``, each with its expression, in an order that is the same on all ranks; ``None`` if ``x`` is a leaf."""
     if isinstance(x, dict):
         return [(f"[{key!r}]", x[key]) for key in sorted(x, key=repr)]  # ranks may have filled their dicts in different orders
     if isinstance(x, (list, tuple)):
@@ -92,7 +92,7 @@ def described(x: Any) -> Structure:
 
 
 def leaves(x: Any) -> dict[str, Any]:
-    """The leaves of ``x``, by the expression of each.
+    """The leaves of ``x``, by their expressions.
 
     >>> leaves({"loss": 0.5, "hits": [1, 2]})
     {"['hits'][0]": 1, "['hits'][1]": 2, "['loss']": 0.5}
@@ -154,7 +154,7 @@ def difference(structures: Mapping[int, Structure]) -> str:
 
 
 def mixed_dtypes(mine: Structure, structures: Iterable[Structure]) -> list[torch.dtype | None]:
-    """For each leaf of ``mine``: the dtype that can hold the leaves of all the compatible ``structures``, if these differ.
+    """For each leaf of ``mine``: the dtype that can hold this leaf of all compatible ``structures``, or ``None`` if they agree.
 
     >>> mixed_dtypes({"": "of length 2", "[0]": "an int", "[1]": "an int"}, [{"[0]": "an int", "[1]": "a float"}])
     [None, torch.float64]

@@ -1,4 +1,4 @@
-"""Words that depend on a number, for lines and error texts."""
+"""Words that depend on a number, for printed lines and error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replaces pytest's own fixtures in a test with the mark ``ranks``: each rank makes its own from what is sent to it.
+"""Replaces pytest's own fixtures in a test with the mark ``ranks``: each rank makes its own from a placeholder.
 
 Every pytest run of every user loads this file, so it does not import torch.
 """
@@ -21,11 +21,11 @@ __all__ = ["opened", "sent"]
 
 
 class _StandIn:
-    """What is sent in the place of a fixture.
+    """A placeholder, which is sent to the ranks instead of a fixture.
 
     Args:
-        make: makes that of a rank, given pytest's configuration, the rank and ``known``.
-        known: of the fixture in the pytest process.
+        make: a function that makes a rank's fixture from pytest's configuration, the rank and ``known``.
+        known: the facts about the fixture in the pytest process.
     """
 
     def __init__(self, make: Callable[..., AbstractContextManager[Any]], *known: Any) -> None:
@@ -34,7 +34,7 @@ class _StandIn:
 
 @contextmanager
 def _captured(config: pytest.Config, rank: int, capture_class: type) -> Iterator[CaptureFixture[Any]]:
-    """``capsys``, ``capfd`` and the two that capture bytes."""
+    """``capsys``, ``capfd`` and their variants that capture bytes."""
     if not config.pluginmanager.hasplugin("capturemanager"):
         config.pluginmanager.register(CaptureManager("no"), "capturemanager")  # disabled() needs it
     manager: Any = config.pluginmanager.getplugin("capturemanager")
@@ -73,7 +73,7 @@ def _folders(config: pytest.Config, rank: int, base: Path) -> Iterator[pytest.Te
 
 @contextmanager
 def _asked(config: pytest.Config, rank: int, known: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Any]:
-    """The parts of ``request`` that can be sent."""
+    """``request``, with the attributes that can be sent."""
     yield _Known("request", {**known, "node": _Known("request.node", node)})
 
 
@@ -95,14 +95,14 @@ class _Known:
 
 
 def sent(value: Any, item: pytest.Function) -> Any:
-    """What is sent to the ranks instead of ``value``, an argument of the test ``item``."""
+    """The object to send to the ranks for ``value``, an argument of the test ``item``."""
     stand_in = _STAND_INS.get(type(value))
     return value if stand_in is None else stand_in(value, item)
 
 
 @contextmanager
 def opened(arguments: Mapping[str, Any], config: pytest.Config, rank: int) -> Iterator[dict[str, Any]]:
-    """The arguments of a test in a rank, with this rank's fixtures instead of their placeholders."""
+    """Yield the arguments of a test on a rank, with this rank's fixtures instead of their placeholders."""
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(value.make(config, rank, *value.known)) if isinstance(value, _StandIn) else value

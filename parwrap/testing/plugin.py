@@ -9,7 +9,7 @@ every rank is shown. Fixtures are made once, in the pytest process. Each rank ge
 environment; ranks do not see other changes by a fixture. Each rank has its own ``capsys``, ``capfd``, ``caplog``, ``recwarn`` and
 ``tmp_path_factory``; ``request`` has its ``param`` and names the test.
 
-Each rank imports the test's module again. Name slow imports in ``ranks_preload`` of pytest's configuration, and they are imported once::
+Each rank imports the test's module again. To import slow modules only once, list them in ``ranks_preload`` in pytest's configuration::
 
     [tool.pytest.ini_options]
     ranks_preload = ["pandas", "transformers"]
@@ -102,7 +102,7 @@ def _read_mark(item: pytest.Function) -> tuple[int, float] | None:
 
 
 def _run(item: pytest.Function, size: int, timeout: float) -> None:
-    """Run ``item`` on ``size`` ranks; it fails or is skipped as on the rank where that happened first."""
+    """Run ``item`` on ``size`` ranks; if a rank does not pass, the test ends like the first such rank."""
     with tempfile.TemporaryDirectory(prefix="parwrap-ranks-", ignore_cleanup_errors=True) as folder:
         tasks = _tasks(item, size, Path(folder))
         try:
@@ -119,7 +119,7 @@ def _run(item: pytest.Function, size: int, timeout: float) -> None:
 
 
 def _pytest_options(config: pytest.Config) -> tuple[str, ...]:
-    """The command line by which asserts are rewritten and failures are shown in the ranks as here."""
+    """The command line with which ranks rewrite asserts and show failures as this process does."""
     options = ["--noconftest", "-c", os.devnull, f"--rootdir={config.rootpath}"]
     options += ["-o", f"consider_namespace_packages={config.getini('consider_namespace_packages')}"]
     options += [f"{name}={config.getoption(name)}" for name in ("--import-mode", "--assert", "--tb", "--verbosity")]
@@ -149,7 +149,7 @@ def _tasks(item: pytest.Function, size: int, folder: Path) -> list[Task]:
 
 
 def _pickled_values(item: pytest.Function) -> bytes:
-    """The content of :attr:`Task.values`."""
+    """The test's values for :attr:`Task.values`, pickled."""
     arguments = {name: sent(item.funcargs[name], item) for name in item._fixtureinfo.argnames}
     attributes = dict(vars(item.instance)) if item.cls else {}
     described = {f"argument {name!r}": value for name, value in arguments.items()}

@@ -1,4 +1,4 @@
-"""What the fork server does once for the ranks of all tests, when it imports this file: each rank needs it, and takes 60 ms for it."""
+"""Prepares pytest once for the ranks of all tests, when the fork server imports this file; otherwise it would take each rank 60 ms."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The processes of the ranks of one test: started from a fork server that has imported torch, watched, and reliably ended.
+"""Starts the rank processes of one test from a fork server that has imported torch, watches them, and reliably ends them.
 
 ``rank_process.py`` runs in a rank, ``plugin.py`` reports to pytest.
 """
@@ -39,7 +39,7 @@ PRELOADED = [
     *("pytest", *sorted(f"_pytest.{name}" for name in builtin_plugins)),
     *("parwrap.group.collectives", "parwrap.api.distributed", "parwrap.strategies.ddp.ddp", "parwrap.testing.preloaded"),
 ]
-"""Modules that the fork server imports once for all ranks; a process's first optimizer imports ``torch._dynamo``, which takes a second."""
+"""Modules that the fork server imports once for all ranks; ``torch._dynamo``, which a process's first optimizer imports, takes a second."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class Rank:
         return "\n\n".join(_above_call(thread) for thread in threads if not any(text in thread for text in ours))
 
     def forked(self) -> list[int]:
-        """The forked processes: those that write their stacks to a file, and those that have not yet."""
+        """The pids of forked processes: those that have a file for their stacks, and those that do not have one yet."""
         written = [int(file.name.rpartition("-")[2]) for file in self.task.folder.glob(self.task.stacks_of("*").name)]
         listed: list[str] = []
         for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
@@ -94,14 +94,14 @@ def rank_environ() -> dict[str, str]:
 
 
 def start_fork_server(preload: Sequence[str] = (), pytest_options: Sequence[str] = ()) -> None:
-    """Start multiprocessing's fork server unless it runs; its imports continue after the return.
+    """Start multiprocessing's fork server unless it runs already; its imports continue after this function returns.
 
     Args:
-        preload: names of modules to import besides its own.
+        preload: the names of modules to import besides ``PRELOADED``.
         pytest_options: pytest's options in the ranks.
     """
     with _default_start_method_kept(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", rank_environ()["OMP_NUM_THREADS"])  # torch reads it on import, so not in a rank
+        patch.setenv("OMP_NUM_THREADS", rank_environ()["OMP_NUM_THREADS"])  # torch reads it on import, in the fork server
         patch.setenv(PYTEST_OPTIONS, json.dumps(pytest_options))
         forkserver.set_forkserver_preload([*preload, *PRELOADED])
         forkserver.ensure_running()
@@ -109,7 +109,7 @@ def start_fork_server(preload: Sequence[str] = (), pytest_options: Sequence[str]
 
 @contextmanager
 def launched(tasks: Iterable[Task]) -> Iterator[list[Rank]]:
-    """The ranks that run ``tasks``. They may end in their own time when the block ends, and are killed when it raises."""
+    """Yield the ranks that run ``tasks``. After the block they have ``GRACE`` seconds to end; if it raises, they are killed at once."""
     start_fork_server()
     ranks: list[Rank] = []
     try:
@@ -139,7 +139,7 @@ def _start(task: Task) -> Rank:
 
 @contextmanager
 def _default_start_method_kept() -> Iterator[None]:
-    """Starting a process fixes multiprocessing's default, even if another method is named; only the user may set it, once."""
+    """Restore multiprocessing's default start method after the block: starting a process fixes it, but only the user may set it, once."""
     method = multiprocessing.get_start_method(allow_none=True)
     yield
     multiprocessing.set_start_method(method, force=True)
@@ -161,7 +161,7 @@ def collect(ranks: list[Rank], timeout: float) -> list[Report]:
 
     Args:
         ranks: the ranks to wait for.
-        timeout: how long, in seconds; once a rank has not passed, at most ``GRACE``.
+        timeout: how long to wait, in seconds; once a rank has failed to pass, at most ``GRACE``.
     """
     deadline = time.monotonic() + timeout
     reports: dict[Rank, Report] = {}
@@ -170,7 +170,7 @@ def collect(ranks: list[Rank], timeout: float) -> list[Report]:
         ready = wait(sources, max(0.0, deadline - time.monotonic()))
         if not ready:
             break
-        # the others notice a death before pytest does, so it comes before every missing report
+        # other ranks notice a death before pytest does, so it precedes all reports that are still missing
         death = max((report.time for report in reports.values()), default=0.0)
         for rank in {sources[source] for source in ready}:
             reports[rank] = rank.receive() or _dead(rank, death)
@@ -187,7 +187,7 @@ def _dead(rank: Rank, when: float) -> Report:
 
 
 def dump_stacks(ranks: list[Rank]) -> None:
-    """Make each of ``ranks`` write its Python stacks, for :meth:`Rank.stacks`; one that is still starting ends without."""
+    """Make each of ``ranks`` write its Python stacks, for :meth:`Rank.stacks`; a rank that is still starting ends without writing them."""
     for rank in ranks:
         os.kill(rank.process.pid, signal.SIGQUIT)
         for child in rank.forked():
@@ -207,7 +207,7 @@ def _above_call(thread: str) -> str:
 
 
 def _state_of(process: int) -> str:
-    """Linux's state of a process without a Python stack: where in the kernel it is, and the signals that do not reach it."""
+    """The state of a ``process`` as Linux shows it: where in the kernel it is, and which signals it blocks and catches."""
     try:
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines() if ":\t" in line)
         place = Path(f"/proc/{process}/wchan").read_text()

@@ -49,8 +49,8 @@ class Task:
         folder: the folder for the rendezvous, output and stacks; one for each test.
         module: the file of the test.
         names: the attributes that lead from the module to the test: its classes, if any, and itself.
-        values: pickled: the test's arguments by name, the attributes of its ``self`` by name, the warning filters.
-        pytest_options: the command line by which asserts are rewritten and failures are shown as in the parent.
+        values: the test's arguments by name, the attributes of its ``self`` by name, and the warning filters; pickled.
+        pytest_options: the command line with which asserts are rewritten and failures are shown as in the parent.
         environ: the environment variables.
         start_method: multiprocessing's default, ``None`` until it is fixed.
         capture: whether output goes to :meth:`output` rather than to the terminal.
@@ -77,7 +77,7 @@ class Task:
         return self.folder / f"stacks-{self.rank}"
 
     def stacks_of(self, child: int | str) -> Path:
-        """The same for a forked process of the rank, such as a worker of a ``DataLoader``."""
+        """The file with the Python stacks of a forked process of the rank, such as a worker of a ``DataLoader``."""
         return self.folder / f"{self.stacks.name}-{child}"
 
     def dump_stacks(self, path: Path) -> None:
@@ -94,7 +94,7 @@ class Report:
     Attributes:
         rank: the rank.
         outcome: ``"died"`` stands for a process that sent no report.
-        time: the time, in seconds since the epoch.
+        time: when the test ended, in seconds since the epoch.
         headline: the exception, the reason of a skip or how the process died, in one line.
         text: the traceback, as pytest shows it.
     """
@@ -109,7 +109,7 @@ class Report:
 def run(task: Task, connection: Connection) -> None:
     """Run the test of ``task`` in this process and send its :class:`Report` through ``connection``."""
     __tracebackhide__ = True
-    gc.freeze()  # skipping what the fork server has loaded avoids copying its memory
+    gc.freeze()  # the collector skips what the fork server has loaded, so its memory is not copied
     os.setpgid(0, 0)  # processes that the test starts are killed with it
     multiprocessing.set_start_method(task.start_method, force=True)
     threading.Thread(target=_end_with_pytest, daemon=True).start()
@@ -120,7 +120,7 @@ def run(task: Task, connection: Connection) -> None:
     config = minimal_pytest(task.pytest_options)
     os.environ.clear()
     os.environ.update(task.environ)
-    tempfile.tempdir = None  # the module may be there, and the fork server has searched elsewhere
+    tempfile.tempdir = None  # the fork server may have cached a folder that its own environment names
     held = ExitStack()
     try:
         test, arguments, filters = _load(task, config)
@@ -142,7 +142,7 @@ def run(task: Task, connection: Connection) -> None:
 
 
 def _end_with_pytest() -> None:
-    """End together with the pytest process, however that ends."""
+    """Kill this rank, with all processes that it has started, when the pytest process ends."""
     pytest_process = multiprocessing.parent_process()
     assert pytest_process is not None
     pytest_process.join()
@@ -158,7 +158,7 @@ def _redirect_output(task: Task) -> None:
 
 @functools.lru_cache(maxsize=1)
 def minimal_pytest(options: tuple[str, ...]) -> pytest.Config:
-    """As much of pytest as is needed to rewrite asserts and to show failures: the user's options, without plugins and conftest files.
+    """The pytest configuration that rewrites asserts and shows failures: the user's options, without plugins and conftest files.
 
     The fork server makes it once for all ranks, see ``preloaded.py``; with other options it is made again here.
     """
@@ -167,7 +167,7 @@ def minimal_pytest(options: tuple[str, ...]) -> pytest.Config:
         patch.delenv("PYTEST_PLUGINS", raising=False)
         patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         config = pytest.Config.fromdictargs({}, list(options))
-    config.pluginmanager.register(TerminalReporter(config, io.StringIO()), "terminalreporter")  # pytest 8 asks for it to compare
+    config.pluginmanager.register(TerminalReporter(config, io.StringIO()), "terminalreporter")  # pytest 8 needs it to compare
     return config
 
 
@@ -193,7 +193,7 @@ def _group_opened(task: Task) -> AbstractContextManager[Any]:
 
 
 def _comparisons_explained(config: pytest.Config) -> AbstractContextManager[Any]:
-    """While this is open a failing ``assert a == b`` explains how the two differ, as it does around each test in pytest."""
+    """Make a failing ``assert a == b`` inside the block explain how the two differ, as pytest does around each test."""
     item = types.SimpleNamespace(config=config, ihook=config.hook)
     return contextmanager(assertion.pytest_runtest_protocol)(item)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Private names of mixed precision: the state of an autocast, and the kernel of ``GradScaler``."""
+"""Private names of mixed precision: the state of an ``autocast``, and the kernel of ``GradScaler``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 __all__ = ["autocast_enabled", "check_finite_and_unscale_"]
 
 autocast_enabled: Callable[[torch.autocast], bool] = attrgetter("_enabled")
-"""Whether an autocast was made with ``enabled=True``. ``torch.is_autocast_enabled`` asks about the present, not about an instance."""
+"""Whether an autocast was made with ``enabled=True``. ``torch.is_autocast_enabled`` reports the current state, not an instance's."""
 
 check_finite_and_unscale_: Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], None] = (
     torch._amp_foreach_non_finite_check_and_unscale_
 )
-"""Multiplies gradients by a factor and sets a flag if one is not finite, in few kernels. ``GradScaler`` does not share it publicly."""
+"""Multiplies gradients by a factor and sets a flag if one is not finite, in few kernels. ``GradScaler`` does not make it public."""

@@ -1,4 +1,4 @@
-"""Private names of autograd: the backward that runs, nodes of a graph and hooks on tensors."""
+"""Private names of autograd: the running backward, nodes of a graph and hooks on tensors."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ NO_GRAPH_TASK = -1
 """What :func:`current_graph_task_id` returns outside of a backward."""
 
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward that runs in this thread. No public function says whether one runs."""
+"""The number of the backward that runs in this thread. No public function says whether a backward runs."""
 
 next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
-"""The number of the next node that this thread adds to a graph. Nothing public dates nodes."""
+"""The number of the next node that this thread adds to a graph. Publicly, nodes have no order in time."""
 
 tensor_hooks: Callable[[torch.Tensor], dict[int, Callable] | None] = attrgetter("_backward_hooks")
-"""The hooks of ``register_hook``, by their numbers, in the order in which they run. Publicly they can only be added and removed."""
+"""The hooks of ``register_hook``, by their numbers, in the order in which they run. Publicly, they can only be added and removed."""
 
 view_base: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""The tensor that another is a view of. Publicly there is no way from a view to its base."""
+"""The tensor that another is a view of. Publicly, there is no way from a view to its base."""
 
 input_metadata: Callable[[Any], tuple[Any, ...]] = attrgetter("_input_metadata")
-"""The shape, dtype and device of each gradient that a node takes, which are those of its outputs. ``Node`` does not say so."""
+"""The shape, dtype and device of each gradient that a node takes, which are those of its outputs. ``Node`` does not make them public."""
 
 innermost_saved_tensors_hooks: Callable[[], tuple[Callable, Callable] | None] = partial(
     torch._C._autograd._top_saved_tensors_default_hooks, False
@@ -50,7 +50,7 @@ innermost_saved_tensors_hooks: Callable[[], tuple[Callable, Callable] | None] = 
 
 
 def sequence_number(node: Any) -> int | None:
-    """The number of a node, in the order in which its thread has built them; ``None`` if it has none. ``Node`` makes none public."""
+    """The number of a node, in the order in which its thread has built nodes; ``None`` if it has none. It is not public."""
     return node._sequence_nr() if hasattr(node, "_sequence_nr") else None
 
 
@@ -65,12 +65,12 @@ def saved_training(node: Any) -> bool:
 
 
 def saved_input(node: Any) -> torch.Tensor:
-    """The input that a batch norm's node keeps for its backward; a ``RuntimeError`` once that has freed it. It is not public."""
+    """The input that a batch norm's node saves for its backward; a ``RuntimeError`` once the backward has freed it. It is not public."""
     return node._saved_input
 
 
 def saved_tensors(node: Any) -> list[torch.Tensor]:
-    """The tensors that a node has saved for its backward; none once that has freed them. Only functions in Python make them public.
+    """The tensors that a node has saved for its backward; none once the backward has freed them. Only functions in Python make them public.
 
     Those behind hooks are left out: a checkpoint would compute them again.
     """

@@ -1,4 +1,4 @@
-"""Private names of ``torch.cuda``: what the driver says before CUDA starts."""
+"""Private names of ``torch.cuda``: what the driver reports before CUDA starts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["driver_device_count", "is_in_bad_fork"]
 
 
 def driver_device_count() -> int:
-    """How many GPUs the driver gives this process. The public ``torch.cuda.device_count()`` may ask NVML, which knows of others."""
+    """How many GPUs the driver gives this process. The public ``torch.cuda.device_count()`` may ask NVML, which may count other GPUs."""
     return torch._C._cuda_getDeviceCount()
 
 
 def is_in_bad_fork() -> bool:
-    """Whether this process was forked after CUDA has started, and cannot use it. Publicly that is an error at the first use."""
+    """Whether this process was forked after CUDA has started, and cannot use it. Publicly, only the first use raises an error."""
     return torch.cuda._is_in_bad_fork()

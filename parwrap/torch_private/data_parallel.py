@@ -1,4 +1,4 @@
-"""Private names that replicas of a module are made with: copies of modules and of tensors."""
+"""Private names for making replicas of a module: copies of modules and of tensors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.nn.parallel import _functions
 __all__ = ["IS_REPLICA", "Gather", "Scatter", "shallow_replica", "unsafe_view"]
 
 IS_REPLICA = "_is_replica"
-"""The attribute that marks a copy of ``nn.DataParallel``. Nothing public tells it from a model."""
+"""The attribute that marks a copy that ``nn.DataParallel`` has made. There is no public way to recognize such a copy."""
 
 shallow_replica: Callable[[nn.Module], Any] = methodcaller("_replicate_for_data_parallel")
-"""A copy of a module with dicts of its own, in which no parameters are yet. ``copy.copy`` shares the dicts."""
+"""A copy of a module with separate dicts, without parameters yet. ``copy.copy`` would share the dicts."""
 
 unsafe_view: Callable[[torch.Tensor, Sequence[int]], torch.Tensor] = torch.ops.aten._unsafe_view
-"""A tensor in another shape, with the same memory but no view for autograd. ``view`` makes what autograd ties to its base."""
+"""A tensor of another shape in the same memory, which autograd does not treat as a view. ``view`` ties its result to its base."""
 
 Scatter: Any = _functions.Scatter
-"""The autograd function that cuts a tensor into parts on several GPUs. The public ``scatter`` takes no sizes of parts."""
+"""The autograd function that cuts a tensor into parts on several GPUs. The public ``scatter`` does not take the sizes of the parts."""
 
 Gather: Any = _functions.Gather
-"""The autograd function that joins tensors of several GPUs on one. The public ``gather`` walks through containers to it, in each step."""
+"""The autograd function that joins tensors of several GPUs on one. The public ``gather`` also walks through containers in each step."""

@@ -1,4 +1,4 @@
-"""Private names of ``DataLoader``: the iterator that it keeps, what that reads, and what a worker knows of itself."""
+"""Private names of ``DataLoader``: the iterator that it keeps, the sampler of an iterator, and the information for a worker."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ MultiProcessingDataLoaderIter = dataloader._MultiProcessingDataLoaderIter
 """The type of iterators over loaders with workers. It has no public name."""
 
 ITERATOR = "_iterator"
-"""The attribute in which a loader with persistent workers keeps its iterator. There is no public one."""
+"""The attribute in which a loader with persistent workers keeps its iterator. It is not public."""
 
 INDEX_SAMPLER = "_index_sampler"
-"""The attribute in which an iterator keeps the sampler that it reads: of batches, or of samples without batches. It is not public."""
+"""The attribute in which an iterator keeps its sampler: of batches, or of samples if it does not batch. It is not public."""
 
 worker_info: Callable[[], Any] = partial(getattr, worker, "_worker_info")
-"""What ``get_worker_info()`` returns, read beside :data:`set_worker_info`."""
+"""Returns the same as ``get_worker_info()``, from where :data:`set_worker_info` puts it."""
 
 set_worker_info: Callable[[Any], None] = partial(setattr, worker, "_worker_info")
-"""Sets what ``get_worker_info()`` returns, by which a dataset shards itself. Publicly it can only be read."""
+"""Sets what ``get_worker_info()`` returns, with which a dataset shards itself. Publicly, it can only be read."""
 
 
 def kept_iterator(loader: DataLoader) -> Any:
-    """The iterator that a loader with persistent workers keeps between passes, else ``None``. There is no public way to it."""
+    """The iterator that a loader with persistent workers keeps between passes, or ``None``. It is not public."""
     return loader._iterator
 
 
 def batches_yielded(iterator: Any) -> int:
-    """How many batches an iterator over a loader has given. It does not say so publicly."""
+    """The number of batches that an iterator over a loader has yielded. It is not public."""
     return iterator._num_yielded
 
 
 def is_shut_down(iterator: Any) -> bool:
-    """Whether the workers of an iterator have been ended. It does not say so publicly."""
+    """Whether the workers of an iterator have been shut down. It is not public."""
     return iterator._shutdown
 
 
 def mark_shut_down(iterator: Any) -> None:
-    """Make an iterator treat its workers as ended, so that a forked process does not end its parent's. Nothing public does that."""
+    """Make an iterator treat its workers as shut down, so that a forked process does not end its parent's. Nothing public does that."""
     iterator._shutdown = True

@@ -19,22 +19,22 @@ __all__ = [
 ]
 
 collective_count: Callable[[dist.ProcessGroup | None], int] = methodcaller("_get_sequence_number_for_group")
-"""How many collectives this rank has begun in a process group. Nothing public counts them."""
+"""The number of collectives that this rank has begun in a process group. Nothing public counts them."""
 
 abort_process_groups: Callable[[], None] = dist.distributed_c10d._abort_process_group
-"""Ends all process groups without waiting for collectives under way. Publicly, NCCL's wait for ranks that may never come."""
+"""Ends all process groups without waiting for running collectives. Publicly, NCCL waits for ranks that may never come."""
 
 set_default_group: Callable[[dist.ProcessGroup | None], None] = dist.distributed_c10d._update_default_pg
-"""Sets the process group that collectives run in by default. Publicly that is always the one of all ranks."""
+"""Sets the process group that collectives run in by default. Publicly, that is always the group of all ranks."""
 
 has_rebuilt_buckets: Callable[[DistributedDataParallel], bool] = attrgetter("_has_rebuilt_buckets")
 """Whether DDP has put its buckets into the order of the first backward; after that, its forward only arms the reducer. Not public."""
 
 check_reducer_finalized: Callable[[Any], None] = methodcaller("_check_reducer_finalized")
-"""Raises a ``RuntimeError`` if a parameter of a DDP's ``reducer`` took no part in the last backward. DDP asks only in a next forward."""
+"""Raises ``RuntimeError`` if a parameter of a DDP's ``reducer`` took no part in the last backward. DDP checks only in the next forward."""
 
 
 def forget_process_groups(mesh: Any) -> None:
-    """Drop the process groups that a mesh and its root hold, which torch caches forever. A mesh has no public end."""
+    """Drop the process groups that a mesh and its root hold, which torch caches forever. Publicly, a mesh cannot be closed."""
     mesh._get_root_mesh()._pg_registry.clear()
     mesh._pg_registry.clear()

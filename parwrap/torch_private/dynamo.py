@@ -1,4 +1,4 @@
-"""Private names of ``torch.compile``. It imports no torch, because the launcher uses it."""
+"""Private names of ``torch.compile``. This file does not import torch, because the launcher uses it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 __all__ = ["DYNAMO", "INLINE", "inlined", "source_directory"]
 
 DYNAMO = "torch._dynamo"
-"""The module that a process's first optimizer imports, in a second. Imported before a fork, it costs each rank nothing."""
+"""The module that a process's first optimizer imports, which takes a second. If imported before a fork, it costs no rank any time."""
 
 INLINE = "_torchdynamo_inline"
-"""The attribute of a wrapped function that holds the function to compile instead. ``torch.compiler`` only leaves functions out."""
+"""The attribute of a wrapped function that holds the function to compile instead. ``torch.compiler`` can only leave functions out."""
 
 
 def source_directory() -> str:
@@ -22,5 +22,5 @@ def source_directory() -> str:
 
 
 def inlined(traced: Callable) -> dict[str, staticmethod]:
-    """The attributes of a class of wrapped functions in whose place ``traced`` is compiled; see :data:`INLINE`."""
+    """The attributes that make torch compile ``traced`` in place of the wrapped functions of a class; see :data:`INLINE`."""
     return {INLINE: staticmethod(traced)}

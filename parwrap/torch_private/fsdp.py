@@ -1,4 +1,4 @@
-"""Private names of ``fully_shard`` and ``DTensor``. What torch keeps for a module is its state, with groups of parameters."""
+"""Private names of ``fully_shard`` and ``DTensor``. Torch keeps a state for each sharded module, with groups of parameters."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ UNSHARDED_PARAM = "_unsharded_param"
 """The attribute in which torch keeps a whole parameter, with its gradient; absent before the first forward. It is not public."""
 
 local_tensor: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
-"""This rank's part of a ``DTensor``. The public ``to_local()`` is an operation of the graph, which gives a view."""
+"""This rank's part of a ``DTensor``. The public ``to_local()`` is an operation in the graph, which returns a view."""
 
 param_groups: Callable[[Any], list[Any]] = attrgetter("_fsdp_param_groups")
-"""The groups of parameters of a state, each gathered and reduced at once. Publicly a state is hidden behind its module."""
+"""The groups of parameters of a state, each gathered and reduced together. States are not public."""
 
 forward_root: Callable[[Any], Any] = attrgetter("_state_ctx.iter_forward_root")
-"""The outermost state whose forward runs or was broken off, else ``None``. It is not public."""
+"""The outermost state whose forward runs or was interrupted, or ``None``. It is not public."""
 
 pre_backward: Callable[[Any], Callable[[Any], Any]] = attrgetter("_pre_backward")
-"""A state's hook that gathers its parameters when a backward comes to a gradient. It is not public."""
+"""A state's hook that gathers its parameters when a backward reaches a gradient. It is not public."""
 
 module_info: Callable[[Any], Any] = attrgetter("_module_info")
-"""The module and the name that a parameter is registered by. Publicly a parameter does not know them."""
+"""The module in which a parameter is registered, and its name there. Publicly, a parameter does not have them."""
 
 parameter_name: Callable[[Any], str] = attrgetter("_param_fqn")
-"""The name of a parameter, as its root's ``named_parameters`` has it. It is not public."""
+"""The name of a parameter, as in its root's ``named_parameters``. It is not public."""
 
 collect_grad_tensors: Callable[[Any], tuple[torch.Tensor, ...]] = _collect_grad_tensors
 """The tensors in nested outputs that require a gradient, on which torch registers its hooks. Its module is private."""
@@ -61,7 +61,7 @@ clip_grads_with_norm_: Callable[..., None] = clip_grad._clip_grads_with_norm_
 
 
 def initialize(state: Any) -> None:
-    """Make a state the root of all states below its module now. Publicly the first forward decides."""
+    """Make a state the root of all states below its module now. Publicly, the first forward decides which state is the root."""
     state._lazy_init()
 
 
@@ -82,15 +82,15 @@ def forget_state(state: Any) -> None:
 
 
 def communication_context(state: Any) -> Any:
-    """The shared object of a root's states, with the groups in the order of the last forward. It is not public."""
+    """The object that a root's states share, with the groups in the order of the last forward. It is not public."""
     return state._comm_ctx
 
 
 def to_sharded(group: Any) -> None:
-    """Put the sharded parameters of a group back on its modules. ``reshard`` does that only in some states of training."""
+    """Put the sharded parameters of a group back on its modules. ``reshard`` does that only in some training states."""
     group._to_sharded()
 
 
 def replace_on_modules(param: Any, new: nn.Parameter) -> None:
-    """Register ``new`` in each module that holds the parameter, also where it is tied. Nothing public knows all of them."""
+    """Register ``new`` in each module that holds the parameter, even if it is tied. Nothing public lists these modules."""
     param._setattr_on_modules(new)

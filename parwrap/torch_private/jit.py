@@ -1,8 +1,8 @@
-"""Private names of TorchScript. It imports no torch, for patches of ``warnings.warn`` are installed without it too."""
+"""Private names of TorchScript. This file does not import torch, because ``warnings.warn`` is patched even without torch."""
 
 from __future__ import annotations
 
 __all__ = ["FIND_BUILTIN", "SCRIPTING"]
 
 SCRIPTING, FIND_BUILTIN = "torch.jit._builtins", "_find_builtin"
-"""The module and the name of the function by which ``torch.jit.script`` finds the operator of a Python function, by its identity."""
+"""The module and the name of the function with which ``torch.jit.script`` finds the operator for a Python function, by its identity."""

@@ -26,16 +26,16 @@ __all__ = [
 # TorchDispatchMode sees every operation below autograd. Its module is documented and has no other name.
 
 PRIVATE_SAMPLERS = ("_standard_gamma", "_sample_dirichlet")
-"""The operators that ``Gamma`` and ``Dirichlet`` of ``torch.distributions`` draw by. They have no public names."""
+"""The operators that ``Gamma`` and ``Dirichlet`` of ``torch.distributions`` draw with. They have no public names."""
 
 tracing_state: Callable[[], Any] = torch._C._get_tracing_state
-"""The trace of ``torch.jit.trace`` that is being recorded, else ``None``. ``torch.jit.is_tracing`` is one more call in each forward."""
+"""The trace of ``torch.jit.trace`` that is being recorded, or ``None``. ``torch.jit.is_tracing`` would add a call to each forward."""
 
 current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-"""The innermost transform that runs, as ``vmap`` or ``grad``, else ``None``. ``torch.func`` does not say whether one does."""
+"""The innermost running transform, such as ``vmap`` or ``grad``, or ``None``. ``torch.func`` does not make it public."""
 
 is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor stands for others inside a transform such as ``vmap``. ``torch.func`` does not say so."""
+"""Whether a tensor stands for others inside a transform such as ``vmap``. ``torch.func`` does not make that public."""
 
 function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 """The ``TorchFunctionMode`` objects that are entered, outermost first. Publicly, modes can only be entered."""
@@ -44,4 +44,4 @@ dispatch_mode_depth: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many ``TorchDispatchMode`` objects are entered. Publicly, modes can only be entered."""
 
 operator_schema: Callable[[Any], Any] = attrgetter("_schema")
-"""The name and the arguments of an operator that a dispatch mode sees. Only its overload's name is public."""
+"""The name and the arguments of an operator that a dispatch mode sees. Only the name of its overload is public."""

@@ -41,35 +41,35 @@ registered_modules: Callable[[nn.Module], dict[str, Any]] = attrgetter(MODULES)
 """A module's children by name, to read and write. ``named_children`` skips ``None`` and duplicates."""
 
 CALL = "_call_impl"
-"""The method to which ``Module.__call__`` leaves the call. torch.fx exchanges ``__call__`` itself for a while, and would lose a patch."""
+"""The method that ``Module.__call__`` calls. torch.fx replaces ``__call__`` itself temporarily, and would lose a patch of it."""
 
 APPLY = "_apply"
-"""The method by which ``to``, ``cuda``, ``half`` and all others like them move a module. They share no public one."""
+"""The method with which ``to``, ``cuda``, ``half`` and similar methods move a module. They share no public method."""
 
 FLAT_WEIGHTS = "_flat_weights"
-"""A recurrent layer's list of its weights, which follows from its parameters. No public attribute says that it may be dropped."""
+"""The attribute with a recurrent layer's list of its weights, which can be rebuilt from its parameters. It is not public."""
 
 ORIGINAL_MODULE = "_orig_mod"
-"""The child of the result of ``torch.compile`` for a module. Its public type is in ``torch._dynamo``, which takes a second to import."""
+"""The original module's name in the result of ``torch.compile``. The result's type is in ``torch._dynamo``, which is slow to import."""
 
 LAZY_HOOKS = ("_initialize_hook", "_load_hook")
 """The attributes in which a lazy module holds its hooks until it knows its shapes. They are torch's, not the user's."""
 
 NormBase = batchnorm._NormBase
-"""The base of all layers with running statistics, batch and instance norms. They have no public one."""
+"""The base class of all layers with running statistics, which are batch and instance norms. It has no public name."""
 
 BatchNorm = batchnorm._BatchNorm
-"""The base of all batch norms. They have no public one."""
+"""The base class of all batch norms. It has no public name."""
 
 compiled_call: Callable[[nn.Module], Callable | None] = attrgetter("_compiled_call_impl")
-"""The replacement of the call that ``module.compile()`` has installed, or ``None``. Publicly a module does not say that it is compiled."""
+"""The replacement of the call that ``module.compile()`` has installed, or ``None``. A module does not make this public."""
 
 module_hooks: Callable[[nn.Module], tuple[Mapping[int, Callable], ...]] = attrgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
-"""The hooks on a module's forward and backward. Publicly they can only be added and removed."""
+"""The hooks on a module's forward and backward. Publicly, they can only be added and removed."""
 
 
 def is_initialized(module: nn.Module) -> bool:
-    """Whether ``Module.__init__`` has run, which is false while a module is being made or loaded. Public methods raise without it."""
+    """Whether ``Module.__init__`` has run, which is false while a module is being made or loaded. Until then, public methods raise."""
     return MODULES in vars(module)

@@ -1,4 +1,4 @@
-"""torch's functions for nested values, with its registered types. It has no public module for them."""
+"""Torch's functions for nested values, which know its registered types. Torch has no public module for them."""
 
 from __future__ import annotations
 

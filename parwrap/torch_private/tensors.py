@@ -19,16 +19,16 @@ __all__ = [
 ]
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""How often a tensor was changed in place. Only autograd asks for it publicly, in a backward, and then raises."""
+"""How often a tensor was changed in place. Publicly, only autograd compares it, in a backward, and then raises an error."""
 
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = methodcaller("_values")
 """The values of a sparse tensor as they are. The public ``values()`` takes coalesced tensors only."""
 
 disable_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""Holds off ``__torch_function__`` of subclasses, so that a subclass can use the plain operation. It lives in ``torch._C`` only."""
+"""Turns off ``__torch_function__`` of subclasses, so that a subclass can use the plain operation. It is only in ``torch._C``."""
 
 make_wrapper_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
-"""A tensor of a subclass with a shape, dtype and device and no memory. Public constructors allocate."""
+"""A tensor of a subclass with a shape, dtype and device and no memory. Public constructors allocate memory."""
 
 foreach_add: Callable[..., Sequence[torch.Tensor]] = torch._foreach_add
 """The sums of two lists of tensors, in few kernels. No operation on lists is public."""

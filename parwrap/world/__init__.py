@@ -1,4 +1,4 @@
-"""Launch variables in, a ``World`` out: which rank this is, on which node, by one table for all launchers.
+"""Reads launch variables into a ``World``: which rank this process is, and on which node. One table covers all launchers.
 
-It imports errors only. Start with ``world.py``; ``launchers.py`` is the table.
+It imports only ``errors.py``. Start with ``world.py``; ``launchers.py`` is the table.
 """

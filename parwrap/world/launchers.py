@@ -16,7 +16,7 @@ from parwrap.world.node_lists import expanded_counts, expanded_hosts
 __all__ = ["LAUNCHERS", "LOOPBACK", "NODE_LAUNCHERS", "Launcher", "NodeLauncher", "sagemakers_hosts"]
 
 LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
-"""The variables that make ranks of one node listen on its loopback alone."""
+"""The variables that make ranks of one node listen only on its loopback interface."""
 
 Environ = Mapping[str, str]
 
@@ -34,7 +34,7 @@ def _set(name: str) -> Callable[[Environ], bool]:
 
 
 class Launcher(NamedTuple):
-    """The variable names of one launcher; of several names for a fact the first that is set counts.
+    """The variable names of one launcher; if a fact has several names, the first one that is set counts.
 
     Attributes:
         name: for messages.
@@ -42,14 +42,14 @@ class Launcher(NamedTuple):
         local_size: the number of processes on this node.
         node_rank: this node, from 0.
         nodes: the number of nodes.
-        others: further names that show a script that it was launched.
-        applies: whether this launcher has set them.
+        others: further names from which a script can see that it was launched.
+        applies: a function that says whether this launcher has set the variables.
         has_rendezvous: whether it sets ``MASTER_ADDR`` and ``MASTER_PORT`` too.
-        job: the names that together identify the job among all of this node; empty if none do.
-        local_size_of: the number of processes on this node, if it is not in one variable.
-        host: the host of rank 0, if a variable has it.
+        job: the names that together identify the job among all jobs of this node; empty if none do.
+        local_size_of: a function that returns the number of processes on this node, if no single variable has it.
+        host: a function that returns the host of rank 0, if a variable has it.
         port: the part of ``job`` that is the same on all nodes, to derive a port from.
-        elastic: whether it starts its processes below one of another launcher, and sets all names again for them.
+        elastic: whether another launcher's process may start it; it then sets all names again for its own processes.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Launcher(NamedTuple):
 
 
 class NodeLauncher(NamedTuple):
-    """The variables that identify the node, of launchers that start one process on each node, which starts the ranks."""
+    """The variables of a launcher that starts one process on each node, which starts the ranks of its node."""
 
     name: str
     nodes: str
@@ -106,7 +106,7 @@ def _first_of_lsf(environ: Environ) -> str | None:
 
 
 def sagemakers_hosts(environ: Environ) -> list[str]:
-    """The hosts of a job of SageMaker; empty elsewhere."""
+    """The hosts of a SageMaker job; empty elsewhere."""
     try:
         hosts = json.loads(environ.get("SM_HOSTS") or "[]")
     except (ValueError, RecursionError):
@@ -119,7 +119,7 @@ def sagemakers_hosts(environ: Environ) -> list[str]:
 
 
 def _first_of_cloud(environ: Environ) -> str | None:
-    """Azure ML's and SageMaker's MPI jobs have other names for the first node."""
+    """The first node of an MPI job of Azure ML or SageMaker, which name it in variables of the cloud."""
     master = environ.get("AZ_BATCH_MASTER_NODE", "").partition(":")[0]
     return master or next(iter(sagemakers_hosts(environ)), None)
 
@@ -192,7 +192,7 @@ LAUNCHERS = (
         rank=("OMPI_COMM_WORLD_RANK",),
         size=("OMPI_COMM_WORLD_SIZE",),
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),  # OMPI_COMM_WORLD_NODE_RANK is not the node's
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),  # OMPI_COMM_WORLD_NODE_RANK is not the node's rank
         others=("OMPI_COMM_WORLD_NODE_RANK",),
         job=("PMIX_NAMESPACE", "OMPI_MCA_orte_precondition_transports"),
         host=_first_of_cloud,

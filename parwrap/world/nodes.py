@@ -1,6 +1,6 @@
-"""Which node this is, if a launcher starts one process on each node, which starts the ranks there, such as pods of Kubeflow.
+"""Finds which node this is, if a launcher starts one process on each node, which starts the ranks there (for example Kubeflow).
 
-``parwrap.run`` reads it to start the ranks; ``world.py`` reads it so that a node's number is not taken for a rank's.
+``parwrap.run`` calls it to start the ranks; ``world.py`` calls it so that a node's number is not taken for a rank's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SAGEMAKERS_PORT = "7777"
 
 
 class Node(NamedTuple):
-    """The launcher's facts, as it states them.
+    """The node as the launcher's variables describe it.
 
     Attributes:
         launcher: its name.

@@ -1,7 +1,7 @@
-"""Who this process is among the ranks: launch variables in, a frozen :class:`World` out.
+"""Reads launch variables into a frozen :class:`World`, which says which rank this process is.
 
-``launchers.py`` has the names that launchers use; this file draws conclusions from those that are set. It reads the environment passed to
-it and writes none; ``group.py`` starts the process group.
+``launchers.py`` has the names that launchers use; this file draws conclusions from those that are set. It only reads the environment
+that is passed to it; ``group.py`` starts the process group.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TELLING = frozenset(name for row in LAUNCHERS for names in (row.rank, row.size,
 """Without any of these there is no launcher to detect."""
 
 PORTS = range(25000, 32000)
-"""The base of derived ports: below those that systems assign, and apart from those that other tools derive."""
+"""The base of derived ports: below the ports that systems assign, and different from those that other tools derive."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class World:
         size: the number of ranks.
         local_rank: this process, counted on its own node from 0.
         local_size: the number of ranks on this node; 0 if the launcher does not set it, until the process group is open.
-        node_rank: this node, counted from 0; ``None`` likewise.
+        node_rank: this node, counted from 0; ``None`` if the launcher does not set it, until the process group is open.
         launcher: the name of the row of ``LAUNCHERS`` with these facts; ``None`` for a process started by hand.
         init_method: the rendezvous, as ``torch.distributed.init_process_group`` takes it; ``None`` if unknown.
 
@@ -134,7 +134,7 @@ def launch_variables() -> tuple[str, ...]:
 
 
 class _Claim(NamedTuple):
-    """The facts of one launcher."""
+    """The facts that the variables of one launcher state."""
 
     launcher: Launcher
     rank: int | None
@@ -145,14 +145,14 @@ class _Claim(NamedTuple):
     """The variables that hold them, for messages: of rank, size, and local rank."""
     missing: tuple[str, ...]
     of_only_node: bool
-    """The variable that shows that there is one node, rather than one rank."""
+    """Whether a world size of 1 may count nodes rather than ranks."""
 
     def __str__(self) -> str:
         facts = zip(self.names[:2], (self.rank, self.size), strict=True)
         return f"{self.launcher.name} says {' and '.join(f'{name}={value}' for name, value in facts if value is not None)}"
 
     def agrees(self, other: _Claim) -> bool:
-        """Whether all its facts are in ``other``, which is complete."""
+        """Whether each of its known facts is the same in ``other``, which is complete."""
         return self.rank in (None, other.rank) and self.size in (None, other.size)
 
 
@@ -253,7 +253,7 @@ def _init_method(claim: _Claim, launchers: list[Launcher], local_size: int, envi
 
 
 def _joined(environ: Mapping[str, str], choices: list[tuple[str, ...]]) -> bytes:
-    """The values of the first names that are set, as one."""
+    """The names and values of the first of the ``choices`` that has names, in one string."""
     names = next(filter(None, choices), ())
     return "/".join(f"{name}={environ[name]}" for name in names if name in environ).encode(errors="replace")
 

@@ -1,7 +1,7 @@
-"""Whether the parts of a batch give the same as the whole: tries a call both ways on copies of its module, and compares the results.
+"""Checks whether a call in parts gives the same as on the whole batch: runs both on copies of the module, and compares the results.
 
-A trial leaves nothing behind: copies have separate buffers and attributes, random draws are constant, and the streams continue as they
-would. Batch norms use their running statistics, because ``sync_bn`` handles their parts. Callers decide when to try.
+A trial has no side effects: copies have separate buffers and attributes, random draws are constant, and the random streams are restored
+afterwards. Batch norms use their running statistics, because ``sync_bn`` handles their parts. Callers decide when to run a trial.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _here = threading.local()
 
 
 class Untried(str):
-    """A reason that is not about parts: the whole batch has failed."""
+    """The reason why a call could not be checked: a copy of the module fails even on the whole batch."""
 
 
 def why_not_in_parts(
@@ -49,18 +49,18 @@ def why_not_in_parts(
     """Why a call of ``module`` must not be cut into parts; ``None`` if the results are the same.
 
     Args:
-        given: its positional and keyword arguments.
+        given: the positional and keyword arguments of the call.
         sizes: the number of samples of each part.
         merge: merges the outputs of the parts.
-        loss: how the numbers that it returns combine the samples.
+        loss: how numbers that the module returns combine the samples: ``"mean"`` or ``"sum"``; ``None`` if unknown.
 
     Raises:
-        torch.OutOfMemoryError: the whole batch does not fit.
+        torch.OutOfMemoryError: the trial does not fit in memory.
     """
     device = next(module.parameters()).device
     given = tree_map_only(torch.Tensor, _detached, given)
     failed: Exception | None = None
-    for grad in dict.fromkeys((False, torch.is_grad_enabled())):  # some run a backward inside
+    for grad in dict.fromkeys((False, torch.is_grad_enabled())):  # some models run a backward inside
         with torch.set_grad_enabled(grad):
             try:
                 return _compared(module, given, sizes, merge, loss, device)
@@ -93,7 +93,7 @@ def _compared(
         joined = merge(outputs)
     except UsageError as error:
         return f"its outputs for parts of the batch cannot be combined ({error})" if not _numbers(whole) else _number(loss)
-    if loss is None and any(not number for number in _numbers(whole)):  # whose meaning is unknown
+    if loss is None and any(not number for number in _numbers(whole)):  # 0 may be a mean, a sum or a constant
         return _number(loss)
     if not _alike(joined, whole, near):
         numbers_differ = _numbers(whole) and not all(_alike(*pair, near) for pair in zip(_numbers(joined), _numbers(whole), strict=False))
@@ -128,7 +128,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tried(module: nn.Module, given: tuple[tuple, dict], device: torch.device) -> tuple[Any, nn.Module]:
-    """The result of a copy of ``module`` for ``given``, and the copy."""
+    """The output of a copy of ``module`` for the arguments ``given``, and the copy."""
     _, copy = replicas(module, [device, device])
     for each in copy.modules():
         if isinstance(each, NormBase):
@@ -142,12 +142,12 @@ def _tried(module: nn.Module, given: tuple[tuple, dict], device: torch.device) -
 
 
 class _Foreign(BaseException):
-    """Raised out of a trial, past the script's own handlers."""
+    """Ends a trial; not an ``Exception``, so that the script's own handlers do not catch it."""
 
 
 @contextmanager
 def _own_modules(copy: nn.Module) -> Iterator[None]:
-    """In the block, this thread may call only modules in ``copy``: all replicas would run and change any other."""
+    """Inside the block, end the trial if this thread calls a module outside of ``copy``, which all replicas would share."""
     _here.own = {id(each) for each in copy.modules()}
     try:
         yield
@@ -156,7 +156,7 @@ def _own_modules(copy: nn.Module) -> Iterator[None]:
 
 
 def note_call(module: nn.Module) -> None:
-    """Called for each undivided call of a module."""
+    """End this thread's trial if ``module`` has parameters or buffers but is not part of the copy."""
     own = getattr(_here, "own", None)
     if own is not None and id(module) not in own and any(True for held in (module.parameters(), module.buffers()) for _ in held):
         raise _Foreign(f"it calls a {type(module).__name__} that is not registered as a submodule, so its replicas would share that module")
@@ -164,7 +164,7 @@ def note_call(module: nn.Module) -> None:
 
 @contextmanager
 def _no_chance(device: torch.device) -> Iterator[None]:
-    """In the block, random draws are constant; afterwards the streams are as if nothing was drawn."""
+    """Make random draws constant inside the block, and restore the random streams afterwards."""
     numpy: Any = sys.modules.get("numpy")
     drawn, drawn_by_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
@@ -177,7 +177,7 @@ def _no_chance(device: torch.device) -> Iterator[None]:
 
 
 class _Constant(TorchDispatchMode):
-    """Random tensors are constant, and dropout is off."""
+    """Makes random tensors constant and turns dropout off."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -204,11 +204,11 @@ _DRAWS = (
 
 
 def _near(module: nn.Module, device: torch.device) -> float:
-    """Relative difference allowed between numbers that were summed in another order."""
+    """The relative difference allowed between numbers that were summed in a different order."""
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
     if half or torch.is_autocast_enabled(device.type):
         return 5e-2
-    return 1e-2 if device.type == "cuda" else 1e-3  # where matrix products may have 10 bits
+    return 1e-2 if device.type == "cuda" else 1e-3  # GPU matrix products may have 10 bits (TF32)
 
 
 def _numbers(values: Any) -> list[Any]:
@@ -250,7 +250,7 @@ def _alike_tensors(one: torch.Tensor, other: torch.Tensor, near: float) -> bool:
     if torch.equal(one, other.to(one.device)):
         return True
     if not (one.is_floating_point() or one.is_complex()):
-        enough = 0.9 if near and one.dim() else 1.0  # the largest of nearly equal numbers may be another
+        enough = 0.9 if near and one.dim() else 1.0  # for example argmax: rounding decides between nearly equal numbers
         return not one.numel() or (one == other).double().mean().item() >= enough
     one, other = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (one, other.to(one.device)))
     sizes = other.abs().nan_to_num(0, 0, 0)
@@ -260,7 +260,7 @@ def _alike_tensors(one: torch.Tensor, other: torch.Tensor, near: float) -> bool:
 
 
 def _left_otherwise(copy: nn.Module, part: nn.Module, near: float) -> str | None:
-    """The state that a forward leaves in its module and that differs between the whole batch and a part."""
+    """The name of an attribute that differs after a forward of the whole batch and one of a part; ``None`` if all are equal."""
     for (path, each), other in zip(copy.named_modules(), part.modules(), strict=False):
         for held, others in ((registry(each), registry(other)) for registry in (vars, registered_parameters, registered_buffers)):
             for name in {**held, **others}:

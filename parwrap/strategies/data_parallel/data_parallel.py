@@ -1,4 +1,4 @@
-"""The interceptor of module calls that runs one on several devices of this process, each with a part of the batch.
+"""The interceptor that runs a module call on several devices of this process, each with a part of the batch.
 
 It decides which calls to divide. A call that cannot be divided without changing its results runs unchanged, with a warning.
 ``scatter_gather.py`` cuts and merges, ``replicas.py`` makes replicas, ``replica_threads.py`` runs them, and ``batch_split_check.py``
@@ -49,9 +49,10 @@ class DataParallel(Interceptor):
     """Divides the calls of models over devices.
 
     Args:
-        devices: one replica on each; the first has the model. With a single one, calls run unchanged.
-        gather: whether outputs are gathered on the first.
-        loss: how a number that a model returns combines the samples: ``"mean"`` or ``"sum"``; without it, such a model runs whole.
+        devices: the devices of the replicas; the model is on the first. With a single device, calls run unchanged.
+        gather: whether outputs are gathered on the first device.
+        loss: how a number that a model returns combines the samples: ``"mean"`` or ``"sum"``. Without it, such a model runs on
+            the whole batch.
         named: whether the user named the devices.
     """
 
@@ -62,7 +63,7 @@ class DataParallel(Interceptor):
 
     @intercepts
     def call(self, module: nn.Module, args: tuple, kwargs: dict, run: Callable) -> Any:
-        """Run the call of ``module``: on several devices if it is called from outside of any other module, and has parameters."""
+        """Run a call of ``module``, on several devices if the module has parameters and no other module calls it."""
         if is_undivided() or _is_internal(module):
             note_call(module)
             return run(*args, **kwargs)
@@ -80,7 +81,7 @@ class DataParallel(Interceptor):
             if self._named and len(self._devices) > 1:
                 refuse_ranks(self._devices, groups.world_size())
             return run(*args, **kwargs)
-        if len(self._devices) < 2 or any(is_lazy(p) for p in module.parameters()):  # the first batch determines its shapes
+        if len(self._devices) < 2 or any(is_lazy(p) for p in module.parameters()):  # the first batch sets the shapes
             return run(*args, **kwargs)
         self._check_device(module)
         leaves = leaves_of((args, kwargs))
@@ -95,7 +96,7 @@ class DataParallel(Interceptor):
         if reason is not None and not isinstance(reason, Untried):
             self._warn_of_whole(module, reason)
         outputs = _on_whole(run, args, kwargs)
-        if isinstance(reason, Untried):  # otherwise the whole batch has failed too, and the script has seen only that error
+        if isinstance(reason, Untried):  # not earlier: if the whole batch fails too, the script must see only that error
             known.reason = reason
             self._warn_of_whole(module, reason)
         return outputs
@@ -119,7 +120,7 @@ class DataParallel(Interceptor):
         return reason
 
     def _tried(self, module: nn.Module, given: tuple[tuple, dict], sizes: list[int]) -> str | None:
-        """The same, from a trial."""
+        """Try the call on copies: the reason why it must not be divided, or ``None``."""
         try:
             return why_not_in_parts(module, given, sizes, self._merge(module, sizes, in_whole), self._loss)
         except torch.OutOfMemoryError:
@@ -164,7 +165,7 @@ class DataParallel(Interceptor):
 
 @functools.cache
 def _print_division(model: str, devices: Sequence[torch.device], sizes: Sequence[int]) -> None:
-    """Printed once, however often a function opens the scope."""
+    """Print how a model is divided; once, however often a function opens the scope."""
     each, parts = ", ".join(map(str, devices)), " + ".join(map(str, sizes))
     write_line(f"parwrap: 1 process on {each}, {model} is divided, batch {sum(sizes)} as {parts}")
 
@@ -175,7 +176,7 @@ def _on_whole(run: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def refuse_ranks(devices: Sequence[torch.device], ranks: int) -> None:
-    """Several devices were named, but each rank has one."""
+    """Raise :class:`UsageError`, because several devices were named but each rank has one."""
     raise UsageError(
         f"parwrap.data_parallel(device_ids={[str(device) for device in devices]}) is for one process, but there are {ranks} ranks, each "
         "with one device. Remove device_ids (without it, parwrap.data_parallel has no effect on several ranks), or run one rank."
@@ -194,7 +195,7 @@ def _is_internal(module: nn.Module) -> bool:
 
 
 def _why_whole(module: nn.Module) -> str | None:
-    """Why ``module`` cannot have replicas, or what its replicas would not see."""
+    """Why ``module`` must run on the whole batch: compiled code, hooks or torch modes; ``None`` if it may be divided."""
     for each in module.modules():
         if isinstance(each, torch.jit.ScriptModule):
             return "it, or a part of it, is compiled by TorchScript"
@@ -212,5 +213,5 @@ def _why_whole(module: nn.Module) -> str | None:
 
 
 def _are_known(hooks: Iterable[Any]) -> bool:
-    """Whether all belong to torch or parwrap, which may see parts."""
+    """Whether all ``hooks`` belong to torch or parwrap; these may see parts of a batch."""
     return all((getattr(hook, "__module__", None) or "").startswith(("torch.", "parwrap.")) for hook in hooks)

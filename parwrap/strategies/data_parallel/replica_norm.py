@@ -1,7 +1,7 @@
 """Batch normalization of a batch that is split over replicas in one process.
 
 The mean and variance of each part go to the first replica's device, and the mean and variance of the whole batch come back. All of it is in
-one autograd graph, so a backward needs no synchronization: on a CPU a single thread runs it for all replicas.
+one autograd graph, so replicas do not synchronize in a backward. On a CPU they could not: one thread runs the backward of all replicas.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["shared_over_replicas"]
 
 
 def shared_over_replicas(call: Norm, replica: Replica) -> torch.Tensor:
-    """``torch.nn.functional.batch_norm`` in training, by the statistics of the whole batch.
+    """``torch.nn.functional.batch_norm`` in training, with the statistics of the whole batch.
 
     Raises:
         ValueError: the whole batch has only one value for each channel.
-        UsageError: other replicas are in another layer.
+        UsageError: another replica is in a different layer.
     """
     x = call.input if call.input.dtype == torch.float64 else call.input.float()
     shape = [1, -1, *[1] * (x.dim() - 2)]
@@ -49,7 +49,7 @@ def _whole(parts: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
     device = parts[0][0].device
     variances, means = (torch.stack([part[which].to(device) for part in parts]) for which in (0, 1))
     weights = means.new_tensor([[number / max(count, 1)] for _, _, number in parts])
-    mean = (weights * means).sum(0)  # no matrix product, which autocast would round
+    mean = (weights * means).sum(0)  # not a matrix product, which autocast would round
     return (weights * (variances + (means - mean).square())).sum(0), mean, count
 
 
@@ -58,7 +58,7 @@ def _follow(running: torch.Tensor, value: torch.Tensor, momentum: float) -> None
 
 
 def _name(call: Norm, replica: Replica) -> str:
-    """The name of the layer, by which replicas check that they are in the same one."""
+    """The name of the layer; replicas compare it to check that they are in the same one."""
     if replica.names is None:
         replica.names = {}
         for path, module in replica.module.named_modules() if replica.module is not None else ():

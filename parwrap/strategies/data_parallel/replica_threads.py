@@ -1,8 +1,8 @@
-"""Replicas of one module that run at the same time, a thread each: passes on modes and errors, and synchronizes them.
+"""Runs the replicas of a module at the same time, each in a thread: passes on modes and errors, and synchronizes the replicas.
 
-Replicas synchronize for what they compute together within a forward. None waits for one that has failed or finished. Those on one device
-take turns, because they share its random stream, whose state a checkpoint must find again. Callers provide the replicas and their
-arguments.
+Replicas synchronize when they compute something together in a forward. No replica waits for one that has failed or finished. Replicas on
+the same device take turns, because they share its random stream, and a checkpoint must be able to restore its state. Callers provide the
+replicas and their arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Replica:
         index: its number, from 0.
         device: its device.
         module: its module.
-        names: the names of its layers by the ids of tensors in them, once computed.
+        names: the names of its layers by the ids of their tensors; ``None`` until they are computed.
     """
 
     def __init__(self, team: _Team, index: int, module: nn.Module | None) -> None:
@@ -39,12 +39,12 @@ class Replica:
         self._team, self._passed = team, 0
 
     def synchronize(self, what: str, value: Any, merge: Callable[[list[Any]], Any]) -> Any:
-        """Wait for all replicas, and return ``merge`` of their values in the order of the replicas. The last replica to arrive calls it.
+        """Wait for all replicas, and return ``merge`` of their values in the order of the replicas. The last one to arrive calls it.
 
         Args:
-            what: the purpose, the same in all.
-            value: this replica's own.
-            merge: merges the values; if it raises, it does so in all.
+            what: the name of what is computed together, the same in all replicas.
+            value: this replica's value.
+            merge: merges the values; if it raises an error, all replicas raise it.
 
         Raises:
             UsageError: another replica is at a different point, or has finished its forward.
@@ -83,7 +83,7 @@ class _Team:
         self._changed = threading.Condition()
 
     def run(self, replica: Replica, call: Callable[[], Any], modes: AbstractContextManager) -> None:
-        """The body of a replica's thread."""
+        """Run ``call`` inside ``modes``, in the thread of ``replica``."""
         _here.replica = replica
         self._take_turn(replica)
         try:
@@ -92,7 +92,7 @@ class _Team:
         except _Abandoned:
             self.stop()
         except BaseException as error:
-            # shown below the traceback; the error keeps its type, which may not be built from a text
+            # a note below the traceback, because it may not be possible to build an error of this type from a text
             error.__notes__ = [*getattr(error, "__notes__", []), f"in {replica} (parwrap.data_parallel)"]  # type: ignore[attr-defined]
             self.errors[replica.index] = error
             self.stop()
@@ -103,7 +103,7 @@ class _Team:
             self._end_turn(replica)
 
     def _take_turn(self, replica: Replica) -> None:
-        """Wait until no other replica runs on its device, and earlier ones there have begun."""
+        """Wait until no other replica runs on this device, and the replicas before this one there have begun."""
         before = {index for index in range(replica.index) if self.devices[index] == replica.device}
         with self._changed:
             self._changed.wait_for(lambda: replica.device not in self._turns and before <= self._begun)
@@ -117,7 +117,7 @@ class _Team:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Nobody may wait for others any longer."""
+        """Wake all replicas that wait, and let none wait from now on."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()
@@ -173,15 +173,15 @@ ADVICE = "Run the same layers in the same order on all replicas, or remove parwr
 def run_together(
     devices: Sequence[torch.device], calls: Sequence[Callable[[], Any]], modules: Sequence[nn.Module | None] | None = None
 ) -> list[Any]:
-    """The results of ``calls``, run in a thread each as in the calling thread, on the device for each.
+    """Run each of ``calls`` in a thread with the modes of the calling thread, and return the results.
 
     Args:
-        devices: the device of each.
+        devices: the device of each call.
         calls: the functions to run.
-        modules: their modules, for replicas that synchronize.
+        modules: the module of each call, for replicas that synchronize.
 
     Raises:
-        BaseException: what was raised in the first replica that has failed.
+        BaseException: the error of the failed replica with the lowest number.
 
     >>> run_together([torch.device("cpu")] * 2, [lambda: current_replica().index, torch.is_grad_enabled])
     [0, True]
@@ -205,7 +205,7 @@ def run_together(
         raise
     if team.errors:
         error = team.errors[min(team.errors)]
-        team.errors.clear()  # its traceback refers to it
+        team.errors.clear()  # the error's traceback refers to the team
         try:
             raise error
         finally:
@@ -223,7 +223,7 @@ def current_replica() -> Replica | None:
 
 
 def is_undivided() -> bool:
-    """Whether this thread runs a part of a call that is handled already."""
+    """Whether this thread must not divide calls: it runs a replica, or is inside :func:`undivided`."""
     return current_replica() is not None or getattr(_here, "undivided", False)
 
 
@@ -238,9 +238,9 @@ def undivided() -> Iterator[None]:
 
 
 def _modes(devices: Sequence[torch.device]) -> Callable[[torch.device], AbstractContextManager]:
-    """Gives a new thread the state that torch keeps per thread, from this one."""
+    """Record the state that torch keeps for this thread; the returned context manager sets it in another thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    # not by torch.autocast itself, which interceptors take for the script's own
+    # torch.autocast is not used here, because interceptors would take it for the script's own
     autocasts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     cached = torch.is_autocast_cache_enabled()
     place = torch.get_default_device()
@@ -263,7 +263,7 @@ def _modes(devices: Sequence[torch.device]) -> Callable[[torch.device], Abstract
                 entered.enter_context(torch.cuda.stream(stream))
             if device.type == "cuda":
                 entered.enter_context(torch.cuda.device(device))
-            if device.type == "cpu":  # each thread would have so many more
+            if device.type == "cpu":  # the replicas share the process's threads
                 entered.callback(torch.set_num_threads, computing)
                 torch.set_num_threads(share)
             if place.type != "cpu":

@@ -1,7 +1,7 @@
 """Replicas of a module on several devices: the module itself on the first, and copies whose gradients flow back to its parameters.
 
 Changes that a forward makes in a copy are lost; changes in the first replica, such as the running statistics of a BatchNorm, are the
-module's own. Torch's ``replicate`` supports only different GPUs, and gives unused parameters a gradient of zeros.
+module's own. Torch's own ``replicate`` supports only different GPUs, and gives unused parameters a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parwrap.torch_private.modules import FLAT_WEIGHTS, registered_buffers, regi
 __all__ = ["replicas"]
 
 SMALL = 2**18
-"""Tensors up to this number of elements are sent together, since each copy to another device takes a while to begin."""
+"""Tensors up to this number of elements are sent together, because each copy to another device has a fixed cost."""
 
 
 def replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
@@ -81,7 +81,7 @@ def _sent(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], copy
     for device in devices:
         there: dict[int, torch.Tensor] = {}
         for dtype, places in together.items():
-            # no views, so that an in-place change does not affect a tensor saved for another's backward
+            # not views: an in-place change of one piece must not invalidate another that is saved for a backward
             pieces = torch.unsafe_split_with_sizes(flat[dtype].to(device, copy=copying), [tensors[place].numel() for place in places])
             there |= {place: unsafe_view(piece, tensors[place].shape) for place, piece in zip(places, pieces, strict=True)}
         sent.append([there[place] if place in there else t.to(device, copy=copying) for place, t in enumerate(tensors)])
@@ -93,7 +93,7 @@ def _by_id(tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> dict[int,
 
 
 def _copy(module: nn.Module, known: dict[int, Any], device: torch.device) -> nn.Module:
-    """A copy of ``module`` and all in it, with the ``known`` tensors by the id of their originals."""
+    """A copy of ``module`` and its submodules; ``known`` has the copied tensors by the ids of their originals."""
     pairs = [(each, shallow_replica(each)) for each in module.modules()]
     known |= {id(each): own for each, own in pairs}
     for each, own in pairs:
@@ -102,24 +102,24 @@ def _copy(module: nn.Module, known: dict[int, Any], device: torch.device) -> nn.
         registered_buffers(own).update({name: known.get(id(buffer)) for name, buffer in registered_buffers(each).items()})
         for name, p in registered_parameters(each).items():
             if p is not None:
-                setattr(own, name, known[id(p)])  # recurrent layers keep it in a separate list
+                setattr(own, name, known[id(p)])  # because recurrent layers also keep it in a separate list
                 vars(own).pop(name, None)
             registered_parameters(own)[name] = known.get(id(p))
     return pairs[0][1]
 
 
 _OWN = {*vars(nn.Module()), IS_REPLICA, FLAT_WEIGHTS}
-"""Attributes that a copy gets by other means, or shares."""
+"""Attributes that a copy gets in another way, or shares with the original."""
 
 
 def _exchanged(value: Any, known: dict[int, Any], device: torch.device) -> Any:
-    """An attribute of a copy: other names of its modules and tensors refer to the copy's own."""
+    """The value of an attribute in a copy: references to the original's modules and tensors become references to the copy's."""
     if id(value) in known:
         return known[id(value)]
     if isinstance(value, torch.Tensor):
         return value.to(device, copy=True)
     if isinstance(value, MethodType) and id(value.__self__) in known:
-        return MethodType(value.__func__, weakref.proxy(known[id(value.__self__)]))  # a cycle would keep the copy and its tensors
+        return MethodType(value.__func__, weakref.proxy(known[id(value.__self__)]))  # a cycle would keep the copy alive
     if type(value) is tuple:
         return tuple(_exchanged(each, known, device) for each in value)
     if type(value) in (list, deque, dict, OrderedDict, defaultdict, set):

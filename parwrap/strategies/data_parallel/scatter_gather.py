@@ -1,7 +1,7 @@
 """Cuts the arguments of a module into parts along the first dimension, and merges the outputs of the parts.
 
-Arguments and outputs may be nested in tuples, lists, dicts and dataclasses. It names arguments that cannot be cut without changing the
-result; outputs that cannot be merged raise an error.
+Arguments and outputs may be nested in tuples, lists, dicts and dataclasses. ``why_not`` and ``items_of_samples`` report arguments that
+cannot be cut without changing the result; outputs that cannot be merged raise an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def leaves_of(values: Any) -> list[Any]:
 
 
 def _is_packed(value: Any) -> bool:
-    """Whether it is a batch in another form, which torch would take for a tuple of tensors."""
+    """Whether ``value`` is a packed batch, which torch's pytree functions would take for a tuple of tensors."""
     return isinstance(value, PackedSequence)
 
 
@@ -42,7 +42,7 @@ def rows_of(leaves: Iterable[Any]) -> int:
 
 
 def sizes_of(rows: int, parts: int) -> list[int]:
-    """The number of samples of each part, where none is empty.
+    """The number of samples of each part; no part is empty.
 
     >>> sizes_of(5, 3), sizes_of(2, 3)
     ([2, 2, 1], [1, 1])
@@ -65,7 +65,7 @@ def why_not(leaves: Iterable[Any], rows: int) -> str | None:
 
 
 def items_of_samples(values: Any, rows: int) -> str | None:
-    """Why something in ``values`` other than a tensor may have to be cut too: it has an item for each of several samples.
+    """Why ``values`` cannot be cut: one that is not a tensor has as many items as there are samples; ``None`` if there is none.
 
     >>> items_of_samples((torch.ones(4, 2), [3, 1, 2, 2]), 4)
     'one of its inputs is a list of 4 items for 4 samples, which may have one item per sample'
@@ -81,7 +81,7 @@ def items_of_samples(values: Any, rows: int) -> str | None:
 
 
 def _items(value: Any) -> int | None:
-    """The number of items of a list or an array that holds no tensors."""
+    """The number of items of a list without tensors or of an array; ``None`` for anything else."""
     if isinstance(value, (list, tuple)):
         return None if any(isinstance(leaf, (torch.Tensor, PackedSequence)) for leaf in tree_leaves(value)) else len(value)
     shape = getattr(value, "shape", None)
@@ -94,9 +94,9 @@ def _holds_tensors(leaf: Any) -> bool:
 
 
 def cut(values: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> list[Any]:
-    """``values`` for each part: of tensors with a row per sample its rows, everything else whole.
+    """``values`` for each part: its rows of tensors that have one row per sample, and everything else whole.
 
-    Tensors on the first of ``devices`` are moved to the part's; those elsewhere, such as lengths on the CPU, stay where they are.
+    Tensors on the first of ``devices`` are moved to the part's device; others, such as lengths on the CPU, stay where they are.
     """
     leaves, structure = tree_flatten(values, is_leaf=_is_packed)
     parts = [_cut(leaf, sizes, devices) for leaf in leaves]
@@ -118,7 +118,7 @@ def _cut(leaf: Any, sizes: Sequence[int], devices: Sequence[torch.device]) -> Se
 
 
 def kinds_of(leaves: Iterable[Any], rows: int) -> tuple:
-    """The kind of each of the ``leaves``, which identifies the kind of a call.
+    """The kind of each of the ``leaves``; two calls with equal results are of the same kind.
 
     >>> kinds_of([torch.ones(4, 2), torch.ones(1, 2), 3], 4)
     ('cut', 'whole', 'int')
@@ -130,28 +130,28 @@ def kinds_of(leaves: Iterable[Any], rows: int) -> tuple:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether it is one number, such as a loss or a count."""
+    """Whether ``leaf`` is a single number, such as a loss or a count."""
     if isinstance(leaf, torch.Tensor):
         return not leaf.dim() and leaf.dtype is not torch.bool
     return isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
 
 
 Join = Callable[[list[torch.Tensor]], Any]
-"""Joins the tensors of all parts that have a row for each sample."""
+"""Joins the tensors of all parts, which have one row per sample."""
 
 
 def merged(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None, join: Join, who: str) -> Any:
-    """One output from the ``outputs`` of parts.
+    """Merge the ``outputs`` of the parts into one.
 
     Args:
-        outputs: the outputs of each part.
+        outputs: the output of each part.
         sizes: the number of samples of each part.
-        weights: the weight of a number that belongs to a whole part; ``None`` if unknown, and then it must be the same in all.
-        join: joins tensors with rows.
+        weights: the weight of each part's numbers, such as a loss; ``None`` if unknown: then they must be equal in all parts.
+        join: joins the tensors of the parts.
         who: the name of the module in errors.
 
     Raises:
-        UsageError: they cannot be merged.
+        UsageError: the outputs cannot be merged.
     """
     flattened = [tree_flatten(output, is_leaf=_is_packed) for output in outputs]
     _, structure = flattened[0]
@@ -172,14 +172,14 @@ def _merged(parts: list[Any], sizes: Sequence[int], weights: Sequence[float] | N
         return sum(part * weight for part, weight in zip(parts, weights, strict=True))
     elif all(isinstance(part, torch.Tensor) and (part.is_floating_point() or part.is_complex()) for part in parts):
         if weights is None and all(_same(first, part) for part in parts):
-            weights = [1 / len(parts)] * len(parts)  # each has its share in the gradients
+            weights = [1 / len(parts)] * len(parts)  # so that gradients flow to all parts
         if weights is not None:
             return torch.stack([part.to(first.device) * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
     elif len({type(part) for part in parts}) == 1:
         if is_dataclass(first) and not isinstance(first, type):
             given = [field.name for field in fields(first) if field.init]
             return _built(first, {name: [getattr(part, name) for part in parts] for name in given}, sizes, weights, join, who)
-        if isinstance(first, dict) and all(part.keys() == first.keys() for part in parts):  # its class is unknown to torch
+        if isinstance(first, dict) and all(part.keys() == first.keys() for part in parts):  # its class is unknown to torch's pytree
             return _built(first, {key: [part[key] for part in parts] for key in first}, sizes, weights, join, who)
         if all(part is first or _same(first, part) for part in parts):
             return first
@@ -190,7 +190,7 @@ def _merged(parts: list[Any], sizes: Sequence[int], weights: Sequence[float] | N
 
 
 def _built(first: Any, parts: dict[Any, list[Any]], sizes: Sequence[int], weights: Sequence[float] | None, join: Join, who: str) -> Any:
-    """A new object of the class of ``first``, which may process its arguments."""
+    """A new object of the class of ``first``, built from the merged values."""
     whole = {name: merged(each, sizes, weights, join, who) for name, each in parts.items()}
     try:
         made: Any = type(first)

@@ -1,7 +1,7 @@
 """Outputs that stay on the devices of their replicas: a tensor in pieces, which losses use directly.
 
-Any other operation sees the whole tensor, joined on the first device at its first use; from then on losses use that too, since it may have
-changed. So the numbers are always those of one device.
+Any other operation sees the whole tensor, joined on the first device at its first use. From then on losses use the whole tensor too, since
+it may have changed. So results are always the same as on one device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Pieces", "are_different_gpus", "in_whole"]
 
 
 class _Joined(torch.autograd.Function):
-    """Joins the pieces and sends gradients to them, for an operation that takes the tensor unasked, such as an autograd function."""
+    """Makes the tensor and sends its gradients to the pieces, for operations that bypass ``__torch_function__``: autograd functions."""
 
     @staticmethod
     def forward(ctx: Any, cls: type, shape: Sequence[int], *pieces: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ class _Joined(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """Joins pieces without gradients although the tensor has them: it was made inside an autograd function, such as a checkpoint."""
+    """Joins pieces that need no gradients although the tensor does: it was made inside an autograd function, such as a checkpoint."""
 
     @staticmethod
     def forward(ctx: Any, pieces: Pieces) -> torch.Tensor:
@@ -76,7 +76,7 @@ class Pieces(torch.Tensor):
 
     @property
     def is_in_pieces(self) -> bool:
-        """Whether the whole has not been used yet."""
+        """Whether losses may still use the pieces: the whole tensor has not been used yet."""
         return self._whole is None and not self._only_it_has_gradients
 
     @property
@@ -142,7 +142,7 @@ _WATCHES_GRADIENTS = {torch.Tensor.retain_grad, torch.Tensor.register_hook}
 
 
 def _mean_of_elements(function: Callable, given: dict[str, Any]) -> torch.Tensor | None:
-    """A loss that is the mean over all elements, their sum, or one number for each."""
+    """A loss that is the mean or the sum over all elements, or one number for each; ``None`` if it needs the whole tensor."""
     input, target = given["input"], given["target"]
     if not _plain(given) or input.shape != target.shape or not input.dim():
         return None
@@ -157,7 +157,7 @@ def _mean_of_elements(function: Callable, given: dict[str, Any]) -> torch.Tensor
 
 
 def _mean_of_labels(function: Callable, given: dict[str, Any]) -> torch.Tensor | None:
-    """A loss whose mean is over the counted labels, weighted by their classes."""
+    """A loss whose mean is over the labels that are not ignored, weighted by class; ``None`` if it needs the whole tensor."""
     input, target, weight = given["input"], given["target"], given.get("weight")
     if not _plain(given, "weight") or input.dim() < 2 or not target.dim() or len(target) != len(input) or isinstance(weight, Pieces):
         return None
@@ -237,7 +237,7 @@ def in_whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def are_different_gpus(devices: Sequence[torch.device]) -> bool:
-    """Whether torch's own scatter and gather support them.
+    """Whether ``devices`` are different GPUs, which torch's own scatter and gather need.
 
     >>> are_different_gpus([torch.device("cuda", 0), torch.device("cuda", 0)])
     False

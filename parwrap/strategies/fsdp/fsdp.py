@@ -1,7 +1,7 @@
 """Fully sharded data parallelism: each rank keeps a part of the parameters, their gradients and the optimizer's state.
 
-The interceptor that shards models when an optimizer takes their parameters, and that lets ranks communicate only when all are at the same
-point. Torch's ``fully_shard`` does the sharding. ``sharded_model.py`` applies it to a model, ``sharded_tensors.py`` handles a script's
+``FSDP`` shards models when an optimizer takes their parameters, and lets ranks communicate only when all are at the same point. Torch's
+``fully_shard`` does the sharding. ``sharded_model.py`` applies it to a model, ``sharded_tensors.py`` handles a script's
 operations on parts, ``sharded_state.py`` handles states.
 """
 
@@ -54,7 +54,7 @@ BACKWARD = "backward"
 CLIPPING, USE = "clip_grad_norm_", "use of a sharded tensor"
 AVERAGING = "average of parameters that are not sharded"
 AT_ONCE = ("forward", BACKWARD, "gradients", AVERAGING, CLIPPING, USE)
-"""Calls that ranks begin without waiting: each sends something and relies on all other ranks."""
+"""Calls that ranks begin without waiting: each sends something and relies on all other ranks to do the same."""
 
 FREED = "storage of size 0"
 
@@ -66,7 +66,7 @@ ADVICE = (
 
 
 class FSDP(Strategy):
-    """Shards the models that are trained over the ranks of ``group``."""
+    """Shards trained models over the ranks of ``group``."""
 
     OPTIONS = ("wrap",)
 
@@ -102,7 +102,7 @@ class FSDP(Strategy):
 
     @intercepts
     def take_parameters(self, parameters: Any) -> Any:
-        """The parameters for an optimizer, after the models around them were sharded."""
+        """Shard the models that hold ``parameters``, and return the parameters for the optimizer."""
         if is_alone() or not isinstance(parameters, (list, tuple)):
             return parameters
         named = [each if isinstance(each, tuple) else (None, each) for each in parameters]
@@ -120,7 +120,7 @@ class FSDP(Strategy):
 
     @intercepts
     def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[Any], None], state: Any) -> None:
-        """``optimizer`` keeps this rank's part of the state that it loads."""
+        """Load ``state``, and keep this rank's part of it."""
         load(state)
         shard_state(optimizer)
 
@@ -128,7 +128,7 @@ class FSDP(Strategy):
     def module_state(self, module: nn.Module, state: Any) -> Any:
         """The whole weights of a module, under plain keys."""
         if not any(is_sharded(value) and not isinstance(value, nn.Parameter) for value in state.values()):
-            return state  # an unsharded module, or it is asked for its direct variables
+            return state  # the module is not sharded, or keep_vars=True
         for name, value in self._whole(state, f"{type(module).__name__}.state_dict()").items():
             state[name] = value
         return state
@@ -143,7 +143,7 @@ class FSDP(Strategy):
 
     @intercepts
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
-        """Give the parameters of ``module`` another device or dtype; they are whole meanwhile."""
+        """Move or cast the parameters of ``module``, which are whole while ``apply`` runs."""
         if is_alone() or not any(is_sharded(p) for p in module.parameters()):
             return apply()
         self._group.synchronize("a cast or move of the model")
@@ -155,13 +155,13 @@ class FSDP(Strategy):
 
     @intercepts
     def saved(self, thing: Any) -> Any:
-        """What ``torch.save`` writes for ``thing``: whole tensors and the user's own classes."""
+        """``thing`` as ``torch.save`` writes it: with whole tensors and the user's own classes."""
         models = [module for model in self._alive() if (module := model.root()) is not None]
         return copy.deepcopy(thing) if holds_sharded(thing, models) else thing
 
     @intercepts
     def clip(self, clip: Clip) -> Any:
-        """``clip_grad_norm_`` with the norm over all ranks, which it returns as a plain number."""
+        """Run ``clip_grad_norm_`` with the norm over all ranks, and return the norm as a plain tensor."""
         if clip.name != CLIPPING or not any(is_sharded(p.grad) for p in clip.parameters) or is_alone():
             return clip.run()
         self._enter(CLIPPING, location())
@@ -199,10 +199,10 @@ class FSDP(Strategy):
 
     @intercepts
     def takes_step(self, optimizer: Optimizer) -> None:
-        """``optimizer`` is about to step.
+        """Check the gradients that ``optimizer`` is about to use.
 
         Raises:
-            UsageError: by gradients that no backward has left: each rank would have made them of its own data, and each has another part.
+            UsageError: the gradients do not come from a backward: each rank has computed them from its own data, for a different part.
         """
         grad = next((p.grad for p in parameters_of(optimizer) if is_sharded(p) and p.grad is not None), None)
         if grad is None or is_alone():
@@ -216,7 +216,7 @@ class FSDP(Strategy):
         self._stepped[optimizer] = self._loop.backwards, weakref.ref(grad)
 
     def summed(self, sums: list[torch.Tensor], weight: float) -> tuple[list[torch.Tensor], float]:
-        """Gradients are means already."""
+        """Multiply ``sums`` by the number of ranks, because gradients are means already, and add up the weights."""
         weights = self._sum_of(weight)
         return [total * self._group.world.size for total in sums], weights
 
@@ -226,7 +226,7 @@ class FSDP(Strategy):
         with ExitStack() as whole:
             for model in self._alive():
                 if (root := model.root()) is not None:
-                    self._equal_state.set_mode(root, training=False)  # a whole model is not identified by the parameters of its optimizer
+                    self._equal_state.set_mode(root, training=False)  # not later: the optimizer's parameters do not identify a whole model
                 whole.enter_context(model.whole())
             yield
 
@@ -241,7 +241,7 @@ class FSDP(Strategy):
             adopt(optimizer, {id(old): p for model in self._alive() for p, old in model.sharded()})
 
     def _put_back(self) -> None:
-        """All ranks are at the same point: models and optimizers become plain again."""
+        """Make models and optimizers plain again; all ranks call this at the same point."""
         gc.collect()  # other ranks may collect garbage at other times
         models = {number: model for number, known in enumerate(self._models) if (model := known()) and model.root() is not None}
         optimizers = dict(self._loop.numbered_optimizers())
@@ -262,7 +262,7 @@ class FSDP(Strategy):
             model.put_back(None)
         self._models.clear()
         gc.collect()
-        if self._mesh is not None:  # torch's caches keep it forever, and others would wait for a process group that is still referenced
+        if self._mesh is not None:  # torch's caches keep it forever, and other ranks would wait for a referenced process group
             forget_process_groups(self._mesh)
 
     def _weighted(self, call: Backward) -> Backward:
@@ -327,7 +327,7 @@ class FSDP(Strategy):
             self._replicated.add(left)
 
     def _make_alike(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        """All ranks are about to shard the same parameters: make their values equal too."""
+        """Check that all ranks are about to shard the same parameters, and make their values equal."""
         mine = [(name, tuple(p.shape), p.dtype) for name, p in named], checksums(p for _, p in named)
         gathered = self._group.exchange(SHARDING, mine)
         for rank, (kinds, _) in gathered.items():
@@ -348,7 +348,7 @@ class FSDP(Strategy):
         self._enter(what, f"{unit}, {location()}", zlib.crc32(f"{unit}/{number}".encode()) & 0x7FFFFFFF)
 
     def _enter(self, what: str, place: str, detail: int = 0) -> None:
-        """This rank begins to send something and relies on all other ranks."""
+        """Announce that this rank begins to send something, for which it relies on all other ranks."""
         if is_alone():
             _refuse_alone(what)
         try:
@@ -385,12 +385,12 @@ def _refuse_hidden(error: BaseException | None) -> NoReturn:
 def _clip_by_norm(
     clip: Clip, device: torch.device, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> torch.Tensor:
-    """Clip gradients of which each rank has a part, and give the norm over all ranks; on all of them. One number is reduced.
+    """Clip gradients of which each rank has a part, and return the norm over all ranks. All ranks call it; they reduce one number.
 
     Args:
         clip: the intercepted call.
         device: the device for the reduction.
-        max_norm: as in torch, like the rest.
+        max_norm: as in torch, like the arguments after it.
     """
     grads: list[Any] = [p.grad for p in clip.parameters if p.grad is not None]
     parts = [grad.to_local() for grad in grads if hasattr(grad, "to_local")]

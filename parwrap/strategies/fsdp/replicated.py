@@ -1,6 +1,7 @@
 """Averages the gradients of parameters that a sharding strategy leaves whole on every rank, after each backward.
 
-Scalars, sparse embeddings, parameters in no module, of no optimizer or of one that a model got later: few and small, so the code is simple.
+Such parameters are scalars, sparse embeddings, and parameters that are in no module, in no optimizer or only in an optimizer that was built
+after the model was sharded. They are few and small, so the code is simple.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ __all__ = ["Replicated"]
 
 
 class Replicated:
-    """Finds those parameters and averages their gradients.
+    """Finds the parameters that are whole on every rank, and averages their gradients.
 
     Args:
         group: the ranks.
         loop: the loop state, which knows the optimizers.
-        sharded: a function that returns the ids of tensors whose gradients come averaged.
-        enter: a function, called before the ranks send anything, with its size.
+        sharded: a function that returns the ids of tensors whose gradients torch averages already.
+        enter: a function, called with the number of elements before the ranks send them.
     """
 
     def __init__(self, group: Group, loop: Loop, sharded: Callable[[], set[int]], enter: Callable[[int], None]) -> None:
@@ -44,20 +45,20 @@ class Replicated:
         self._known |= {id(p): weakref.ref(p) for p in parameters}
 
     def forget(self) -> None:
-        """Models are about to be sharded again."""
+        """Forget all parameters, before models are sharded again."""
         self._known.clear()
         self._generation = -1
 
     def has(self, p: torch.Tensor) -> bool:
-        """Whether ``p`` is one of them."""
+        """Whether ``p`` is recorded as whole on every rank."""
         ref = self._known.get(id(p))
         return ref is not None and ref() is p
 
     def look(self, call: Backward) -> None:
-        """Find the replicated parameters that ``call`` reaches; ever more rarely, from the same place.
+        """Find the replicated parameters that ``call`` reaches; less and less often for repeated calls from the same place.
 
         Raises:
-            UsageError: it reaches the same leaf tensors again without an optimizer: they are updated by hand.
+            UsageError: it repeatedly reaches leaf tensors that are in no optimizer, so they are updated by hand.
         """
         self._loop.look_for_parameters()
         if self._generation != self._loop.generation:
@@ -82,7 +83,7 @@ class Replicated:
 
     @torch.no_grad()
     def average(self) -> list[torch.Tensor]:
-        """Average their gradients and return the parameters; a gradient that no rank has stays ``None``."""
+        """Average the gradients of the replicated parameters, and return these; a gradient that no rank has stays ``None``."""
         known = [p for ref in self._known.values() if (p := ref()) is not None and p.requires_grad]
         if not known:
             return []

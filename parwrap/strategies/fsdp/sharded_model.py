@@ -1,7 +1,7 @@
 """One model whose parameters torch's ``fully_shard`` shards in place, and how it becomes a plain model again.
 
-The class of the modules stays the user's. Hooks and states that torch adds are recorded, so that they can be removed, for a copy or for
-good. ``wrap_policy.py`` chooses the units, and ``fsdp.py`` decides what runs when.
+Modules keep the user's classes. Hooks and states that torch adds are recorded, so that they can be removed, temporarily for a copy or
+permanently. ``wrap_policy.py`` chooses the units, and ``fsdp.py`` decides what runs when.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ShardedModel:
         return [(p.sharded_param, old) for p, old in self._moved]
 
     def in_graphs(self) -> Iterator[tuple[int, nn.Parameter]]:
-        """The whole parameters that graphs reach, by their own ids and those of the script's tensors for them."""
+        """The unsharded parameters that autograd graphs reach, each by its own id and by the ids of the script's tensors for it."""
         for p, old in self._moved:
             if (whole := getattr(p, UNSHARDED_PARAM, None)) is not None:
                 for known in (p.sharded_param, whole, old):
@@ -126,7 +126,7 @@ class ShardedModel:
         return any((whole := getattr(p, UNSHARDED_PARAM, None)) is not None and whole.grad is not None for p in self.parameters())
 
     def _copied(self, module: nn.Module, memo: dict) -> nn.Module:
-        """A copy of a sharded module is a plain one, whole on every rank."""
+        """A plain copy of a sharded module, whole on every rank."""
         with self._hidden():
             return copy.deepcopy(module, memo)
 
@@ -171,7 +171,7 @@ class ShardedModel:
         """Remove the sharding from the modules.
 
         Args:
-            whole: gathers a tensor, on all ranks: parameters become the original plain ones. Without it they stay this rank's part.
+            whole: a function that gathers a tensor on all ranks, to restore the original parameters. Without it, parameters stay sharded.
         """
         self._take_off()
         for state in self._states:
@@ -179,7 +179,7 @@ class ShardedModel:
         for p, old in self._moved if whole else ():
             _return(old, p.sharded_param, whole)  # type: ignore[arg-type]
             replace_on_modules(p, old)
-        for state in self._states:  # graphs may hold it, and a referenced process group does not signal its end to other ranks
+        for state in self._states:  # graphs may hold the state, and a referenced process group does not signal its end to other ranks
             param_groups(state).clear()
             communication_context(state).post_forward_order.clear()
         for held in (self._states, self._moved, self._added):
@@ -204,7 +204,7 @@ class ShardedModel:
                 group.post_backward = functools.partial(self._reduce, group.post_backward, name, group)
 
     def _before(self, name: str, state: Any, module: nn.Module, args: Any) -> None:
-        if self._apart or current_graph_task_id() != NO_GRAPH_TASK:  # a checkpoint computes it again, in a backward
+        if self._apart or current_graph_task_id() != NO_GRAPH_TASK:  # a checkpoint recomputes it in a backward
             return
         if not self._inside and forward_root(self._states[-1]) is not None:
             self.reset()
@@ -219,7 +219,7 @@ class ShardedModel:
                 self._past()
 
     def _reduce(self, post_backward: Callable, name: str, group: Any, *unused: Any) -> None:
-        """Reduce the gradients of a unit, of the same parameters on all ranks."""
+        """Reduce the gradients of a unit; all ranks must have gradients of the same parameters."""
         there = [(whole := getattr(p, UNSHARDED_PARAM, None)) is not None and whole.grad is not None for p in group.fsdp_params]
         if any(there):
             without = [parameter_name(p) for p, has in zip(group.fsdp_params, there, strict=True) if not has]
@@ -256,7 +256,7 @@ def _refuse_exchanged(name: str, state: Any) -> None:
 
 
 def _move(old: nn.Parameter, new: Any) -> None:
-    """From now on ``old`` stands for ``new``, and takes no memory."""
+    """Make ``old`` stand for ``new``, and free its memory."""
     if old.grad is not None:
         new.grad = sharded_like(old.grad, new)
     old.grad = None
@@ -270,7 +270,7 @@ def _move(old: nn.Parameter, new: Any) -> None:
 
 
 def _return(old: nn.Parameter, new: Any, whole: Callable[[DTensor], torch.Tensor]) -> None:
-    """``old`` is the parameter again, with the values of ``new``."""
+    """Make ``old`` a plain parameter again, with the values of ``new``."""
     values, grad = whole(new.detach()), None if new.grad is None else whole(new.grad)
     with disable_torch_function():
         old.__class__ = nn.Parameter

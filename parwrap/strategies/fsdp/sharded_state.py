@@ -19,16 +19,16 @@ __all__ = ["adopt", "holds_sharded", "release", "shard_state", "whole_state"]
 Whole = Callable[[Any], torch.Tensor]
 
 DEPTH, MOST = 4, 1000
-"""How deep to search nested containers for a model that is being saved, and how much of a list."""
+"""How deep to search nested containers that are being saved, and how many items of a list."""
 
 
 def whole_state(state: Mapping[str, Any], whole: Whole) -> dict[str, Any]:
-    """A state, of an optimizer or of a model, with whole tensors; an object that occurs several times stays one object."""
+    """The ``state`` of an optimizer or a model with whole tensors; a tensor that occurs several times stays one object."""
     seen: dict[Any, torch.Tensor] = {}
 
     def made(value: Any) -> Any:
         if isinstance(value, DTensor):
-            # the memory of a parameter is padded, so every rank has a part; a state's may not be, and exists once
+            # parameters are padded, so they have memory on every rank; a state tensor may have none here, but occurs only once
             key = local_tensor(value).untyped_storage().data_ptr() or id(value)
             if key not in seen:
                 seen[key] = whole(value.detach())
@@ -50,7 +50,7 @@ def shard_state(optimizer: Optimizer) -> None:
 
 
 def adopt(optimizer: Optimizer, sharded: Mapping[int, torch.Tensor]) -> None:
-    """An earlier optimizer takes the ``sharded`` parameters, found by the ids of the originals."""
+    """Replace the parameters of ``optimizer`` with the ``sharded`` ones, found by the ids of the originals."""
     _exchange(optimizer, lambda p: sharded.get(id(p), p))
     shard_state(optimizer)
 

@@ -1,8 +1,8 @@
-"""Operations of a script on sharded tensors outside training: each returns what it would with whole ones.
+"""Operations of a script on sharded tensors outside training: each returns the same as with whole tensors.
 
 Torch shards an operation where it can. If a sharded tensor is combined with a whole one, or must be whole (printed, copied, pickled), it is
-gathered; gradients go back as the mean over ranks. Values written to a sharded tensor keep this rank's part. ``fsdp.py`` decides when to
-shard a model.
+gathered; gradients go back as the mean over ranks. When values are written to a sharded tensor, each rank keeps its part. ``fsdp.py``
+decides when to shard a model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WHOLE = frozenset(
         *(torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, T.bernoulli, torch.normal, torch.dropout),
     }
 )
-"""Operations that need a whole tensor, or draw random numbers for it as for a whole one."""
+"""Operations that need a whole tensor, or must draw the same random numbers as for a whole tensor."""
 
 DRAWING = frozenset((T.normal_, T.uniform_, T.random_, T.bernoulli_, T.exponential_, T.cauchy_, T.geometric_, T.log_normal_, T.__setitem__))
 """Operations that write to a whole copy first: random numbers, and elements by index."""
@@ -46,7 +46,7 @@ IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv",
 VIEWS = frozenset(("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "detach")) | {
     *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 }
-"""Operations whose result shares memory with a whole tensor, but for a sharded one may be a copy."""
+"""Operations whose result is a view of a whole tensor, but may be a copy of a sharded one."""
 
 GRAD = T.grad.__get__  # type: ignore[union-attr]
 SETTERS = T.data.__set__, T.grad.__set__  # type: ignore[attr-defined, union-attr]
@@ -81,7 +81,7 @@ class Moved(nn.Parameter):
         return repr(_current(self))
 
     def full_tensor(self) -> torch.Tensor:
-        """As a ``DTensor`` gives it."""
+        """The whole tensor, like ``DTensor.full_tensor()``."""
         return _current(self).full_tensor()
 
 
@@ -114,7 +114,7 @@ class ShardedTensors(Interceptor):
 
     @intercepts
     def call_sharded(self, func: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
-        """The operation ``func``, with tensors of ``types`` among its arguments."""
+        """Run ``func``, which has tensors of ``types`` among its arguments."""
         if func is T.backward:
             return self.whole(args[0]).backward(*args[1:], **kwargs)
         with disable_torch_function():
@@ -161,7 +161,7 @@ class ShardedTensors(Interceptor):
 
     @intercepts
     def show_sharded(self, tensor: DTensor) -> str:
-        """What is printed for ``tensor``."""
+        """The ``repr`` of ``tensor``, with all its values."""
         whole = self.whole(tensor.detach())
         return repr(nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole)
 
@@ -174,7 +174,7 @@ class ShardedTensors(Interceptor):
         return whole
 
     def _settled(self, result: Any) -> Any:
-        """``result``, with partial sums of the ranks added up: torch does not always notice what is done to a part."""
+        """``result`` with the ranks' partial sums added up, because torch does not always handle further operations on partial sums."""
         if isinstance(result, DTensor) and any(placement.is_partial() for placement in result.placements):
             self._enter()
             result = result.redistribute(placements=_settled(result))
@@ -215,7 +215,7 @@ class ShardedTensors(Interceptor):
         return target
 
     def _set(self, func: Callable, target: DTensor, value: Any) -> None:
-        """``p.data = value`` writes to what modules gather from; ``p.grad = value`` gives this rank's part."""
+        """``p.data = value`` writes to the memory that modules gather from; ``p.grad = value`` keeps this rank's part of the value."""
         if value is not None and value.shape != target.shape:
             raise UsageError(
                 f"a parameter of shape {tuple(target.shape)} is sharded by strategy='fsdp' and cannot be assigned a value of shape "
@@ -230,7 +230,7 @@ class ShardedTensors(Interceptor):
         func(target, value)
 
     def _each_kind(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Lists in which some tensors are sharded and some are whole: run writes to whole ones separately."""
+        """Run ``func`` separately for the sharded and for the whole tensors in its lists."""
         length = len(args[0])
         of_first = [isinstance(each, DTensor) for each in args[0]]
         results: list[Any] = [None] * length
@@ -250,7 +250,7 @@ class ShardedTensors(Interceptor):
 
 
 def _parts_like(values: list[Any], like: list[Any]) -> list[Any]:
-    """Whole tensors of ``values`` as this rank's part, if they are used with a sharded one."""
+    """``values`` for use with the sharded tensors ``like``: this rank's part of each whole tensor."""
     return [
         sharded_like(value, of) if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() else value
         for value, of in zip(values, like, strict=True)
@@ -270,7 +270,7 @@ def _tensors(args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
 
 
 def _mixed(args: tuple, kwargs: dict) -> bool:
-    """Whether they contain a whole tensor that is no plain number; a number is the same for all parts."""
+    """Whether the arguments contain a whole tensor that is not a plain number; a number is the same for all parts."""
     whole = numbers = False
     of_parts = 0
     for tensor in _tensors(args, kwargs):
@@ -299,18 +299,18 @@ def _about_sharding() -> bool:
 
 
 def _current(values: Any) -> Any:
-    """``values`` with the sharded parameters that moved ones stand for."""
+    """``values`` with each moved parameter replaced by the sharded one that it stands for."""
     with disable_torch_function():
         return tree_map_only(Moved, lambda moved: moved.__dict__["sharded"], values)
 
 
 def _replicated(result: Any, like: DTensor) -> Any:
-    """Whole tensors of ``result`` as replicated sharded ones, so that writes to them are noticed."""
+    """``result`` with whole tensors as replicated ``DTensor`` objects, so that writes to them are noticed."""
     return tree_map_only(torch.Tensor, lambda whole: DTensor.from_local(whole, like.device_mesh, [Replicate()], run_check=False), result)
 
 
 def _marked(result: Any, base: DTensor) -> Any:
-    """``result`` of a view of ``base``, marked if it is a copy: writes to it would be lost."""
+    """``result``, a view of ``base``; marked if it is a copy, because writes to it would be lost."""
     if isinstance(result, (list, tuple)):
         return type(result)([_marked(each, base) for each in result])
     if isinstance(result, DTensor) and "copy_of_sharded" not in result.__dict__:

@@ -1,7 +1,6 @@
-"""Which modules FSDP shards: the outermost ones that hold an optimizer's parameters, and inside them the units that are gathered one by
-one.
+"""Chooses the modules that FSDP shards: the outermost ones that hold an optimizer's parameters, and the units inside them.
 
-This file only chooses; ``sharded_model.py`` carries it out. Parameters that cannot be sharded stay whole on every rank.
+Units are gathered one by one. ``sharded_model.py`` shards what is chosen here. Parameters that cannot be sharded stay whole on every rank.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from parwrap.torch_private.modules import registered_modules
 __all__ = ["Wrap", "roots", "units", "unsharded"]
 
 Wrap = int | type | str | tuple[type | str, ...] | None
-"""Elements that make a module a unit, or the classes of units, or ``None`` for repeated blocks."""
+"""The number of elements from which a module is a unit, or the classes of units, or ``None`` for repeated blocks."""
 
 BLOCK = 100_000
-"""The least number of elements of a block that justifies a separate gathering."""
+"""The number of elements from which a block is worth gathering separately."""
 
 
 def roots(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
     """The outermost modules that hold one of ``parameters`` and have a forward, in the order of ``parameters``.
 
-    Of two that share a parameter it is the larger one; the other computes with the parameters of this one.
+    If two of them share a parameter, only the larger one is returned; the other computes with its parameters.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> [each is model for each in roots(model[1].parameters())]
@@ -69,10 +68,10 @@ def units(root: nn.Module, wrap: Wrap) -> list[nn.Module]:
 
 
 def unsharded(root: nn.Module, inside: Collection[nn.Module], device: torch.device) -> list[nn.Parameter]:
-    """The parameters of ``root`` that cannot be sharded, with the units ``inside`` of it, on ranks that train on ``device``.
+    """The parameters of ``root`` that cannot be sharded, given its units ``inside`` and the training ``device``.
 
-    They are scalars, parameters on other devices or not contiguous (as with ``channels_last``), sparse embeddings, and those of another
-    dtype than most of their unit.
+    They are scalars, parameters on other devices or not contiguous (as with ``channels_last``), sparse embeddings, and those whose
+    dtype differs from most of their unit.
     """
     sparse = {id(p) for module in root.modules() if getattr(module, "sparse", False) for p in module.parameters(recurse=False)}
     of_unit: dict[int, dict[int, nn.Parameter]] = {}
@@ -144,7 +143,7 @@ def _held(root: nn.Module, chosen: Collection[int]) -> Iterator[tuple[nn.Paramet
 
 
 def _has_forward(module: nn.Module) -> bool:
-    # the base class has it too, only to refuse
+    # the base class defines forward too, but it only raises
     return type(module).forward is not nn.Module.forward
 
 

@@ -35,11 +35,11 @@ __all__ = ["Hogwild"]
 GOING_ON = "training after an evaluation"
 
 LINE = 8
-"""The distance of the ranks' counters, in numbers, so that they are in separate cache lines."""
+"""The distance between the ranks' counters, in numbers, so that they are in separate cache lines."""
 
 
 class Hogwild(Strategy):
-    """Every rank steps separately on parameters that all share."""
+    """Every rank steps separately, on parameters that all ranks share."""
 
     OPTIONS = ("lock",)
     steps_together = False
@@ -48,7 +48,7 @@ class Hogwild(Strategy):
         super().__init__(group, loop, options)
         self._parameters = SharedParameters(group)
         self._generation, self._backwards = -1, 0
-        # opened here, where all ranks are
+        # opened here, where all ranks take part
         self._lock = Lock(group) if options().lock else None
         self._progress = Progress(group)
 
@@ -85,7 +85,7 @@ class Hogwild(Strategy):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call``, after sharing parameters that an optimizer has got since the last one."""
+        """Share new parameters of optimizers, then run ``call``."""
         if is_alone():
             call.run()
             return
@@ -105,7 +105,7 @@ class Hogwild(Strategy):
 
     @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        """``module.train(training)`` was called: values for a common evaluation must be in shared memory."""
+        """Move parameters back into shared memory when ``module.train(training)`` is called, for a common evaluation."""
         self._parameters.put_back()
 
     def described(self) -> str:
@@ -123,7 +123,7 @@ class Hogwild(Strategy):
             self._lock.close()
 
     def _share(self) -> None:
-        """Share parameters at a backward, not when an optimizer takes them: by then every rank has finished their initialization."""
+        """Share parameters at a backward and not when an optimizer takes them, because by then every rank has initialized them."""
         owned = self._loop.once_owned()
         if not owned:
             raise UsageError(
@@ -131,15 +131,15 @@ class Hogwild(Strategy):
                 "the optimizer first. For manual updates, choose another strategy."
             )
         if not self._parameters.holds(owned.values()):
-            with self._lock.let_go() if self._lock else nullcontext():  # a closure's backward is in a step
+            with self._lock.let_go() if self._lock else nullcontext():  # a closure's backward runs inside a step
                 self._parameters.share(owned)
         self._generation = self._loop.generation
 
 
 class Evaluations(Interceptor):
-    """Makes ranks evaluate the same model: they synchronize before it and after it, so that none trains meanwhile.
+    """Makes ranks evaluate the same model: they synchronize before and after an evaluation, so that none trains meanwhile.
 
-    Buffers become rank 0's, as in DDP, and schedulers use the mean over ranks.
+    Buffers become rank 0's, as in DDP, and schedulers use the mean of the ranks' metrics.
     """
 
     def __init__(self, group: Group, loop: Loop) -> None:
@@ -150,7 +150,7 @@ class Evaluations(Interceptor):
 
     @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        """``module.train(training)`` was called."""
+        """Synchronize the ranks when ``module.train(training)`` begins or ends an evaluation."""
         if is_alone() or not (self._loop.is_root(module) if training else self._loop.evaluated_with(module)):
             return
         if not training:
@@ -163,7 +163,7 @@ class Evaluations(Interceptor):
 
     @intercepts
     def metric(self, metric: Any) -> Any:
-        """The mean over the ranks."""
+        """The mean of ``metric`` over the ranks."""
         return self._equal_state.metric(metric)
 
 
@@ -180,31 +180,31 @@ class Lock(Interceptor):
 
     @intercepts
     def step(self, optimizer: Optimizer) -> None:
-        """``optimizer`` is about to step; if that is a part of another step, the lock is held already."""
+        """Take the lock before a step, unless it is part of another step, which holds the lock already."""
         if steps_running() == 1:
             fcntl.lockf(self._file, fcntl.LOCK_EX)
 
     @intercepts
     def stepped(self, optimizer: Optimizer) -> None:
-        """``optimizer`` has stepped; if it raised, the next call releases the lock."""
+        """Release the lock after a step; if a step raises, the next step releases the lock."""
         if steps_running() == 1:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
     @contextmanager
     def let_go(self) -> Iterator[None]:
-        """In the block nobody waits for this rank; a running step continues alone after it."""
+        """Release the lock inside the block; if a step is running, take the lock again afterwards."""
         fcntl.lockf(self._file, fcntl.LOCK_UN)
         yield
         if steps_running():
             fcntl.lockf(self._file, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        """Release the lock for good."""
+        """Close the file of the lock, which releases it."""
         os.close(self._file)
 
 
 class Progress:
-    """Tracks progress: the number of steps of each rank.
+    """Tracks the number of steps of each rank.
 
     Args:
         group: the ranks.
@@ -217,11 +217,11 @@ class Progress:
         self._timeout = group.timeout.total_seconds()
 
     def step(self) -> None:
-        """This rank has taken a step."""
+        """Count a step of this rank."""
         self._steps[self._mine] += 1
 
     def of_others(self) -> bool:
-        """Whether another rank has taken one within the timeout, as far as this rank has checked."""
+        """Whether other ranks have taken a step within the timeout, measured from the call that first sees it."""
         now = bytes(self._steps)
         if now != self._seen:
             self._seen, self._since = now, time.monotonic()

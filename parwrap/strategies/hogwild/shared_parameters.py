@@ -1,7 +1,7 @@
 """Parameters in memory that all ranks of a node share: values that one rank writes are seen by the others.
 
-A parameter stays the same object; only its storage is replaced. Ranks identify it by the loop's number. The strategy decides when to share
-it, and writes the values.
+A parameter stays the same object; only its storage is replaced. Ranks identify it by its number in the loop state. The strategy
+decides when to share it, and writes the values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Place(NamedTuple):
     """The place of a tensor in the shared memory.
 
     Attributes:
-        begin, size: of its storage, in bytes; tensors keep sharing a storage.
+        begin, size: the place of its storage, in bytes; tensors with a common storage keep it.
         offset, stride: of the tensor in its storage, in elements.
         described: its description.
     """
@@ -59,11 +59,11 @@ class SharedParameters:
         return all(self._holds(p) for p in parameters)
 
     def share(self, parameters: Mapping[Number, torch.Tensor]) -> None:
-        """Put ``parameters`` that are not there yet into shared memory, with the values of the lowest rank that does so too.
+        """Put ``parameters`` into shared memory unless they are there already; they get the values of the lowest present rank.
 
         Raises:
-            UsageError: one cannot be shared.
-            RankMismatchError: the ranks have different ones.
+            UsageError: a parameter cannot be shared.
+            RankMismatchError: the ranks have different parameters.
         """
         private = {number: p for number, p in sorted(parameters.items()) if not self._holds(p)}
         for p in private.values():
@@ -74,7 +74,7 @@ class SharedParameters:
         layout = gathered[source][0]
         for other, (theirs, owned) in gathered.items():
             _refuse_different((source, layout), (other, theirs), gathered[source][1] & owned)
-        # the parameters of an optimizer that is garbage may have been collected on some ranks
+        # some ranks may have garbage-collected an optimizer and its parameters already
         places = {number: place for number, place in layout.items() if number in private}
         if rank == source:
             _warn_of_different(source, [theirs for theirs, _ in gathered.values()])
@@ -92,16 +92,16 @@ class SharedParameters:
             with torch.no_grad():
                 for number, place in places.items():
                     _view(storages[place.begin], place).copy_(parameters[number])
-        self._group.share("filled", None, present)  # nobody may read it before
+        self._group.share("filled", None, present)  # no rank may read the memory before this
         for number, place in places.items():
             p = parameters[number]
             p.data = shared = _view(storages[place.begin], place)
             self._shared[id(p)] = weakref.ref(p), shared, shared.data_ptr()
 
     def put_back(self) -> bool:
-        """Write a tensor that replaced a shared parameter, by ``p.data = ...``, where all ranks read it.
+        """Copy tensors that replaced shared parameters (``p.data = ...``) back into shared memory.
 
-        Whether all are shared then; a parameter with a new shape or dtype must be shared again.
+        Return whether all are shared again; a parameter with a new shape or dtype needs another :meth:`share`.
         """
         moved = [(p, shared) for known, shared, at in self._shared.values() if (p := known()) is not None and p.data_ptr() != at]
         if not moved:  # usually true, at every step
@@ -121,7 +121,7 @@ class SharedParameters:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Give every parameter that is still there private memory, with its present values."""
+        """Give every shared parameter private memory with its current values."""
         self.put_back()
         copies: dict[int, torch.UntypedStorage] = {}
         for known, _, at in self._shared.values():

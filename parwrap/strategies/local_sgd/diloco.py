@@ -1,7 +1,7 @@
 """The outer optimizer of DiLoCo (Douillard et al., 2023): it updates the weights when ranks merge their progress.
 
-The change since the common start is used as a gradient for SGD with Nesterov momentum. It calls torch's function: an optimizer object would
-look like one of the user's to the interceptors.
+The change since the common start is used as a gradient for SGD with Nesterov momentum. ``DiLoCo`` calls torch's ``sgd`` function, because
+interceptors would take an optimizer object for one of the user's.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Number = tuple[int, int]
 
 
 class DiLoCo:
-    """Steps on the differences of weights; parameters have numbers that are the same on all ranks."""
+    """The outer optimizer; it identifies parameters by numbers that are the same on all ranks."""
 
     def __init__(self) -> None:
         self._before: dict[Number, torch.Tensor] = {}
         self._momenta: dict[Number, torch.Tensor | None] = {}
 
     def begin(self, parameters: Mapping[Number, torch.Tensor]) -> None:
-        """All ranks hold the same ``parameters`` now, and continue separately."""
+        """Record ``parameters``, which are the same on all ranks, before the ranks continue separately."""
         for number, p in parameters.items():
             self._before[number] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
 
@@ -35,12 +35,12 @@ class DiLoCo:
         self._momenta = {number: momentum for number, momentum in self._momenta.items() if number in numbers}
 
     def step(self, means: Mapping[Number, torch.Tensor], lr: float, momentum: float) -> dict[Number, torch.Tensor]:
-        """The new weights from the ranks' ``means``.
+        """Compute the new weights from the ``means`` over the ranks.
 
         Args:
-            means: the means of the parameters given to :meth:`begin`; others simply become their mean.
-            lr: the outer learning rate; 1 without momentum gives the mean.
-            momentum: the momentum of earlier steps.
+            means: the mean of each parameter; one that was not given to :meth:`begin` becomes its mean.
+            lr: the outer learning rate; 1 without momentum gives the means.
+            momentum: the outer momentum.
         """
         numbers = [number for number in means if number in self._before]
         new = [self._before.pop(number) for number in numbers]

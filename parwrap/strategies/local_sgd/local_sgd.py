@@ -1,7 +1,7 @@
 """Local SGD: each rank steps on its own gradients, and every few steps the weights are averaged over the ranks.
 
 After Stich (2018); with synchronous steps first, after Lin et al. (2018), and with an outer optimizer, after Douillard et al. (2023). It
-intercepts the calls by which a loop trains and evaluates. The synchronous steps are those of the DDP strategy; ``local_steps.py`` counts
+intercepts the calls with which a loop trains and evaluates. The synchronous steps are those of the DDP strategy; ``local_steps.py`` counts
 local steps.
 """
 
@@ -43,7 +43,7 @@ TRAINED = "whether it has trained"
 
 
 class LocalSGD(Strategy):
-    """Averages weights every few steps of each optimizer, and wherever all ranks must hold the same."""
+    """Averages weights every few steps of each optimizer, and whenever all ranks must hold the same weights."""
 
     OPTIONS = ("every", "warmup", "outer", "outer_lr", "outer_momentum", *DDP.OPTIONS)
 
@@ -85,7 +85,7 @@ class LocalSGD(Strategy):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call``, and leave this rank's own gradients unless steps are synchronous."""
+        """Run ``call``; gradients stay this rank's own unless steps are synchronous."""
         if self._warming:
             self._ddp.backward(call)
             return
@@ -103,17 +103,17 @@ class LocalSGD(Strategy):
 
     @intercepts
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
-        """Give the parameters of ``module`` another device or dtype."""
+        """Move or cast the parameters of ``module``."""
         return self._ddp.move(module, apply)
 
     @intercepts
     def data_parallel(self, instance: nn.DataParallel, module: nn.Module, build: Callable[[Any], None]) -> None:
-        """``nn.DataParallel`` on this rank's device alone."""
+        """Build an ``nn.DataParallel`` that uses only this rank's device."""
         self._bypasses.data_parallel(instance, module, build)
 
     @intercepts
     def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` is about to step.
+        """Prepare a step of ``optimizer``.
 
         Raises:
             UsageError: a backward is running, which would continue with averaged weights.
@@ -134,13 +134,13 @@ class LocalSGD(Strategy):
 
     @intercepts
     def took_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped: the weights are averaged if it was the last of ``every`` steps."""
+        """Count a step of ``optimizer``, and average the weights once it has taken ``every`` steps."""
         if is_alone() or _is_part(optimizer) or self._loop.is_of_one_batch(optimizer):
             return
         if self._warming:
             self._ddp.took_step(optimizer)
         number = self._number(optimizer)
-        if number not in self._taken:  # it continues from where another has come with the same parameters
+        if number not in self._taken:  # it continues the count of an optimizer with the same parameters
             self._taken[number] = max((self._taken.get(each, 0) for each in self._loop.sharing(optimizer)), default=0)
         self._taken[number] += 1
         self._stepped = True
@@ -152,17 +152,17 @@ class LocalSGD(Strategy):
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure's loss is this rank's own, like the steps that it controls."""
+        """The closure to run: its loss is this rank's own, like the steps that it controls, unless steps are synchronous."""
         return self._equal_state.closure(self._ddp.unaveraged.closure(closure)) if self._warming else closure
 
     @intercepts
     def clip(self, clip: Clip) -> Any:
-        """Synchronous steps clip the mean; otherwise this rank's own gradients are clipped."""
+        """Clip this rank's own gradients, or their mean if steps are synchronous."""
         return self._ddp.unaveraged.clip(clip) if self._warming else clip.run()
 
     @intercepts
     def use_scaler(self, call: ScalerCall) -> Any:
-        """A script's own scaler checks the gradients of its step."""
+        """Run a call of the script's own scaler, which checks the gradients that the step uses."""
         return self._ddp.unaveraged.use_scaler(call) if self._warming else call.run()
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -179,14 +179,14 @@ class LocalSGD(Strategy):
 
     @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        """When a root is set to eval, all ranks get the same weights and rank 0's buffers."""
+        """Give all ranks the same weights and rank 0's buffers when a root is set to eval."""
         if not training and not is_alone() and self._loop.evaluated_with(module):
             self._steps.average()
         self._equal_state.set_mode(module, training)
 
     @intercepts
     def save(self, f: Any, write: Callable[[Any], None]) -> None:
-        """Saving never communicates, so the weights are saved as they are."""
+        """Save the weights as they are, because saving never communicates; warn if they are rank 0's own."""
         if self._steps.own and self._group.world.rank == 0 and not (self._warned or is_alone() or isinstance(f, io.BytesIO)):
             self._warned = True
             warn(
@@ -196,12 +196,12 @@ class LocalSGD(Strategy):
         write(f)
 
     def leave(self, returns: bool) -> None:
-        """All ranks have reached the end together: the last average."""
+        """Average the weights for the last time, once all ranks have reached the end together."""
         if not any(self._group.share(TRAINED, self._loop.backwards or len(self._taken), range(self._group.world.size)).values()):
             return
         self._steps.average_at_end()
         if not self._loop.backwards:
-            self._loop.ran_backward()  # others have
+            self._loop.ran_backward()  # other ranks have run one
         self._ddp.leave(returns)
         if not self._taken:
             warn(
@@ -225,7 +225,7 @@ class LocalSGD(Strategy):
                 _divide([*reached(call.roots), *call.existing_grads], weight)
             return
         self._weights.append(weight)
-        # a rank that is shown a sample of weight 0 learns nothing from it
+        # a sample of weight 0 must not contribute to the gradients
         factor = batch.loss_factor if weight else 0.0
         (call.scaled(factor) if call.averaged and factor != 1.0 else call).run()
 
@@ -249,19 +249,19 @@ class LocalSGD(Strategy):
 
 
 def _is_part(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step is a part of one that steps the same parameters, as inside Lookahead, whose step counts."""
+    """Whether the step is part of an outer optimizer's step of the same parameters, as in Lookahead; only the outer step counts."""
     around = [each for each in stepping() if each is not optimizer]
     return any({id(p) for p in parameters_of(optimizer)} <= {id(p) for p in parameters_of(each)} for each in around)
 
 
 def _divide(leaves: list[torch.Tensor], weight: float) -> None:
-    """Rescale to this rank's mean gradient, if its losses were multiplied by their weight among the ranks."""
+    """Divide gradients by ``weight``, with which the losses were multiplied, to get this rank's mean gradient."""
     for grad in {id(leaf): leaf.grad for leaf in leaves if leaf.grad is not None}.values():
         grad.div_(weight)
 
 
 class _ChangedByHand:
-    """Warns of weights that change in another way than by steps of optimizers: looks, ever more rarely, at leaves that none owns.
+    """Warns of weights that change without an optimizer: checks, less and less often, leaves that no optimizer owns.
 
     Args:
         loop: the loop state, which knows the optimizers and the batch.
@@ -280,7 +280,7 @@ class _ChangedByHand:
         return not self._warned and worth_a_look(self._visits) and not self._loop.evaluations
 
     def look(self, leaves: Iterable[torch.Tensor]) -> None:
-        """A backward reaches ``leaves``: warn if one was trained since an earlier one; an input or a latent of one batch is not."""
+        """Warn if one of the ``leaves`` that a backward reaches has been trained since an earlier one; ignore inputs of one batch."""
         owned = {id(p) for p in self._loop.once_owned().values()}
         for leaf in leaves:
             known, batch, before = self._seen.get(id(leaf), (None, 0, 0))

@@ -29,7 +29,7 @@ Number = tuple[int, int]
 AVERAGED = "weights to average"
 
 LEAST = 1e-9
-"""The weight of a rank that has seen no sample: enough to divide by, if no other rank has."""
+"""The least weight of a rank, so that the sum of all weights is never zero."""
 
 Kinds = dict[Number, tuple[tuple[int, ...], torch.dtype]]
 """The shape and the dtype of each parameter."""
@@ -37,12 +37,12 @@ Kinds = dict[Number, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass
 class _Own:
-    """What an optimizer has done on this rank alone.
+    """The local steps of one optimizer since the last average.
 
     Attributes:
         steps: the number of its steps.
         weight: the weight of their batches in the average.
-        trained: the parameters that required gradients when it began.
+        trained: the parameters that required gradients when the steps began.
     """
 
     steps: int = 0
@@ -67,12 +67,12 @@ class LocalSteps:
         group.coordinator.answer(COMPARED, lambda detail, present: self._compare({}, present))
 
     def begin(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` is about to step; if the ranks hold the same weights, this ends it."""
+        """Prepare a step of ``optimizer``: its first one since the last average begins new local steps."""
         if number in self._own and self._own[number].steps:
             return
         pending = {other for other, own in self._own.items() if own.steps}
         if pending and (pending := pending & self._loop.sharing(optimizer)):
-            self._average(sorted(pending))  # those of an earlier optimizer of the same parameters
+            self._average(sorted(pending))  # the steps of an earlier optimizer of the same parameters
         parameters = {(number, place): p for place, p in enumerate(parameters_of(optimizer))}
         if self._sizes.get(number) != len(parameters):
             self._sizes[number] = len(parameters)
@@ -87,7 +87,7 @@ class LocalSteps:
             self._outer.begin(trained)
 
     def count(self, number: int, weight: float) -> None:
-        """It has stepped, on a batch of this ``weight`` on this rank; average after enough steps."""
+        """Count a step on a batch of this ``weight``, and average after enough steps."""
         own, every = self._own[number], self._options().every
         own.steps += 1
         own.weight += weight / every
@@ -95,17 +95,17 @@ class LocalSteps:
             self._average([number])
 
     def average(self) -> None:
-        """Make all ranks hold the same weights, if any has stepped separately."""
+        """Average the weights that this rank has changed since the last average."""
         if stepped := [number for number, own in self._own.items() if own.steps]:
             self._average(stepped)
 
     def average_at_end(self) -> None:
-        """The same if all ranks are together already, whether or not they have stepped."""
+        """Average the weights when all ranks are together already, whether or not they have stepped."""
         self._take(self._averaging.means(self._trained(self._own), range(self._group.world.size)))
 
     @property
     def own(self) -> int:
-        """The most steps that an optimizer has taken on this rank alone."""
+        """The largest number of steps that an optimizer has taken on this rank since the last average."""
         return max((own.steps for own in self._own.values()), default=0)
 
     def state(self) -> Any:
@@ -120,7 +120,7 @@ class LocalSteps:
         self._outer.load(outer, self._group.device)
 
     def _answered(self, means: Mapping[Number, torch.Tensor], kept_up: bool) -> None:
-        """Others have averaged without this rank: it has missed steps, unless it just skipped its own, as in an overflow."""
+        """Take ``means`` of ranks that averaged while this one skipped a step, for example in an overflow; else it has missed steps."""
         if kept_up and not any(number in self._own and self._own[number].steps for number, _ in means):
             self._take(means)
         else:
@@ -135,13 +135,13 @@ class LocalSteps:
         trained = {which: own.weight for number in numbers if (own := self._own[number]).steps for which in own.trained}
         for (number, place), p in self._loop.once_owned().items():
             if p.requires_grad and number in numbers and (own := self._own[number]).steps:
-                trained[number, place] = own.weight  # a parameter that was frozen when they began, or that came later
+                trained[number, place] = own.weight  # it was frozen when the steps began, or was added later
         return trained
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _take(self, means: Mapping[Number, torch.Tensor]) -> None:
-        """Continue from ``means``, which all ranks have; other ranks may have averaged more than this one."""
+        """Continue from ``means``, which are the same on all ranks; they may include parameters that only other ranks have stepped."""
         if not means:
             return
         parameters, options = self._loop.once_owned(), self._options()
@@ -183,7 +183,7 @@ class LocalSteps:
 
 
 class _Averaging:
-    """Averages over the ranks the weights that each has trained separately, in few collectives.
+    """Averages the weights that ranks have trained separately, in few collectives.
 
     If all ranks take part, they check whether they trained the same parameters, and if so send all of them at once. Otherwise they first
     exchange which parameters each has trained. The caller decides when to average.
@@ -205,11 +205,11 @@ class _Averaging:
 
     @property
     def backwards(self) -> int:
-        """The number of backward passes behind this rank's state."""
+        """The number of backward passes that led to this rank's state."""
         return self._loop.backwards + self.others_backwards
 
     def means(self, trained: Mapping[Number, float], present: Sequence[int]) -> dict[Number, torch.Tensor]:
-        """The means of all parameters that a rank has trained, in single precision or better.
+        """The means of all parameters that any rank has trained, in single precision or better.
 
         Args:
             trained: this rank's trained parameters, with its weight for each.
@@ -231,7 +231,7 @@ class _Averaging:
         return are_equal(sums_of(halves(mine), self._group), self._group.world.size)
 
     def _union(self, mine: Kinds | None, present: Sequence[int]) -> tuple[Kinds, int]:
-        """The parameters that any present rank has trained, in the same order on all ranks, and the most backwards that one has run."""
+        """The parameters that any present rank has trained, in the same order on all ranks, and a rank's most backward passes."""
         gathered = self._group.share(AVERAGED, (mine or {}, self.backwards), present).values()
         kinds = {number: kind for each, _ in gathered for number, kind in each.items()}
         return dict(sorted(kinds.items())), max(backwards for _, backwards in gathered)

@@ -8,6 +8,6 @@
     server.py               receives gradients, takes steps and answers
     held_optimizer.py       an optimizer on the server; optimizer_transfer.py: how it gets there
     staleness.py            which workers may continue
-    transport.py            messages between both
-    final_state.py          the state that the other workers copy at the end
+    transport.py            messages between workers and servers
+    final_state.py          worker 0's state, which all other ranks copy at the end
 """

@@ -1,4 +1,4 @@
-"""The final state of worker 0, which the others copy: values, state of optimizers and schedulers, and the function's result."""
+"""The final state of worker 0, which the other ranks copy: values, state of optimizers and schedulers, and the function's result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FinalState(NamedTuple):
 
     Attributes:
         tensors: parameters and buffers, by name.
-        states: of optimizers and schedulers, by number, pickled.
+        states: the states of optimizers and schedulers, by number, pickled.
         result: the function's result, pickled; ``None`` if it does not pickle.
     """
 
@@ -32,7 +32,7 @@ class FinalState(NamedTuple):
 
 
 def final_state_of(loop: Loop, result: Any) -> FinalState:
-    """The final state of this process, whose optimizers have their state."""
+    """The final state of this process; its optimizers must have their state already."""
     tensors = {name: t.detach().cpu() for name, t in tensors_by_name(loop, {}).items() if t.layout == torch.strided}
     states = {}
     for name, each in optimizers_and_schedulers(loop).items():
@@ -42,7 +42,7 @@ def final_state_of(loop: Loop, result: Any) -> FinalState:
 
 
 def take_over(loop: Loop, end: FinalState, states: bool = False) -> None:
-    """Copy the values to this process's tensors of the same names, and with ``states`` to its optimizers and schedulers."""
+    """Copy the tensors of ``end`` to this process's tensors of the same names; with ``states``, load optimizers and schedulers too."""
     mine = tensors_by_name(loop, {})
     with torch.no_grad():
         for name, value in end.tensors.items():

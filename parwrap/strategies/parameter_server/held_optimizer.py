@@ -1,4 +1,4 @@
-"""One optimizer on a parameter server, with the parameters that the server holds: steps with the workers' gradients."""
+"""One optimizer on a parameter server, with the parameters that the server holds: takes steps with the workers' gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Pushed(NamedTuple):
 
     Attributes:
         present: the positions in the server's layout of parameters with a dense gradient.
-        sparse: indices, values and size of the sparse gradients, by place.
+        sparse: indices, values and size of the sparse gradients, by position.
         options: the options of the optimizer's groups; ``None`` if unchanged.
     """
 
@@ -34,9 +34,9 @@ class HeldOptimizer:
     """The part of an optimizer that a server holds.
 
     Args:
-        optimizer: the user's own; the parameters of other servers have no values in it.
+        optimizer: the user's optimizer, in which the parameters of other servers have no values.
         places: the positions of the parameters that this server holds.
-        parameters: those.
+        parameters: the parameters at these positions.
     """
 
     def __init__(self, optimizer: Optimizer, places: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
@@ -65,7 +65,7 @@ class HeldOptimizer:
         """Take one step with the average of several workers' gradients.
 
         Args:
-            pushes: the worker, its push besides the buffer if that has changed, the buffer, and its weight.
+            pushes: for each worker, its rank, its push if that has changed, the buffer of gradients, and the weight.
         """
         total = sum(weight for *_, weight in pushes)
         sums: dict[int, torch.Tensor] = {}
@@ -87,7 +87,7 @@ class HeldOptimizer:
             self._optimizer.step()
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """The optimizer's state for the parameters here, by their position in it."""
+        """The optimizer's state for the parameters on this server, by their position in the optimizer."""
         return state_of(self._optimizer, self._places)
 
     def load(self, state: dict[int, dict[str, Any]], options: list[dict[str, Any]]) -> None:
@@ -98,7 +98,7 @@ class HeldOptimizer:
 
 @contextmanager
 def unobserved():
-    """Global optimizer hooks are off while the server steps."""
+    """Turn off global optimizer hooks inside the block, where the server steps."""
     hooks = (global_pre_hooks, global_post_hooks)
     before = [dict(each) for each in hooks]
     for each in hooks:

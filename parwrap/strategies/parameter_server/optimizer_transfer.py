@@ -21,7 +21,7 @@ PARAMETER = "parameter"
 
 
 def packed(optimizer: Optimizer) -> bytes:
-    """``optimizer`` without the values of its parameters, its hooks, and the wrappers that schedulers put around its step.
+    """Pickle ``optimizer`` without its parameters' values, its hooks, and the wrappers that schedulers put around its step.
 
     Raises:
         Exception: whatever pickle raises for an unpicklable object in it, such as a local class or a lambda.
@@ -64,7 +64,7 @@ def set_options(optimizer: Optimizer, options: Sequence[dict[str, Any]]) -> None
 
 
 def state_of(optimizer: Optimizer, places: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
-    """The state of ``optimizer`` for its parameters, by position; at ``places``, or all."""
+    """The state of ``optimizer``, by position, for the parameters at ``places``; for all by default."""
     kept = {place: optimizer.state.get(p) for place, p in enumerate(parameters_of(optimizer))}
     return {place: state for place, state in kept.items() if state and (places is None or place in places)}
 
@@ -79,5 +79,5 @@ def set_state(optimizer: Optimizer, state: dict[int, dict[str, Any]], places: Se
 
 
 def _on_device_of(value: Any, parameter: torch.Tensor) -> Any:
-    """State as large as the parameter stays on its device; counters stay where they were."""
+    """Move a tensor with dimensions to the device of ``parameter``; counters stay where they are."""
     return value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value

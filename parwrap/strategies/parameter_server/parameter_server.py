@@ -1,7 +1,7 @@
 """Parameter servers: some ranks hold the parameters and take the steps, the others compute gradients and push them.
 
-The strategy of a worker: its backward passes are its own, its steps are the servers'. ``server.py`` is the server, ``roles.py`` assigns the
-roles and connects them.
+This is the strategy of a worker, which runs its own backward passes and leaves steps to the servers. ``server.py`` is the server,
+``roles.py`` assigns the roles and connects them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ParameterServer(Strategy):
 
     @classmethod
     def outside_loop(cls, group: Group, options: Options, loop: Loop) -> Server:
-        """The role of a rank that does not run the loop, out of all those of ``group``."""
+        """The server on a rank that does not run the training loop; ``group`` has all ranks."""
         return Server(roles_of(group, options.servers), options.staleness, loop)
 
     @property
@@ -99,7 +99,7 @@ class ParameterServer(Strategy):
 
     @intercepts
     def backward(self, call: Backward) -> None:
-        """Run ``call``; its gradients are this worker's."""
+        """Run ``call``; its gradients stay this worker's own."""
         tensors = call.tensors
         if call.averaged and call.weight is None and not is_alone():
             weight, loss_factor, *_ = self._loop.weights.find(tensors)
@@ -113,13 +113,13 @@ class ParameterServer(Strategy):
 
     @intercepts
     def scale_by_hand(self, scaler: torch.amp.GradScaler) -> None:
-        """A loss is scaled, by the script's own scaler or by that of ``amp``."""
+        """Refuse a scaled loss if workers step together, whether the scaler is the script's own or that of ``amp``."""
         if scaler.is_enabled() and not is_alone():
             self._refuse_scaling(f"a loss scale (GradScaler at {location()})")
 
     @intercepts
     def refuse_closure(self) -> None:
-        """A closure computes gradients inside a step, which is taken elsewhere."""
+        """Refuse a closure, because it computes gradients inside a step, which a server takes."""
         if is_alone():
             return
         raise UsageError(
@@ -130,7 +130,7 @@ class ParameterServer(Strategy):
 
     @intercepts
     def clip(self, clip: Clip) -> Any:
-        """Clip this worker's own gradients; with ``staleness=0`` that differs from one process, which is reported once."""
+        """Clip this worker's own gradients; with ``staleness=0``, warn once that this differs from one process."""
         if self.steps_together and not (self._warned or is_alone()):
             self._warned = True
             warn(
@@ -150,7 +150,7 @@ class ParameterServer(Strategy):
 
     @intercepts
     def skips(self, optimizer: Optimizer) -> bool:
-        """Every step is left to the servers: they get the gradients, and this worker the new values."""
+        """Let the servers take the step with this worker's gradients, and copy the new values; return whether they did."""
         if is_alone() or self._loop.is_of_one_batch(optimizer):
             return False
         if self._weights:
@@ -160,19 +160,19 @@ class ParameterServer(Strategy):
 
     @intercepts
     def optimizer_state(self, optimizer: Optimizer, save: Callable[[], Any]) -> Any:
-        """Load the servers' state for the parameters of ``optimizer``."""
+        """Save the state of ``optimizer`` as the servers have it."""
         with self._pushing.with_state(optimizer):
             return save()
 
     @intercepts
     def load_optimizer_state(self, optimizer: Optimizer, load: Callable[[Any], None], state: Any) -> None:
-        """Servers continue from the ``state`` too."""
+        """Load ``state``, on the servers too."""
         load(state)
         self._pushing.load(optimizer)
 
     @intercepts
     def move(self, module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
-        """Parameters that servers hold keep their dtype."""
+        """Move ``module``; refuse to cast parameters that servers hold."""
         before = {id(p): p.dtype for p in module.parameters() if self._pushing.holds(p)}
         moved = apply()
         if any(p.dtype != before.get(id(p), p.dtype) for p in moved.parameters()):
@@ -190,7 +190,7 @@ class ParameterServer(Strategy):
         return f"plus {servers}, workers {pace}"
 
     def returned(self, result: Any) -> None:
-        """The function has returned that; servers will return it too."""
+        """Keep the ``result`` of the function, because the servers return it too."""
         self._result = result
 
     def phase(self) -> int:
@@ -206,7 +206,7 @@ class ParameterServer(Strategy):
         self._pushing.end(self._result)
 
     def failed(self, error: BaseException) -> None:
-        """This worker has failed: notify the servers."""
+        """Notify the servers that this worker has failed."""
         self._pushing.failed(error)
 
     def close(self) -> None:
@@ -215,9 +215,9 @@ class ParameterServer(Strategy):
 
 
 class _AtEvaluation(EqualState):
-    """Keeps workers in step where their own numbers would lead them apart: an evaluation begins with the model of the lowest rank there is.
+    """Makes workers evaluate the same model, that of the lowest rank present, and use the mean of their metrics.
 
-    It goes through a server, and numbers through the store: a collective would break with a dead worker.
+    The model is sent through a server and metrics through the store, because a collective would fail with a dead worker.
 
     Args:
         group: the workers.
@@ -237,7 +237,7 @@ class _AtEvaluation(EqualState):
 
     @intercepts
     def metric(self, metric: Any) -> Any:
-        """The mean over the workers present; otherwise learning rates drift apart."""
+        """The mean of ``metric`` over the workers present, so that their learning rates stay equal."""
         if is_alone():
             return metric
         metrics = self._group.exchange(METRIC, float(metric))
@@ -245,7 +245,7 @@ class _AtEvaluation(EqualState):
 
     @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        """When a root is set to eval after training, its parameters and buffers become those of the lowest rank."""
+        """Copy the lowest rank's parameters and buffers into a root that is set to eval after training."""
         modules = [] if training or is_alone() else self._loop.evaluated_with(module)
         if all(self._synced.get(each, (0, 0)) == self._seen() for each in modules):
             return

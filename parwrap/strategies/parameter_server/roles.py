@@ -1,4 +1,4 @@
-"""The ranks of a launch as workers and parameter servers: the workers' own group, and the connections between both."""
+"""Divides the ranks of a launch into workers and parameter servers: opens the workers' own group, and connects workers with servers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Roles:
     """The ranks of a process group, divided by role.
 
     Attributes:
-        group: of all ranks.
+        group: the group of all ranks.
         workers: the number of workers; they have the first ranks.
-        among_workers: their group; ``None`` on a server.
-        process_group: torch's, of the workers.
-        connections: torch's group of all ranks, for point-to-point calls only.
+        among_workers: the group of the workers; ``None`` on a server.
+        process_group: torch's process group of the workers.
+        connections: torch's process group of all ranks, for point-to-point calls only.
         runs: the number of runs so far.
         survives: whether workers continue without those that die.
-        transports: one for each run, the last for the present one.
+        transports: the transport of each run, the current one last.
     """
 
     group: Group
@@ -65,7 +65,7 @@ class Roles:
         self.group.store.set(self._key, json.dumps(sorted(lost)))
 
     def lost(self) -> frozenset[int]:
-        """The workers that servers have reported dead; without ``survives`` they raise an error instead."""
+        """The workers that servers have reported dead; without ``survives``, servers raise an error instead."""
         if self.survives and time.monotonic() > self._looked + POLLING:
             self._looked = time.monotonic()
             if self.group.store.check([self._key]):
@@ -78,13 +78,13 @@ class Roles:
 
 
 def roles_of(group: Group, servers: int) -> Roles:
-    """The roles with that many servers; ``group`` is that of all ranks, or that of the workers. Created when all ranks have come to it."""
+    """The roles with that many ``servers``, created when all ranks first call this; ``group`` is that of all ranks or of the workers."""
     return cast(Roles, group.once(("parameter server", servers), lambda: _assigned(group, servers)))
 
 
 @contextmanager
 def joined(group: Group | None, options: Options) -> Iterator[Group | None]:
-    """The group of the workers for the length of the block; ``None`` on a server, and on a single rank.
+    """Yield the group of the workers, which replaces ``group`` inside the block; ``None`` on a server, and on a single rank.
 
     Raises:
         UsageError: there are too few ranks.
@@ -109,7 +109,7 @@ def joined(group: Group | None, options: Options) -> Iterator[Group | None]:
             yield roles.among_workers
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
-            group.coordinator.fail(error)  # the first rank in the next run waits for this one
+            group.coordinator.fail(error)  # otherwise ranks that begin the next run would wait for this one
         raise
 
 

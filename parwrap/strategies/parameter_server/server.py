@@ -1,4 +1,4 @@
-"""A parameter server from its first backward on: it receives the workers' messages, takes their steps and answers.
+"""A parameter server, from its first backward on: receives the workers' messages, takes their steps and answers.
 
 One thread for each worker receives its messages; everything else happens in the main thread, in the order of arrival. ``staleness.py``
 decides who may continue, ``held_optimizer.py`` takes a step.
@@ -48,10 +48,10 @@ class Begun(NamedTuple):
     """A worker's message about an optimizer that the server steps from now on.
 
     Attributes:
-        optimizer: the packed optimizer; or why it cannot be packed.
-        kinds: shape and dtype of all its parameters.
-        keys: the key of each of these, the same in all optimizers that have it.
-        holders: the server that holds each.
+        optimizer: the packed optimizer, or why it cannot be packed.
+        kinds: the shape and dtype of each of its parameters.
+        keys: the key of each parameter, the same in all optimizers that have the parameter.
+        holders: the server that holds each parameter.
         options: the options of its groups.
     """
 
@@ -88,7 +88,7 @@ class Server(Interceptor):
 
     @intercepts
     def backward(self, call: Backward) -> NoReturn:
-        """From here on, serve."""
+        """Serve until all workers have ended, then end the user's function."""
         self.serve()
         served, result = Served(), pickle.loads(self._put["end"]).result
         if result is not None:
@@ -109,7 +109,7 @@ class Server(Interceptor):
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """The function has ended: if it never reached a backward, serve now."""
+        """Serve now, if the function has ended without a backward; report an error to the workers."""
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.serve()
         else:
@@ -124,14 +124,14 @@ class Server(Interceptor):
             take_over(self._loop, pickle.loads(self._put["end"]), states=True)
 
     def failed(self, error: BaseException) -> None:
-        """This server has failed: whoever asks it gets the error."""
+        """Send the error of this server to all workers that have not ended."""
         text = f"rank {self._rank}, a parameter server, failed with {in_one_line(error)}."
         if isinstance(error, RankMismatchError):
             text = str(error)
         for worker in sorted(self._there):
             try:
                 self._transport.send(worker, Message(Kind.FAILED, content=pickle.dumps(text)), waits=False)
-            except RuntimeError:  # it has gone as well
+            except RuntimeError:  # that worker has ended as well
                 continue
 
     def _read(self, worker: int) -> None:
@@ -206,7 +206,7 @@ class Server(Interceptor):
         set_options(optimizer, begun.options)
         before = self._held.get(number)
         self._held[number] = HeldOptimizer(optimizer, mine, [parameters[place] for place in mine])
-        if before is not None:  # it has got more parameters
+        if before is not None:  # the optimizer has got more parameters
             self._held[number].load({**self._held[number].state(), **before.state()}, begun.options)
 
     def _drop(self, numbers: set[int]) -> None:
@@ -216,7 +216,7 @@ class Server(Interceptor):
         self._parameters = {key: p for key, p in self._parameters.items() if id(p) in left}
 
     def _own(self, number: int, begun: Begun, parameters: list[nn.Parameter]) -> Optimizer:
-        """The optimizer of this process with that number, built like the workers'; its parameters get other values."""
+        """This process's own optimizer with that number, which must match the workers'; its parameters get new values."""
         optimizer = dict(self._loop.numbered_optimizers()).get(number)
         own = parameters_of(optimizer) if optimizer else []
         if optimizer is None or [(tuple(p.shape), p.dtype) for p in own] != begun.kinds:
@@ -239,7 +239,7 @@ class Server(Interceptor):
     def _send(self, worker: int, message: Message) -> None:
         try:
             self._transport.send(worker, message)
-        except RuntimeError as error:  # it has died: its thread reports how
+        except RuntimeError as error:  # the worker has died
             if worker not in self._lost:
                 self._lose(worker, f"has died: {connection_failure(error)}")
 

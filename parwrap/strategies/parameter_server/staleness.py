@@ -1,7 +1,7 @@
-"""Which workers of a parameter server may continue: at their own pace, at most some steps ahead of the slowest, or all together.
+"""Decides which workers of a parameter server may continue: at their own pace, at most some steps ahead of the slowest, or all together.
 
-Nothing is sent here. A worker that waits for others elsewhere, has ended or has died is not waited for, and need not make up for missed
-steps.
+Nothing is sent here. Workers do not wait for one that waits for others elsewhere, has ended or has died, and that one need not make up for
+missed steps.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class _Worker:
     """The state of a worker.
 
     Attributes:
-        steps: the steps that it has asked for, by optimizer.
+        steps: the number of steps that it has asked for, by optimizer.
         asks: the optimizer whose step it waits for, and the number of its next sync point with other workers.
         step: the number of steps it has asked for, of all optimizers.
         waits_at: the number of the sync point at which it waits.
-        holds_up: the step of worker 0 that is delayed while this one waits for its file; 0 otherwise.
-        level: the optimizers in whose steps it was counted since it waited.
+        holds_up: the step of worker 0 after which it writes the file that this worker waits for; 0 without one.
+        level: the optimizers whose count of steps has caught up with other workers' since this one waited.
     """
 
     steps: Counter[int] = field(default_factory=Counter)
@@ -37,7 +37,7 @@ class _Worker:
 
 
 class Staleness:
-    """The pace of some workers.
+    """Decides when workers may step.
 
     Args:
         workers: their ranks.
@@ -57,7 +57,7 @@ class Staleness:
         self._workers = {rank: _Worker() for rank in workers}
 
     def push(self, rank: int, optimizer: int, number: int, step: int = 0) -> None:
-        """A worker asks for a step of ``optimizer``, its ``step``-th; the ``number`` is that of its next sync point with others."""
+        """Record that a worker asks for a step of ``optimizer``: its ``step``-th, with sync point ``number`` as its next one."""
         worker = self._workers[rank]
         if optimizer not in worker.level:
             worker.level.add(optimizer)
@@ -67,21 +67,21 @@ class Staleness:
         worker.waits_at, worker.holds_up, worker.asks, worker.step = None, 0, (optimizer, number), step
 
     def wait(self, rank: int, number: int, step: int = 0) -> None:
-        """A worker waits for others, at the sync point of that number; or for a file that worker 0 writes after that ``step``."""
+        """Record that a worker waits for others at sync point ``number``, or for a file that worker 0 writes after its ``step``."""
         worker = self._workers[rank]
         worker.waits_at, worker.holds_up = number, step
         worker.level.clear()
 
     def go_on(self, rank: int) -> None:
-        """It no longer waits."""
+        """Record that a worker no longer waits."""
         self._workers[rank].waits_at, self._workers[rank].holds_up = None, 0
 
     def end(self, rank: int) -> None:
-        """It takes no further step."""
+        """Forget a worker, which takes no further step."""
         self._workers.pop(rank, None)
 
     def released(self) -> list[list[int]]:
-        """The workers whose steps are due; each list of them steps together and is removed.
+        """The workers whose steps are due, in lists that step together; each request is returned once.
 
         Raises:
             RankMismatchError: no step can ever become due.
@@ -119,9 +119,10 @@ class Staleness:
             )
 
     def _is_away(self, worker: _Worker, number: int) -> bool:
-        """Whether ``worker`` waits for those whose next sync point has that ``number``; it may have passed it without reporting it yet.
+        """Whether ``worker`` waits for workers whose next sync point has that ``number``, so that they need not wait for it.
 
-        One that waits for a file continues at any time, unless worker 0 has to take this step before it writes that.
+        It may be past that sync point without having reported it yet. A worker that waits for a file can continue at any time, so it counts
+        as waiting only if worker 0 has to take its present step before it writes the file.
         """
         if worker.holds_up:
             first = self._workers.get(0)

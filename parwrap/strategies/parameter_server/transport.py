@@ -1,7 +1,7 @@
 """Messages between workers and parameter servers, over gloo's point-to-point calls: numbers, an object and a buffer of values.
 
-Callers define their meaning. A call that waits for a dead process raises immediately. Values are consecutive in a buffer, as ``Layout``
-says.
+Callers define their meaning. A call that waits for a dead process raises immediately. ``Layout`` places the values of several tensors in a
+buffer.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class Kind(IntEnum):
     """Values that were changed by hand."""
     PULL = 4
     STATE = 5
-    """Asks for the optimizer's state of its parameters."""
+    """Asks for the optimizer's state for the server's parameters."""
     LOAD = 6
-    """The same state, to continue from."""
+    """The optimizer's state and options, to continue from."""
     WAIT = 7
-    """The worker waits for others, at the sync point of that number; or for a file of worker 0, which is delayed in that step."""
+    """The worker waits for others at sync point ``number``, or for a file that worker 0 writes after ``step``."""
     GO_ON = 8
     PUT = 9
     """An object for other workers, which ``TAKE`` it."""
     TAKE = 10
     END = 11
     DROP = 12
-    """Optimizers that no worker has any longer."""
+    """The numbers of optimizers that no worker has any longer."""
     ANSWER = 13
     FAILED = 14
-    """The sender has failed, with that text."""
+    """The sender has failed; the content is the error text."""
 
 
 class Message(NamedTuple):
@@ -59,7 +59,7 @@ class Message(NamedTuple):
         weight: the weight of the gradients in an average.
         content: an object, pickled; empty for none.
         values: a buffer, or ``None``.
-        step: the number of steps that the worker has asked for; with ``WAIT``, those of worker 0.
+        step: the number of steps that the worker has asked for; with ``WAIT``, a step of worker 0.
     """
 
     kind: Kind
@@ -79,7 +79,7 @@ class Transport:
     """The connections of this process with others.
 
     Args:
-        process_group: torch's, a gloo one.
+        process_group: torch's process group, with gloo.
         tag: separates these messages from those of other runs in the same processes.
     """
 
@@ -88,7 +88,7 @@ class Transport:
         self._left: list[Any] = []
 
     def send(self, rank: int, message: Message, waits: bool = True) -> None:
-        """Send ``message`` to ``rank``; ``waits`` until the data is sent, because values may change afterwards."""
+        """Send ``message`` to ``rank``; with ``waits``, return after the data is sent, so that values may change."""
         size = 0 if message.values is None else message.values.numel()
         head = [message.kind, message.optimizer, message.number, message.weight, len(message.content), size, message.step]
         works = [self._send(rank, torch.tensor(head, dtype=torch.float64))]
@@ -97,7 +97,7 @@ class Transport:
         if message.values is not None:
             works.append(self._send(rank, message.values))
         if not waits:
-            self._left += works  # tensors must outlast the sending
+            self._left += works  # keeps tensors alive until they are sent
             return
         for _, work in works:
             work.wait()
@@ -120,7 +120,7 @@ class Transport:
         """The answer of ``server``.
 
         Raises:
-            RankMismatchError: it has died, or reports a failure.
+            RankMismatchError: the server has died, or reports a failure.
         """
         try:
             message = self.receive(server, into)
@@ -131,7 +131,7 @@ class Transport:
         return message
 
     def ask(self, server: int, message: Message, into: torch.Tensor | None = None) -> Message:
-        """What ``server`` answers to ``message``."""
+        """Send ``message`` to ``server``, and return its answer."""
         try:
             self.send(server, message)
         except RuntimeError as error:
@@ -146,7 +146,7 @@ class Transport:
 
 
 def lost(server: int, error: BaseException) -> RankMismatchError:
-    """The error of a server that cannot be reached."""
+    """The error for a server that cannot be reached."""
     return RankMismatchError(f"rank {server}, a parameter server, has died: {connection_failure(error)}.")
 
 
@@ -160,7 +160,7 @@ class Layout:
     """The layout of tensors in a buffer.
 
     Args:
-        tensors: of any dtypes.
+        tensors: tensors of any dtypes.
 
     >>> layout = Layout([torch.ones(3), torch.zeros(2, 2)])
     >>> [tuple(view.shape) for view in layout.views(layout.buffer())]
@@ -179,5 +179,5 @@ class Layout:
         return torch.zeros(self.size, dtype=torch.uint8)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors in ``buffer``."""
+        """Views of the tensors in ``buffer``."""
         return [buffer[begin:end].view(dtype).view(shape) for begin, end, dtype, shape in self._kinds]

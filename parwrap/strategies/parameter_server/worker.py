@@ -1,4 +1,4 @@
-"""A worker's side of parameter servers: pushes gradients and pulls values, optimizer by optimizer.
+"""A worker's side of parameter servers: pushes gradients and pulls values for each optimizer.
 
 Buffers keep the last pulled values, to detect what a script has changed by hand.
 """
@@ -37,9 +37,9 @@ class _Part:
     """The parameters of one optimizer that one server holds.
 
     Attributes:
-        server: its rank.
-        parameters: those.
-        layout: of the buffers.
+        server: the rank of the server.
+        parameters: these parameters.
+        layout: the layout of the buffers.
         gradients: the gradients to push.
         values: the pulled values.
         known: the tensors in ``values``.
@@ -66,8 +66,8 @@ class Worker:
     Args:
         roles: the connection to the servers.
         group: the workers.
-        loop: the loop state, which numbers optimizers alike on all of them.
-        lr_factor: the factor of learning rates.
+        loop: the loop state, which gives optimizers the same numbers on all workers.
+        lr_factor: a function that returns the factor of learning rates.
     """
 
     def __init__(self, roles: Roles, group: Group, loop: Loop, lr_factor: Callable[[], float]) -> None:
@@ -84,7 +84,7 @@ class Worker:
         return id(parameter) in self._known
 
     def begin(self) -> None:
-        """Before a backward: register new parameters of optimizers with the servers, the same on all workers."""
+        """Register new parameters of optimizers with the servers before a backward, the same on all workers."""
         if self._generation == self._loop.generation:
             return
         new = {number: each for number, each in self._loop.numbered_optimizers() if self._is_new(number, each)}
@@ -103,7 +103,7 @@ class Worker:
 
         Args:
             optimizer: one of this worker's.
-            weight: the weight of its gradients, already multiplied by it.
+            weight: the weight of its gradients, which are already multiplied by it.
         """
         self.begin()
         number = self._number(optimizer)
@@ -126,19 +126,19 @@ class Worker:
         self._group.coordinator.fetched()
 
     def pull(self) -> None:
-        """Pull the present values of all parameters that were not changed by hand."""
+        """Pull the current values of all parameters that were not changed by hand."""
         for number in self._parts:
             self._pull(number)
 
     def taken_over(self) -> None:
-        """Parameters have got values from another worker: those are no manual change."""
+        """Record the parameters' values as pulled: they come from another worker, not from a manual change."""
         for parts in self._parts.values():
             for part in parts:
                 for p, known in zip(part.parameters, part.known, strict=True):
                     known.copy_(p.detach())
 
     def give(self, topic: str, content: Any, everywhere: bool = False) -> None:
-        """Store an object for the other workers, and with ``everywhere`` for all servers."""
+        """Store ``content`` under ``topic`` on the first server, for other workers; with ``everywhere``, on all servers."""
         message = Message(Kind.PUT, content=pickle.dumps((topic, pickle.dumps(content))))
         for server in self._roles.servers[: None if everywhere else 1]:
             self._send(server, message)
@@ -172,7 +172,7 @@ class Worker:
         optimizer.state.clear()
 
     def end(self, result: Any) -> None:
-        """All workers have ended: copy worker 0's values everywhere, and leave the servers.
+        """Copy worker 0's values everywhere and leave the servers, once all workers have ended.
 
         Args:
             result: the result of the function.
@@ -189,7 +189,7 @@ class Worker:
         self._ended = True
 
     def failed(self, error: BaseException) -> None:
-        """This worker leaves with ``error``."""
+        """Notify the servers that this worker has failed with ``error``."""
         text = f"failed with {in_one_line(error)}"
         for server in self._roles.servers if not self._ended else ():
             with suppress(RuntimeError):
@@ -204,7 +204,7 @@ class Worker:
         self._known.clear()
 
     def set_waiting(self, waiting: bool, step: int = 0) -> None:
-        """Notify the servers that this worker begins or stops waiting for others, in that ``step`` of another."""
+        """Notify the servers that this worker begins or stops waiting for others, or for a file that worker 0 writes after ``step``."""
         if not self._ended and (waiting, step) != self._waiting:
             self._waiting = waiting, step
             for server in self._roles.servers:
@@ -226,7 +226,7 @@ class Worker:
         return number if number in self._parts else None
 
     def _agree(self, new: dict[int, Optimizer] | None) -> None:
-        """The lowest rank in a backward sends optimizers to the servers; returns ``None`` on a rank that is elsewhere."""
+        """Send ``new`` optimizers to the servers from the lowest rank in a backward; ``new`` is ``None`` on a rank that is elsewhere."""
         ranks = [rank for rank in range(self._group.world.size) if rank not in self._roles.lost()]
         mine = None if new is None else {number: checksums(parameters_of(each)) for number, each in new.items()}
         own = dict(self._loop.numbered_optimizers())
@@ -292,7 +292,7 @@ class Worker:
             self._transport.ask(part.server, Message(Kind.BEGIN, number, content=pickle.dumps(begun), values=part.values))
 
     def _filled(self, part: _Part, options: list[dict[str, Any]]) -> bytes:
-        """Write gradients into the buffer; returns the data to send with it."""
+        """Write gradients into the buffer, and return the other data to push; empty if unchanged."""
         present, sparse = [], {}
         for place, (p, view) in enumerate(zip(part.parameters, part.layout.views(part.gradients), strict=True)):
             if p.grad is None:
@@ -322,7 +322,7 @@ class Worker:
             self._send(part.server, Message(Kind.SET, number, content=pickle.dumps(changed), values=buffer))
 
     def _take(self, part: _Part, unseen: bool = False, without: Collection[int] = ()) -> None:
-        """Write the pulled values to the parameters, except at some positions; ``unseen`` by a graph that has saved them."""
+        """Write the pulled values to the parameters, except at positions ``without``; ``unseen`` hides the write from autograd."""
         with torch.no_grad():
             for place, (p, known) in enumerate(zip(part.parameters, part.known, strict=True)):
                 if place not in without:

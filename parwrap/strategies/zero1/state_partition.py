@@ -1,6 +1,6 @@
-"""Which rank holds the state of which parameters of one optimizer, and how the state is merged, divided and passed on.
+"""Decides which rank holds the state of which parameters of an optimizer, and merges, divides and passes on the state.
 
-Parameters are dealt out whole, the largest first, to the rank that has least, as torch's ``ZeroRedundancyOptimizer`` does. ``zero1.py``
+Parameters are dealt out whole, the largest first, to the rank that has the least, as torch's ``ZeroRedundancyOptimizer`` does. ``zero1.py``
 decides when optimizers step.
 """
 
@@ -21,11 +21,11 @@ from parwrap.loop.loop_state import parameters_of
 __all__ = ["StatePartition", "dealt_out"]
 
 BUCKET = 2**20
-"""Elements that are sent at a time."""
+"""The number of elements that are sent at a time."""
 
 
 def dealt_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """The rank that each of several parameters goes to: the largest first, to the rank that has least.
+    """Assign each parameter to a rank: the largest first, to the rank that has the least.
 
     Args:
         sizes: the number of elements of each parameter.
@@ -56,13 +56,13 @@ class StatePartition:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer, alive as long as someone else holds it."""
+        """The optimizer, which must still be alive."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
 
     def owners(self) -> list[int]:
-        """The rank that holds the state of each parameter, in the order of the groups; new ones are dealt out."""
+        """The rank that holds the state of each parameter, in the order of the groups; new parameters get one here."""
         if new := parameters_of(self.optimizer)[len(self._owners) :]:
             self._owners += dealt_out([p.numel() for p in new], self._loads)
             self._let_go(new)
@@ -85,7 +85,7 @@ class StatePartition:
             self._hand_on(present)
 
     def _find_holders(self) -> None:
-        """State that only some ranks have, as in a copy of an optimizer whose state was sharded already, stays where it is."""
+        """Find the owners: state that only some ranks have, for example in a copy of a sharded optimizer, stays where it is."""
         parameters, state = parameters_of(self.optimizer), self.optimizer.state
         mine = [bool(state.get(p)) for p in parameters]
         ranks = range(self._group.world.size)
@@ -101,7 +101,7 @@ class StatePartition:
         self._let_go(parameters)
 
     def _let_go(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Drop the state of those of ``parameters`` that others own."""
+        """Drop the state of ``parameters`` that other ranks own."""
         others = {id(p) for p in self.others()}
         for p in parameters:
             if id(p) in others:
@@ -146,12 +146,12 @@ class StatePartition:
         return {**state, "state": {place: each for place, each in state["state"].items() if place not in others}}
 
     def without(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` without that of any parameter."""
+        """``state`` without the state of any parameter."""
         places = range(len(parameters_of(self.optimizer)))
         return {**state, "state": {key: each for key, each in state["state"].items() if key not in places}}
 
     def kept(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` with this rank's own part."""
+        """``state`` with this rank's own part as the state of the parameters."""
         return {**state, "state": {**self.without(state)["state"], **self._own()}}
 
     def join(self) -> None:
@@ -176,7 +176,7 @@ class StatePartition:
 
 
 def _buckets(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """``parameters`` in parts of one dtype and device, none much larger than a bucket."""
+    """``parameters`` in groups of one dtype and device, each of about one bucket; a larger parameter is alone."""
     alike: dict[Any, list[torch.Tensor]] = {}
     for p in parameters:
         if p.numel() >= BUCKET:

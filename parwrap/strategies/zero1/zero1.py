@@ -29,7 +29,7 @@ __all__ = ["Zero1"]
 
 
 class Zero1(DDP):
-    """As DDP, with the state of optimizers in shards."""
+    """DDP with sharded optimizer state."""
 
     def __init__(self, group: Group, loop: Loop, options: Callable[[], Options]) -> None:
         super().__init__(group, loop, options)
@@ -48,7 +48,7 @@ class Zero1(DDP):
 
     @intercepts
     def own_parameters(self, optimizer: Optimizer) -> None:
-        """``optimizer`` is being built, or got another group."""
+        """Shard the state of an ``optimizer`` that is being built, or has got another group."""
         if isinstance(optimizer, LBFGS):
             raise UsageError(
                 "LBFGS steps all parameters as one vector, so its state cannot be sharded: choose a strategy other than 'zero1', or "
@@ -79,7 +79,7 @@ class Zero1(DDP):
 
     @intercepts
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that hides the gradients that it leaves, for the step that is about to begin."""
+        """Wrap ``closure``, so that it hides the gradients of parameters that other ranks step."""
         self._calls_closure = True
 
         def then_hide() -> Any:
@@ -117,7 +117,7 @@ class Zero1(DDP):
 
     @intercepts
     def optimizer_state(self, optimizer: Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The state of a single process, on every rank."""
+        """The whole state, as in a single process, on every rank."""
         state = save()
         if has_inner(optimizer) or self._loop.is_of_one_batch(optimizer):
             return state
@@ -164,7 +164,7 @@ class Zero1(DDP):
         super().close()
 
     def _is_whole(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` steps here as it does in a single process; all ranks step the part that an outer one has alike."""
+        """Whether ``optimizer`` steps as in a single process; all ranks step an outer optimizer's own part in the same way."""
         return is_alone() or has_inner(optimizer) or self._loop.is_of_one_batch(optimizer)
 
     def _number(self, optimizer: Optimizer) -> int:
@@ -195,20 +195,20 @@ class Zero1(DDP):
         return self._shards[optimizer]
 
     def _answer_step(self, number: int, present: list[int]) -> None:
-        """Others step, and this rank waits for something else: its shard goes to one of them."""
+        """Hand this rank's shard to a rank that steps, while this rank waits for something else."""
         shards = self._known(number)
         shards.settle(present)
         shards.send()
 
     def _answer_state(self, number: int, present: list[int]) -> None:
-        """Others ask for the whole state, and this rank waits for something else."""
+        """Send this rank's shard to ranks that ask for the whole state, while this rank waits for something else."""
         shards = self._known(number)
         shards.settle(present, hands_on=False)
         shards.whole({"state": {}})
 
     @contextmanager
     def _catching_up(self) -> Iterator[None]:
-        """Another rank's state is copied, except the shards, which every rank has kept in step."""
+        """Leave this rank's shards as they are inside the block, where it copies the rest of another rank's state."""
         self._catches_up = True
         try:
             yield
