@@ -100,7 +100,7 @@ class Aimless(Sampler):
         (
             {"sampler": RandomSampler(range(SAMPLES), generator=torch.Generator())},
             {"sampler": RandomSampler(range(SAMPLES))},
-            r"draws from torch, numpy\.random, random, a torch\._C\.Generator; this one draws from torch, numpy\.random, random\. Load",
+            r"draws from torch, numpy\.random, random, a torch\._C\.Generator, but this one draws from torch, numpy\.random, random\. Load",
         ),
     ],
 )

@@ -57,6 +57,7 @@ OWNERS = (
     bz2,
     tempfile._RandomNameSequence,
     _FileOpeners,
+    torch.random,
     torch.Tensor,
     torch.amp.autocast_mode.autocast,
     torch.amp.GradScaler,
