@@ -47,7 +47,7 @@ class Launch:
 
     >>> Launch(nprocs="cores")
     Traceback (most recent call last):
-    parwrap.errors.UsageError: nprocs='cores' is not a number of ranks: give one above 0, or 'gpu', 'cpu' or 'auto'.
+    parwrap.errors.UsageError: nprocs='cores' is not a positive number of ranks, nor 'gpu', 'cpu' or 'auto'.
     """
 
     nprocs: int | str | None = None

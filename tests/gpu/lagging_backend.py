@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-from parwrap.api import gathered_rows
+from parwrap.api import gather_with_grad
 from parwrap.batch_norm import statistics_exchange
 from parwrap.group import group as groups
 from parwrap.strategies.ddp import gradient_averager
@@ -166,7 +166,7 @@ def as_on_gpus(folder: Any) -> Iterator[Lagging]:
         patch.setattr(groups, "torch_backend", lambda backend: NAME)
         patch.setattr(groups, "_current", None)
         patch.setattr(groups, "collective_count", lambda process_group: len(process_group.posted))
-        for module in (statistics_exchange, gathered_rows):
+        for module in (statistics_exchange, gather_with_grad):
             patch.setattr(module, "new_group", lambda ranks, **options: dist.new_group(list(ranks), backend=NAME))
         barrier = dist.barrier
         patch.setattr(dist, "barrier", lambda device_ids: barrier())  # the CPU is none of several devices
