@@ -14,7 +14,7 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Namespaces", "is_installed", "is_standard"]
+__all__ = ["Namespaces", "is_installed", "is_standard", "note_loaded_modules"]
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
@@ -92,6 +92,11 @@ class _Loaded:
                 self._by_owner.setdefault(owner, []).append(name)
         self.names += new
         return self._by_owner
+
+
+def note_loaded_modules() -> None:
+    """Look at all loaded modules now, so that the processes forked from this one need not."""
+    _loaded.by_owner()
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -3,7 +3,7 @@
 import json
 import os
 
-from parwrap.patching.imported_names import Namespaces
+from parwrap.patching.imported_names import note_loaded_modules
 from parwrap.testing.rank_process import minimal_pytest
 
 PYTEST_OPTIONS = "PARWRAP_TESTING_PYTEST_OPTIONS"
@@ -11,4 +11,4 @@ PYTEST_OPTIONS = "PARWRAP_TESTING_PYTEST_OPTIONS"
 
 if PYTEST_OPTIONS in os.environ:
     minimal_pytest(tuple(json.loads(os.environ[PYTEST_OPTIONS])))
-    os.register_at_fork(before=Namespaces)  # not now: this module moves to the end of sys.modules when it has been imported
+    os.register_at_fork(before=note_loaded_modules)  # not now: this module moves to the end of sys.modules when it has been imported

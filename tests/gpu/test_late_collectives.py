@@ -97,24 +97,11 @@ def test_a_rank_that_ends_early_answers_and_takes_the_weights_of_the_other(tmp_p
     assert same(expected, actual)
 
 
-@pytest.mark.parametrize("script", QUICK)
+@pytest.mark.parametrize(
+    "script", [pytest.param(each.stem, marks=[] if each.stem in QUICK else pytest.mark.slow) for each in sorted(SCRIPTS.glob("*.py"))]
+)
 @pytest.mark.ranks(2, timeout=60)
 def test_plain_scripts_leave_the_same_weights_on_all_ranks(script, tmp_path, monkeypatch):
-    (tmp_path / "together").mkdir(exist_ok=True)
-    monkeypatch.chdir(tmp_path / "together")
-    monkeypatch.setattr(sys, "argv", [script])
-    with as_on_gpus(tmp_path):
-        with contextlib.redirect_stdout(io.StringIO()), parwrap.distributed.script_scope():
-            left = runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
-        weights = parwrap.gather([p.detach() for p in left["model"].parameters()])
-
-    assert same(*weights)
-
-
-@pytest.mark.parametrize("script", sorted(each.stem for each in SCRIPTS.glob("*.py") if each.stem not in QUICK))
-@pytest.mark.slow
-@pytest.mark.ranks(2, timeout=60)
-def test_so_do_all_others(script, tmp_path, monkeypatch):
     (tmp_path / "together").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "together")
     monkeypatch.setattr(sys, "argv", [script])
@@ -123,6 +110,7 @@ def test_so_do_all_others(script, tmp_path, monkeypatch):
             model = runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")["model"]
         weights = model if isinstance(model, dict) else dict(model.named_parameters())
         for others in parwrap.gather({name: value.detach() for name, value in weights.items()}):
+            assert weights.keys() == others.keys()
             assert all(torch.equal(weights[name], value) for name, value in others.items())
 
 

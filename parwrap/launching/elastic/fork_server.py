@@ -19,7 +19,7 @@ from importlib import import_module
 from multiprocessing import forkserver, process, resource_tracker, util
 from typing import NoReturn
 
-from parwrap.patching.imported_names import Namespaces
+from parwrap.patching.imported_names import note_loaded_modules
 from parwrap.patching.patch import Patch, installed
 from parwrap.system.processes import die_with_parent
 
@@ -98,7 +98,7 @@ def _serve(parent: int, modules: Sequence[str], program: str, descriptors: Seque
             for name in modules:
                 with suppress(Exception):  # the rank raises it again, and can report it
                     import_module(name)
-            Namespaces()  # so that no rank looks at all modules
+            note_loaded_modules()
         exec(program, {})
     except Exception:
         traceback.print_exc()
