@@ -28,8 +28,7 @@ class ShareThenRest:
         unread: the rest of the dataset; ``None`` if it cannot be read.
         trained: a function that returns a number, which changes whenever something is trained.
         looks: a function, called when the share ends without training, with the number of batches read and whether a loss waits for a
-            backward pass;
-        returns the rest, or ``None`` if the pass trains after all.
+            backward pass; returns the rest, or ``None`` if the pass trains after all.
         shown: a function, called once, when something was trained, with the number of batches read until then and whether the share had
             ended.
 

@@ -65,10 +65,9 @@ class Pass:
         closed: a function, called with whether the pass was read to its end.
         drawn: a function, called with each batch.
         in_for: called, when it changes, with whether a ``for`` statement reads the pass and alone holds it. A pass that something else
-        reads may stay open after the loop around it.
+            reads may stay open after the loop around it.
         instead: a function, called before the first batch, with whether that is the only one, of ``next(iter(loader))``; returns the pass
-            that
-        replaces this one, or the same.
+            that replaces this one, or the same.
     """
 
     def __init__(

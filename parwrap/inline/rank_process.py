@@ -100,7 +100,7 @@ def run(job: Job) -> None:
     """Run ``job`` in this process, which was started for it."""
     global _job
     with suppress(PermissionError):
-        os.setpgid(0, 0)  # its children are ended with it, and the caller forward passes Ctrl-C to it
+        os.setpgid(0, 0)  # its children are ended with it, and the caller forwards Ctrl-C to it
     die_with_parent(job.parent)
     signal.set_wakeup_fd(-1)  # an event loop of the caller's must not receive this rank's signals
     signal.signal(signal.SIGTERM, _stop)

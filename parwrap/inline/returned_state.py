@@ -46,8 +46,8 @@ class SyncedObjects:
     """The tensors, models, optimizers and schedulers of the caller, the other objects that a function reaches, and their numbers.
 
     Args:
-        things: tensors, models and so on, in the same order on both sides; by default all of those in this process, for ranks that
-        are forked then.
+        things: tensors, models and so on, in the same order on both sides; by default all of those in this process, for ranks that are
+            forked then.
         reached: the other objects, with their names, also in the same order.
         pickler: the pickler in the rank.
         own: in a spawned rank, further objects that the function reaches there, which the caller has not sent.

@@ -1,6 +1,6 @@
 """Every ``optimizer.step()`` that is not skipped: call ``Interceptor.takes_step`` before it, and ``took_step`` after it.
 
-A skipped step does not count, and one that a class forward passes to its base class counts once.
+A skipped step does not count, and one that a class forwards to its base class counts once.
 """
 
 from __future__ import annotations

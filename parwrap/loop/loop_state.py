@@ -183,7 +183,7 @@ class Loop(Interceptor):
 
     @intercepts
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        """Record that Record that ``module.train(training)`` was called."""
+        """Record that ``module.train(training)`` was called."""
         self._training.pop(module, None)
         self._training[module] = training
         self.know(module)

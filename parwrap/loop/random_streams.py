@@ -91,13 +91,13 @@ class RandomStreams(Interceptor):
 
     @intercepts
     def seeded(self) -> None:
-        """The script has seeded torch, maybe with the same number as before: this rank's own streams begin again at their next use."""
+        """Remember that the script has seeded torch, so that this rank's own streams start again, even with the same seed as before."""
         if not (self._own or self._own_torch_runs):
             self._just_seeded = torch.initial_seed()
 
     @intercepts
     def restored(self) -> None:
-        """The script has restored an earlier state of torch's stream, which goes on as if it had not seeded meanwhile."""
+        """Forget the last seed, because the script has restored an earlier state of torch's stream."""
         if not (self._own or self._own_torch_runs):
             self._just_seeded = None
 

@@ -1,6 +1,6 @@
 """The state of mixed precision: the loss scale and the number of steps skipped for it.
 
-Torch's own ``GradScaler`` decides when the scale grows and shrinks. It is told for each iteration whether a gradient was non-finite. It is
+Torch's own ``GradScaler`` decides when the scale grows and shrinks. After each iteration it learns whether a gradient was non-finite. It is
 on the CPU for every device, so that reading the scale never waits.
 """
 

@@ -94,7 +94,7 @@ class Scaling(Interceptor):
         asked, self._asked = self._asked, None
         optimizer = asked() if asked else None
         if optimizer is None:
-            return closure  # of a skipped step, or one that a subclass forward passes
+            return closure  # of a skipped step, or one that a subclass forwards
 
         def with_finite_gradients() -> Any:
             loss = closure()

@@ -251,7 +251,7 @@ class FileOverlay:
             return present
 
     def read_current(self, key: str, read: Callable[[str], Any], discard: Callable[[Any], Any], waits: bool = True) -> Any:
-        """Apply ``read`` to the path's present location, and repeat it if rank 0 replaces the file meanwhile.
+        """Apply ``read`` to the path's present location, and repeat it if rank 0 replaces the file during the read.
 
         Args:
             key: the path.

@@ -39,16 +39,14 @@ class UniformLengthBatchSampler(Sampler[list[int]]):
         lengths: the length of each sample of the dataset, in tokens.
         batch_size: the maximum number of samples in a batch.
         max_tokens: the maximum number of tokens in a batch, including padding: its number of samples times the length of the longest. Give
-            either, or
-        both.
+            either, or both.
         shuffle: if false, each pass has the same batches, with the longest first.
         seed: the seed of the order, the same on all ranks; each pass has a different order. ``None`` draws from torch's generator in each
-        pass, as a shuffled ``DataLoader`` does; a ``torch.Generator`` is drawn from directly.
+            pass, as a shuffled ``DataLoader`` does; a ``torch.Generator`` is drawn from directly.
         drop_last: drop samples that do not fill a batch on every rank, different ones in each pass. Not with ``max_tokens``.
         multiple_of: round the length of a batch up to a multiple of this.
         slack: how much shorter than the longest sample of its bucket a sample may be, as a fraction of the longest. If too few samples of
-            similar
-        length make a batch, they go with the next shorter ones.
+            similar length make a batch, they go with the next shorter ones.
         num_replicas: the number of ranks to draw for.
         rank: the rank to draw for.
 

@@ -30,17 +30,17 @@ class pad_collate:
 
     Args:
         pad_value: the padding value, or a dict from the name or position of a field to its value. Other fields are padded with 0, and
-        ``labels`` with -100.
-        multiple_of: round the length of a batch up to a multiple of this, such as 8 for tensor cores. This applies to the first sequence
-        of a sample and to others that always have the same length as it.
+            ``labels`` with -100.
+        multiple_of: round the length of a batch up to a multiple of this, such as 8 for tensor cores. This applies to the first sequence of
+            a sample and to others that always have the same length as it.
         attention_mask: whether to add a mask of ones for tokens and zeros for padding. It is that of the field ``input_ids``, or of the
-        first sequence, and becomes ``attention_mask`` in a dict, or the last of the fields. By default for dicts with ``input_ids`` and
-        no mask.
+            first sequence, and becomes ``attention_mask`` in a dict, or the last of the fields. By default for dicts with ``input_ids`` and
+            no mask.
         fields: names or positions of the sequences; detected by default.
 
     Raises:
         UsageError: an invalid option; in a batch: dimensions other than the first differ, or the sequences' dtype cannot hold the padding
-        value.
+            value.
 
     >>> pad_collate()([(torch.tensor([1, 2, 3]), 0), (torch.tensor([4]), 1)])
     [tensor([[1, 2, 3],

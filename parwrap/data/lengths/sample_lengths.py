@@ -48,9 +48,9 @@ def read_lengths(dataset: Any, length: Any = None, pad_value: float | None = Non
     Args:
         dataset: a dataset with a length and indices. After it is read, the random streams are restored.
         length: a sequence of the lengths; or a function that returns the length of a sample; or the name or position of the field in a
-        sample. By default the count in ``attention_mask``, or the first sequence whose length differs.
+            sample. By default the count in ``attention_mask``, or the first sequence whose length differs.
         pad_value: padding at the end of a sequence, which is not counted. Without ``length``, sequences are then searched among whole
-        numbers only.
+            numbers only.
 
     Raises:
         UsageError: ``length`` does not fit the samples.

@@ -1,7 +1,7 @@
 """Delivers a signal once to each rank, although the terminal sends Ctrl-C to the launcher and the ranks, and the launcher forwards it.
 
 Each rank records received signals in a file. The interpreter's own C handler does this, so it happens immediately and before any handler of
-the script. The launcher forward passes a signal only to ranks that have not noted it.
+the script. The launcher forwards a signal only to ranks that have not noted it.
 """
 
 from __future__ import annotations

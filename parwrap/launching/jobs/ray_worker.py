@@ -42,8 +42,8 @@ def be_a_rank(script: Script, directory: str | None, output: Any) -> None:
     Args:
         script: what every rank runs.
         directory: the working directory; ``None`` for the worker's.
-        output: the ``ray.util.queue.Queue`` for the script's output as (stream name, bytes), for its failure as a dict, and for the
-        start of the ranks as an empty dict.
+        output: the ``ray.util.queue.Queue`` for the script's output as (stream name, bytes), for its failure as a dict, and for the start
+            of the ranks as an empty dict.
 
     Raises:
         RuntimeError: the script failed; this tells Ray.

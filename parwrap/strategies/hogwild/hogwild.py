@@ -137,7 +137,7 @@ class Hogwild(Strategy):
 
 
 class Evaluations(Interceptor):
-    """Makes ranks evaluate the same model: they synchronize before and after an evaluation, so that none trains meanwhile.
+    """Makes ranks evaluate the same model: they synchronize before and after an evaluation, so that no rank trains during it.
 
     Buffers become rank 0's, as in DDP, and schedulers use the mean of the ranks' metrics.
     """
