@@ -1,0 +1,54 @@
+"""Run a plain single-GPU PyTorch training function or script on many ranks, unchanged.
+
+Lists the public names. Each is imported on first use, so ``import parwrap`` takes no longer than importing torch, and ``python -m
+parwrap.run`` can prepare the process before torch is imported.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parwrap.errors import LaunchError, LockstepError, ParwrapError, RankMismatchError, RankZeroError, UsageError
+    from parwrap.ranks.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
+    from parwrap.ranks.group import is_rank_zero, local_rank, rank, world_size
+
+__version__ = "0.2.0.dev0"
+
+_HOMES = {
+    "parwrap.errors": ("LaunchError", "LockstepError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
+    "parwrap.ranks.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
+    "parwrap.ranks.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "LaunchError",
+    "LockstepError",
+    "ParwrapError",
+    "RankMismatchError",
+    "RankZeroError",
+    "UsageError",
+    "all_ranks",
+    "any_rank",
+    "barrier",
+    "broadcast",
+    "gather",
+    "is_rank_zero",
+    "local_rank",
+    "rank",
+    "reduce_mean",
+    "reduce_sum",
+    "world_size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'parwrap' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

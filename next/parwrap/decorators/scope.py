@@ -1,0 +1,191 @@
+"""The base class of parwrap's decorators: one class supports ``@f``, ``@f(...)`` and ``with f():``.
+
+Decorators on one function merge: however they are stacked, their scopes open in the order of ``layer``. Each call opens new scopes, so
+recursive calls and threads share no state. Subclasses define what a scope does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
+from typing import Any, ClassVar, TypeVar
+
+from parwrap.errors import UsageError
+
+F = TypeVar("F", bound=Callable)
+
+__all__ = ["EarlyExit", "ScopeDecorator", "decorators_of", "describe", "module_of", "refuse_undecoratable", "reporting_result"]
+
+
+class EarlyExit(SystemExit):
+    """Raised by a scope to end the function early and successfully.
+
+    Attributes:
+        function: the function that the scope runs; ``None`` if it is not known yet, or if the whole process ends.
+        returns: whether the function returns ``result`` instead of its own result.
+        result: the result to return.
+    """
+
+    function: Any = None
+    returns = False
+    result: Any = None
+
+
+class ScopeDecorator:
+    """A scope around each call of a function, or around a ``with`` block.
+
+    Subclasses set ``layer`` and implement :meth:`scope`.
+    """
+
+    layer: int = 0
+    """Scopes on one function open in ascending order."""
+
+    not_here: ClassVar[Mapping[str, str]] = {}
+    """Advice for options that this decorator does not have, by the option's name."""
+
+    def __new__(cls, function: Any = None, /, *others: Any, **options: Any) -> Any:
+        for name in options:
+            if name not in cls.option_names():
+                raise UsageError(f"parwrap.{cls.__name__} has no option {name!r}; {cls._hint(name)}")
+        decorator = super().__new__(cls)
+        is_function = callable(function) or isinstance(function, classmethod)
+        if function is None or (not is_function and cls._first_is_option()):
+            return decorator
+        decorator.__init__(**options)  # type: ignore[misc]
+        return decorator(function)
+
+    @classmethod
+    def _hint(cls, name: str) -> str:
+        """Advice for an option that does not exist."""
+        if name in cls.not_here:
+            return f"{cls.not_here[name]}."
+        close = difflib.get_close_matches(name, cls.option_names(), n=1)
+        return f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(cls.option_names()) or 'none'}."
+
+    def __init__(self) -> None:
+        self._entered: list[AbstractContextManager] = []
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """The names of its options."""
+        return tuple(inspect.signature(cls.__init__).parameters)[1:]
+
+    @classmethod
+    def _first_is_option(cls) -> bool:
+        """Whether its first option may be passed by position."""
+        return any(each.kind is each.POSITIONAL_OR_KEYWORD for each in list(inspect.signature(cls.__init__).parameters.values())[1:])
+
+    def scope(self, function: Callable | None) -> AbstractContextManager:
+        """The context manager for one call of ``function``; ``None`` stands for a ``with`` block."""
+        raise NotImplementedError
+
+    def around(self, function: Callable) -> Callable:
+        """The function to call inside the scopes instead of ``function``."""
+        return function
+
+    def outside(self, call: Callable) -> Callable:
+        """The function to call instead of ``call``, which opens the scopes and runs the function."""
+        return call
+
+    def __call__(self, decorated: F) -> F:
+        function: Any = decorated
+        if isinstance(function, (staticmethod, classmethod)):
+            return type(function)(self(function.__func__))  # type: ignore[return-value]
+        refuse_undecoratable(function, type(self).__name__)
+        return self.wrapped(function)
+
+    def wrapped(self, function: Any) -> Any:
+        """The decorated form of ``function``."""
+        decorators = () if inspect.ismethod(function) else decorators_of(function)
+        if decorators:
+            function = function.__wrapped__
+        decorators = tuple(sorted((self, *decorators), key=lambda decorator: decorator.layer))
+        runs = functools.reduce(lambda inner, decorator: decorator.around(inner), decorators, function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with ExitStack() as scopes:
+                    for decorator in decorators:
+                        scopes.enter_context(decorator.scope(function))
+                    return runs(*args, **kwargs)
+            except EarlyExit as left:
+                if left.function is not function:
+                    raise
+                return left.result
+
+        scoped = functools.wraps(function)(functools.reduce(lambda inner, decorator: decorator.outside(inner), reversed(decorators), call))
+        scoped.__parwrap_scopes__ = (scoped, decorators)  # type: ignore[attr-defined]
+        return scoped
+
+    def __enter__(self) -> Any:
+        scope = self.scope(None)
+        entered = scope.__enter__()
+        self._entered.append(scope)
+        return entered
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exception)
+
+
+def decorators_of(function: Any) -> tuple[ScopeDecorator, ...]:
+    """The decorators of ``function``, or of the function of a method."""
+    outermost, decorators = getattr(function, "__parwrap_scopes__", (None, ()))
+    # functools.wraps copies them to other wrappers
+    return decorators if outermost is getattr(function, "__func__", function) else ()
+
+
+def reporting_result(function: Callable, report: Callable[[Any], None]) -> Callable:
+    """``function``, wrapped to report its result too."""
+
+    @functools.wraps(function)
+    def reporting(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        report(result)
+        return result
+
+    return reporting
+
+
+def refuse_undecoratable(function: Any, decorator: str) -> None:
+    """Raise :class:`UsageError` for objects that cannot be decorated with a scope around a call: classes, coroutines, generators."""
+    if inspect.isclass(function):
+        problem = "is a class", "decorate the method that trains, or a function that uses the class"
+    elif inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        problem = "is a coroutine function, whose body runs after the call has returned", "decorate a plain function"
+    elif inspect.isgeneratorfunction(function):
+        problem = "is a generator function, whose body runs after the call has returned", "decorate the function that loops over it"
+    elif not callable(function):
+        raise UsageError(
+            f"@parwrap.{decorator} takes options by name and a function, not {function!r}: write @parwrap.{decorator}(option=value)."
+        )
+    else:
+        return
+    raise UsageError(f"@parwrap.{decorator} cannot decorate {describe(function)}: it {problem[0]}. Instead, {problem[1]}.")
+
+
+def module_of(function: Callable | None) -> str | None:
+    """The name of the module that defines ``function``; for ``None``, of the module whose ``with`` block is being entered."""
+    if function is not None:
+        return getattr(function, "__module__", None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _module(frame).partition(".")[0] in ("contextlib", "parwrap"):
+        frame = frame.f_back
+    return None if frame is None else _module(frame)
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
+
+
+def describe(function: Any) -> str:
+    """Name, file and line of a function or class, for errors."""
+    name = getattr(function, "__qualname__", repr(function))
+    try:
+        return f"{name} ({inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]})"
+    except (OSError, TypeError):
+        return name

@@ -1,0 +1,113 @@
+"""Places in the user's script: where a running call comes from, and warnings that point there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import os
+import sys
+import threading
+import warnings
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Place", "from_script", "is_installed", "is_standard", "script_place", "warn"]
+
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
+_OURS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sys.modules["parwrap"]))
+_PASSING_ON = (contextlib.__file__, functools.__file__)
+"""Code that leaves a scope or calls a wrapped function; it is never a place in the script."""
+
+
+class Place(NamedTuple):
+    """A line of the user's script.
+
+    >>> str(Place("/home/me/train.py", 31))
+    'train.py:31'
+    """
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+def script_place(frame: FrameType | None = None) -> Place:
+    """The line in the user's script where the running call comes from: the innermost frame outside of torch, parwrap and wrappers."""
+    frame = sys._getframe(1) if frame is None else frame
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if not (file.startswith(_OURS) or file in _PASSING_ON):
+            break
+        frame = frame.f_back
+    return Place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def warn(text: str) -> None:
+    """Warn at the script's innermost line in the running call, or at the script's last line if it has ended."""
+    frame = _script_frame(sys._getframe(1)) or _script_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+    if frame is None:
+        warnings.warn_explicit(text, UserWarning, sys.argv[0], len(linecache.getlines(sys.argv[0])))
+        return
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals["__name__"], registry)
+
+
+def _script_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the script around ``frame``, if it is in a module (the fork server's command is not)."""
+    while frame is not None and not (frame.f_globals.get("__name__") and _kind(frame.f_code.co_filename) == SCRIPT):
+        frame = frame.f_back
+    return frame
+
+
+def from_script(frame: FrameType | None) -> bool:
+    """Whether ``frame`` runs the script's code: ``__main__``, its package, and modules that are not installed.
+
+    For frames of the standard library, such as ``threading``, the frames around them decide.
+    """
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename)
+        if kind == SCRIPT:
+            return True
+        if kind == LIBRARY:
+            return not frame.f_code.co_filename.startswith(_OURS) and _in_main_package(frame)
+        frame = frame.f_back
+    return True
+
+
+def is_installed(file: str) -> bool:
+    """Whether the source ``file`` belongs to an installed package."""
+    return any(folder in file for folder in _INSTALLED)
+
+
+def is_standard(file: str) -> bool:
+    """Whether the source ``file`` belongs to the standard library."""
+    return file.startswith(_STANDARD) and not is_installed(file)
+
+
+SCRIPT, LIBRARY, PASSING = range(3)
+
+
+@functools.cache
+def _kind(file: str) -> int:
+    """Whether the source ``file`` contains code of the user, of a library, or code that only calls others."""
+    if file.startswith("<frozen ") or is_standard(file) or f"{os.sep}wrapt{os.sep}" in file:
+        return PASSING
+    return LIBRARY if file.startswith(_OURS) or is_installed(file) or not _is_in_script_directory(file) else SCRIPT
+
+
+def _is_in_script_directory(file: str) -> bool:
+    """Whether ``file`` is below the working directory or the script's directory. Other files may be libraries that ``PYTHONPATH`` names."""
+    folders = os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))
+    return any(os.path.abspath(file).startswith(os.path.join(folder, "")) for folder in folders)
+
+
+def _in_main_package(frame: FrameType) -> bool:
+    """Whether ``frame`` belongs to ``__main__`` or a module of its package, because ``python -m`` also runs installed packages."""
+    name, main = frame.f_globals.get("__name__") or "", getattr(sys.modules["__main__"], "__package__", None)
+    return name == "__main__" or bool(main and name.partition(".")[0] == main.partition(".")[0])

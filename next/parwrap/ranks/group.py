@@ -1,0 +1,219 @@
+"""The process group of a :class:`World`: starts and stops it, and says which rank this is.
+
+Only this file starts a process group. ``collectives.py`` has what users call to reduce and gather.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parwrap.errors import in_one_line
+from parwrap.ranks.background import in_background
+from parwrap.ranks.device import choose_backend, choose_device, torch_backend, uses_nccl
+from parwrap.ranks.rendezvous import met, on_loopback
+from parwrap.ranks.world import World, detect
+from parwrap.torch_private.distributed import abort_process_groups
+
+__all__ = ["Group", "alone", "current", "is_alone", "is_rank_zero", "local_rank", "open_group", "opened", "rank", "world_size"]
+
+TIMEOUT = timedelta(minutes=30)
+"""How long ranks wait for each other unless a timeout is given; torch's default for gloo."""
+
+LONG_WAIT = 30.0
+"""Seconds after which rank 0 says that it waits for other ranks to start."""
+
+
+def _not_checked(kind: str) -> None:
+    pass
+
+
+@dataclass
+class Group:
+    """A started process group.
+
+    Attributes:
+        world: this process's place in the group.
+        backend: ``"gloo"``, ``"nccl"``, ...
+        device: the device that this rank trains on, and reduces numbers on.
+        timeout: how long to wait for another rank.
+        store: a key-value store that all ranks share; ``None``, like ``folder``, for a group that the user's own code has started.
+        folder: a folder of this job that only this user can access, shared by the ranks of this node.
+        control: the process group of control messages, on the CPU: they never pair with a bucket of gradients.
+        before_control: called with the kind of a control message before it is sent; an open scope checks lockstep there.
+    """
+
+    world: World
+    backend: str
+    device: torch.device
+    timeout: timedelta = TIMEOUT
+    store: dist.Store | None = None
+    folder: Path | None = None
+    control: dist.ProcessGroup | None = None
+    before_control: Callable[[str], None] = _not_checked
+
+
+_current: Group | None = None
+_alone: list[int] = []
+"""The threads that run something on one rank only; see :func:`alone`."""
+
+
+@contextmanager
+def opened(world: World, backend: str | None = None, timeout: timedelta | None = None) -> Iterator[Group | None]:
+    """Start the process group of ``world`` inside the block; for a single rank, yield ``None`` without a group."""
+    global _current
+    if world.size == 1:
+        yield None
+        return
+    device = choose_device(world, backend)
+    backend = choose_backend(backend, device)
+    waiting = timeout or TIMEOUT
+    with _reporting_long_wait(world), met(world, waiting) as (world, store, folder), on_loopback(world), _excepthook_kept():
+        try:
+            with _reporting_long_wait(world):
+                # without a timeout, the process group keeps torch's default, which is 30 minutes for all backends except NCCL
+                torchs = dist.PrefixStore("torch", store)
+                dist.init_process_group(torch_backend(backend), store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
+            control = dist.new_group(backend="gloo", timeout=waiting)
+            _current = Group(world, backend, device, waiting, dist.PrefixStore("parwrap", store), folder, control)
+            with _naming_first_failure(_current):
+                yield _current
+        except BaseException as error:
+            # NCCL would wait for what this rank has begun and the others may never take part in
+            if backend == "nccl" and _is_failure(error) and dist.is_initialized():
+                abort_process_groups()
+            raise
+        finally:
+            _current = None
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _excepthook_kept() -> Iterator[None]:
+    """Restore ``sys.excepthook``, which torch wraps in each process group. After an error the hook stays, because it names the rank."""
+    before = sys.excepthook
+    yield
+    if getattr(sys.excepthook, "__module__", None) == dist.distributed_c10d.__name__:  # else the user's own
+        sys.excepthook = before
+
+
+@contextmanager
+def _reporting_long_wait(world: World) -> Iterator[None]:
+    """Print a message on rank 0 if the ranks take long to meet, because it may be the only one."""
+
+    def report(stopped: threading.Event) -> None:
+        if not stopped.wait(LONG_WAIT):
+            print(
+                f"parwrap: rank 0 waits for the other ranks of {world.size} to start. The world size comes from {world.launcher}; if "
+                "this process is the only one, set PARWRAP_WORLD_SIZE=1.",
+                file=sys.stderr,
+            )
+
+    with nullcontext() if world.rank else in_background(report, "parwrap beginning"):
+        yield
+
+
+def current() -> Group | None:
+    """The process group that parwrap has started, if any."""
+    return _current
+
+
+def open_group() -> Group | None:
+    """The process group that parwrap or the user's own code has started, if any."""
+    if _current is not None:
+        return _current
+    if not dist.is_initialized():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return Group(World(dist.get_rank(), dist.get_world_size()), "nccl" if uses_nccl() else dist.get_backend(), device)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Declare that only this rank runs the block, so nothing in it may wait for other ranks."""
+    _alone.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        _alone.pop()
+
+
+def is_alone() -> bool:
+    """Whether only this rank runs the code that asks; see :func:`alone`."""
+    return threading.get_ident() in _alone
+
+
+def _world() -> World:
+    group = open_group()
+    return group.world if group else detect(os.environ)
+
+
+def rank() -> int:
+    """The number of this process among all ranks, from 0.
+
+    >>> rank()
+    0
+    """
+    return _world().rank
+
+
+def world_size() -> int:
+    """The number of ranks.
+
+    >>> world_size()
+    1
+    """
+    return _world().size
+
+
+def local_rank() -> int:
+    """The number of this process among the ranks of its node, from 0.
+
+    >>> local_rank()
+    0
+    """
+    return _world().local_rank
+
+
+def is_rank_zero() -> bool:
+    """Whether this is rank 0, which prints and saves.
+
+    >>> is_rank_zero()
+    True
+    """
+    return rank() == 0
+
+
+def _is_failure(error: BaseException) -> bool:
+    return not isinstance(error, SystemExit) or bool(error.code)
+
+
+@contextmanager
+def _naming_first_failure(group: Group) -> Iterator[None]:
+    """If an exception leaves the block after another rank has failed, add a note about that failure, on Python 3.11 and later.
+
+    Most launchers show the errors of all ranks, in any order.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not _is_failure(error) or group.store is None:
+            raise
+        cause = in_one_line(error)
+        first = f"{group.world.rank} {cause}"
+        with suppress(RuntimeError):  # the store has ended with the rank that hosts it
+            first = group.store.compare_set("first failure", "", first).decode()
+        rank, _, firsts_cause = first.partition(" ")
+        if firsts_cause != cause and isinstance(error, Exception) and hasattr(error, "add_note"):
+            error.add_note(f"parwrap: rank {rank} of {group.world.size} failed first: {firsts_cause}")
+        raise

@@ -1,0 +1,44 @@
+"""How a process reacts when its parent or child process ends. Nothing here imports torch, because the launcher uses it too."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+__all__ = ["die_with_parent", "how_ended", "signal_name"]
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Make the kernel kill this process when its parent ends, however that ends (on Linux).
+
+    Args:
+        parent: the parent process, which may have ended by now.
+    """
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal.
+
+    >>> signal_name(9), signal_name(35)
+    ('SIGKILL', 'signal 35')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def how_ended(code: int) -> str:
+    """How a process ended, from its exit code in :mod:`multiprocessing`'s form.
+
+    >>> how_ended(3), how_ended(-9)
+    ('ended with exit code 3', 'was killed by SIGKILL')
+    """
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

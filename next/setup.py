@@ -1,0 +1,43 @@
+"""Package metadata; the tools' settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "parwrap" / "__init__.py").read_text())[1]
+
+setup(
+    name="parwrap",
+    version=VERSION,
+    description="Run a plain single-GPU PyTorch training function or script on many ranks, unchanged",
+    license="BSD-3-Clause",
+    packages=find_packages(include=["parwrap", "parwrap.*"]),
+    package_data={"parwrap": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=["torch>=2.13", "wrapt>=2.5", "numpy"],
+    extras_require={
+        "test": [
+            "pytest>=8.1",
+            "pytest-xdist",
+            "hypothesis",
+            "psutil",
+            "tqdm",
+            "docutils",
+            "h5py",
+            "matplotlib",
+            "pandas",
+            "safetensors",
+            "scikit-learn",
+            "tensorboard",
+            "torchdata",
+            "PyYAML",
+            "ruff",
+            "mypy",
+        ],
+        "examples": ["scikit-learn"],
+        "bench": ["accelerate", "lightning-fabric"],
+    },
+    entry_points={"pytest11": ["parwrap = parwrap.testing.plugin"]},
+)
