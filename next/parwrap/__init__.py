@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parwrap.data.loaders import replicate, shard
+    from parwrap.decorators.distributed import distributed, no_sync, same_draws
     from parwrap.errors import LaunchError, LockstepError, ParwrapError, RankMismatchError, RankZeroError, UsageError
     from parwrap.ranks.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
     from parwrap.ranks.group import is_rank_zero, local_rank, rank, world_size
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0.dev0"
 
 _HOMES = {
+    "parwrap.data.loaders": ("replicate", "shard"),
+    "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
     "parwrap.errors": ("LaunchError", "LockstepError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
     "parwrap.ranks.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
     "parwrap.ranks.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
@@ -32,12 +36,17 @@ __all__ = [
     "any_rank",
     "barrier",
     "broadcast",
+    "distributed",
     "gather",
     "is_rank_zero",
     "local_rank",
+    "no_sync",
     "rank",
     "reduce_mean",
     "reduce_sum",
+    "replicate",
+    "same_draws",
+    "shard",
     "world_size",
 ]
 

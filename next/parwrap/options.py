@@ -1,4 +1,4 @@
-"""The options of ``@distributed``: their values, what the values mean, and which are refused. ``decorators/distributed.py`` applies them."""
+"""The options of ``@distributed``: their values, what these mean, and which are refused. ``decorators/distributed.py`` applies them."""
 
 from __future__ import annotations
 

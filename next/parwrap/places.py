@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import linecache
 import os
@@ -14,13 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "from_script", "is_installed", "is_standard", "script_place", "warn"]
+__all__ = ["Place", "from_script", "is_installed", "is_ours", "is_standard", "script_place", "warn"]
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _OURS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, sys.modules["parwrap"]))
-_PASSING_ON = (contextlib.__file__, functools.__file__)
-"""Code that leaves a scope or calls a wrapped function; it is never a place in the script."""
 
 
 class Place(NamedTuple):
@@ -38,14 +35,21 @@ class Place(NamedTuple):
 
 
 def script_place(frame: FrameType | None = None) -> Place:
-    """The line in the user's script where the running call comes from: the innermost frame outside of torch, parwrap and wrappers."""
-    frame = sys._getframe(1) if frame is None else frame
-    while frame.f_back is not None:
-        file = frame.f_code.co_filename
-        if not (file.startswith(_OURS) or file in _PASSING_ON):
-            break
+    """The line in the user's script where the running call comes from: the innermost frame of the script.
+
+    If none of its frames is the script's, it is the innermost one outside of torch and parwrap: a library's.
+    """
+    innermost = frame = sys._getframe(1) if frame is None else frame
+    outside = None
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename)
+        if kind == SCRIPT:
+            return Place(frame.f_code.co_filename, frame.f_lineno)
+        if outside is None and kind == LIBRARY and not frame.f_code.co_filename.startswith(_OURS):
+            outside = frame
         frame = frame.f_back
-    return Place(frame.f_code.co_filename, frame.f_lineno)
+    found = outside or innermost
+    return Place(found.f_code.co_filename, found.f_lineno)
 
 
 def warn(text: str) -> None:
@@ -78,6 +82,11 @@ def from_script(frame: FrameType | None) -> bool:
             return not frame.f_code.co_filename.startswith(_OURS) and _in_main_package(frame)
         frame = frame.f_back
     return True
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Whether ``frame`` runs code of torch or of parwrap."""
+    return frame.f_code.co_filename.startswith(_OURS)
 
 
 def is_installed(file: str) -> bool:

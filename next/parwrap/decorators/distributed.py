@@ -1,22 +1,340 @@
-"""``@distributed``: run a plain training function on every rank of the launch. (Skeleton: opens the process group only.)"""
+"""``@distributed``: run a plain training function on every rank of the launch; and what is open while it runs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import fields, replace
+from inspect import Parameter, Signature
+from types import FrameType
 from typing import Any
 
-from parwrap.options import Options
-from parwrap.ranks import group as groups
-from parwrap.ranks.world import detect
+import numpy as np
+import torch
+import torch.distributed as dist
 
-__all__ = ["script_scope"]
+from parwrap.checks.same_step import SameStep
+from parwrap.checks.same_work import SameWork
+from parwrap.data.loaders import Loaders
+from parwrap.decorators.scope import Call, ScopeDecorator, module_of
+from parwrap.errors import UsageError, explain
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.torch_calls import intercepting
+from parwrap.loop import random_streams
+from parwrap.loop.divisors import Divisors
+from parwrap.loop.learning_rate import learning_rates_times
+from parwrap.loop.losses import Losses
+from parwrap.loop.optimizers import Optimizers, optimizers_in
+from parwrap.loop.passes import Passes
+from parwrap.loop.random_streams import RandomStreams, seed_all
+from parwrap.options import Options
+from parwrap.places import from_script
+from parwrap.ranks import group as groups
+from parwrap.ranks.agreement import agree
+from parwrap.ranks.group import Group
+from parwrap.ranks.world import detect, launch_variables
+from parwrap.strategies.strategy import Loop, Strategy
+
+__all__ = ["distributed", "no_sync", "same_draws"]
+
+NOT_HERE = {
+    **dict.fromkeys(
+        ("devices", "gpus", "nproc_per_node", "nproc", "num_processes", "world_size"),
+        "pass the number of ranks to parwrap.run as --nproc-per-node",
+    ),
+    **dict.fromkeys(("find_unused_parameters", "static_graph"), "remove it: unused parameters are found without it"),
+    "epochs": "it is an argument of your function",
+}
+"""Options of other tools that users may pass to ``distributed``, each with advice."""
+
+
+def strategy_of(options: Options) -> type[Strategy]:
+    """The class of the strategy that ``options`` name."""
+    if options.strategy == "none":
+        from parwrap.strategies.none import Independent
+
+        return Independent
+    from parwrap.strategies.ddp import DDP
+
+    return DDP
+
+
+class distributed(ScopeDecorator):
+    """Run a plain single-GPU training function on every rank of the launch, unchanged.
+
+    Write ``@distributed``, ``@distributed(seed=1)`` or ``with distributed():``. Without a launcher it runs on one rank, with no process
+    group. Inside another ``distributed``, it joins that one, and its options apply to its own function. ``backend``, ``strategy`` and
+    ``timeout`` come from the outermost scope.
+
+    Args:
+        backend: the backend of the process group; by default nccl for GPUs and gloo for the CPU.
+        seed: the seed of torch, numpy and python on all ranks; by default they continue from rank 0's state.
+        batch: ``"per_rank"``: each rank takes batches of the loader's ``batch_size``; ``"global"``: each rank takes its part of every
+            batch, so that the results equal those of a single process.
+        uneven: if samples do not divide evenly, ``"pad"``: some are repeated, like in ``DistributedSampler``; ``"drop"``: some are skipped;
+            ``"join"``: each is used once, and ranks are weighted by their number of samples in a step, which may be 0.
+        lr: ``"linear"`` or ``"sqrt"``: multiplies the learning rate of each step by the number of ranks, or its square root, because the
+            global batch is that much larger. ``param_groups`` and schedules are unchanged.
+        loss: ``"mean"`` or ``"sum"``: how the loss combines the samples of a batch. It weights parts of different sizes. With
+            ``batch="global"``, a sum is summed over the ranks.
+        draws: ``"by_pass"``: all ranks draw the same random numbers outside of training passes, and each its own inside; ``"per_rank"``:
+            each draws its own from the first backward on, for loops that draw their batches by hand.
+        strategy: how ranks train together: ``"ddp"`` averages gradients in every backward; ``"none"`` trains a model on each rank.
+        bucket_cap_mb: the size of DDP's gradient buckets in megabytes; by default torch's.
+        gradient_as_bucket_view: as in ``DistributedDataParallel``: saves memory, but gradients kept across steps change.
+        timeout: seconds (or a ``timedelta``) that a rank waits for another one; by default 30 minutes.
+
+    Raises:
+        UsageError: an unknown option or value.
+
+    >>> @distributed(batch="global")
+    ... def train(epochs):
+    ...     return epochs * 2
+    >>> train(3)
+    6
+    """
+
+    not_here = NOT_HERE
+    __signature__ = Signature(
+        [Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type) for each in fields(Options)]
+    )
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._given, self._options = options, Options(**options)
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(Options))
+
+    def scope(self, call: Call) -> AbstractContextManager[Any]:
+        if _scope is not None:
+            return _scope.joined(self._given)
+        return _opened(self._options, call)
 
 
 @contextmanager
 def script_scope(**options: Any) -> Iterator[None]:
-    """The scope for a whole plain script; see :class:`distributed` for the options."""
-    chosen = Options(**options)
-    with groups.opened(detect(os.environ), chosen.backend, chosen.patience):
+    """The scope for a whole plain script; see :class:`distributed` for the options.
+
+    The launch variables and the process group are hidden from the script. Otherwise, its own distributed code would start.
+    """
+    with _opened(Options(**options), Call(), module="__main__", hidden=launch_variables()):
         yield
+
+
+def no_sync() -> AbstractContextManager[None]:
+    """Inside the ``with`` block, backwards add up gradients on this rank; the first backward after it averages the sums.
+
+    Use it where a loop accumulates by hand, to send gradients once. Outside of ``distributed``, and on one rank, it does nothing.
+
+    >>> with no_sync():
+    ...     pass
+    """
+    return nullcontext() if _scope is None or _scope.strategy is None else _scope.strategy.no_sync()
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Inside the ``with`` block, all ranks draw the same random numbers, also in a training pass: for decisions drawn from torch or numpy.
+
+    >>> with same_draws():
+    ...     skips = torch.rand(()) < 0.5
+    """
+    passes = None if _scope is None else _scope.passes
+    if passes is None:
+        yield
+        return
+    passes.same_draws(True)
+    try:
+        yield
+    finally:
+        passes.same_draws(False)
+
+
+_scope: _Scope | None = None
+
+
+@contextmanager
+def _opened(options: Options, call: Call, module: str | None = None, hidden: Iterable[str] = ()) -> Iterator[None]:
+    """Open a scope inside the block, in the open process group or in a new one."""
+    global _scope
+    outer = groups.current()
+    if outer is None and dist.is_initialized():
+        _stand_aside("init_process_group")
+        yield
+        return
+    with ExitStack() as opened:
+        group = outer or opened.enter_context(groups.opened(detect(os.environ), options.backend, options.patience))
+        _scope = _Scope(group, options, opened.close)
+        try:
+            with _scope.entered(call, module or module_of(call.function), hidden):
+                yield
+        finally:
+            _scope = None
+
+
+class _Scope(Interceptor):
+    """What is open while a distributed function runs.
+
+    Args:
+        group: the process group; ``None`` on one rank.
+        options: the options of the innermost running function.
+        leave_group: stops the process group, if it was started for this scope.
+
+    Attributes:
+        strategy: how the ranks train together; ``None`` on one rank and if the script distributes itself.
+        passes: the open passes; ``None`` likewise.
+    """
+
+    def __init__(self, group: Group | None, options: Options, leave_group: Callable[[], None]) -> None:
+        self._group, self._options, self._leave_group = group, options, leave_group
+        self._undo = ExitStack()
+        self.strategy: Strategy | None = None
+        self.passes: Passes | None = None
+        self._same_step: SameStep | None = None
+
+    @contextmanager
+    def entered(self, call: Call, module: str | None, hidden: Iterable[str]) -> Iterator[None]:
+        """Install everything, run the block, and end together with the other ranks."""
+        with self._undo:
+            self._undo.enter_context(_without_variables(hidden))
+            interceptors = self._begin(call)
+            if hidden and self._group is not None:
+                interceptors.append(_HiddenGroup())
+            self._undo.enter_context(intercepting(interceptors, module))
+            try:
+                yield
+            except BaseException as error:
+                explain(error)
+                raise
+            if self.strategy is not None:
+                self.strategy.end()
+            if self._same_step is not None:
+                self._same_step.positions.end()
+
+    def _begin(self, call: Call) -> list[Interceptor]:
+        """Give all ranks the same random streams, and make the interceptors."""
+        group, options = self._group, self._options
+        if options.seed is not None:
+            seed_all(options.seed)
+        if group is None:
+            return []
+        _share_streams(group)
+        streams = RandomStreams(group.world.rank)
+        self._undo.callback(streams.close)
+        passes = Passes(streams, options.draws)
+        optimizers, losses = Optimizers(passes), Losses()
+        same_step = SameStep(group, passes, SameWork(self._say))
+        self._undo.callback(same_step.close)
+        group.before_control = same_step.control
+        self._undo.callback(setattr, group, "before_control", lambda kind: None)
+        loaders = Loaders(group, lambda: self._options, passes, optimizers, self._say)
+        self._undo.callback(loaders.close)
+        loop = Loop(group, lambda: self._options, passes, optimizers, losses, loaders, same_step, self._say)
+        self.strategy = strategy_of(options)(loop)
+        self._undo.callback(self.strategy.close)
+        optimizers.note(_optimizers_of(call))
+        self.passes, self._same_step = passes, same_step
+        if options.lr != "keep":
+            self._undo.enter_context(learning_rates_times(self._lr_factor))
+        shared = [loaders] if options.strategy != "none" else []
+        counted = [Divisors(group, passes)] if options.batch == "global" else []
+        return [_Seeds(streams), optimizers, losses, *shared, *counted, self.strategy, self]
+
+    @contextmanager
+    def joined(self, given: dict[str, Any]) -> Iterator[None]:
+        """Apply the options ``given`` to an inner function while it runs."""
+        before, after = self._options, replace(self._options, **given)
+        for name, where in (("backend", "the process group is already open"), ("strategy", "the outer function already trains")):
+            if name in given and self._group is not None and getattr(after, name) != getattr(before, name):
+                raise UsageError(
+                    f"{name}={given[name]!r} is not possible inside of another @distributed: {where} with {getattr(before, name)!r}. "
+                    "Pass it to the outermost @distributed or to parwrap.run."
+                )
+        if given.get("seed") not in (None, before.seed):
+            with self.passes.streams.used(random_streams.NONE) if self.passes else nullcontext():
+                seed_all(given["seed"])
+        adjusts = self._group is not None and before.lr == "keep" != after.lr
+        self._options = after
+        try:
+            with learning_rates_times(self._lr_factor) if adjusts else nullcontext():
+                yield
+        finally:
+            self._options = before
+
+    def _lr_factor(self) -> float:
+        return self._options.lr_factor(self._group.world.size if self._group else 1)
+
+    def _say(self, text: str) -> None:
+        if self._group is None or self._group.world.rank == 0:
+            print(f"parwrap: {text}", file=sys.stderr)
+
+    def distributes_itself(self, what: str) -> None:
+        """Remove all interceptors, because the script distributes itself."""
+        self.strategy = self.passes = self._same_step = None
+        self._undo.close()
+        self._leave_group()
+        _stand_aside(what)
+
+
+class _Seeds(Interceptor):
+    """Seeds both sets of streams where the script seeds one, and numpy's generators without a seed from the shared stream."""
+
+    def __init__(self, streams: RandomStreams) -> None:
+        self._streams = streams
+
+    def seeded(self, library: str) -> None:
+        self._streams.script_seeded(library)
+
+    def fresh_seed(self) -> int:
+        with self._streams.used(random_streams.NONE):
+            return int(torch.randint(2**62, ()))
+
+
+class _HiddenGroup(Interceptor):
+    """Hides the process group from the script's own code; torch, parwrap and installed libraries see it."""
+
+    def hides_group(self, frame: FrameType) -> bool:
+        return from_script(frame)
+
+
+def _optimizers_of(call: Call) -> list[Any]:
+    """The optimizers that a function or a ``with`` block can reach when the scope opens."""
+    if call.function is not None:
+        return optimizers_in(call.function, call.args, call.kwargs)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("contextlib", "parwrap"):
+        frame = frame.f_back
+    return [] if frame is None else optimizers_in(None, [*frame.f_locals.values(), *frame.f_globals.values()])
+
+
+def _share_streams(group: Group) -> None:
+    """Give every rank the random state of rank 0."""
+    agree(group, "the start of a distributed function", 0, lambda: None, lambda all_ranks: None)
+    states = [(torch.get_rng_state(), np.random.get_state(), random.getstate())]
+    dist.broadcast_object_list(states, 0, group=group.control)
+    torch.set_rng_state(states[0][0])
+    np.random.set_state(states[0][1])
+    random.setstate(states[0][2])
+
+
+@contextmanager
+def _without_variables(names: Iterable[str]) -> Iterator[None]:
+    """``os.environ`` without the variables ``names``."""
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+def _stand_aside(what: str) -> None:
+    print(
+        f"parwrap: the script calls {what} itself, so parwrap changes nothing: it only starts the ranks. Remove the script's own "
+        "distributed code to let parwrap shard loaders and average gradients.",
+        file=sys.stderr,
+    )

@@ -13,27 +13,21 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from parwrap.errors import UsageError
 
 F = TypeVar("F", bound=Callable)
 
-__all__ = ["EarlyExit", "ScopeDecorator", "decorators_of", "describe", "module_of", "refuse_undecoratable", "reporting_result"]
+__all__ = ["Call", "ScopeDecorator", "module_of"]
 
 
-class EarlyExit(SystemExit):
-    """Raised by a scope to end the function early and successfully.
+class Call(NamedTuple):
+    """What a scope opens around: a call of ``function``, or a ``with`` block if that is ``None``."""
 
-    Attributes:
-        function: the function that the scope runs; ``None`` if it is not known yet, or if the whole process ends.
-        returns: whether the function returns ``result`` instead of its own result.
-        result: the result to return.
-    """
-
-    function: Any = None
-    returns = False
-    result: Any = None
+    function: Callable | None = None
+    args: tuple = ()
+    kwargs: Mapping[str, Any] = {}
 
 
 class ScopeDecorator:
@@ -80,50 +74,36 @@ class ScopeDecorator:
         """Whether its first option may be passed by position."""
         return any(each.kind is each.POSITIONAL_OR_KEYWORD for each in list(inspect.signature(cls.__init__).parameters.values())[1:])
 
-    def scope(self, function: Callable | None) -> AbstractContextManager:
-        """The context manager for one call of ``function``; ``None`` stands for a ``with`` block."""
+    def scope(self, call: Call) -> AbstractContextManager:
+        """The context manager for one call of a function, or for a ``with`` block."""
         raise NotImplementedError
-
-    def around(self, function: Callable) -> Callable:
-        """The function to call inside the scopes instead of ``function``."""
-        return function
-
-    def outside(self, call: Callable) -> Callable:
-        """The function to call instead of ``call``, which opens the scopes and runs the function."""
-        return call
 
     def __call__(self, decorated: F) -> F:
         function: Any = decorated
         if isinstance(function, (staticmethod, classmethod)):
             return type(function)(self(function.__func__))  # type: ignore[return-value]
-        refuse_undecoratable(function, type(self).__name__)
+        _refuse_undecoratable(function, type(self).__name__)
         return self.wrapped(function)
 
     def wrapped(self, function: Any) -> Any:
         """The decorated form of ``function``."""
-        decorators = () if inspect.ismethod(function) else decorators_of(function)
+        decorators = () if inspect.ismethod(function) else _decorators_of(function)
         if decorators:
             function = function.__wrapped__
         decorators = tuple(sorted((self, *decorators), key=lambda decorator: decorator.layer))
-        runs = functools.reduce(lambda inner, decorator: decorator.around(inner), decorators, function)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                with ExitStack() as scopes:
-                    for decorator in decorators:
-                        scopes.enter_context(decorator.scope(function))
-                    return runs(*args, **kwargs)
-            except EarlyExit as left:
-                if left.function is not function:
-                    raise
-                return left.result
+        @functools.wraps(function)
+        def scoped(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as scopes:
+                for decorator in decorators:
+                    scopes.enter_context(decorator.scope(Call(function, args, kwargs)))
+                return function(*args, **kwargs)
 
-        scoped = functools.wraps(function)(functools.reduce(lambda inner, decorator: decorator.outside(inner), reversed(decorators), call))
         scoped.__parwrap_scopes__ = (scoped, decorators)  # type: ignore[attr-defined]
         return scoped
 
     def __enter__(self) -> Any:
-        scope = self.scope(None)
+        scope = self.scope(Call())
         entered = scope.__enter__()
         self._entered.append(scope)
         return entered
@@ -132,26 +112,14 @@ class ScopeDecorator:
         return self._entered.pop().__exit__(*exception)
 
 
-def decorators_of(function: Any) -> tuple[ScopeDecorator, ...]:
+def _decorators_of(function: Any) -> tuple[ScopeDecorator, ...]:
     """The decorators of ``function``, or of the function of a method."""
     outermost, decorators = getattr(function, "__parwrap_scopes__", (None, ()))
     # functools.wraps copies them to other wrappers
     return decorators if outermost is getattr(function, "__func__", function) else ()
 
 
-def reporting_result(function: Callable, report: Callable[[Any], None]) -> Callable:
-    """``function``, wrapped to report its result too."""
-
-    @functools.wraps(function)
-    def reporting(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        report(result)
-        return result
-
-    return reporting
-
-
-def refuse_undecoratable(function: Any, decorator: str) -> None:
+def _refuse_undecoratable(function: Any, decorator: str) -> None:
     """Raise :class:`UsageError` for objects that cannot be decorated with a scope around a call: classes, coroutines, generators."""
     if inspect.isclass(function):
         problem = "is a class", "decorate the method that trains, or a function that uses the class"
@@ -165,7 +133,7 @@ def refuse_undecoratable(function: Any, decorator: str) -> None:
         )
     else:
         return
-    raise UsageError(f"@parwrap.{decorator} cannot decorate {describe(function)}: it {problem[0]}. Instead, {problem[1]}.")
+    raise UsageError(f"@parwrap.{decorator} cannot decorate {_describe(function)}: it {problem[0]}. Instead, {problem[1]}.")
 
 
 def module_of(function: Callable | None) -> str | None:
@@ -182,7 +150,7 @@ def _module(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "")
 
 
-def describe(function: Any) -> str:
+def _describe(function: Any) -> str:
     """Name, file and line of a function or class, for errors."""
     name = getattr(function, "__qualname__", repr(function))
     try:

@@ -71,7 +71,7 @@ def choose_device(world: World, backend: str | None) -> torch.device:
         if _in_parts(names) and torch.cuda.device_count() == 0:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
             return torch.device("cpu")
-        if len(visible) == 1 or _seen_by_the_driver() == 1:
+        if len(visible) == 1 or driver_device_count() == 1:  # not torch's count: the driver reads the variable only once
             return torch.device("cuda", 0)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     if len(visible) > 1:
@@ -82,11 +82,6 @@ def choose_device(world: World, backend: str | None) -> torch.device:
             "parwrap.run`."
         )
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _seen_by_the_driver() -> int:
-    """The number of GPUs that this process can use. Torch asks NVML, but the driver reads ``CUDA_VISIBLE_DEVICES`` only once."""
-    return driver_device_count()
 
 
 def choose_backend(backend: str | None, device: torch.device) -> str:

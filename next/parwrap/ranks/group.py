@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,14 +17,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parwrap.errors import in_one_line
+from parwrap.errors import UsageError, in_one_line
 from parwrap.ranks.background import in_background
 from parwrap.ranks.device import choose_backend, choose_device, torch_backend, uses_nccl
 from parwrap.ranks.rendezvous import met, on_loopback
 from parwrap.ranks.world import World, detect
 from parwrap.torch_private.distributed import abort_process_groups
 
-__all__ = ["Group", "alone", "current", "is_alone", "is_rank_zero", "local_rank", "open_group", "opened", "rank", "world_size"]
+__all__ = [
+    "Group",
+    "alone",
+    "current",
+    "is_alone",
+    "is_rank_zero",
+    "local_rank",
+    "open_group",
+    "opened",
+    "rank",
+    "reading_stream",
+    "world_size",
+]
 
 TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for each other unless a timeout is given; torch's default for gloo."""
@@ -65,6 +77,8 @@ class Group:
 _current: Group | None = None
 _alone: list[int] = []
 """The threads that run something on one rank only; see :func:`alone`."""
+_reading_stream: list[int] = []
+"""The threads that read a stream; see :func:`reading_stream`."""
 
 
 @contextmanager
@@ -77,9 +91,11 @@ def opened(world: World, backend: str | None = None, timeout: timedelta | None =
     device = choose_device(world, backend)
     backend = choose_backend(backend, device)
     waiting = timeout or TIMEOUT
-    with _reporting_long_wait(world), met(world, waiting) as (world, store, folder), on_loopback(world), _excepthook_kept():
+    with ExitStack() as meeting, _excepthook_kept():
         try:
             with _reporting_long_wait(world):
+                world, store, folder = meeting.enter_context(met(world, waiting))
+                meeting.enter_context(on_loopback(world))
                 # without a timeout, the process group keeps torch's default, which is 30 minutes for all backends except NCCL
                 torchs = dist.PrefixStore("torch", store)
                 dist.init_process_group(torch_backend(backend), store=torchs, rank=world.rank, world_size=world.size, timeout=timeout)
@@ -153,7 +169,22 @@ def is_alone() -> bool:
     return threading.get_ident() in _alone
 
 
+@contextmanager
+def reading_stream() -> Iterator[None]:
+    """Declare that the block reads a stream that parwrap divides: its code must not divide it by rank again."""
+    _reading_stream.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        _reading_stream.pop()
+
+
 def _world() -> World:
+    if _reading_stream and threading.get_ident() in _reading_stream:
+        raise UsageError(
+            "an IterableDataset asks for the rank or the number of ranks while it is read, to divide itself, but parwrap divides it too: "
+            "each rank takes every N-th sample. Wrap its loader in parwrap.replicate(loader), so that each rank reads all that it yields."
+        )
     group = open_group()
     return group.world if group else detect(os.environ)
 

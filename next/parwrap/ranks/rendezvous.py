@@ -1,13 +1,16 @@
 """Where ranks meet and listen: the store they share, and the folder that the ranks of a node share.
 
 Ranks of one node meet through a file in that folder and listen only on the loopback interface; no port is opened that two jobs or
-another user could use. Ranks of several nodes meet as torch does.
+another user could use. Ranks of several nodes meet as torch does. A folder is locked while a process uses it, so that the next start can
+remove the folders of processes that were killed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -25,9 +28,16 @@ import torch.distributed as dist
 
 from parwrap.errors import LaunchError
 from parwrap.ranks.launchers import LOOPBACK
+from parwrap.ranks.store import SignedStore
 from parwrap.ranks.world import ONE_NODE, World
 
-__all__ = ["Meeting", "met", "on_loopback", "private_folder"]
+__all__ = ["Meeting", "job_folder", "met", "on_loopback", "private_folder"]
+
+LOCK = "lock"
+"""The file in a folder that is locked while the folder is used."""
+
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.,-]*")
+"""The name of a folder: one part of a path, and not a hidden one."""
 
 _openings = itertools.count()
 """How many process groups this process has opened. All ranks count alike."""
@@ -49,33 +59,33 @@ class Meeting(NamedTuple):
 
 @contextmanager
 def met(world: World, timeout: timedelta) -> Iterator[Meeting]:
-    """Meet the other ranks of ``world`` inside the block."""
+    """Meet the other ranks of ``world`` inside the block.
+
+    Raises:
+        LaunchError: the folder that the ranks of this node share is not private.
+    """
     opening = next(_openings)
     parsed = urlparse(world.rendezvous)
     if parsed.scheme == ONE_NODE:
-        job = parsed.path.strip("/")
-        folder = private_folder() / f"{job if parsed.netloc == 'job' else _launcher_process(job.split(','))}-{opening}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        store: dist.Store = dist.FileStore(str(folder / "store"), world.size)
-        store.set_timeout(timeout)
-        rendezvous = None
-    else:
-        rendezvous = dist.rendezvous(world.rendezvous, world.rank, world.size, timeout=timeout)
-        store, _, _ = next(rendezvous)
-        # a launcher's store outlives a process group, and the next one must not read the last one's keys
-        store = dist.PrefixStore(f"parwrap/{opening}", store)
-        world = _placed(world, store)
-        name = store.compare_set(f"folder of node {world.node_rank}", "", secrets.token_hex(16)).decode()
-        folder = private_folder() / f"{int(name, 16):032x}"  # a number, never a path
-        folder.mkdir(mode=0o700, exist_ok=True)
+        name = parsed.path.strip("/")
+        job, _, start = (name if parsed.netloc == "job" else _launcher_process(name.split(","))).partition("/")
+        with _used(job) as shared:
+            folder = _made(shared, f"{start}-{opening}" if start else str(opening))
+            store = dist.FileStore(str(folder / "store"), world.size)
+            store.set_timeout(timeout)
+            yield Meeting(world, store, folder)
+        return
+    rendezvous = dist.rendezvous(world.rendezvous, world.rank, world.size, timeout=timeout)
+    torchs, _, _ = next(rendezvous)
     try:
-        yield Meeting(world, store, folder)
+        # a launcher's store outlives a process group, and the next one must not read the last one's keys
+        signed = SignedStore(torchs, f"meeting {opening}")
+        world = _placed(world, signed)
+        number = signed.set_first(f"folder of node {world.node_rank}", secrets.randbits(128))
+        with _used(f"{number:032x}") as shared:  # a number, never a path
+            yield Meeting(world, dist.PrefixStore(f"parwrap/{opening}", torchs), _made(shared, str(opening)))
     finally:
-        if rendezvous is not None:
-            rendezvous.close()
-        (folder / f"left-{world.local_rank}").touch()
-        if sum(1 for _ in folder.glob("left-*")) >= world.local_size:
-            shutil.rmtree(folder, ignore_errors=True)
+        rendezvous.close()
 
 
 @contextmanager
@@ -90,12 +100,12 @@ def on_loopback(world: World) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _placed(world: World, store: dist.Store) -> World:
+def _placed(world: World, store: SignedStore) -> World:
     """``world``, completed with facts that a launcher may not provide: which node this is, and how many ranks it has."""
     if world.local_size and world.node_rank is not None:
         return world
     store.set(f"node of {world.rank}", _node())
-    nodes = [store.get(f"node of {rank}") for rank in range(world.size)]
+    nodes = [store.get(f"node of {rank}", str) for rank in range(world.size)]
     mine = nodes[world.rank]
     return replace(world, local_size=nodes.count(mine), node_rank=list(dict.fromkeys(nodes)).index(mine))
 
@@ -109,9 +119,61 @@ def _node() -> str:
 
 
 def private_folder() -> Path:
-    """A folder in which no other user can replace our files."""
-    folder = Path(tempfile.gettempdir(), f"parwrap-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
+    """A folder of this user, in which no other user can replace our files.
+
+    Raises:
+        LaunchError: something else has that name.
+    """
+    return _made(Path(tempfile.gettempdir()), f"parwrap-{os.getuid()}")
+
+
+@contextmanager
+def job_folder() -> Iterator[Path]:
+    """A new folder for the job of a launcher inside the block. Its ranks meet there if :data:`INIT_METHOD` is ``parwrap://job/NAME``.
+
+    Folders of processes that were killed are removed first.
+
+    >>> with job_folder() as folder:
+    ...     oct(folder.stat().st_mode & 0o777)
+    '0o700'
+    >>> folder.exists()
+    False
+    """
+    private = private_folder()
+    with _locked(private, fcntl.LOCK_EX):
+        for left in private.iterdir():
+            if left.is_dir():
+                _remove_unused(left)
+    with _used(secrets.token_hex(8)) as folder:
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)  # a process that a rank has left may still hold the lock
+
+
+@contextmanager
+def _used(name: str) -> Iterator[Path]:
+    """The private folder ``name`` inside the block; the last process that uses it removes it."""
+    private = private_folder()
+    with _locked(private, fcntl.LOCK_EX):  # nobody removes it before it is locked
+        folder = _made(private, name)
+        lock = _lock(folder, fcntl.LOCK_SH)
+    try:
+        yield folder
+    finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # also for processes that were forked since
+        os.close(lock)
+        with _locked(private, fcntl.LOCK_EX):
+            _remove_unused(folder)
+
+
+def _made(parent: Path, name: str) -> Path:
+    """The folder ``name`` in ``parent``, made if it does not exist. Only this user may access it."""
+    if not NAME.fullmatch(name):
+        raise LaunchError(f"{name!r} is not the name of a job: use letters, digits, '_' and '-' in PARWRAP_INIT_METHOD=parwrap://job/NAME.")
+    folder = parent / name
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise LaunchError(
@@ -119,6 +181,32 @@ def private_folder() -> Path:
             "TMPDIR to another directory, the same for all ranks."
         )
     return folder
+
+
+@contextmanager
+def _locked(folder: Path, kind: int) -> Iterator[None]:
+    lock = _lock(folder, kind)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(folder: Path, kind: int) -> int:
+    """A descriptor that locks ``folder`` until it is closed or its process ends."""
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, kind)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove ``folder`` unless a process uses it. The caller holds the lock of the folder above."""
+    with suppress(OSError), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):  # used, or another process has removed it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _launcher_process(names: list[str]) -> str:

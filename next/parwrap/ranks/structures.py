@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
-from itertools import islice
 from numbers import Number
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["Structure", "described", "difference", "digest", "leaves", "mapped", "mixed_dtypes", "number_dtype", "tensors_in"]
+__all__ = ["Structure", "described", "difference", "digest", "leaves", "mapped", "mixed_dtypes", "number_dtype"]
 
 MOST_NAMED = 3
 """The most differences that an error names."""
-
-MOST_VISITED = 64
-"""The most places of a structure in which to search for tensors."""
 
 NUMBER_OF = {torch.int64: "an int", torch.float64: "a float", torch.complex128: "a complex"}
 """The name of the number type that is sent in each dtype."""
@@ -101,25 +97,6 @@ def leaves(x: Any) -> dict[str, Any]:
     if inner is None:
         return {"": x}
     return {name + place: leaf for name, value in inner for place, leaf in leaves(value).items()}
-
-
-def tensors_in(x: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the :func:`leaves` of ``x``; of a large structure those near its beginning, so that this takes no time.
-
-    >>> list(tensors_in(("name", [torch.zeros(2), torch.ones(2)])))
-    [tensor([0., 0.]), tensor([1., 1.])]
-    """
-    pending, visited = [x], 0
-    while pending and visited < MOST_VISITED:
-        each = pending.pop()
-        visited += 1
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, (dict, list, tuple)):
-            inner = each.values() if isinstance(each, dict) else each
-            pending.extend(reversed(list(islice(inner, MOST_VISITED))))
-        elif dataclasses.is_dataclass(each) and not isinstance(each, type):
-            pending.extend(getattr(each, field.name) for field in reversed(dataclasses.fields(each)))
 
 
 def digest(structure: Structure) -> int:

@@ -1,0 +1,177 @@
+"""Where every rank of the node is: one page of shared memory each, read before anything is sent and when a rank is blocked.
+
+A rank writes its own page when it enters a backward or a control message: how many of each it has entered, what it is about to send and
+the line of the script. It reads the pages of the others, and raises before it sends anything that can never meet its counterpart.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterable
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from parwrap.errors import LockstepError
+
+__all__ = ["Page", "Positions", "State", "apart"]
+
+SIZE = 512
+"""Bytes of a page."""
+
+HEADER, COUNT, REST = struct.Struct("<qqqqq"), struct.Struct("<q"), struct.Struct("<qqqq")
+"""The count of backwards, then state, what, count of controls and length of the place. It is written last: then the rest is there."""
+
+
+class State(IntEnum):
+    """What a rank does."""
+
+    RUNS = 0
+    BACKWARD = 1
+    CONTROL = 2
+    ENDED = 3
+
+
+SENTENCES = {
+    State.RUNS: "runs the script; its last step was at {place}",
+    State.BACKWARD: "is in the backward at {place}",
+    State.CONTROL: "is in {place}",
+    State.ENDED: "has ended; its last step was at {place}",
+}
+
+
+class Page(NamedTuple):
+    """What a rank says about itself.
+
+    Attributes:
+        backwards: the number of backwards that it has entered.
+        state: what it does.
+        what: the set of parameters of that backward, or the kind of that message.
+        controls: the number of control messages that it has entered.
+        place: the line of the script.
+    """
+
+    backwards: int = 0
+    state: int = State.RUNS
+    what: int = 0
+    controls: int = 0
+    place: str = "its start"
+
+
+def apart(mine: Page, other: Page) -> bool:
+    """Whether a rank that is about to send what ``mine`` says can never meet the rank of ``other``.
+
+    >>> backward, ended = Page(3, State.BACKWARD, 7), Page(2, State.ENDED)
+    >>> apart(backward, backward), apart(backward, Page(3, State.BACKWARD, 8)), apart(backward, ended), apart(backward, Page(2))
+    (False, True, True, False)
+    """
+    if other.state == State.ENDED:
+        return other.backwards < mine.backwards or other.controls < mine.controls
+    if other.state == State.BACKWARD:
+        if mine.state == State.CONTROL:  # it is in a backward that comes after this message
+            return other.backwards > mine.backwards and other.controls < mine.controls
+        return other.backwards == mine.backwards and other.what != mine.what
+    if other.state == State.CONTROL:
+        if mine.state == State.BACKWARD:  # it waits for a message that this rank has not sent
+            return other.controls > mine.controls
+        return other.controls == mine.controls and other.what != mine.what
+    return False
+
+
+class Positions:
+    """The pages of the ranks of this node.
+
+    Args:
+        folder: the folder that they share.
+        rank: this rank among those of the node.
+        ranks: the numbers of the node's ranks among all, in that order.
+    """
+
+    def __init__(self, folder: Path, rank: int, ranks: Iterable[int]) -> None:
+        self._rank, self._ranks = rank, tuple(ranks)
+        self._others = [index for index in range(len(self._ranks)) if index != rank]
+        descriptor = os.open(folder / "positions", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            os.ftruncate(descriptor, SIZE * len(self._ranks))
+            self._memory = mmap.mmap(descriptor, SIZE * len(self._ranks))
+        finally:
+            os.close(descriptor)
+        self.mine = Page()
+        self._write()
+
+    def enter(self, state: State, what: int, place: str) -> None:
+        """Say that this rank is about to send; raise if another rank of the node can never meet it there.
+
+        Raises:
+            LockstepError: with the places of all ranks of the node.
+        """
+        backwards, _, _, controls, _ = self.mine
+        self.mine = Page(backwards + (state == State.BACKWARD), state, what, controls + (state == State.CONTROL), place)
+        self._write()
+        for other in self._others:
+            if apart(self.mine, self.read(other)):
+                raise self.error()
+
+    def run(self) -> None:
+        """Say that this rank has what it waited for."""
+        self.mine = self.mine._replace(state=State.RUNS)
+        COUNT.pack_into(self._memory, self._rank * SIZE + 8, State.RUNS)
+
+    def end(self, patience: float = 2.0) -> None:
+        """Say that this rank's function has ended, and wait until all ranks of the node have.
+
+        Raises:
+            LockstepError: a rank has been blocked for ``patience`` seconds in a step that this rank will not take.
+        """
+        self.mine = self.mine._replace(state=State.ENDED)
+        self._write()
+        since: dict[int, tuple[Page, float]] = {}
+        while True:
+            pages = {other: self.read(other) for other in self._others}
+            if all(page.state == State.ENDED for page in pages.values()):
+                if any(page.backwards != self.mine.backwards for page in pages.values()):
+                    raise self.error()
+                return
+            for other, page in pages.items():
+                if page.state in (State.BACKWARD, State.CONTROL) and apart(page, self.mine):
+                    first = since.setdefault(other, (page, time.monotonic()))
+                    if first[0] != page:
+                        since[other] = (page, time.monotonic())
+                    elif time.monotonic() - first[1] > patience:
+                        raise self.error()
+            time.sleep(0.005)
+
+    def error(self, why: str = "") -> LockstepError:
+        """The error that says where all ranks of the node are."""
+        lines = []
+        for index, rank in enumerate(self._ranks):
+            page = self.mine if index == self._rank else self.read(index)
+            sentence = SENTENCES[State(page.state)].format(place=page.place)
+            lines.append(f"  rank {rank} {sentence} (backward {page.backwards})")
+        return LockstepError(
+            f"the ranks have come apart{f', because {why}' if why else ''}:\n"
+            + "\n".join(lines)
+            + "\nEvery rank must run the same passes, backwards and steps. If a rank decides by itself to stop or to skip, decide "
+            "together: `if parwrap.any_rank(stop): break`."
+        )
+
+    def read(self, index: int) -> Page:
+        """The page of the node's rank ``index``."""
+        at = index * SIZE
+        backwards, state, what, controls, length = HEADER.unpack_from(self._memory, at)
+        text = self._memory[at + HEADER.size : at + HEADER.size + length].decode(errors="replace")
+        return Page(backwards, state, what, controls, text)
+
+    def _write(self) -> None:
+        page, at = self.mine, self._rank * SIZE
+        text = page.place.encode()[: SIZE - HEADER.size]
+        self._memory[at + HEADER.size : at + HEADER.size + len(text)] = text
+        REST.pack_into(self._memory, at + 8, page.state, page.what, page.controls, len(text))
+        COUNT.pack_into(self._memory, at, page.backwards)
+
+    def close(self) -> None:
+        """Unmap the pages."""
+        self._memory.close()

@@ -1,0 +1,184 @@
+"""The check that all ranks are at the same step: on a node by the pages, across nodes by numbers that travel with the gradients.
+
+``Entry`` is the layout of the signal, the small parameter that a gradient averager averages beside those of the script.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+
+from parwrap.checks.positions import Positions, State
+from parwrap.checks.same_data import different_data
+from parwrap.checks.same_work import SameWork
+from parwrap.errors import RankMismatchError, UsageError
+from parwrap.loop.passes import Pass, Passes
+from parwrap.places import Place, script_place
+from parwrap.ranks.group import Group, is_alone
+
+__all__ = ["DIGITS", "NUMBERS", "Entry", "SameStep"]
+
+DIGITS = 251
+"""Numbers that ranks compare are sent modulo a prime below 256: a mean over ranks tells them apart in any precision of 8 bits or more."""
+
+TOLERANCE = 0.25
+"""How far the mean of equal digits may be off by rounding."""
+
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""What gloo says of a rank that has ended."""
+
+
+class Entry(IntEnum):
+    """The entries of the signal behind the bits that say which parameters this rank's loss reaches."""
+
+    SET = -15
+    """The set of parameters."""
+    STEP = -14
+    """The number of backwards in this pass."""
+    DATA = -13
+    """Eight digits of what all ranks must read alike, in a pass's first backward."""
+    WEIGHT = -5
+    """The weight of this rank's part of the batch; the mean is 1."""
+    LOSS = -4
+    """The loss, in the signal's precision."""
+    LOSS_LOW = -3
+    """What that precision leaves of a float64 loss."""
+    GROWS = -2
+    """Whether a parameter outside of every set has got a gradient."""
+    INTERRUPTED = -1
+    """Whether this rank was asked to end."""
+
+
+NUMBERS = -Entry.SET
+
+
+class _Exchanged(NamedTuple):
+    """The numbers of a backward, to compare once they have arrived on the host.
+
+    Attributes:
+        sent: this rank's, as :class:`Entry` says.
+        means: the means over the ranks.
+        place: the line of the backward.
+        training: the pass.
+        arrived: for a GPU, an event after which both have arrived.
+    """
+
+    sent: torch.Tensor
+    means: torch.Tensor
+    place: Place
+    training: Pass | None
+    arrived: torch.cuda.Event | None = None
+
+
+class SameStep:
+    """Compares the step of this rank with those of the others, before and after each exchange.
+
+    Args:
+        group: the process group.
+        passes: the passes over loaders.
+        work: compares the losses of the ranks.
+
+    Attributes:
+        grows: whether a rank's backward has reached a parameter outside of every set.
+    """
+
+    def __init__(self, group: Group, passes: Passes, work: SameWork) -> None:
+        self._passes, self.work, self.grows = passes, work, False
+        world = group.world
+        assert group.folder is not None
+        first = world.rank - world.local_rank
+        self.positions = Positions(group.folder, world.local_rank, range(first, first + world.local_size))
+        self._on_the_way: deque[_Exchanged] = deque()
+
+    def control(self, kind: str) -> None:
+        """This rank is about to send a control message of that ``kind``."""
+        self.positions.enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {script_place()}")
+
+    @contextmanager
+    def backward(self, number: int, place: Place) -> Iterator[None]:
+        """This rank averages the gradients of set ``number`` inside the block.
+
+        Raises:
+            UsageError: only this rank is here.
+            LockstepError: another rank can never meet it there, or has ended.
+        """
+        if is_alone():
+            raise UsageError(
+                f"{place} runs a backward inside a function decorated with @parwrap.rank_zero_only, where the other ranks do not take "
+                "part in averaging its gradients. Train outside of that function."
+            )
+        self.positions.enter(State.BACKWARD, number, str(place))
+        with self.lost_ranks_explained():
+            yield
+        self.positions.run()
+
+    @contextmanager
+    def lost_ranks_explained(self) -> Iterator[None]:
+        """If another rank's connection closes inside the block, say where all ranks are."""
+        try:
+            yield
+        except RuntimeError as error:
+            if any(text in str(error) for text in LOST):
+                raise self.positions.error("the connection to another rank has closed") from error
+            raise
+
+    def numbers(self, set_number: int, weight: float) -> list[float]:
+        """This rank's numbers for the backward that it is about to run."""
+        training = self._passes.training
+        numbers = [0.0] * NUMBERS
+        numbers[Entry.SET] = set_number % DIGITS
+        numbers[Entry.STEP] = (training.backwards if training else self._passes.backwards) % DIGITS
+        numbers[Entry.WEIGHT] = weight
+        if training and training.data:
+            numbers[Entry.DATA : Entry.WEIGHT] = training.data
+        return numbers
+
+    def compare(self, sent: torch.Tensor, means: torch.Tensor, place: Place) -> None:
+        """Compare what this rank has ``sent`` with the ``means`` of all ranks; on a GPU, of the backward before.
+
+        Raises:
+            LockstepError: the ranks were in different steps.
+            RankMismatchError: they read different data, or their weights do not add up.
+        """
+        training = self._passes.training
+        exchanged = _Exchanged(sent, means, place, training)
+        if training:
+            training.data = ()  # sent once
+        if means.is_cuda:  # the host never waits for the device
+            event = torch.cuda.Event()
+            copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True) for each in (sent, means)]
+            event.record()
+            self._on_the_way.append(exchanged._replace(sent=copies[0], means=copies[1], arrived=event))
+            if len(self._on_the_way) < 2:
+                return
+            exchanged = self._on_the_way.popleft()
+            if exchanged.arrived is not None:
+                exchanged.arrived.synchronize()
+        self._compare(exchanged)
+
+    def _compare(self, exchanged: _Exchanged) -> None:
+        mine, means = exchanged.sent.tolist(), exchanged.means.tolist()
+        differ = [index for index in range(Entry.SET, Entry.WEIGHT) if abs(means[index] - mine[index]) > TOLERANCE]
+        if not differ:
+            self.grows = means[Entry.GROWS] > 0
+            self.work.compare(mine[Entry.LOSS], means[Entry.LOSS])
+            if abs(means[Entry.WEIGHT] - 1) > 1e-3:
+                raise RankMismatchError(
+                    f"the weights of the ranks in the backward at {exchanged.place} add up to {means[Entry.WEIGHT]:.4g} times the number "
+                    "of ranks: they train on parts of different batches. Every rank must draw and train on the same batches in the same "
+                    "order."
+                )
+            return
+        if differ[0] in (Entry.SET, Entry.STEP):
+            raise self.positions.error("they average gradients of different steps")
+        place = exchanged.training.place if exchanged.training else exchanged.place
+        different_data({(index - Entry.DATA) // 2 for index in differ}, place)
+
+    def close(self) -> None:
+        self.positions.close()

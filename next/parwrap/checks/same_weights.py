@@ -1,0 +1,176 @@
+"""The check that all ranks hold the same weights: a checksum of every optimizer's parameters and hyperparameters.
+
+It finds every way in which ranks go apart: gradients that no backward averaged, a step on one rank alone, noise on weights, a learning
+rate that one rank decided. It runs after steps 1, 2, 3, then at ever longer distances up to 100 steps, and at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from parwrap.errors import RankMismatchError
+from parwrap.loop.optimizers import Optimizers, parameters_of
+from parwrap.places import Place, script_place
+from parwrap.ranks.agreement import agree
+from parwrap.ranks.group import Group, is_alone
+
+__all__ = ["SameWeights", "checksums", "is_due", "take_rank_zeros"]
+
+LONGEST = 100
+"""Steps between two checks in the long run."""
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def is_due(step: int) -> bool:
+    """Whether to check after that many steps of the script's optimizers.
+
+    >>> [step for step in range(1, 301) if is_due(step)]
+    [1, 2, 3, 4, 8, 16, 32, 64, 100, 200, 300]
+    """
+    return step <= 3 or step % LONGEST == 0 or (step < LONGEST and step & (step - 1) == 0)
+
+
+@torch.no_grad()
+def checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A checksum of the bits of each tensor and of their order.
+
+    Args:
+        tensors: dense or sparse tensors of any shape, dtype and device.
+
+    Returns:
+        An int64 tensor of shape ``(number of tensors,)``, on the device of the first.
+
+    >>> a, b = torch.ones(2), torch.zeros(2)
+    >>> torch.equal(checksums([a, b]), checksums([a, b.clone()])), torch.equal(checksums([a, b]), checksums([b, a]))
+    (True, False)
+    """
+    sums = []
+    for index, each in enumerate(tensors):
+        dense = (each.detach().coalesce().values() if each.is_sparse else each.detach()).contiguous()
+        if dense.dim() == 0:
+            dense = dense.reshape(1)
+        bits = dense.view(BITS[dense.element_size()]) if dense.dtype != torch.bool else dense
+        sums.append(bits.sum(dtype=torch.int64) * (2 * index + 1) + bits.reshape(-1)[::7].sum(dtype=torch.int64) * 31)
+    if not sums:
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.stack([each.to(sums[0].device) for each in sums])
+
+
+def _hyperparameters(optimizer: Optimizer) -> str:
+    """The options of each group of parameters as text; a tensor on a GPU is left out, to not wait for it."""
+
+    def shown(value: Any) -> Any:
+        return value.tolist() if isinstance(value, torch.Tensor) and value.device.type == "cpu" else None if callable(value) else value
+
+    groups = [{name: shown(value) for name, value in sorted(group.items()) if name != "params"} for group in optimizer.param_groups]
+    return repr([{name: value for name, value in group.items() if isinstance(value, (int, float, str, list, tuple))} for group in groups])
+
+
+class SameWeights:
+    """Compares the weights of the ranks now and then.
+
+    Args:
+        group: the process group.
+        optimizers: the optimizers of the script.
+        name_of: a function that names a parameter, for errors.
+    """
+
+    def __init__(self, group: Group, optimizers: Optimizers, name_of: Callable[[torch.Tensor], str | None]) -> None:
+        self._group, self._optimizers, self._name_of = group, optimizers, name_of
+        self._last_step: tuple[int, Place | None] = (0, None)
+        self._checked = 0
+        self._on_the_way: tuple[torch.Tensor, torch.cuda.Event, int, str] | None = None
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """``optimizer`` has stepped."""
+        if is_alone():
+            return
+        step = self._optimizers.steps
+        if is_due(step):
+            self._last_step = step, script_place()
+            self.check()
+
+    def check(self) -> None:
+        """Compare the weights now; on a GPU those at the last check, so that the host does not wait for the device.
+
+        Raises:
+            RankMismatchError: they differ; it names the first parameter and the step.
+        """
+        if self._checked == self._optimizers.steps:
+            return
+        self._checked = self._optimizers.steps
+        optimizers = self._optimizers.all()
+        parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+        options = repr([(type(each).__name__, _hyperparameters(each)) for each in optimizers])
+        sums = checksums(parameters)
+        whole = (sums * torch.arange(1, 2 * len(sums) + 1, 2, device=sums.device)).sum() if len(sums) else sums.sum()
+        if sums.is_cuda:
+            before, event = self._on_the_way, torch.cuda.Event()
+            pinned = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(whole, non_blocking=True)
+            event.record()
+            self._on_the_way = pinned, event, self._optimizers.steps, options
+            if before is None:
+                return
+            before[1].synchronize()
+            whole, options = before[0], before[3]
+        digest = crc32(options.encode()) ^ (int(whole) % 2**61)
+        agree(
+            self._group,
+            "the check of weights",
+            digest,
+            lambda: (options, sums.tolist()),
+            lambda all_ranks: self._error(all_ranks, parameters),
+        )
+
+    def _error(self, all_ranks: Sequence[tuple[str, list[int]]], parameters: Sequence[torch.Tensor]) -> Exception | None:
+        """The error for ranks whose options or checksums of parameters differ."""
+        step, place = self._last_step
+        when = f"after step {step}" + (f" ({place})" if place else "")
+        (options, sums), *others = all_ranks
+        for rank, (theirs, their_sums) in enumerate(others, 1):
+            if len(their_sums) != len(sums):
+                return RankMismatchError(
+                    f"rank 0 trains {len(sums)} parameters {when}, but rank {rank} trains {len(their_sums)}. Build the same models and "
+                    "optimizers on every rank."
+                )
+            differ = [index for index, (a, b) in enumerate(zip(sums, their_sums, strict=True)) if a != b]
+            if differ:
+                p = parameters[differ[0]]
+                name = self._name_of(p) or f"a parameter of shape {tuple(p.shape)}"
+                return RankMismatchError(
+                    f"{name} differs between rank 0 and rank {rank} {when}: a rank has changed it by numbers that no backward averaged. "
+                    "Average gradients that you make by hand, `grads = parwrap.reduce_mean(grads)`, draw what changes weights inside "
+                    "`with parwrap.same_draws():`, and let ranks decide together, `parwrap.any_rank(...)`."
+                )
+            if theirs != options:
+                return RankMismatchError(
+                    f"the options of the optimizers differ between rank 0 and rank {rank} {when}: {options} and {theirs}. Compute learning "
+                    "rates from numbers that are the same on all ranks, for example parwrap.reduce_mean(loss)."
+                )
+        return None
+
+
+@torch.no_grad()
+def take_rank_zeros(group: Group, tensors: Sequence[torch.Tensor]) -> float:
+    """Write rank 0's values into ``tensors`` on all ranks; they have the same shapes everywhere.
+
+    Returns:
+        The largest difference that any rank had, relative to the largest value of its tensor.
+    """
+    largest = 0.0
+    for each in tensors:
+        sent = each.detach().clone()
+        dist.broadcast(sent, 0)
+        if sent.is_floating_point() and sent.numel():
+            largest = max(largest, float((each.detach() - sent).abs().max() / sent.abs().max().clamp(min=1e-30)))
+        each.data.copy_(sent)
+    most = torch.tensor(largest)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group.control)
+    return float(most)

@@ -1,0 +1,552 @@
+"""Which passes over a DataLoader train, what each rank reads of them, and how long they are (contract, rules 2 and 3).
+
+The rules come first, as functions that touch nothing. ``Loaders`` asks them when a pass begins, which is at its first ``next``.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from parwrap.checks.same_data import data_digits
+from parwrap.data.samplers import (
+    DealtBatches,
+    SplitBatches,
+    distributed_sampler,
+    is_plain,
+    refuse_nothing,
+    samples_in,
+    share_length,
+    shuffles,
+    with_others,
+)
+from parwrap.data.streams import Part, part_of_stream
+from parwrap.errors import UsageError
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.loop import random_streams
+from parwrap.loop.optimizers import Optimizers
+from parwrap.loop.passes import Pass, Passes
+from parwrap.options import Options
+from parwrap.places import Place, script_place, warn
+from parwrap.ranks.group import Group, is_alone
+from parwrap.torch_private.dataloader import kept_iterator
+
+__all__ = ["Loaders", "loss_factor", "replicate", "shard", "shows_share", "trains"]
+
+ANOTHER_LOADER = 1_000_003
+"""Added to the seed for each further loader that trains, so that loaders that are zipped never pair a sample with itself."""
+
+_sharded: weakref.WeakSet[DataLoader] = weakref.WeakSet()
+_replicated: weakref.WeakSet[DataLoader] = weakref.WeakSet()
+"""What users have said about loaders, in any scope."""
+
+
+def trains(*, gradients_on: bool, optimizer_built: bool, in_eval: bool) -> bool:
+    """Whether a pass that begins now is a training pass (rule 2).
+
+    Args:
+        gradients_on: whether gradients are on.
+        optimizer_built: whether the script has built an optimizer.
+        in_eval: whether the models of the optimizers at work are in eval mode.
+
+    >>> trains(gradients_on=True, optimizer_built=True, in_eval=False), trains(gradients_on=True, optimizer_built=True, in_eval=True)
+    (True, False)
+    """
+    return gradients_on and optimizer_built and not in_eval
+
+
+def shows_share(*, last_trained: bool | None, gradients_on: bool, in_eval: bool, shuffled: bool) -> bool:
+    """Whether ``len(loader)`` is that of a share, if no pass is open on the loader (rule 3).
+
+    Args:
+        last_trained: whether its last pass was a training pass; ``None`` before the first.
+        gradients_on: whether gradients are on.
+        in_eval: whether the models of the optimizers at work are in eval mode.
+        shuffled: whether the loader reads in any other order than that of its dataset.
+
+    >>> shows_share(last_trained=None, gradients_on=True, in_eval=False, shuffled=True)
+    True
+    >>> shows_share(last_trained=None, gradients_on=True, in_eval=False, shuffled=False)
+    False
+    """
+    if last_trained is not None:
+        return last_trained
+    return shuffled and gradients_on and not in_eval
+
+
+def loss_factor(weight: float, size: int, options: Options) -> float:
+    """The factor of a batch's loss besides its ``weight``: a sum already counts its number of samples.
+
+    >>> loss_factor(0.8, 2, Options()), loss_factor(0.8, 2, Options(loss="sum", batch="global"))
+    (1.0, 2.5)
+    """
+    if options.loss == "mean" or not weight:
+        return 1.0
+    return (size if options.batch == "global" else 1) / weight
+
+
+def shard(loader: DataLoader) -> DataLoader:
+    """Say that every pass over ``loader`` trains: each rank reads its share, also before an optimizer is built or in eval mode.
+
+    Args:
+        loader: the loader.
+
+    Returns:
+        The same loader.
+
+    >>> loader = DataLoader(range(4))
+    >>> shard(loader) is loader
+    True
+    """
+    return _said("shard", loader, _sharded, _replicated)
+
+
+def replicate(loader: DataLoader) -> DataLoader:
+    """Say that every rank reads all of ``loader``, also in training passes.
+
+    Args:
+        loader: the loader.
+
+    Returns:
+        The same loader.
+
+    >>> loader = DataLoader(range(4))
+    >>> replicate(loader) is loader
+    True
+    """
+    return _said("replicate", loader, _replicated, _sharded)
+
+
+def _said(name: str, loader: Any, these: weakref.WeakSet[DataLoader], others: weakref.WeakSet[DataLoader]) -> DataLoader:
+    if not isinstance(loader, DataLoader):
+        raise UsageError(f"parwrap.{name}() takes a torch DataLoader, not {type(loader).__name__}: wrap the data in DataLoader(...) first.")
+    others.discard(loader)
+    these.add(loader)
+    return loader
+
+
+@dataclass(eq=False)
+class _Known:
+    """What is known about a loader.
+
+    Attributes:
+        seed: the seed of its share; ``None`` before its first training pass.
+        epoch: the number of its training passes.
+        last: its last pass.
+        open: its open passes, the innermost last.
+        given: a length that was given before its first training pass, and where.
+        whole_at: lines that read it without a backward: everything is read there.
+        persistent: the copy that is read, if its workers persist.
+    """
+
+    seed: int | None = None
+    epoch: int = 0
+    last: Pass | None = None
+    open: list[_Iteration] = field(default_factory=list)
+    given: tuple[int, Place] | None = None
+    whole_at: set[Place] = field(default_factory=set)
+    persistent: DataLoader | None = None
+
+
+class Loaders(Interceptor):
+    """Gives each rank its share of training passes, and everything of all other passes.
+
+    Args:
+        group: the ranks.
+        options: a function that returns the options of the innermost running function.
+        passes: the open passes.
+        optimizers: the optimizers of the script.
+        say: prints a line on rank 0.
+    """
+
+    def __init__(
+        self, group: Group, options: Callable[[], Options], passes: Passes, optimizers: Optimizers, say: Callable[[str], None]
+    ) -> None:
+        self._rank, self._size = group.world.rank, group.world.size
+        self._options, self._passes, self._optimizers, self._say = options, passes, optimizers, say
+        self._thread = threading.current_thread()
+        self._known: weakref.WeakKeyDictionary[DataLoader, _Known] = weakref.WeakKeyDictionary()
+        self._seedings, self._loaders = 0, 0
+        self._said: set[Place] = set()
+        self.begins_whole: Callable[[], None] = lambda: None
+
+    # passes
+
+    def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+        if get_worker_info() is not None or is_alone():
+            return original(loader)
+        return _Iteration(self, loader, original, script_place())
+
+    def begin(self, iteration: _Iteration) -> None:
+        """Decide what ``iteration`` reads, and begin its pass."""
+        loader, place = iteration.loader, iteration.place
+        known = self.known(loader)
+        self._end_left_open(known, place)
+        training = loader in _sharded or (
+            place not in known.whole_at
+            and trains(
+                gradients_on=torch.is_grad_enabled(),
+                optimizer_built=self._optimizers.were_built,
+                in_eval=self._optimizers.evaluate(),
+            )
+        )
+        shared = training and loader not in _replicated
+        opened = Pass(training, shared, place)
+        iteration.opened, known.last = opened, opened
+        known.open.append(iteration)
+        if shared:
+            self._begin_share(iteration, known, opened)
+        else:
+            opened.may_not_train = not training and known.epoch > 0 and place not in known.whole_at
+            if not training:
+                self.begins_whole()
+            with self._drawing(random_streams.NONE):
+                iteration.batches = iteration.original(loader)
+            reads_own = training and self._reads_by_python(loader)
+            iteration.reading = random_streams.ALL if reads_own else random_streams.TRAINING if training else random_streams.NONE
+        opened.backwards_before = self._passes.backwards
+        self._passes.begin(opened)
+
+    def _begin_share(self, iteration: _Iteration, known: _Known, opened: Pass) -> None:
+        loader = iteration.loader
+        if self._options().uneven == "drop":
+            refuse_nothing(loader, self._size)
+        with self._drawing(random_streams.NONE):
+            seed = self._seed(loader, known)
+            share, opened.weights = self._share(loader, known, seed)
+            opened.data = data_digits(loader, seed, known.epoch)
+            self._check_length(loader, known, opened)
+            iteration.batches = iteration.original(share)
+        known.epoch += 1
+        if isinstance(loader.dataset, IterableDataset):
+            iteration.reading = random_streams.NONE
+        else:
+            iteration.reading = random_streams.ALL if self._reads_by_python(loader) else random_streams.TRAINING
+
+    def _end_left_open(self, known: _Known, place: Place) -> None:
+        """End training passes that the loader has left open, and note a line that begins again without a backward."""
+        for iteration in [each for each in known.open if each.opened is not None and each.opened.trains]:
+            iteration.close(exhausted=False)
+        last = known.last
+        if last is not None and last.shared and last.place == place and not last.exhausted:
+            self._note_unused(known, last)
+
+    def end(self, iteration: _Iteration, exhausted: bool) -> None:
+        """End the pass of ``iteration``."""
+        opened, known = iteration.opened, self.known(iteration.loader)
+        assert opened is not None
+        known.open.remove(iteration)
+        opened.exhausted = exhausted
+        self._passes.end(opened)
+        if not opened.trains:
+            return
+        self._optimizers.ended_pass()
+        if not opened.shared:
+            return
+        if exhausted:
+            self._note_unused(known, opened)
+        if opened.drawn and opened.place not in self._said and self._passes.backwards > opened.backwards_before:
+            self._said.add(opened.place)
+            whole = _length(iteration.loader.dataset)
+            of = f" of {whole}" if whole is not None else ""
+            self._say(
+                f"{opened.place} read {opened.samples}{of} samples on each of {self._size} ranks; add up what is summed over a pass with "
+                "parwrap.reduce_sum"
+            )
+
+    def _note_unused(self, known: _Known, opened: Pass) -> None:
+        """Name a training pass without a backward: its numbers are of one rank's share, and nothing averages them."""
+        if not opened.drawn or self._passes.backwards > opened.backwards_before or opened.place in known.whole_at:
+            return
+        known.whole_at.add(opened.place)
+        known.epoch -= 1
+        warn(
+            f"parwrap: {opened.place} read {opened.samples} samples on each rank, and no backward followed: what was computed from them "
+            "is of one rank's share. Wrap it in torch.no_grad(), and every rank reads everything, as it does at this line from now on."
+        )
+
+    # what a rank reads
+
+    def _share(self, loader: DataLoader, known: _Known, seed: int) -> tuple[DataLoader, deque[float] | None]:
+        """The copy of ``loader`` that this rank reads, and the weights of its batches as they are drawn."""
+        options, rank, size = self._options(), self._rank, self._size
+        if known.persistent is not None and kept_iterator(known.persistent) is not None:
+            return self._continued(known.persistent, known.epoch)
+        others: dict[str, Any] = {"generator": self._workers_generator(loader)}
+        if isinstance(loader.dataset, IterableDataset):
+            others |= part_of_stream(loader, rank, size, options)
+            share = with_others(loader, **others)
+            return share, deque() if isinstance(getattr(share.collate_fn, "size", None), int) else None
+        divides = loader.batch_size is not None or loader.batch_sampler is not None
+        together = divides and (options.batch == "global" or (options.uneven == "join" and is_plain(loader)))
+        sampler = _sampler(loader)
+        batches: Any = None
+        if isinstance(sampler, DistributedSampler) or (is_plain(loader) and not together):
+            own = self._distributed(loader, sampler, seed, known.epoch, 1 if together else size)
+            if loader.batch_sampler is None:
+                others["sampler"] = own
+            else:
+                batches = BatchSampler(own, loader.batch_size or 1, loader.drop_last)
+        else:
+            draws = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            if together and options.batch != "global":
+                draws = BatchSampler(sampler, (loader.batch_size or 1) * size, loader.drop_last)
+            batches = _SharedDraws(draws, self)
+            if not together:
+                batches = DealtBatches(batches, rank, size, options.uneven)
+        if together:
+            batches = SplitBatches(batches, rank, size)
+        if batches is not None:
+            others["sampler" if loader.batch_sampler is None else "batch_sampler"] = batches
+        share = with_others(loader, **others)
+        if loader.persistent_workers:
+            known.persistent = share
+        return share, getattr(batches, "weights", None)
+
+    def _distributed(self, loader: DataLoader, sampler: Any, seed: int, epoch: int, size: int) -> DistributedSampler:
+        """Torch's sampler for this rank: for a plain loader as ``DistributedSampler(seed)``, else a copy of the script's own."""
+        rank, uneven = self._rank if size > 1 else 0, self._options().uneven
+        if isinstance(sampler, DistributedSampler):
+            own = DistributedSampler(sampler.dataset, size, rank, sampler.shuffle, sampler.seed, sampler.drop_last)
+            epoch = sampler.epoch
+        else:
+            own = distributed_sampler(loader, rank, size, seed, uneven)
+        own.set_epoch(epoch)
+        return own
+
+    def _continued(self, share: DataLoader, epoch: int) -> tuple[DataLoader, deque[float] | None]:
+        """The copy whose workers persist, for the next epoch."""
+        sampler = getattr(share.batch_sampler, "sampler", share.sampler)
+        if isinstance(sampler, DistributedSampler):
+            sampler.set_epoch(epoch)
+        return share, getattr(share.batch_sampler, "weights", None)
+
+    def _workers_generator(self, loader: DataLoader) -> torch.Generator:
+        """The generator of the workers' seeds, drawn as torch draws them, plus the rank; workers of a stream draw alike on all ranks."""
+        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
+        own = 0 if isinstance(loader.dataset, IterableDataset) else self._rank
+        return torch.Generator().manual_seed((drawn + own) % 2**63)
+
+    def _seed(self, loader: DataLoader, known: _Known) -> int:
+        """The seed of this loader's share: that of the shared streams or of its generator, and another one for each further loader."""
+        if self._seedings != self._passes.streams.seedings:
+            self._seedings, self._loaders = self._passes.streams.seedings, 0
+        if known.seed is None:
+            generator = getattr(_sampler(loader), "generator", None) or loader.generator
+            seed = self._passes.streams.seed() if generator is None else generator.initial_seed()
+            known.seed = (seed + ANOTHER_LOADER * self._loaders) % 2**62
+            self._loaders += 1
+        return known.seed
+
+    def _drawing(self, own: frozenset[str]) -> Any:
+        return self._passes.streams.used(own if threading.current_thread() is self._thread else random_streams.NONE)
+
+    def _reads_by_python(self, loader: DataLoader) -> bool:
+        """Whether samples are read in this process by code that may draw random numbers; torch's own datasets never do."""
+        return loader.num_workers == 0 and not (loader.collate_fn is default_collate and _draws_nothing(loader.dataset))
+
+    # lengths
+
+    def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
+        whole = original(loader)
+        if get_worker_info() is not None or is_alone() or loader in _replicated:
+            return whole
+        known = self.known(loader)
+        if known.open and known.open[-1].opened is not None:
+            return self._share_length(loader, whole) if known.open[-1].opened.shared else whole
+        gradients_on, in_eval = torch.is_grad_enabled(), self._optimizers.evaluate()
+        if known.last is None:
+            known.given = whole, script_place()
+        shared = loader in _sharded or shows_share(
+            last_trained=None if known.last is None else known.last.shared,
+            gradients_on=gradients_on,
+            in_eval=in_eval,
+            shuffled=not isinstance(loader.dataset, IterableDataset) and shuffles(loader),
+        )
+        length = self._share_length(loader, whole) if shared else whole
+        if known.last is None:
+            known.given = length, script_place()
+        return length
+
+    def _share_length(self, loader: DataLoader, whole: int) -> int:
+        divides = loader.batch_size is not None or loader.batch_sampler is not None
+        if divides and self._options().batch == "global":
+            return whole
+        return share_length(loader, whole, self._size, self._options().uneven)
+
+    def _check_length(self, loader: DataLoader, known: _Known, opened: Pass) -> None:
+        """Name a length that was given before the first training pass and is not that pass's: a schedule may have been built from it."""
+        given, known.given = known.given, None
+        if given is None or known.epoch:
+            return
+        length, place = given
+        try:
+            now = self._share_length(loader, DATALOADER_LENGTH(loader))
+        except TypeError:  # a stream without a length
+            return
+        if now != length:
+            warn(
+                f"parwrap: len(loader) was {length} at {place}, before the loader was trained on, but the training pass at {opened.place} "
+                f"has {now} batches on each rank. A schedule of {length} steps is wrong. Write loader = parwrap.shard(loader) where the "
+                "loader is made, so that its length is that of a share from the beginning."
+            )
+
+    def known(self, loader: DataLoader) -> _Known:
+        """What is known about ``loader``."""
+        return self._known.setdefault(loader, _Known())
+
+    def check_backward(self, place: Place) -> None:
+        """Refuse a backward at ``place`` inside a pass that reads everything of a loader that trained on shares.
+
+        Raises:
+            UsageError: it names the ``eval()`` that makes the pass read everything.
+        """
+        innermost = self._passes.innermost
+        if innermost is None or not innermost.may_not_train:
+            return
+        where = self._optimizers.eval_place()
+        because = f"the model is in eval mode since {where}" if where else "no gradients were on when the pass began"
+        raise UsageError(
+            f"{place} trains in the pass at {innermost.place}, which reads everything on every rank because {because}. The loader was read "
+            "in shares before, so this would take as many steps as one process does. Call model.train() before the pass begins, or write "
+            "parwrap.shard(loader)."
+        )
+
+    def close(self) -> None:
+        """Let passes that outlive the scope read on, without switching streams."""
+        for known in list(self._known.values()):
+            for iteration in list(known.open):
+                iteration.detach()
+
+
+DATALOADER_LENGTH = DataLoader.__len__
+"""Torch's own function, which bypasses the patches."""
+
+
+class _Iteration:
+    """The iterator of one pass. It begins at its first ``next``, and ends once: when it is exhausted, fails, or is dropped."""
+
+    def __init__(self, loaders: Loaders, loader: DataLoader, original: Callable[[DataLoader], Iterator], place: Place) -> None:
+        self.loader, self.original, self.place = loader, original, place
+        self._loaders: Loaders | None = loaders
+        self._passes, self._optimizers = loaders._passes, loaders._optimizers
+        self.opened: Pass | None = None
+        self.batches: Iterator | None = None
+        self.reading: frozenset[str] = random_streams.NONE
+
+    def __iter__(self) -> _Iteration:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __next__(self) -> Any:
+        if self._loaders is None:
+            return next(self.batches if self.batches is not None else iter(()))
+        if self.batches is None:
+            self._loaders.begin(self)
+        in_thread = threading.current_thread() is not self._loaders._thread
+        if not in_thread:
+            self._passes.streams.use(self.reading)
+        try:
+            batch = next(self.batches)  # type: ignore[arg-type]
+        except BaseException as error:
+            self.close(exhausted=isinstance(error, StopIteration))
+            raise
+        finally:
+            if not in_thread:
+                self._passes.draw()
+        opened = self.opened
+        if opened is not None and opened.trains:
+            if type(batch) is Part:
+                opened.weights.append(batch.weight)  # type: ignore[union-attr]
+                batch = batch.batch
+            self._passes.drew(opened, samples_in(batch))
+        return batch
+
+    def close(self, exhausted: bool) -> None:
+        """End the pass."""
+        loaders = self.detach()
+        if loaders is not None and self.opened is not None:
+            self.batches = iter(())
+            loaders.end(self, exhausted)
+
+    def detach(self) -> Loaders | None:
+        """Read on without a scope."""
+        loaders, self._loaders = self._loaders, None
+        return loaders
+
+    def __del__(self) -> None:
+        if not getattr(self, "_loaders", None):
+            return
+        self.close(exhausted=False)
+
+
+class _SharedDraws:
+    """Draws each item of a sampler on the shared streams, so that all ranks draw the same.
+
+    Torch's own samplers draw when they begin; any other may draw for every item.
+    """
+
+    def __init__(self, indices: Any, loaders: Loaders) -> None:
+        self._indices, self._loaders = indices, weakref.ref(loaders)
+        sampler = getattr(indices, "sampler", indices)
+        self._draws_once = all(type(each).__module__.startswith("torch.utils.data") for each in (indices, sampler))
+
+    def __iter__(self) -> Iterator:
+        loaders, nothing, first = self._loaders(), object(), True
+        if loaders is None:
+            yield from self._indices
+            return
+        with loaders._drawing(random_streams.NONE):
+            indices = iter(self._indices)
+        while True:
+            if first or not self._draws_once:
+                with loaders._drawing(random_streams.NONE):
+                    drawn = next(indices, nothing)
+            else:
+                drawn = next(indices, nothing)
+            if drawn is nothing:
+                return
+            first = False
+            yield drawn
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+def _sampler(loader: DataLoader) -> Any:
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    """Whether reading ``dataset`` runs only code of torch, which draws no random numbers."""
+    if type(dataset) is TensorDataset or isinstance(dataset, (torch.Tensor, list, tuple, range)):
+        return True
+    if type(dataset) is Subset:
+        return _draws_nothing(dataset.dataset)
+    return type(dataset) is ConcatDataset and all(map(_draws_nothing, dataset.datasets))
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None

@@ -1,0 +1,203 @@
+"""Samplers that draw a rank's share of a loader's indices, lazily.
+
+A plain sequential or shuffled loader gets torch's ``DistributedSampler``. Every other sampler is kept: its batches are dealt out to the
+ranks in turn, or each is split among them. Endless loaders are common, so indices are never listed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from parwrap.errors import UsageError
+from parwrap.torch_private.dataloader import ITERATOR
+
+__all__ = [
+    "DealtBatches",
+    "SplitBatches",
+    "block",
+    "distributed_sampler",
+    "is_plain",
+    "refuse_nothing",
+    "samples_in",
+    "share_length",
+    "shuffles",
+    "with_indices",
+    "with_others",
+]
+
+
+class DealtBatches:
+    """Every ``size``-th batch, from the ``rank``-th on; all ranks get the same number.
+
+    If the last batches are fewer than the ranks, they are padded from the first ones (``uneven="pad"``, as ``DistributedSampler`` does),
+    dropped (``"drop"``), or given to as many ranks as possible (``"join"``). With ``"join"``, the other ranks repeat a batch, and the
+    weight of each batch is added to ``weights``, as in :class:`SplitBatches`.
+
+    >>> [list(DealtBatches("abcde", rank, 2)) for rank in (0, 1)]
+    [['a', 'c', 'e'], ['b', 'd', 'a']]
+    >>> [list(DealtBatches("abcde", rank, 2, uneven="drop")) for rank in (0, 1)]
+    [['a', 'c'], ['b', 'd']]
+    >>> joined = DealtBatches([[0, 1], [2, 3], [4, 5]], rank=1, size=2, uneven="join")
+    >>> list(joined), list(joined.weights)
+    ([[2, 3], [4, 5]], [1.0, 0.0])
+    """
+
+    def __init__(self, batches: Iterable, rank: int, size: int, uneven: str = "pad") -> None:
+        self.batches, self.rank, self.size, self.uneven = batches, rank, size, uneven
+        self.weights: deque[float] | None = deque() if uneven == "join" else None
+
+    def __iter__(self) -> Iterator:
+        first: list = []
+        turn: list = []
+        if self.weights is not None:
+            self.weights.clear()
+        for batch in self.batches:
+            turn.append(batch)
+            if len(turn) == self.size:
+                first = first or turn
+                yield self._mine(turn)
+                turn = []
+        if turn and self.uneven != "drop":
+            yield self._mine(turn + (first or turn) * self.size if self.uneven == "pad" else turn)
+
+    def _mine(self, turn: list) -> Any:
+        mine = turn[self.rank] if self.rank < len(turn) else None
+        if self.weights is not None:
+            samples = [len(batch) if isinstance(batch, Sized) and not isinstance(batch, str) else 1 for batch in turn]
+            self.weights.append(0.0 if mine is None else samples[self.rank] * self.size / (sum(samples) or 1))
+        return turn[0] if mine is None else mine
+
+    def __len__(self) -> int:
+        return _in_rounds(len(self.batches), self.size, self.uneven)  # type: ignore[arg-type]
+
+
+def block(samples: int, rank: int, size: int) -> range:
+    """The part of ``samples`` in a row that rank ``rank`` of ``size`` takes; parts differ in length by at most one.
+
+    >>> [list(block(5, rank, 2)) for rank in (0, 1)]
+    [[0, 1, 2], [3, 4]]
+    """
+    each, more = divmod(samples, size)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))
+
+
+class SplitBatches:
+    """This rank's part of every batch, in order.
+
+    For each drawn batch, the weight of this rank's part in an average over ranks is added to ``weights``: its number of samples times the
+    number of ranks, divided by all samples. A rank without a part gets the first sample with weight 0, so that it takes part.
+
+    >>> split = SplitBatches([[1, 2, 3], [4]], rank=1, size=2)
+    >>> list(split), list(split.weights)
+    ([[3], [4]], [0.6666666666666666, 0.0])
+    """
+
+    def __init__(self, batches: Iterable, rank: int, size: int) -> None:
+        self.batches = batches
+        self.rank, self.size = rank, size
+        self.weights: deque[float] = deque()
+
+    def __iter__(self) -> Iterator[list]:
+        self.weights.clear()
+        for batch in self.batches:
+            whole = list(batch)
+            mine = block(len(whole), self.rank, self.size)
+            part = whole[mine.start : mine.stop]
+            self.weights.append(len(part) * self.size / len(whole))
+            yield part or whole[:1]
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+
+def shuffles(loader: DataLoader) -> bool:
+    """Whether each pass has a new order, as in training loaders."""
+    return not isinstance(getattr(loader.batch_sampler, "sampler", loader.sampler), SequentialSampler)
+
+
+def is_plain(loader: DataLoader) -> bool:
+    """Whether each pass takes every sample once, in order or shuffled, so that ``DistributedSampler`` can do it."""
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler:
+        once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    else:
+        once = type(sampler) is SequentialSampler
+    batches: Any = loader.batch_sampler  # some replace it to read a loader endlessly
+    batches_by_size = batches is None or (
+        loader.batch_size is not None and isinstance(batches, BatchSampler) and batches.sampler is sampler
+    )
+    return once and batches_by_size and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+
+
+def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad") -> int:
+    """The number of batches that each of ``size`` ranks gets from a loader with ``whole`` batches."""
+    stream = isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, IterDataPipe)
+    if loader.batch_size is None or not (stream or is_plain(loader)):
+        return _in_rounds(whole, size, uneven)
+    samples, batch_size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
+    if uneven == "join" and not stream:
+        return len(BatchSampler(range(samples), batch_size * size, loader.drop_last))
+    return len(BatchSampler(range(_in_rounds(samples, size, uneven)), batch_size, loader.drop_last))
+
+
+def refuse_nothing(loader: DataLoader, size: int) -> None:
+    """Raise if ``uneven="drop"`` would leave nothing of a short loader."""
+    try:
+        whole = len(loader.sampler if is_plain(loader) or loader.batch_sampler is None else loader.batch_sampler)  # type: ignore[arg-type]
+    except TypeError:
+        return  # a loader of unknown length has a batch for every rank, or none
+    if whole < size:
+        what = "samples" if is_plain(loader) or loader.batch_sampler is None else "batches"
+        raise UsageError(
+            f'uneven="drop" leaves no data to train on: a DataLoader has {whole} {what} for {size} ranks. Use uneven="pad", which '
+            'repeats some, or uneven="join", or start fewer ranks.'
+        )
+
+
+def _in_rounds(pieces: int, size: int, uneven: str) -> int:
+    """The number of ``pieces`` that each of ``size`` ranks gets when they are dealt out in turn."""
+    return pieces // size if uneven == "drop" else math.ceil(pieces / size)
+
+
+def with_indices(loader: DataLoader, indices: Iterable, **others: Any) -> DataLoader:
+    """A shallow copy of ``loader`` that draws its batches (or samples, if it does not batch) from ``indices``."""
+    drawn = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    return with_others(loader, **{drawn: indices, **others})
+
+
+def with_others(loader: DataLoader, **others: Any) -> DataLoader:
+    """A shallow copy of ``loader`` with some attributes replaced by ``others``.
+
+    Everything else is kept, for subclasses too. ``DataLoader.__setattr__`` refuses new samplers, so this sets ``vars``. ``copy.copy`` would
+    leave a cache on the class.
+    """
+    copied = loader.__class__.__new__(loader.__class__)
+    vars(copied).update({**vars(loader), ITERATOR: None, **others})
+    return copied
+
+
+def samples_in(batch: Any) -> int:
+    """The number of samples in a collated ``batch``: the length of the first tensor or list in it.
+
+    >>> samples_in({"x": (torch.zeros(3, 2), torch.zeros(3))})
+    3
+    """
+    if isinstance(batch, Mapping):
+        return samples_in(next(iter(batch.values()), ()))
+    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], (torch.Tensor, Mapping, tuple, list)):
+        return samples_in(batch[0])
+    return len(batch) if isinstance(batch, Sized) and not (isinstance(batch, torch.Tensor) and batch.dim() == 0) else 1
+
+
+def distributed_sampler(loader: DataLoader, rank: int, size: int, seed: int, uneven: str = "pad") -> DistributedSampler:
+    """torch's sampler for a loader that :func:`is_plain`."""
+    dataset: Sized = loader.dataset  # type: ignore[assignment]
+    return DistributedSampler(dataset, size, rank, shuffle=shuffles(loader), seed=seed, drop_last=uneven == "drop")  # type: ignore[arg-type]

@@ -1,0 +1,206 @@
+"""``@rank_zero_only``, ``rank_zero_first`` and ``every_rank_writes``: what one rank does for all ranks, and what each does for itself.
+
+Waiting ranks look at the store, without a collective: a download may take longer than a collective's timeout.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from parwrap.decorators.scope import ScopeDecorator
+from parwrap.errors import RankMismatchError, RankZeroError, UsageError, in_one_line
+from parwrap.rank_zero import files
+from parwrap.rank_zero.path_rules import every_rank_writing
+from parwrap.ranks.collectives import broadcast
+from parwrap.ranks.group import Group, alone, is_alone, local_rank, open_group, rank
+from parwrap.ranks.store import SignedStore
+
+__all__ = ["every_rank_writes", "rank_zero_first", "rank_zero_only"]
+
+NAP = 0.002, 0.25
+"""The first and the longest time in seconds between two looks at the store."""
+
+
+class rank_zero_only(ScopeDecorator):
+    """Run a function on rank 0 only; on the other ranks it does nothing and returns ``None``.
+
+    Write ``@rank_zero_only`` or ``@rank_zero_only(broadcast=True)``, on functions and methods. Files that rank 0 writes in it are there for
+    all ranks afterwards.
+
+    Args:
+        local: run it on the first rank of every node.
+        broadcast: send rank 0's result to all ranks, which wait for it; the result must pickle.
+
+    Raises:
+        UsageError: used as a ``with`` block, which cannot skip its body; or ``local`` and ``broadcast`` together.
+        RankZeroError: on the waiting ranks, when rank 0 has raised.
+
+    >>> @rank_zero_only
+    ... def report(loss):
+    ...     return f"loss {loss}"
+    >>> report(0.5)
+    'loss 0.5'
+    """
+
+    def __init__(self, *, local: bool = False, broadcast: bool = False) -> None:
+        super().__init__()
+        if local and broadcast:
+            raise UsageError(
+                "rank_zero_only(local=True, broadcast=True) does not say which node's result to use: remove one of the two options."
+            )
+        self._local, self._broadcast = local, broadcast
+
+    def scope(self, function: Callable[..., Any] | None) -> Any:
+        raise UsageError(
+            "`with parwrap.rank_zero_only():` cannot skip its body: write `if parwrap.is_rank_zero():` or decorate a function."
+        )
+
+    def wrapped(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if self._broadcast and not is_alone() and (group := _waiting_group("rank_zero_only(broadcast=True)")):
+                return _shared(group, function, args, kwargs)
+            if (local_rank() if self._local else rank()) > 0:
+                _left_to_rank_zero()
+                return None
+            with _running_alone():
+                return function(*args, **kwargs)
+
+        return guarded
+
+
+class rank_zero_first(ScopeDecorator):
+    """Run the block on rank 0 first, and on the other ranks once rank 0 has finished: rank 0 downloads, then the others read.
+
+    Write ``with rank_zero_first():`` or ``@rank_zero_first``.
+
+    Args:
+        local: the first rank of every node goes first on its node.
+
+    >>> with rank_zero_first():
+    ...     dataset = list(range(3))
+    """
+
+    def __init__(self, *, local: bool = False) -> None:
+        super().__init__()
+        self._local = local
+
+    @contextmanager
+    def scope(self, function: Callable[..., Any] | None) -> Iterator[None]:
+        group = None if is_alone() else _waiting_group("rank_zero_first")
+        if group is None:
+            yield
+            return
+        through = _next_key(group, f"rank_zero_first on node {group.world.node_rank}" if self._local else "rank_zero_first")
+        first = (group.world.local_rank if self._local else group.world.rank) == 0
+        with alone():
+            if first:
+                try:
+                    yield
+                finally:
+                    _store(group).set(through, "")
+            else:
+                _wait(group, through, "the block of rank_zero_first")
+                yield
+        if not first and (opened := files.current()):
+            opened.crossed()
+
+
+class every_rank_writes(ScopeDecorator):
+    """Let every rank, not only rank 0, write files in the block. Use a different path on each rank.
+
+    Write ``with every_rank_writes():`` or ``@every_rank_writes``. Paths written in the block, and everything below directories made in it,
+    stay the rank's own afterwards. It applies to the thread that opens it.
+
+    >>> import json, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, every_rank_writes():
+    ...     with open(f"{folder}/losses-{rank()}.json", "w") as file:
+    ...         json.dump([0.5], file)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def scope(self, function: Callable[..., Any] | None) -> AbstractContextManager[Any]:
+        return every_rank_writing()
+
+
+@contextmanager
+def _running_alone() -> Iterator[None]:
+    """Only this rank runs the block, and the others see the files that it makes."""
+    opened = None if is_alone() else files.current()
+    with opened.running_alone() if opened else nullcontext(), alone():
+        yield
+
+
+def _left_to_rank_zero() -> None:
+    if not is_alone() and (opened := files.current()):
+        opened.left_alone()
+
+
+def _shared(group: Group, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return rank 0's result on every rank. If rank 0 raises an exception, the waiting ranks raise an error too."""
+    outcome = _next_key(group, "rank_zero_only")
+    if group.world.rank > 0:
+        _left_to_rank_zero()
+        if failure := _wait(group, outcome, function.__qualname__):
+            raise RankZeroError(f"rank 0 failed in {function.__qualname__}, whose result this rank waits for: {failure}")
+        return broadcast(None)
+    try:
+        with _running_alone():
+            result = function(*args, **kwargs)
+            pickle.dumps(result)  # while it can still tell the others that it fails
+    except BaseException as error:
+        _store(group).set(outcome, in_one_line(error))
+        raise
+    _store(group).set(outcome, "")
+    return broadcast(result)
+
+
+def _waiting_group(name: str) -> Group | None:
+    """The group whose store the ranks wait at; ``None`` if this rank is the only one."""
+    group = open_group()
+    if group is not None and group.store is None:
+        raise UsageError(
+            f"parwrap.{name} needs parwrap's own process group, but the script has started another one: use torch.distributed there."
+        )
+    return None if group is None or group.world.size == 1 else group
+
+
+_lock = threading.Lock()
+_keys: tuple[Any, Counter[str]] = (None, Counter())
+"""A store, and how often each name has been used in it. All ranks count alike."""
+
+
+def _next_key(group: Group, name: str) -> str:
+    global _keys
+    with _lock:
+        if _keys[0] is not group.store:
+            _keys = group.store, Counter()
+        _keys[1][name] += 1
+        return f"{name} #{_keys[1][name]}"
+
+
+def _store(group: Group) -> SignedStore:
+    return SignedStore(group.store, "rank zero")
+
+
+def _wait(group: Group, key: str, what: str) -> str:
+    """Wait until rank 0 has written ``key``, and return the text."""
+    store, nap, until = _store(group), NAP[0], time.monotonic() + group.timeout.total_seconds()
+    while not store.has(key):
+        if time.monotonic() > until:
+            raise RankMismatchError(
+                f"rank 0 has not finished {what} within {group.timeout.total_seconds():.0f} s, or has not called it. Call it on all ranks; "
+                "if it takes that long, raise @distributed(timeout=...)."
+            )
+        time.sleep(nap)
+        nap = min(nap * 1.5, NAP[1])
+    return store.get(key, str)

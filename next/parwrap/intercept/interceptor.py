@@ -1,0 +1,91 @@
+"""The base of all interceptors: every call of torch that a room may intercept, one method a call.
+
+``torch_calls.py`` says how each call is patched. A subclass overrides the methods of the calls it intercepts; only those are patched.
+``original`` is what would run without this interceptor: torch's own function, or the next interceptor.
+"""
+
+# mypy: disable-error-code="empty-body"
+# The bodies here never run for a call, because only calls that a class overrides are patched.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+    from parwrap.intercept.torch_calls import Backward, Criterion
+
+__all__ = ["Interceptor"]
+
+
+class Interceptor:
+    """Intercepts the calls whose methods its class overrides; :func:`parwrap.intercept.torch_calls.intercepting` installs it."""
+
+    # data
+
+    def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
+        """``iter(loader)`` was called. Returns the iterator over its batches."""
+
+    def length(self, loader: DataLoader, original: Callable[[DataLoader], int]) -> int:
+        """``len(loader)`` was called. Returns the length."""
+
+    # losses and gradients
+
+    def backward(self, call: Backward) -> None:
+        """``loss.backward()`` or ``torch.autograd.backward(losses)`` was called."""
+
+    def criterion(self, call: Criterion) -> torch.Tensor | None:
+        """``cross_entropy`` or ``nll_loss`` has computed a mean. Returns the factor of its gradient, or ``None`` for 1."""
+
+    def scaled(self, loss: Any, scale: float, result: Any) -> None:
+        """``GradScaler.scale(loss)`` has returned ``result``, the loss times ``scale``."""
+
+    # modules and parameters
+
+    def made(self, parameter: nn.Parameter) -> None:
+        """An ``nn.Parameter`` was made, also as a copy of another."""
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        """``module.train(training)`` or ``module.eval()`` was called by the script and has taken effect."""
+
+    def moved(self, module: nn.Module) -> None:
+        """``module.to(...)``, ``.double()`` or similar has replaced tensors of parameters."""
+
+    def data_parallel(self, module: nn.Module, build: Callable[[Any], None]) -> None:
+        """``nn.DataParallel(module)`` is about to be built: call ``build`` with the devices to use."""
+
+    # optimizers
+
+    def built(self, optimizer: Optimizer) -> None:
+        """``optimizer`` has received a group of parameters: it is being built, or a group was added."""
+
+    def step(self, optimizer: Optimizer) -> None:
+        """``optimizer.step()`` is about to run."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """``optimizer.step()`` has run without raising."""
+
+    def metric(self, metric: Any) -> Any:
+        """``ReduceLROnPlateau.step(metric)`` was called. Returns the metric that the scheduler uses."""
+
+    # random numbers
+
+    def seeded(self, library: str) -> None:
+        """The script has seeded ``library``: ``"torch"``, ``"numpy"`` or ``"python"``."""
+
+    def fresh_seed(self) -> int:
+        """``numpy.random.default_rng()`` was called without a seed. Returns the seed to use."""
+
+    # process groups
+
+    def hides_group(self, frame: FrameType) -> bool:
+        """A function of ``torch.distributed`` asks for the process group. Returns whether to hide it from ``frame``, its caller."""
+
+    def distributes_itself(self, what: str) -> None:
+        """The script is about to call ``what``: ``init_process_group`` or ``DistributedDataParallel``."""

@@ -1,0 +1,408 @@
+"""The calls that can be intercepted, as one table: for each method of ``Interceptor``, the patches that call it.
+
+Where torch has a hook, the hook is used. Nothing is patched on import; ``intercepting`` installs and removes everything.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import GradientEdge
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.patch import Patch, installed, when_imported
+from parwrap.torch_private.autograd import input_metadata
+from parwrap.torch_private.modules import APPLY
+
+__all__ = ["Backward", "Criterion", "intercepting"]
+
+Patches = list[Patch | AbstractContextManager]
+
+# data
+
+
+def _iterate(interceptor: Interceptor) -> Patches:
+    """torchdata's loader derives from torch's, but overrides the iteration."""
+
+    def patch(kind: Any) -> Patch:
+        original = kind.__iter__
+        return Patch(kind, "__iter__", lambda wrapped, instance, args, kwargs: interceptor.iterate(instance, original))
+
+    def stateful(module: ModuleType) -> list[Patch]:
+        return [patch(module.StatefulDataLoader)]
+
+    return [patch(DataLoader), when_imported("torchdata.stateful_dataloader.stateful_dataloader", stateful)]
+
+
+def _length(interceptor: Interceptor) -> Patches:
+    original = DataLoader.__len__
+    return [Patch(DataLoader, "__len__", lambda wrapped, instance, args, kwargs: interceptor.length(instance, original))]
+
+
+# losses and gradients
+
+
+class Backward(NamedTuple):
+    """One call of ``torch.autograd.backward``.
+
+    Attributes:
+        tensors: the tensors to differentiate.
+        grad_tensors: the gradient of each; ``None`` stands for 1.
+        options: ``retain_graph``, ``create_graph`` and ``inputs``, as given.
+        original: torch's own function.
+    """
+
+    tensors: tuple[torch.Tensor | GradientEdge, ...]
+    grad_tensors: tuple[torch.Tensor | None, ...]
+    options: dict[str, Any]
+    original: Callable[..., None]
+
+    def run(self) -> None:
+        """Run torch's function, or forward the call to the next interceptor."""
+        self.original(self.tensors, self.grad_tensors, **self.options)
+
+    @property
+    def roots(self) -> tuple[torch.Tensor | GradientEdge, ...]:
+        """The tensors whose graphs lead to the leaves that get a gradient."""
+        return self.options.get("inputs") or self.tensors
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether the graph can be used again after this call."""
+        return bool(self.options.get("retain_graph") or self.options.get("create_graph"))
+
+    def with_root(self, scalar: torch.Tensor, leaf: torch.Tensor) -> Backward:
+        """This call with one more root, whose gradient goes to ``leaf``."""
+        options = {**self.options, "inputs": (*self.options["inputs"], leaf)} if "inputs" in self.options else self.options
+        return self._replace(tensors=(*self.tensors, scalar), grad_tensors=(*self.grad_tensors, None), options=options)
+
+    def times(self, factor: float) -> Backward:
+        """This call with its gradients multiplied by ``factor``."""
+        with torch.enable_grad():
+            pairs = [_times(tensor, grad, factor) for tensor, grad in zip(self.tensors, self.grad_tensors, strict=True)]
+        return self._replace(tensors=tuple(tensor for tensor, _ in pairs), grad_tensors=tuple(grad for _, grad in pairs))
+
+
+def _times(
+    tensor: torch.Tensor | GradientEdge, grad: torch.Tensor | None, factor: float
+) -> tuple[torch.Tensor | GradientEdge, torch.Tensor | None]:
+    """A root and its gradient, multiplied by ``factor``; an edge has no value to multiply."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor * factor, grad
+    if grad is None:
+        kind = input_metadata(tensor.node)[tensor.output_nr]
+        if math.prod(kind.shape) != 1:
+            return tensor, None  # torch refuses it
+        grad = torch.ones(tuple(kind.shape), dtype=kind.dtype, device=kind.device)
+    return tensor, grad * factor
+
+
+def _backward(interceptor: Interceptor) -> Patches:
+    """``Tensor.backward`` looks up ``torch.autograd.backward`` when it is called, so one patch intercepts both."""
+
+    def backward(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        interceptor.backward(_bound(wrapped, *args, **kwargs))
+
+    return [Patch(torch.autograd, "backward", backward)]
+
+
+def _bound(
+    original: Callable,
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> Backward:
+    """The call, from arguments as in torch's own signature; the deprecated ``grad_variables`` is the old name of ``grad_tensors``."""
+    one = (torch.Tensor, GradientEdge)
+    tensors = (tensors,) if isinstance(tensors, one) else tuple(tensors)
+    grad_tensors = grad_variables if grad_tensors is None else grad_tensors
+    if not isinstance(grad_tensors, (tuple, list)):
+        grad_tensors = (grad_tensors,) * len(tensors)
+    options: dict[str, Any] = {"retain_graph": retain_graph, "create_graph": create_graph}
+    if inputs is not None:
+        options["inputs"] = (inputs,) if isinstance(inputs, one) else tuple(inputs.values() if isinstance(inputs, dict) else inputs)
+    return Backward(tensors, tuple(grad_tensors), options, original)
+
+
+class Criterion(NamedTuple):
+    """A mean loss over classified targets.
+
+    Attributes:
+        loss: the mean.
+        target: the class of each.
+        weight: the weights of the classes.
+        ignore_index: the class of ignored targets.
+    """
+
+    loss: torch.Tensor
+    target: torch.Tensor
+    weight: torch.Tensor | None
+    ignore_index: int
+
+    @torch.no_grad()
+    def divisor(self) -> torch.Tensor:
+        """The divisor of the sum."""
+        counted = self.target != self.ignore_index
+        if self.weight is None:
+            return counted.sum()
+        return (self.weight[torch.where(counted, self.target, 0).long()] * counted).sum()
+
+
+def _criterion(interceptor: Interceptor) -> Patches:
+    """The loss modules call these functions too. With class weights or ignored targets the divisor is not the number of targets."""
+
+    def patch(name: str) -> Patch:
+        signature = inspect.signature(getattr(functional, name))
+
+        def criterion(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+            loss = wrapped(*args, **kwargs)
+            if torch.compiler.is_compiling() or not (isinstance(loss, torch.Tensor) and loss.requires_grad):
+                return loss
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            named = given.arguments
+            a_mean = named["reduction"] == "mean" and named["reduce"] is not False and named["size_average"] is not False
+            if not a_mean or named["target"].is_floating_point():
+                return loss
+            factor = interceptor.criterion(Criterion(loss, named["target"], named["weight"], named["ignore_index"]))
+            return loss if factor is None else loss * factor.to(loss)
+
+        return Patch(functional, name, criterion)
+
+    return [patch("cross_entropy"), patch("nll_loss")]
+
+
+def _scaled(interceptor: Interceptor) -> Patches:
+    def scale(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:
+        result = wrapped(*args, **kwargs)
+        if instance.is_enabled():
+            interceptor.scaled(args[0] if args else kwargs["outputs"], instance.get_scale(), result)
+        return result
+
+    return [Patch(torch.amp.GradScaler, "scale", scale)]
+
+
+# modules and parameters
+
+
+def _made(interceptor: Interceptor) -> Patches:
+    def new(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> nn.Parameter:
+        parameter = wrapped(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            interceptor.made(parameter)
+        return parameter
+
+    return [Patch(nn.Parameter, "__new__", new)]
+
+
+def _set_mode(interceptor: Interceptor) -> Patches:
+    """Only the script's own call counts: ``train`` calls itself for every submodule."""
+    inside = False
+
+    def train(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
+        nonlocal inside
+        if inside:
+            return wrapped(*args, **kwargs)
+        inside = True
+        try:
+            result = wrapped(*args, **kwargs)
+        finally:
+            inside = False
+        interceptor.set_mode(instance, instance.training)
+        return result
+
+    return [Patch(nn.Module, "train", train)]
+
+
+def _moved(interceptor: Interceptor) -> Patches:
+    """Every cast and move calls ``_apply``, which calls itself for every submodule."""
+    inside = False
+
+    def apply(wrapped: Callable, instance: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
+        nonlocal inside
+        if inside:
+            return wrapped(*args, **kwargs)
+        before = [(p.dtype, p.device) for p in instance.parameters()]
+        inside = True
+        try:
+            result = wrapped(*args, **kwargs)
+        finally:
+            inside = False
+        if before != [(p.dtype, p.device) for p in instance.parameters()]:
+            interceptor.moved(instance)
+        return result
+
+    return [Patch(nn.Module, APPLY, apply)]
+
+
+def _data_parallel(interceptor: Interceptor) -> Patches:
+    def init(wrapped: Callable, instance: nn.DataParallel, args: tuple, kwargs: dict) -> None:
+        def with_devices(module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
+            interceptor.data_parallel(module, lambda devices: wrapped(module, device_ids=devices, dim=dim))
+
+        with_devices(*args, **kwargs)
+
+    return [Patch(nn.DataParallel, "__init__", init)]
+
+
+# optimizers
+
+
+def _built(interceptor: Interceptor) -> Patches:
+    """``__init__`` calls ``add_param_group`` for each of its groups, so one patch covers both."""
+
+    def add_param_group(wrapped: Callable, instance: Optimizer, args: tuple, kwargs: dict) -> None:
+        wrapped(*args, **kwargs)
+        interceptor.built(instance)
+
+    return [Patch(Optimizer, "add_param_group", add_param_group)]
+
+
+@contextmanager
+def _hooked(hook: Callable[[Optimizer], Any], register: Callable) -> Iterator[None]:
+    """``Optimizer.__init__`` rewrites ``step`` of every class that it first sees, so ``step`` is never patched: torch has a hook."""
+    handle = register(lambda optimizer, args, kwargs: hook(optimizer))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _step(interceptor: Interceptor) -> Patches:
+    return [_hooked(interceptor.step, register_optimizer_step_pre_hook)]
+
+
+def _stepped(interceptor: Interceptor) -> Patches:
+    return [_hooked(interceptor.stepped, register_optimizer_step_post_hook)]
+
+
+def _metric(interceptor: Interceptor) -> Patches:
+    def step(wrapped: Callable, instance: ReduceLROnPlateau, args: tuple, kwargs: dict) -> None:
+        def with_metric(metrics: Any, *rest: Any, **options: Any) -> None:
+            wrapped(interceptor.metric(metrics), *rest, **options)
+
+        with_metric(*args, **kwargs)
+
+    return [Patch(ReduceLROnPlateau, "step", step)]
+
+
+# random numbers
+
+
+def _seeded(interceptor: Interceptor) -> Patches:
+    def patch(owner: Any, name: str, library: str) -> Patch:
+        def seed(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+            result = wrapped(*args, **kwargs)
+            interceptor.seeded(library)
+            return result
+
+        return Patch(owner, name, seed)
+
+    return [patch(torch, "manual_seed", "torch"), patch(np.random, "seed", "numpy"), patch(random, "seed", "python")]
+
+
+def _fresh_seed(interceptor: Interceptor) -> Patches:
+    def default_rng(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        seed = args[0] if args else kwargs.get("seed")
+        return wrapped(interceptor.fresh_seed() if seed is None else seed)
+
+    return [Patch(np.random, "default_rng", default_rng)]
+
+
+# process groups
+
+
+def _hides_group(interceptor: Interceptor) -> Patches:
+    def is_initialized(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> bool:
+        return not interceptor.hides_group(sys._getframe(1)) and wrapped(*args, **kwargs)
+
+    def of_group(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        group = args[0] if args else kwargs.get("group")
+        if group is None and interceptor.hides_group(sys._getframe(1)):
+            raise ValueError(
+                "Default process group has not been initialized, please make sure to call init_process_group. "
+                f"parwrap hides its own from plain scripts: use parwrap.rank() and parwrap.world_size() instead of {wrapped.__name__}()."
+            )
+        return wrapped(*args, **kwargs)
+
+    return [
+        Patch(dist, "is_initialized", is_initialized),
+        *(Patch(dist, name, of_group) for name in ("get_rank", "get_world_size", "get_backend")),
+    ]
+
+
+def _distributes_itself(interceptor: Interceptor) -> Patches:
+    def init_process_group(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        interceptor.distributes_itself("init_process_group")
+        wrapped(*args, **kwargs)
+
+    def init(wrapped: Callable, instance: DistributedDataParallel, args: tuple, kwargs: dict) -> None:
+        if type(instance) is DistributedDataParallel:
+            interceptor.distributes_itself("DistributedDataParallel")
+        wrapped(*args, **kwargs)
+
+    return [Patch(dist, "init_process_group", init_process_group), Patch(DistributedDataParallel, "__init__", init)]
+
+
+PATCHES: dict[str, Callable[[Interceptor], Patches]] = {
+    "iterate": _iterate,
+    "length": _length,
+    "backward": _backward,
+    "criterion": _criterion,
+    "scaled": _scaled,
+    "made": _made,
+    "set_mode": _set_mode,
+    "moved": _moved,
+    "data_parallel": _data_parallel,
+    "built": _built,
+    "step": _step,
+    "stepped": _stepped,
+    "metric": _metric,
+    "seeded": _seeded,
+    "fresh_seed": _fresh_seed,
+    "hides_group": _hides_group,
+    "distributes_itself": _distributes_itself,
+}
+"""The function that makes the patches of each call, by the name of the method of ``Interceptor``."""
+
+
+def intercepting(interceptors: Iterable[Interceptor], module: str | None = None) -> AbstractContextManager[None]:
+    """Install ``interceptors`` inside the block, each around those before it, for a function of ``module``.
+
+    >>> class Counts(Interceptor):
+    ...     backwards = 0
+    ...     def backward(self, call):
+    ...         self.backwards += 1
+    ...         call.run()
+    >>> with intercepting([counts := Counts()]):
+    ...     torch.ones(1, requires_grad=True).sum().backward()
+    >>> counts.backwards
+    1
+    """
+    return installed([patch for each in interceptors for patch in _patches(each)], module)
+
+
+def _patches(interceptor: Interceptor) -> Patches:
+    """The patches of the calls that the class of ``interceptor`` overrides."""
+    kind = type(interceptor)
+    return [patch for name, make in PATCHES.items() if getattr(kind, name) is not getattr(Interceptor, name) for patch in make(interceptor)]

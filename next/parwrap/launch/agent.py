@@ -1,0 +1,269 @@
+"""Carries out a launch plan with torch's elastic agent, which starts, watches and restarts the ranks.
+
+This file adds two things. A single node starts without waiting and opens no port: its ranks meet in a private folder. A rank ends with an
+exit code, as a script does, instead of returning a value. ``routes.py`` and ``nodes.py`` add what several nodes need, ``output.py`` handles
+what ranks write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import DistError, HashStore, TCPStore
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.run import config_from_args
+
+from parwrap.errors import LaunchError, UsageError
+from parwrap.intercept.patch import Patch, installed
+from parwrap.launch.failures import Failure, read_failures, report, unexplained
+from parwrap.launch.nodes import Nodes
+from parwrap.launch.output import RankOutput
+from parwrap.launch.plan import ONE_NODE, LaunchPlan
+from parwrap.launch.routes import await_rendezvous, endpoint
+from parwrap.launch.script import run_rank
+from parwrap.launch.signals import forward_once
+from parwrap.launch.waiting import reporting_wait
+from parwrap.ranks.rendezvous import job_folder
+from parwrap.ranks.world import INIT_METHOD
+from parwrap.torch_private.elastic import CLOSE, POLL, RENDEZVOUS, process_context
+
+__all__ = ["launch"]
+
+FOLLOWING = 0.3
+"""Seconds to wait for ranks that leave at the same place as the first one."""
+
+
+def launch(plan: LaunchPlan) -> int:
+    """Run all ranks of this node until they end, and report their failures. Returns the exit code.
+
+    Raises:
+        UsageError: torch refuses the value of one of torchrun's options.
+        LaunchError: the rendezvous failed, or ranks would be forked from a process that has initialized CUDA.
+    """
+    if plan.torchrun.start_method == "fork" and torch.cuda.is_initialized():
+        raise LaunchError("--start-method fork does not work in a process that has initialized CUDA: remove it, or use spawn.")
+    if "LOGLEVEL" not in os.environ:
+        _silence("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run", "torch.multiprocessing")
+    plan = await_rendezvous(plan, os.environ)
+    os.environ.update(plan.variables)  # for spawned ranks; a fork server passes them on
+    with job_folder() as folder:
+        failures = folder / "failures"
+        failures.mkdir()
+        output = None
+        if plan.everyone or plan.log_dir is not None:
+            output = RankOutput(folder, plan.ranks, plan.everyone, plan.log_dir)
+        status, explained = _run(plan, folder, failures, output)
+        failed = read_failures(failures)
+        if output:
+            output.close(failed if status else [])
+        return _report(status, explained, failed)
+
+
+def _run(plan: LaunchPlan, folder: Path, failures: Path, output: RankOutput | None) -> tuple[int, bool]:
+    """Run the ranks.
+
+    Returns the exit code as far as it is known without their ``failures``, and whether the failures have been explained.
+    """
+    variables = {**plan.variables}
+    one_node = partial(_OneNodeWithPort if plan.script.scope is None else _OneNode, variables, folder.name)
+    rendezvous_handler_registry.register(ONE_NODE, lambda parameters: one_node(parameters.run_id))
+    ranks = elastic_launch(_config(plan, folder), run_rank)
+    processes: list[Any] = []
+    nodes = Nodes(failures, variables, (plan.script.scope or {}).get("timeout", math.inf), partial(reporting_wait, plan))
+    wrappers = [] if plan.torchrun.rdzv_backend == ONE_NODE else [nodes.rendezvous]
+    pipes = None
+    with ExitStack() as stack:
+        if output:
+            stack.enter_context(output.passed_on())
+            wrappers, pipes = [*wrappers, output.rendezvous], output.pipes
+        patches = [Patch(SimpleElasticAgent, RENDEZVOUS, each) for each in wrappers]
+        poll, close = _ends_by_exit_code(failures, nodes), forward_once(failures, processes)
+        stack.enter_context(installed([Patch(MultiprocessContext, POLL, poll), Patch(MultiprocessContext, CLOSE, close), *patches]))
+        try:
+            ranks(plan.script, variables, plan.threads, str(failures), pipes)
+        except ChildFailedError:
+            return 1, nodes.lost
+        except SignalException as signalled:
+            nodes.leave(signalled.sigval)
+            handled = processes and all(process.exitcode == 0 for process in processes)  # by the script, on every rank
+            return 0 if handled else 128 + signalled.sigval, False
+        except (RendezvousError, DistError) as error:
+            raise LaunchError(_rendezvous_failure(plan, error)) from error
+    return 0, False
+
+
+def _report(status: int, explained: bool, failed: list[Failure]) -> int:
+    """Report the failures, unless a restart has succeeded. Returns their exit code."""
+    if status == 128 + signal.SIGINT and not failed:  # ranks that ignore the signal, or had not started yet
+        print("parwrap.run: interrupted", file=sys.stderr)
+    if status and (text := report(failed, explained) if failed else ""):  # failures before a restart were reported then
+        print(text, file=sys.stderr)
+    return failed[0].status if failed and status == 1 else status
+
+
+class _OneNode(RendezvousHandler):
+    """The rendezvous of a single node: it does not wait, and its ranks meet in a folder, a new one at each start. No port is opened.
+
+    Args:
+        variables: the variables for the ranks; :data:`INIT_METHOD` is added, unless the user has set another one.
+        job: the name of the job's folder.
+        run_id: torch's name of the job.
+    """
+
+    use_agent_store = False
+
+    def __init__(self, variables: dict[str, str], job: str, run_id: str) -> None:
+        self._variables, self._job, self._run_id, self._starts = variables, job, run_id, 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if INIT_METHOD not in os.environ:
+            self._variables[INIT_METHOD] = f"{ONE_NODE}://job/{self._job}/{self._starts}"
+        self._starts += 1
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", 0))
+
+    def get_backend(self) -> str:
+        return ONE_NODE
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class _OneNodeWithPort(_OneNode):
+    """The rendezvous for scripts that are only launched: they connect to ``MASTER_PORT``, a free port of the loopback interface."""
+
+    use_agent_store = True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = socket.create_server(("127.0.0.1", 0))
+        address, port = listener.getsockname()
+        store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(address, port))
+
+
+def _config(plan: LaunchPlan, directory: Path) -> LaunchConfig:
+    changes = {"log_dir": str(directory) if plan.log_dir else plan.torchrun.log_dir or str(directory)}
+    signals = getattr(plan.torchrun, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")  # torch 2.9 has no such option
+    if unknown := [name for name in signals if name not in signal.Signals.__members__]:
+        raise UsageError(f"--signals-to-handle {plan.torchrun.signals_to_handle}: there is no signal {unknown[0]!r}.")
+    changes["signals_to_handle"] = ",".join(
+        name for name in signals if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
+    )  # nohup ignores it
+    if plan.torchrun.rdzv_backend == ONE_NODE and plan.torchrun.rdzv_id == "none":
+        changes["rdzv_id"] = str(uuid.uuid4())
+    try:
+        return config_from_args(argparse.Namespace(**{**vars(plan.torchrun), **changes}))[0]
+    except (ValueError, AssertionError, OSError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _rendezvous_failure(plan: LaunchPlan, error: Exception) -> str:
+    """Why the rendezvous failed, as far as torch's ``error`` tells."""
+    host, port = endpoint(plan.torchrun)
+    text = str(error.__cause__ or error)
+    if "EADDRINUSE" in text:
+        return (
+            f"port {port} of this machine is in use, by another job or by a node with the same --node-rank: choose another port, the "
+            "same on all nodes."
+        )
+    if isinstance(error, RendezvousClosedError):
+        return f"the job at {host} port {port} has ended. To start another one there, set a new --rdzv-id on all nodes."
+    if isinstance(error, RendezvousTimeoutError) or "timed out" in text.lower():
+        return (
+            f"fewer than {plan.nodes[0]} nodes joined at {host} port {port} in time: check that all nodes were started with the same "
+            "--nnodes and --rdzv-id, and that the first node has that address."
+        )
+    return f"the nodes lost their connection at {host} port {port}: {text.partition(chr(10))[0]}"
+
+
+def _ends_by_exit_code(failures: Path, nodes: Nodes) -> Callable:
+    """A wrapper for torch's check of its processes, which would wait forever for a value from a process that ended with 0.
+
+    It also records processes that ended without a report, before torch ends the others too. A failure on one of the ``nodes`` fails the
+    job on all, and no node finishes before the others.
+    """
+
+    def record(environ: dict[str, str], code: int) -> None:
+        failure = unexplained(environ, code)
+        if failure.write(failures) and environ["TORCHELASTIC_RESTART_COUNT"] != environ["TORCHELASTIC_MAX_RESTARTS"]:
+            print(failure, file=sys.stderr)  # the final report covers the last attempt
+
+    def recorded_codes(context: MultiprocessContext) -> list[int | None]:
+        codes = [process.exitcode for process in process_context(context).processes]
+        for local_rank, code in enumerate(codes):
+            if code:
+                record(context.envs[local_rank], code)
+        return codes
+
+    def poll(wrapped: Callable, context: MultiprocessContext, args: tuple, kwargs: dict) -> RunProcsResult | None:
+        processes = process_context(context).processes
+        codes = recorded_codes(context)
+        if any(codes) and _all_left(failures):
+            until = time.monotonic() + FOLLOWING
+            for process in processes:
+                process.join(max(0.0, until - time.monotonic()))
+            codes = recorded_codes(context)
+        result = wrapped(*args, **kwargs)
+        for local_rank, failed in (result.failures if result else {}).items():  # right after that check
+            if failed.exitcode:
+                record(context.envs[local_rank], failed.exitcode)
+        if result is None and nodes.failed:
+            context.close()
+            result = RunProcsResult(failures={0: ProcessFailure(0, processes[0].pid, 1, "")})
+        if result is not None:
+            nodes.exchange()
+        elif all(code == 0 for code in codes) and nodes.finish():
+            context.close()
+            return RunProcsResult(dict.fromkeys(range(context.nprocs)), stdouts=context.stdouts, stderrs=context.stderrs)
+        return result
+
+    return poll
+
+
+def _all_left(failures: Path) -> bool:
+    """Whether the failed ranks ended with ``sys.exit`` or similar, so that others may be about to do the same."""
+    return all(failure.ending == "exited" for failure in read_failures(failures))
+
+
+def _silence(*names: str) -> None:
+    for name in names:
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False

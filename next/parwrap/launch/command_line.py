@@ -1,0 +1,95 @@
+"""Splits a command line at the script: options of ``parwrap.run`` come before it, and what follows belongs to the script.
+
+``argparse`` cannot do this: it reads options on both sides of a positional argument. ``plan.py`` interprets the options.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from parwrap.errors import UsageError
+
+__all__ = ["UnknownOptionError", "parse_options", "split_at_script"]
+
+
+class UnknownOptionError(UsageError):
+    """An option before the script that the parser does not know; its argument is the option as written."""
+
+
+def split_at_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split ``argv`` into options of ``parser``, spelled in full, and the script with its arguments as written.
+
+    An option may be abbreviated to a unique prefix; a dash and an underscore are interchangeable.
+
+    Args:
+        parser: the parser, whose options take one value or none.
+        argv: the command line without the program's name.
+
+    Returns:
+        The options and the script's part, empty if no script is named.
+
+    Raises:
+        UnknownOptionError: ``parser`` has no such option.
+        UsageError: a prefix is ambiguous.
+
+    >>> parser = argparse.ArgumentParser()
+    >>> _ = parser.add_argument("--nproc-per-node"), parser.add_argument("--seed")
+    >>> split_at_script(parser, ["--nproc", "2", "train.py", "--seed=7", "--nproc", "5"])
+    (['--nproc-per-node', '2'], ['train.py', '--seed=7', '--nproc', '5'])
+    """
+    options: list[str] = []
+    rest = list(argv)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        written = rest.pop(0)
+        if written == "--":
+            break
+        name, equals, value = _attached(parser, written)
+        full = _in_full(parser, name, written)
+        takes_value = parser._option_string_actions[full].nargs is None
+        if takes_value and not equals and rest:
+            value = rest.pop(0)
+            # argparse interprets a separate value that begins with a dash as an option
+            options += [f"{full}={value}"] if value.startswith("-") else [full, value]
+        else:
+            options.append(f"{full}={value}" if equals else full)
+    return options, rest
+
+
+def parse_options(parser: argparse.ArgumentParser, options: list[str], script: Sequence[str]) -> argparse.Namespace:
+    """Parse ``options`` from :func:`split_at_script`, and set ``training_script`` and ``training_script_args`` from ``script``."""
+    arguments = parser.parse_args([*options, *(["script"] if script else [])])  # a placeholder, which never looks like an option
+    arguments.training_script, *arguments.training_script_args = script
+    return arguments
+
+
+def _attached(parser: argparse.ArgumentParser, written: str) -> tuple[str, str, str]:
+    """Split ``written`` into the option, ``"="`` if a value is attached, and this value."""
+    short = written[:2]
+    if not written.startswith("--") and len(written) > 2 and short in parser._option_string_actions:
+        return short, "=", written[2:].removeprefix("=")
+    return written.partition("=")
+
+
+def _in_full(parser: argparse.ArgumentParser, name: str, written: str) -> str:
+    """The full spelling of option ``name``: ``name`` itself if it is an option, otherwise the option that it abbreviates."""
+    known = parser._option_string_actions
+    if name in known:
+        return name
+    meant = {id(action): action for action in _beginning_with(known, name)}
+    if len(meant) > 1:
+        several = sorted(action.option_strings[0] for action in meant.values())
+        named = f"{', '.join(several[:-1])} or {several[-1]}"
+        raise UsageError(f"{name} is ambiguous: {named}. Your script's own options go after its name.")
+    if not meant:
+        raise UnknownOptionError(written)
+    (action,) = meant.values()
+    return action.option_strings[0]
+
+
+def _beginning_with(known: dict[str, argparse.Action], name: str) -> Iterator[argparse.Action]:
+    if not name.startswith("--"):
+        return
+    dashed = name.replace("_", "-")
+    exact = [action for spelling, action in known.items() if spelling.replace("_", "-") == dashed]
+    yield from exact or (action for spelling, action in known.items() if spelling.replace("_", "-").startswith(dashed))

@@ -1,0 +1,467 @@
+"""Turns a command line into a launch plan, without side effects: what to run, on how many ranks, with which variables.
+
+The options are torchrun's and a few of parwrap's own. Facts about the machine are passed in, so that a plan can be tested and shown.
+``run.py`` and ``agent.py`` carry it out. Read it in this order: the plan, the parser, the script, the nodes, the outer launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import parwrap
+from parwrap.errors import LaunchError, UsageError
+from parwrap.launch.command_line import UnknownOptionError, parse_options, split_at_script
+from parwrap.launch.training_options import add_options, scope_options
+from parwrap.options import Options
+from parwrap.ranks.launchers import LAUNCHERS, LOOPBACK, Node, node_of
+from parwrap.ranks.world import World, detect
+
+__all__ = ["LaunchPlan", "Script", "columns", "command_parser", "describe", "describe_script", "plan_launch"]
+
+ONE_NODE = "parwrap"
+"""The rendezvous backend of a single node, which does not wait for other nodes; see ``agent.py``."""
+DOCTOR = "parwrap.doctor"
+"""The module of parwrap that opens the process group itself to diagnose it, so it runs without a scope."""
+OF_OTHERS = ("-n", "-np", "--np", "--ntasks", "--num-processes", "--num_processes", "--gpus")
+"""Names that other launchers use for ``--nproc-per-node``."""
+FOR_SEVERAL_RANKS = ("--nproc-per-node", "--nnodes")
+"""The options that ask for several ranks; without them, one rank runs."""
+TORCHRUNS = {"nnodes": "1:1", "node_rank": 0, "master_addr": None, "master_port": None}
+"""Torchrun's defaults; :func:`plan_launch` has the one of the rendezvous."""
+NOT_GIVEN = dict.fromkeys([*TORCHRUNS, "nproc_per_node"])
+"""Parser defaults that mark torchrun's options as not given."""
+ONE = ("1", "1:1")
+"""Values of ``--nnodes`` that mean one node."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to run.
+
+    Attributes:
+        target: a path, the name of a module, or a program that is not Python.
+        args: its arguments.
+        kind: which of these ``target`` is.
+        scope: the options of the ``distributed`` around it; ``None`` to only launch it.
+        hand_local_rank: pass on the local rank as an argument if the script has an option for it.
+    """
+
+    target: str
+    args: tuple[str, ...] = ()
+    kind: Literal["file", "module", "program"] = "file"
+    scope: Mapping[str, Any] | None = None
+    hand_local_rank: bool = False
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What a command line requests.
+
+    Attributes:
+        argv: the command line, with options in full.
+        script: what every rank runs.
+        ranks: the number of ranks on this node.
+        nodes: the minimum and maximum number of nodes.
+        threads: the number of threads of each rank; ``None`` leaves it to the user's ``OMP_NUM_THREADS``.
+        variables: the environment variables to set for the ranks.
+        torchrun: torchrun's options, as its own parser gives them.
+        everyone: show the output of every rank, not only of rank 0.
+        log_dir: the directory for a log file of each rank; ``None`` for no files, or if torchrun writes its own logs.
+        in_this_process: whether a single rank runs in this process.
+        outer: the outer launcher, if it started this process as a rank.
+        dry_run: only show the plan.
+        notice: a message to print first; may be empty.
+    """
+
+    argv: tuple[str, ...]
+    script: Script
+    ranks: int
+    nodes: tuple[int, int]
+    threads: int | None
+    variables: Mapping[str, str]
+    torchrun: argparse.Namespace
+    everyone: bool
+    log_dir: str | None
+    in_this_process: bool
+    outer: World | None
+    dry_run: bool
+    notice: str
+
+
+def plan_launch(argv: Sequence[str], environ: Mapping[str, str], gpus: int, cores: int) -> LaunchPlan:
+    """The plan for ``python -m parwrap.run ARGV``.
+
+    Args:
+        argv: the command line without the program's name.
+        environ: the environment variables; torchrun's parser reads most of its own ``PET_*`` from ``os.environ``.
+        gpus: the number of GPUs that torch can use here.
+        cores: the number of CPU cores that this process may use.
+
+    Raises:
+        UsageError: an unknown option or value, or options that exclude each other.
+        LaunchError: the script or the GPUs do not exist.
+    """
+    parser = command_parser()
+    parser.set_defaults(
+        **NOT_GIVEN, start_method=environ.get("PET_START_METHOD", "forkserver"), rdzv_backend=environ.get("PET_RDZV_BACKEND")
+    )
+    try:
+        given, command = split_at_script(parser, argv)
+    except UnknownOptionError as unknown:
+        raise UsageError(_unknown_option(str(unknown), parser)) from None
+    arguments = parse_options(parser, given, command)
+    arguments.rdzv_backend = arguments.rdzv_backend or ("c10d" if arguments.rdzv_endpoint else "static")
+    options = scope_options(arguments)
+    outer = _fill_in(arguments, environ, gpus)
+    nodes = _node_counts(arguments)
+    alone_by_default = not (arguments.nproc_per_node or outer)
+    ranks = _ranks(arguments.nproc_per_node or str(1 if outer else gpus or 1), gpus, cores)
+    if gpus and ranks > gpus and not arguments.plain and options.get("backend") != "gloo":
+        raise LaunchError(
+            f"--nproc-per-node {ranks} is more than the GPUs that torch can use on this node ({gpus}). Start at most {gpus} ranks there, "
+            "or add --backend gloo to let ranks share GPUs."
+        )
+    script = _script(arguments, options)
+    if arguments.all_ranks and _torchrun_logs(arguments):
+        raise UsageError(
+            "--all-ranks controls what ranks print, and so do --redirects, --tee and --local-ranks-filter: remove --all-ranks or the "
+            "others."
+        )
+    if _is_only_node(arguments, nodes):
+        arguments.rdzv_backend, arguments.rdzv_endpoint = ONE_NODE, "localhost"
+    arguments.master_addr = arguments.master_addr or "127.0.0.1"  # torchrun's own defaults, which its parser does not set
+    arguments.master_port = 29500 if arguments.master_port is None else arguments.master_port
+    arguments.nproc_per_node = str(ranks)
+    in_this_process = ranks == 1 and _needs_no_agent(arguments)
+    if outer and not in_this_process:
+        raise UsageError(
+            f"{outer.launcher} started this process as rank {outer.rank} of {outer.size}, but some options apply only when parwrap.run "
+            "starts ranks: remove --plain, --max-restarts and the options for logs and rendezvous, or add --standalone for a separate "
+            "run in each process."
+        )
+    threads = max(1, cores // ranks)
+    return LaunchPlan(
+        argv=(*given, *command),
+        script=script,
+        ranks=ranks,
+        nodes=nodes,
+        threads=None if "OMP_NUM_THREADS" in environ else threads,
+        variables={name: value for name, value in _variables(arguments, threads).items() if name not in environ},
+        torchrun=arguments,
+        everyone=arguments.all_ranks,
+        log_dir=None if _torchrun_logs(arguments) else arguments.log_dir,
+        in_this_process=in_this_process,
+        outer=outer,
+        dry_run=arguments.dry_run,
+        notice=_option_after_script(script) if alone_by_default and in_this_process else "",
+    )
+
+
+def describe(plan: LaunchPlan) -> str:
+    """The plan in readable form, which ``--dry-run`` prints."""
+    torchrun = plan.torchrun
+    many = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
+    where = "1 node" if plan.nodes == (1, 1) else f"each of {'-'.join(map(str, dict.fromkeys(plan.nodes)))} nodes"
+    facts = {"ranks": f"{many} on {where}", **describe_script(plan.script)}
+    if plan.outer:
+        facts["ranks"] = f"rank {plan.outer.rank} of {plan.outer.size}, started by {plan.outer.launcher}"
+    if plan.in_this_process:
+        return columns({**facts, "started": "in this process"})
+    alone = torchrun.rdzv_backend == ONE_NODE
+    endpoint = torchrun.rdzv_endpoint or f"{torchrun.master_addr}:{torchrun.master_port}"
+    restarts = f", restarted up to {torchrun.max_restarts} times after a failure" if torchrun.max_restarts else ""
+    facts |= {
+        "started": f"by {torchrun.start_method}{restarts}",
+        "rendezvous": _meeting_of_one_node(plan) if alone else f"{torchrun.rdzv_backend} at {endpoint}",
+        "variables": " ".join(f"{name}={value}" for name, value in plan.variables.items()) or "as they are",
+    }
+    return columns(facts)
+
+
+def _meeting_of_one_node(plan: LaunchPlan) -> str:
+    return "on a free port of 127.0.0.1" if plan.script.scope is None else "in a private folder of this machine"
+
+
+def describe_script(script: Script) -> dict[str, str]:
+    """What runs, and in which scope."""
+    scope = None if script.scope is None else ", ".join(f"{name}={value!r}" for name, value in script.scope.items())
+    return {
+        {"file": "script", "module": "module", "program": "program"}[script.kind]: shlex.join([script.target, *script.args]),
+        "inside": "none: only launched" if scope is None else f"parwrap.distributed({scope})",
+    }
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(
+            "no script to run: put its path after the options of parwrap.run, followed by the script's own arguments."
+            if "training_script" in message
+            else message
+        )
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """The parser of ``python -m parwrap.run``."""
+    from torch.distributed.run import get_args_parser  # this imports torch, which the command must do after it starts its fork server
+
+    parser = _Parser(
+        prog="python -m parwrap.run",
+        description=(
+            "Run a plain single-GPU training script on many ranks, unchanged. Takes every option of torchrun, with two different "
+            "defaults: --nproc-per-node is the number of GPUs, or 1, and --start-method is forkserver."
+        ),
+        parents=[get_args_parser()],
+        add_help=False,
+    )
+    parser.add_argument("--version", action="version", version=f"parwrap {parwrap.__version__}", help="Print the version.")
+    parser.add_argument(
+        "--use-env",
+        "--use_env",
+        action="store_true",
+        help=(
+            "As in torch.distributed.launch. Without it, a script with --plain gets its local rank as --local-rank or --local_rank if "
+            "its source has that option. Other scripts never get it."
+        ),
+    )
+    ours = parser.add_argument_group("parwrap")
+    ours.add_argument(
+        "--plain",
+        action="store_true",
+        help="Only launch the script, as torchrun does: parwrap changes nothing in it, and it sees torchrun's environment variables.",
+    )
+    ours.add_argument(
+        "--all-ranks", "--all_ranks", action="store_true", help="Show the output of every rank, with the rank before each line."
+    )
+    ours.add_argument("--dry-run", "--dry_run", action="store_true", help="Print the plan and start nothing.")
+    add_options(ours)
+    return parser
+
+
+def _unknown_option(option: str, parser: argparse.ArgumentParser) -> str:
+    """The error message for an option that ``parser`` does not have."""
+    name = option.partition("=")[0]
+    known = [option for option in parser._option_string_actions if "_" not in option]
+    begin = [option for option in known if option.startswith(name[:7])]  # so that --nprocs does not match --nnodes
+    close = difflib.get_close_matches(name, begin, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1)
+    if name in OF_OTHERS:
+        close = ["--nproc-per-node"]
+    hint = (
+        f"did you mean {close[0]}?"
+        if close
+        else "`python -m parwrap.run --help` lists the options; the script's own options come after its name."
+    )
+    return f"there is no option {name}; {hint}"
+
+
+def _ranks(asked: str, gpus: int, cores: int) -> int:
+    if asked == "gpu" and not gpus:
+        raise LaunchError(
+            "--nproc-per-node gpu starts a rank on each GPU, but torch cannot use a GPU here: set a number of ranks to train on the CPU."
+        )
+    here = {"gpu": gpus, "cpu": cores, "auto": gpus or cores}
+    if asked in here:
+        return here[asked]
+    if not asked.isdecimal() or int(asked) == 0:
+        known = ", ".join(f"{name} ({count} here)" for name, count in here.items())
+        raise UsageError(f"--nproc-per-node {asked} is not a positive number of ranks, nor {known}.")
+    return int(asked)
+
+
+def _script(arguments: argparse.Namespace, options: dict[str, Any]) -> Script:
+    target = arguments.training_script
+    doctor = arguments.module and target == DOCTOR
+    if (arguments.plain or doctor) and options:
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+        who = DOCTOR if doctor else "--plain"
+        raise UsageError(f"{who} only launches the script, so {given} has no effect: remove one of them.")
+    if arguments.no_python and arguments.module:
+        raise UsageError("--no-python runs a program, and --module runs a Python module: remove one of them.")
+    if arguments.no_python and not arguments.plain:
+        raise UsageError(
+            "--no-python runs a program that is not Python, so parwrap cannot change anything in it: add --plain to only launch it."
+        )
+    _look_for(target, arguments)
+    try:
+        Options(**options)
+    except UsageError as error:
+        raise UsageError(f"{error} Your script's own options go after its name.") from None
+    return Script(
+        target=target,
+        args=tuple(arguments.training_script_args),
+        kind="module" if arguments.module else "program" if arguments.no_python else "file",
+        scope=None if arguments.plain or doctor else options,
+        hand_local_rank=arguments.plain and not arguments.no_python and not arguments.use_env,
+    )
+
+
+def _option_after_script(script: Script) -> str:
+    """The notice for an option for several ranks that stands after the script, so that the script receives it."""
+    given = [argument for argument in script.args if argument.partition("=")[0].replace("_", "-") in FOR_SEVERAL_RANKS]
+    if not given or (script.kind == "file" and "nproc" in Path(script.target).read_text(errors="replace")):
+        return ""  # a script with such an option is a launcher itself
+    return (
+        f"1 rank runs: {given[0]} follows {script.target}, so it is an option of the script. To start several ranks, put it before "
+        f"{'-m' if script.kind == 'module' else script.target}."
+    )
+
+
+def _look_for(target: str, arguments: argparse.Namespace) -> None:
+    if arguments.no_python and shutil.which(target) is None:
+        raise LaunchError(f"cannot find the program {target}: pass its path, or the name of a program on the PATH.")
+    if not arguments.no_python and not arguments.module and not os.path.exists(target):
+        hint = "" if target.endswith(".py") else " To run a module, put -m before its name."
+        raise LaunchError(f"cannot find the script {target}: its path is relative to the current directory.{hint}")
+    if not arguments.no_python and not arguments.module and os.path.isdir(target) and not os.path.exists(f"{target}/__main__.py"):
+        raise LaunchError(f"{target} is a directory without a __main__.py, so it cannot run: pass the path of a script in it.")
+    if arguments.module and importlib.util.find_spec(target.partition(".")[0]) is None:
+        raise LaunchError(f"cannot find the module {target}, neither in the current directory nor among the installed packages.")
+
+
+def _needs_no_agent(arguments: argparse.Namespace) -> bool:
+    """Whether the command line asks only to run the script."""
+    logs = arguments.log_dir or _torchrun_logs(arguments)
+    return arguments.rdzv_backend == ONE_NODE and not arguments.plain and not arguments.max_restarts and not logs
+
+
+def _torchrun_logs(arguments: argparse.Namespace) -> bool:
+    """Whether the options ask for torchrun's own logs."""
+    return (arguments.redirects, arguments.tee, arguments.local_ranks_filter) != ("0", "0", "")
+
+
+def _variables(arguments: argparse.Namespace, threads: int) -> dict[str, str]:
+    """The variables, unless the user has set them, that divide cores among ranks, fix the hash seed, and keep one node on its loopback."""
+    variables = {"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"}
+    if arguments.rdzv_backend == ONE_NODE:
+        variables |= LOOPBACK
+    return variables
+
+
+def columns(facts: Mapping[str, str]) -> str:
+    """``facts`` in lines of a name and a value."""
+    return "\n".join(f"{name:<10} {value}" for name, value in facts.items())
+
+
+def _node_counts(arguments: argparse.Namespace) -> tuple[int, int]:
+    """The minimum and maximum number of nodes.
+
+    Args:
+        arguments: torchrun's options with all defaults filled in.
+
+    Raises:
+        UsageError: the options contradict each other, or name no rendezvous.
+    """
+    try:
+        counts = [int(count) for count in arguments.nnodes.split(":")]
+    except ValueError:
+        counts = []
+    if len(counts) not in (1, 2) or not 0 < counts[0] <= counts[-1]:
+        raise UsageError(f"--nnodes {arguments.nnodes} is not a positive number of nodes, nor MIN:MAX for a job that can grow.")
+    if arguments.standalone and counts[-1] > 1:
+        raise UsageError(f"--standalone is for one node, but --nnodes {arguments.nnodes} asks for more: remove one of the two.")
+    if arguments.rdzv_backend == "static" and not 0 <= arguments.node_rank < counts[-1]:
+        raise UsageError(f"--node-rank {arguments.node_rank} is not less than --nnodes {counts[-1]}: node ranks start at 0.")
+    if counts[0] < counts[-1] and arguments.rdzv_backend == "static" and not arguments.standalone:
+        raise UsageError(f"--nnodes {arguments.nnodes} lets nodes join and leave: use --rdzv-endpoint HOST:PORT, not --master-addr.")
+    if counts[-1] > 1 and not arguments.rdzv_endpoint:
+        _require_rendezvous(arguments)
+    return counts[0], counts[-1]
+
+
+def _is_only_node(arguments: argparse.Namespace, nodes: tuple[int, int]) -> bool:
+    """Whether this is the only node and the user has given no rendezvous."""
+    default = arguments.rdzv_backend == "static" and not arguments.rdzv_endpoint and arguments.master_port is None
+    return arguments.standalone or (nodes == (1, 1) and default)
+
+
+def _require_rendezvous(arguments: argparse.Namespace) -> None:
+    """Raise an error if no rendezvous is given, because each node would then wait for the others at its own address."""
+    if arguments.rdzv_backend == "static" and not arguments.master_addr:
+        raise UsageError(
+            f"--nnodes {arguments.nnodes} needs a rendezvous: on every node, set --master-addr to the address of the first node, and "
+            "--node-rank to a different number, starting from 0. Or set the same --rdzv-endpoint HOST:PORT on every node, with HOST any "
+            "one of them."
+        )
+    if arguments.rdzv_backend == "c10d":
+        raise UsageError(
+            "--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, with HOST any one of the nodes: set the same value on all nodes."
+        )
+
+
+def _fill_in(arguments: argparse.Namespace, environ: Mapping[str, str], gpus: int) -> World | None:
+    """Fill in missing ``arguments`` from torchrun's ``PET_*`` variables, then from the outer launcher, then from torchrun's defaults.
+
+    Args:
+        arguments: torchrun's options, parsed with the defaults ``NOT_GIVEN``.
+        environ: the environment variables.
+        gpus: the number of GPUs that torch can use here.
+
+    Returns:
+        This process's rank, if another launcher started it as a rank; ``None`` if it starts the ranks.
+
+    Raises:
+        LaunchError: as in ``detect``, or the options ask each of several ranks on this node to start ranks.
+    """
+    node, outer = None if arguments.standalone else node_of(environ), None
+    by_hand = any(environ.get(name) for name in (*LAUNCHERS[0].rank, *LAUNCHERS[0].size))
+    place = arguments.master_addr or arguments.rdzv_endpoint or environ.get("PET_MASTER_ADDR")
+    counted = arguments.nnodes and (place or arguments.nnodes in ONE)  # otherwise the launcher may know the address
+    elsewhere = node or arguments.standalone or counted or "PET_NNODES" in environ
+    if by_hand or not elsewhere:
+        world = detect(environ)
+        node, outer = (None, world) if by_hand or world.size > 1 else (node, None)
+    if outer and _starts_ranks(outer, arguments, environ, gpus):
+        node, outer = _node_of_world(outer, environ), None
+    if arguments.standalone and arguments.nnodes is None:
+        arguments.nnodes = "1:1"
+    from_launcher = {} if node is None else {"nnodes": node.nodes, "nproc_per_node": node.per_node}
+    for name in ("nnodes", "nproc_per_node"):
+        _fill(arguments, name, environ, from_launcher)
+    if node and arguments.nnodes not in ONE:
+        from_launcher = {"node_rank": node.rank, "master_addr": node.address, "master_port": node.port}
+    for name in ("node_rank", "master_addr", "master_port"):
+        _fill(arguments, name, environ, from_launcher)
+    return outer
+
+
+def _fill(arguments: argparse.Namespace, name: str, environ: Mapping[str, str], from_launcher: Mapping[str, str | None]) -> None:
+    if getattr(arguments, name) is not None:
+        return
+    value = environ.get(f"PET_{name.upper()}") or from_launcher.get(name) or TORCHRUNS.get(name)
+    if isinstance(value, str) and name in ("node_rank", "master_port"):
+        if not value.strip().isdecimal():
+            raise LaunchError(
+                f"--{name.replace('_', '-')} is set to {value!r} by the environment, which is not an integer: pass the option on the "
+                "command line."
+            )
+        value = int(value)
+    setattr(arguments, name, value)
+
+
+def _starts_ranks(outer: World, arguments: argparse.Namespace, environ: Mapping[str, str], gpus: int) -> bool:
+    """Whether this process, one of several, starts the ranks on its node, rather than being a rank itself."""
+    asked = arguments.nproc_per_node or environ.get("PET_NPROC_PER_NODE")
+    has_rendezvous = next(row.has_rendezvous for row in LAUNCHERS if row.name == outer.launcher)
+    if outer.local_size == 1 and not has_rendezvous and outer.launcher != LAUNCHERS[0].name:
+        return asked is not None or gpus > 1
+    if asked is None:
+        return False
+    raise UsageError(
+        f"--nproc-per-node {asked} would start ranks here, but {outer.launcher} started this process as rank {outer.rank} of "
+        f"{outer.size}. Remove it, start one process per node, or add --standalone for a separate run in each process."
+    )
+
+
+def _node_of_world(outer: World, environ: Mapping[str, str]) -> Node:
+    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    if outer.rendezvous.startswith("tcp://"):
+        address, _, port = outer.rendezvous.removeprefix("tcp://").rpartition(":")
+    return Node(outer.launcher or "", "", str(outer.size), str(outer.rank), address, port, None)

@@ -1,0 +1,213 @@
+"""What a rank does: it runs the script as plain ``python`` would, inside the ``distributed`` scope unless it is only launched.
+
+A single rank uses it too, without a child process. ``agent.py`` starts the ranks, and ``failures.py`` reports failures.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import gc
+import importlib.util
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import NoReturn, TextIO, cast
+from zipfile import is_zipfile
+
+import torch
+
+from parwrap.launch.failures import Recorder, exit_status
+from parwrap.launch.fork_server import BLOCKED
+from parwrap.launch.output import Pipes
+from parwrap.launch.plan import Script
+from parwrap.launch.signals import Terminated, note_signals, raise_on_sigterm, terminate
+from parwrap.launch.stdin import refuse_stdin
+from parwrap.ranks.processes import die_with_parent
+from parwrap.ranks.world import INIT_METHOD
+
+__all__ = ["run_alone", "run_rank"]
+
+
+def run_alone(script: Script) -> None:
+    """Run ``script`` in this process and end it as plain ``python`` would, with the same traceback and exit code."""
+    try:
+        _run(script, nullcontext())
+    except SystemExit:
+        raise
+    except BaseException as error:
+        traceback = script_traceback(error)
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        sys.exit(exit_status(error))
+
+
+def run_rank(script: Script, variables: Mapping[str, str], threads: int | None, failures: str, pipes: Pipes | None = None) -> NoReturn:
+    """Run ``script`` in this process, which was started to be one rank.
+
+    Args:
+        script: what to run.
+        variables: environment variables to set first.
+        threads: the number of compute threads; ``None`` for what torch took from the environment.
+        failures: the directory for failure reports.
+        pipes: the pipes that replace stdout and stderr.
+    """
+    die_with_parent()
+    if (launcher := multiprocessing.parent_process()) and not launcher.is_alive():  # until then, a signal ends the rank
+        os._exit(1)
+    os.environ.update(variables)
+    if INIT_METHOD in variables:  # torch's agent sets the address of a port that does not exist
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+    if pipes:
+        pipes.open(int(os.environ["LOCAL_RANK"]))
+    if threads is not None:
+        torch.set_num_threads(threads)  # OpenMP has read the variable in the fork server
+    _forget_the_fork()
+    note_signals(Path(failures))
+    refuse_stdin("pass the answer as an argument of the script")
+    is_replica = script.scope is not None and os.environ["RANK"] != "0"
+    error: BaseException | None = None
+    recorder = Recorder(Path(failures), os.environ, script_traceback)
+    try:
+        with recorder:
+            if script.scope is not None:
+                raise_on_sigterm()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
+            _run(script, recorder, ending=nullcontext() if script.scope is None else _ending())
+    except BaseException as raised:
+        error = raised
+    status = 0 if error is None else exit_status(error)
+    if script.scope is None or not (is_replica or status):
+        _end_like_an_interpreter()
+        sys.exit(status or None)  # torch's agent makes a process wait after status 0
+    _leave_hard(status, is_replica, by_sigterm=isinstance(error, Terminated))
+
+
+def script_traceback(error: BaseException) -> TracebackType | None:
+    """The traceback of ``error``, starting at the script's first line, as plain ``python`` shows it."""
+    traceback = error.__traceback__
+    while traceback and traceback.tb_frame.f_code.co_filename.startswith((__file__, runpy.__file__, signal.__file__, "<frozen ")):
+        traceback = traceback.tb_next
+    return traceback
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    """Around a script inside its scope: if it succeeds, threads and exit handlers run before the scope closes."""
+    try:
+        yield
+    except BaseException as error:
+        if exit_status(error) == 0:
+            _run_exit_handlers()
+        raise
+    _run_exit_handlers()
+
+
+def _run(script: Script, recorder: AbstractContextManager, ending: AbstractContextManager = nullcontext()) -> None:  # noqa: B008
+    if script.kind == "program":
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)  # Python ignores them, and other programs would inherit that
+        os.execvp(script.target, [script.target, *script.args])
+    local_rank = _local_rank_option(script) if script.hand_local_rank else []
+    sys.argv[:] = [script.target, *local_rank, *script.args]
+    # save the failure before the scope closes, because leaving the process group may end the other ranks
+    with _scope(script), ending, recorder:
+        if script.kind == "module":
+            runpy.run_module(script.target, run_name="__main__", alter_sys=True)
+        elif Path(script.target).is_dir() or is_zipfile(script.target):
+            runpy.run_path(os.path.abspath(script.target), run_name="__main__")
+        else:
+            _run_file(script.target)
+
+
+def _scope(script: Script) -> AbstractContextManager:
+    if script.scope is None:
+        return nullcontext()
+    from parwrap.decorators.distributed import script_scope
+
+    return script_scope(**script.scope)
+
+
+def _run_file(path: str) -> None:
+    """Like ``runpy.run_path``, but ``__main__`` is kept for exit handlers, and ``sys.argv[0]`` is unchanged."""
+    main = ModuleType("__main__")
+    main.__file__ = os.path.abspath(path)
+    main.__loader__ = loader = SourceFileLoader("__main__", main.__file__)
+    vars(main).update(__builtins__=builtins, __cached__=None)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    sys.modules["__main__"] = main
+    exec(loader.source_to_code(loader.get_data(main.__file__), main.__file__), vars(main))
+
+
+def _local_rank_option(script: Script) -> list[str]:
+    """The local rank as an argument, spelled as in the script's source, if it has such an option."""
+    spelling = re.search(r"--local[-_]rank\b", _source(script))
+    return [f"{spelling[0]}={os.environ['LOCAL_RANK']}"] if spelling else []
+
+
+def _source(script: Script) -> str:
+    if script.kind == "file":
+        return Path(script.target).read_text(errors="replace") if Path(script.target).is_file() else ""
+    spec = importlib.util.find_spec(script.target)
+    if spec and spec.submodule_search_locations:
+        spec = importlib.util.find_spec(f"{script.target}.__main__")
+    return (cast(SourceFileLoader, spec.loader).get_source(spec.name) if spec else None) or ""
+
+
+def _forget_the_fork() -> None:
+    """Hide from a script that multiprocessing started its process."""
+    multiprocessing.set_start_method(None, force=True)  # otherwise loaders would start their workers in the way this rank was started
+    multiprocessing.current_process().name = "MainProcess"
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # the launcher's handle, after it forked itself
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if sys.stdout is not None:  # it was closed
+        cast(TextIO, sys.stdout).reconfigure(line_buffering=True)  # type: ignore[attr-defined]  # a rank may be killed at any time
+    if os.environ["WORLD_SIZE"] == "1":
+        gc.unfreeze()  # it may launch ranks, and must receive their results
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # otherwise all ranks would continue from the fork server's random state
+
+
+def _run_exit_handlers() -> None:
+    """Wait for the script's threads, then run its ``atexit`` handlers, as an interpreter does at its end."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
+def _end_like_an_interpreter() -> None:
+    """Do what multiprocessing skips at the end of a process: threads, exit handlers, objects with pending writes."""
+    _run_exit_handlers()
+    if not any(thread.daemon for thread in threading.enumerate()):  # a running thread would lose its globals
+        vars(sys.modules["__main__"]).clear()
+        gc.collect()
+
+
+def _leave_hard(status: int, is_replica: bool, by_sigterm: bool) -> NoReturn:
+    """End this rank at once, without its threads and what it has left in memory.
+
+    The exit handlers of a rank above 0 write and print nothing that counts, and have run inside the scope unless the script has failed.
+    """
+    if signal.getsignal(signal.SIGTERM) is terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher waits
+    with suppress(BaseException):  # the failure is recorded
+        if not is_replica:
+            atexit._run_exitfuncs()
+        for child in multiprocessing.active_children():
+            child.terminate()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    if by_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(status)

@@ -1,0 +1,117 @@
+"""How signals end ranks: each reaches a rank once, and ``finally`` blocks run before the launcher kills.
+
+The terminal sends Ctrl-C to the launcher and the ranks, and the launcher forwards it.
+Each rank records received signals in a file. The interpreter's own C handler does this, so it happens immediately and before any handler of
+the script. The launcher forwards a signal only to ranks that have not noted it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from parwrap.torch_private.elastic import process_context
+
+__all__ = ["Terminated", "forward_once", "note_signals", "raise_on_sigterm", "terminate"]
+
+ARRIVING = 0.5
+"""Seconds after which a signal to the launcher and the ranks has reached all of them."""
+
+SAME = 5.0
+"""Seconds after which a signal that a rank recorded counts as a different one from the launcher's."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM has arrived, for example because another rank has failed. Its exit code is the one that a shell shows."""
+
+
+def terminate(number: int, frame: object) -> None:
+    """The handler of SIGTERM in a rank: raises :class:`Terminated`, so that ``finally`` blocks run.
+
+    While the rank handles an exception, it does nothing: these blocks are running, and the launcher waits for them.
+    """
+    if sys.exc_info()[1] is None:
+        raise Terminated(128 + number)
+
+
+def raise_on_sigterm() -> None:
+    """Install :func:`terminate` in this rank, but not in processes that it forks."""
+    signal.signal(signal.SIGTERM, terminate)
+    os.register_at_fork(after_in_child=_as_before)
+
+
+def _as_before() -> None:
+    if signal.getsignal(signal.SIGTERM) is terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def note_signals(directory: Path) -> None:
+    """Record the signals that this rank receives from now on. The script may override this with ``signal.set_wakeup_fd``."""
+    noted = os.open(_notes(directory, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
+    signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=partial(_forget, noted))
+
+
+def _forget(noted: int) -> None:
+    """Stop recording signals in a forked process, because they are not the rank's."""
+    with suppress(ValueError):  # in a thread, where Python has no wakeup descriptor
+        other = signal.set_wakeup_fd(-1)
+        if other not in (noted, -1):
+            signal.set_wakeup_fd(other)
+
+
+def forward_once(directory: Path, closed: list[Any]) -> Callable:
+    """A wrapper for ``MultiprocessContext._close``, which sends a signal to all ranks and kills those alive after a timeout.
+
+    It skips ranks that have already received the launcher's signal.
+
+    Args:
+        directory: where the ranks note their signals.
+        closed: a list for the processes that have ended in this way.
+    """
+
+    def close(wrapped: Callable, context: Any, args: tuple, kwargs: dict) -> None:
+        number, started = kwargs["death_sig"], process_context(context)
+        closed[:] = processes = started.processes if started else []
+        if number != getattr(sys.exc_info()[1], "sigval", None):  # torch ends the ranks for another reason
+            return wrapped(*args, **kwargs)
+        end = time.monotonic() + kwargs["timeout"]
+        left = _without(directory, number, processes)
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        return wrapped(*args, **{**kwargs, "death_sig": signal.SIGKILL})
+
+    return close
+
+
+def _without(directory: Path, number: int, processes: list[Any]) -> list[Any]:
+    """Those of ``processes`` that are alive and have not received the signal."""
+    until = time.monotonic() + ARRIVING
+    while True:
+        left = [process for process in processes if process.is_alive() and not _received(_notes(directory, process.pid), number)]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.02)
+
+
+def _received(notes: Path, number: int) -> bool:
+    try:
+        # a worker that the same Ctrl-C ends may be recorded after it
+        last = notes.read_bytes().rstrip(bytes([signal.SIGCHLD]))[-1:]
+        return last == bytes([number]) and notes.stat().st_mtime > time.time() - SAME
+    except FileNotFoundError:  # the rank is still starting
+        return False
+
+
+def _notes(directory: Path, process: int) -> Path:
+    return directory / f"signals-{process}"

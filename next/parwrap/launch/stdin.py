@@ -1,0 +1,50 @@
+"""A launched rank has no stdin: reading from it is an error that says what to do instead."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+from typing import Any, NoReturn, TextIO, cast
+
+from parwrap.errors import UsageError
+
+__all__ = ["refuse_stdin"]
+
+
+def refuse_stdin(remedy: str) -> None:
+    """Make reading from stdin raise an error in this process.
+
+    Args:
+        remedy: what to do instead of reading, such as ``"pass the answer as an argument"``.
+    """
+
+    def ask(prompt: object = "") -> NoReturn:
+        raise EOFError(f"input({str(prompt)!r}) was called on a launched rank, which has no stdin: {remedy}.")
+
+    builtins.input = ask
+    sys.stdin = cast(TextIO, _NoStdin(sys.stdin, remedy))
+    if os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace"):  # another debugger may need no terminal
+        sys.breakpointhook = _refuse_breakpoint
+
+
+class _NoStdin:
+    """The stdin of a rank: reading from it is an error, and everything else is unchanged."""
+
+    def __init__(self, stdin: TextIO | None, remedy: str) -> None:
+        self._stdin, self._remedy = stdin, remedy
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("buffer", "read", "readline", "readlines"):
+            self._refuse()
+        return getattr(self._stdin, name)
+
+    def __iter__(self) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise EOFError(f"sys.stdin was read on a launched rank, which has no stdin: {self._remedy}.")
+
+
+def _refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UsageError("breakpoint() was called on a launched rank, which has no terminal: debug on one rank, with --nproc-per-node 1.")

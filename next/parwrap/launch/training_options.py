@@ -1,0 +1,64 @@
+"""The options of the ``distributed`` scope as options of ``parwrap.run``, one table; ``options.py`` has their meaning."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from parwrap.options import CHOICES, Options
+
+__all__ = ["SCOPE_OPTIONS", "add_options", "scope_options"]
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer.") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from None
+
+
+def _choice(text: str) -> str:
+    return text.replace("-", "_")
+
+
+SCOPE_OPTIONS: dict[str, dict[str, Any]] = {
+    "backend": {"help": "Backend of the process group; by default nccl for GPUs and gloo for the CPU."},
+    "seed": {"type": _whole, "help": "Seed of torch, numpy and python on all ranks."},
+    "batch": {"help": "per_rank: each rank takes whole batches; global: each takes its part of every batch."},
+    "uneven": {"help": "If samples do not divide evenly: pad repeats some; drop skips some; join uses each once."},
+    "lr": {"help": "How learning rates follow the larger global batch: keep, linear or sqrt."},
+    "loss": {"help": "How the loss combines the samples of a batch: mean or sum."},
+    "draws": {"help": "by-pass: ranks draw their own random numbers in training passes; per-rank: from the first backward on."},
+    "strategy": {"help": f"How ranks train together: {'; '.join(f'{name}: {text}' for name, text in CHOICES['strategy'].items())}."},
+    "bucket_cap_mb": {"type": _number, "help": "Size of DDP's gradient buckets in megabytes."},
+    "gradient_as_bucket_view": {
+        "action": "store_true",
+        "help": "As in DistributedDataParallel: saves memory, but gradients kept across steps change.",
+    },
+    "timeout": {"type": _number, "help": "Seconds that a rank waits for another."},
+}
+"""The arguments of ``argparse`` for each option of the scope."""
+
+
+def add_options(group: argparse._ArgumentGroup) -> None:
+    """Add all of them to ``group``; one that is not given leaves no attribute."""
+    for name, arguments in SCOPE_OPTIONS.items():
+        given = {"type": _choice, **arguments} if name in CHOICES else arguments
+        group.add_argument(*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), default=argparse.SUPPRESS, **given)
+
+
+def scope_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options for the scope that ``arguments`` give.
+
+    >>> scope_options(argparse.Namespace(seed=3, nnodes="1"))
+    {'seed': 3}
+    """
+    return {field.name: getattr(arguments, field.name) for field in fields(Options) if hasattr(arguments, field.name)}

@@ -1,0 +1,45 @@
+"""Classification losses with ``batch="global"`` whose divisor is not the number of samples: class weights, ignored targets.
+
+Each mean loss is multiplied by the factor that makes the average over ranks the mean over the whole batch. That takes one message of two
+numbers for each such loss, sent whenever it has class weights or several targets a sample, or when targets may be ignored.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.torch_calls import Criterion
+from parwrap.loop.passes import Passes
+from parwrap.ranks.group import Group, is_alone
+
+__all__ = ["Divisors"]
+
+LEAST = 1e-30
+"""If no rank counts a target, the loss is zero."""
+
+
+class Divisors(Interceptor):
+    """Weights such losses by their divisors.
+
+    Args:
+        group: the process group.
+        passes: the open passes, which know the weight of this rank's part of the batch.
+    """
+
+    def __init__(self, group: Group, passes: Passes) -> None:
+        self._group, self._passes = group, passes
+
+    def criterion(self, call: Criterion) -> torch.Tensor | None:
+        """The factor of ``call``'s loss. The strategy multiplies the whole loss by the weight of the batch, so it is divided by that."""
+        training = self._passes.training
+        if is_alone() or training is None or training.weights is None or self._passes.innermost is not training:
+            return None
+        weight = training.in_flight[-1].weight if training.in_flight else 1.0
+        divisor = call.divisor().to(torch.float32) * bool(weight)
+        self._group.before_control("a cross entropy of a global batch")
+        total = divisor.cpu() if self._group.control is not None else divisor.clone()
+        dist.all_reduce(total, group=self._group.control)
+        factor = divisor * self._group.world.size / total.to(divisor).clamp(min=LEAST)
+        return factor / weight if weight else torch.zeros_like(factor)

@@ -1,0 +1,130 @@
+"""What a backward reaches, by reading the autograd graph without changing it; and the mean over ranks, written into the loss (rule 5)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.intercept.torch_calls import Backward
+from parwrap.torch_private.autograd import input_metadata, saved_sparse, view_base
+
+__all__ = ["Losses", "leading_sizes", "reached", "reenters", "sparsely_used"]
+
+VIEWS = ("TBackward", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze")
+
+
+def reached(tensors: Iterable[torch.Tensor | GradientEdge]) -> list[torch.Tensor]:
+    """The leaf tensors that would get a gradient from a backward pass of ``tensors``, those used first in the forward pass first.
+
+    >>> weight, x = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
+    >>> [leaf is weight for leaf in reached([(weight * x).sum()])]
+    [True]
+    """
+    found = {id(node.variable): node.variable for node in _nodes(tensors) if hasattr(node, "variable")}
+    return list(reversed(found.values()))
+
+
+def sparsely_used(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
+    """The ids of the leaf tensors that would get a sparse gradient: only embeddings with ``sparse=True`` use them.
+
+    >>> embedding = torch.nn.Embedding(5, 2, sparse=True)
+    >>> sparsely_used([embedding(torch.tensor([1])).sum()]) == {id(embedding.weight)}
+    True
+    """
+    sparse: set[int] = set()
+    dense: set[int] = set()
+    for node in _nodes(tensors):
+        for following, _ in node.next_functions:
+            if hasattr(following, "variable"):
+                (sparse if saved_sparse(node) else dense).add(id(following.variable))
+    return sparse - dense
+
+
+def reenters(tensors: Iterable[torch.Tensor | GradientEdge]) -> bool:
+    """Whether a backward of ``tensors`` runs others inside it, as re-entrant checkpointing does: its leaves are hidden.
+
+    >>> reenters([torch.nn.Parameter(torch.ones(2)).sum()])
+    False
+    """
+    return any(node.name().startswith("CheckpointFunction") for node in _nodes(tensors))
+
+
+def leading_sizes(tensors: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
+    """The first dimensions of the tensors in a backward of ``tensors``; one of them is the number of samples.
+
+    >>> x, weight = torch.ones(3, 2), torch.nn.Parameter(torch.ones(5, 2))
+    >>> sorted(leading_sizes([(x @ weight.T).sum()]))
+    [3]
+    """
+    computed = (node for node in _nodes(tensors) if not hasattr(node, "variable") and not _is_view_of_leaf(node))
+    return {int(kind.shape[0]) for kind in chain.from_iterable(map(input_metadata, computed)) if len(kind.shape)}
+
+
+def _is_view_of_leaf(node: Any) -> bool:
+    """Whether ``node`` only reshapes a parameter, as a layer does with its weight."""
+    return node.name().startswith(VIEWS) and all(hasattr(following, "variable") for following, _ in node.next_functions)
+
+
+def _nodes(tensors: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
+    """The nodes of the graph behind ``tensors``, each once; on a single path the newest come first."""
+    nodes = [
+        each.node if isinstance(each, GradientEdge) else get_gradient_edge(each).node
+        for each in tensors
+        if isinstance(each, GradientEdge) or each.requires_grad
+    ]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+
+
+class _Scaled(NamedTuple):
+    """What ``GradScaler.scale`` has returned, and what it was called with."""
+
+    result: weakref.ref[torch.Tensor]
+    loss: weakref.ref[torch.Tensor]
+    scale: float
+
+
+class Losses(Interceptor):
+    """The scalar that a backward is called on, to send it with the gradients and to write the mean over ranks into it."""
+
+    def __init__(self) -> None:
+        self._scaled: _Scaled | None = None
+
+    def scaled(self, loss: Any, scale: float, result: Any) -> None:
+        if isinstance(loss, torch.Tensor):
+            self._scaled = _Scaled(weakref.ref(result), weakref.ref(loss), scale)
+
+    def root(self, call: Backward) -> torch.Tensor | None:
+        """The one scalar that ``call`` differentiates; ``None`` if there are several roots, or one with a gradient."""
+        if len(call.tensors) != 1 or call.grad_tensors[0] is not None:
+            return None
+        root = call.tensors[0]
+        return root if isinstance(root, torch.Tensor) and root.numel() == 1 and root.is_floating_point() else None
+
+    @torch.no_grad()
+    def write_mean(self, root: torch.Tensor, call: Backward, mean: torch.Tensor) -> None:
+        """Write ``mean`` into ``root``, and into the loss that a ``GradScaler`` has multiplied to get it.
+
+        A graph that is kept may have saved the value for its second backward, and a view shares it with other numbers: these stay.
+        """
+        if call.keeps_graph or root.grad_fn is None:
+            return
+        if view_base(root) is None:
+            root.data.copy_(mean.reshape(root.shape))
+        scaled = self._scaled
+        if scaled is not None and scaled.result() is root:
+            loss = scaled.loss()
+            if loss is not None and loss is not root and loss.grad_fn is not None and view_base(loss) is None:
+                loss.data.copy_((mean / scaled.scale).reshape(loss.shape))

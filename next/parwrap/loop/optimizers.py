@@ -1,0 +1,217 @@
+"""The optimizers that exist, what they own, and whether their models are in train mode (contract, rules 2 and 6).
+
+Optimizers are noted when they are built. Those built before the scope opened are found once, at its entry; any other at its first step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from parwrap.errors import UsageError
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.loop.passes import Passes
+from parwrap.places import Place, script_place
+
+__all__ = ["Optimizers", "evaluates", "optimizers_in", "parameters_of"]
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """All parameters of ``optimizer``, group by group."""
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def evaluates(optimizers: Iterable[Optimizer], in_eval: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether every trainable parameter of ``optimizers`` was last put in eval mode. A frozen ``bn.eval()`` is not enough.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> sgd, last = torch.optim.SGD(model.parameters()), set(map(id, model[1].parameters()))
+    >>> evaluates([sgd], lambda p: True), evaluates([sgd], lambda p: id(p) in last), evaluates([], lambda p: True)
+    (True, False, False)
+    """
+    trainable = [p for optimizer in optimizers for p in parameters_of(optimizer) if p.requires_grad]
+    return bool(trainable) and all(map(in_eval, trainable))
+
+
+class Optimizers(Interceptor):
+    """Every optimizer of the script.
+
+    Args:
+        passes: the passes over loaders.
+
+    Attributes:
+        were_built: whether the script has built an optimizer, even if none is left.
+        generation: changes whenever the trainable parameters may be others.
+        steps: the number of steps of all optimizers.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+        self._all: list[weakref.ref[Optimizer]] = []
+        self._built_since_step: list[weakref.ref[Optimizer]] = []
+        self._stepped: list[weakref.ref[Optimizer]] = []
+        self._stepped_in_pass: list[weakref.ref[Optimizer]] = []
+        self._in_eval: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._made_in: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._of_batch: weakref.WeakKeyDictionary[Optimizer, tuple[int, Place]] = weakref.WeakKeyDictionary()
+        self.were_built = False
+        self.generation = self.steps = 0
+        self.after_step: Callable[[Optimizer], None] = lambda optimizer: None
+
+    # what exists
+
+    def all(self) -> list[Optimizer]:
+        """The optimizers that train the model, in the order in which they were built; not those of one batch."""
+        return [each for each in _alive(self._all) if each not in self._of_batch]
+
+    def owners(self) -> dict[int, Optimizer]:
+        """The optimizer of each parameter, by the parameter's id: the one built last."""
+        return {id(p): optimizer for optimizer in self.all() for p in parameters_of(optimizer)}
+
+    def note(self, optimizers: Iterable[Optimizer]) -> None:
+        """Note ``optimizers`` that were built before the scope opened."""
+        for each in optimizers:
+            self.built(each)
+
+    def built(self, optimizer: Optimizer) -> None:
+        if optimizer in self._of_batch:
+            return
+        known = any(ref() is optimizer for ref in self._all)
+        if not known and self._passes.training and self._trains_batch(optimizer):
+            self._of_batch[optimizer] = self._passes.batches, script_place()
+            return
+        self.were_built = True
+        self.generation += 1
+        if not known:
+            self._all = [ref for ref in self._all if ref() is not None] + [weakref.ref(optimizer)]
+            if not self._passes.training:
+                self._built_since_step.append(self._all[-1])
+
+    def _trains_batch(self, optimizer: Optimizer) -> bool:
+        """Whether all that ``optimizer`` trains was made inside the training pass; a late optimizer of older parameters was not."""
+        return all(p in self._made_in or not isinstance(p, nn.Parameter) for p in parameters_of(optimizer))
+
+    # what belongs to a batch (rule 6)
+
+    def made(self, parameter: nn.Parameter) -> None:
+        if self._passes.training:
+            self._made_in[parameter] = self._passes.batches, script_place()
+
+    def of_batch(self, leaf: torch.Tensor) -> bool:
+        """Whether the leaf tensor ``leaf`` was made inside the training pass, so that it is not averaged.
+
+        A bare tensor counts as made where a backward first reaches it. Without an optimizer, bare tensors are parameters.
+
+        Raises:
+            UsageError: it was made in an earlier batch, and is trained now.
+        """
+        if isinstance(leaf, nn.Parameter):
+            made = self._made_in.get(leaf)
+        elif self._passes.training and self.were_built:
+            made = self._made_in.setdefault(leaf, (self._passes.batches, script_place()))
+        else:
+            return False
+        if made is None:
+            return False
+        self._refuse_older(made, f"a tensor of shape {tuple(leaf.shape)}")
+        return True
+
+    def _refuse_older(self, made: tuple[int, Place], what: str) -> None:
+        batch, place = made
+        if batch != self._passes.batches:
+            raise UsageError(
+                f"{script_place()} trains {what} that {place} made inside the training pass, in an earlier batch. What is made inside a "
+                "training pass belongs to its batch: every rank has another, and no gradient of it is averaged. Make it before the loop, "
+                "where all ranks make the same."
+            )
+
+    # steps and modes
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        if optimizer in self._of_batch:
+            self._refuse_older(self._of_batch[optimizer], f"the parameters of a {type(optimizer).__name__}")
+            return
+        if all(ref() is not optimizer for ref in self._all):
+            self.built(optimizer)
+        self.steps += 1
+        self._built_since_step.clear()
+        if self._passes.training and all(ref() is not optimizer for ref in self._stepped_in_pass):
+            self._stepped_in_pass.append(weakref.ref(optimizer))
+        self.after_step(optimizer)
+
+    def ended_pass(self) -> None:
+        """A training pass has ended."""
+        if self._stepped_in_pass:
+            self._stepped, self._stepped_in_pass = self._stepped_in_pass, []
+
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        place = script_place()
+        for p in module.parameters():
+            if training:
+                self._in_eval.pop(p, None)
+            else:
+                self._in_eval[p] = place
+
+    def evaluate(self) -> bool:
+        """Whether the models of the optimizers at work are in eval mode: those built since the last step, else those that stepped in the
+        last training pass."""
+        at_work = _alive(self._built_since_step) or _alive(self._stepped) or self.all()
+        return evaluates(at_work, lambda p: p in self._in_eval)
+
+    def eval_place(self) -> Place | None:
+        """The line of the last ``eval()`` that put a parameter of an optimizer in eval mode."""
+        places = [self._in_eval.get(p) for optimizer in self.all() for p in parameters_of(optimizer)]
+        return next((place for place in places if place is not None), None)
+
+    def moved(self, module: nn.Module) -> None:
+        self.generation += 1
+
+
+def _alive(refs: Iterable[weakref.ref[Optimizer]]) -> list[Optimizer]:
+    return [optimizer for ref in refs if (optimizer := ref()) is not None]
+
+
+def optimizers_in(
+    function: Callable[..., Any] | None, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> list[Optimizer]:
+    """The optimizers among the arguments of ``function``, its ``self``, its closure and the globals that it names, one level deep.
+
+    >>> sgd = torch.optim.SGD([torch.ones(1)])
+    >>> optimizers_in(print, [{"optimizers": [sgd]}]) == optimizers_in(print, [[sgd]]) == [sgd]
+    True
+    """
+    values = [*args, *(kwargs or {}).values()]
+    if function is not None:
+        values.append(getattr(function, "__self__", None))
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        try:
+            names = inspect.getclosurevars(function)
+        except TypeError:  # no Python function
+            pass
+        else:
+            values += [*names.nonlocals.values(), *names.globals.values()]
+    found: dict[int, Optimizer] = {}
+    for value in values:
+        for each in (value, *_members(value)):
+            for one in (each, *_members(each)) if isinstance(each, (list, tuple, dict)) else (each,):
+                if isinstance(one, Optimizer):
+                    found[id(one)] = one
+    return list(found.values())
+
+
+def _members(value: Any) -> Iterable[Any]:
+    """What ``value`` holds one level deep: the items of a container, or the attributes of an object of the script."""
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set)):
+        return list(value)
+    if isinstance(value, (nn.Module, torch.Tensor, type)) or not hasattr(value, "__dict__") or inspect.ismodule(value):
+        return ()
+    return list(vars(value).values())

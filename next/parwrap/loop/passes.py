@@ -1,0 +1,176 @@
+"""The open passes over loaders, the batches they have drawn, and the weight of each batch (contract, rules 2, 4 and 6).
+
+``data/loaders.py`` begins and ends passes; this file is what the rest of the loop knows about them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from parwrap.errors import UsageError
+from parwrap.loop import random_streams
+from parwrap.loop.random_streams import RandomStreams
+from parwrap.places import Place, script_place
+
+__all__ = ["Batch", "Pass", "Passes"]
+
+
+class Batch(NamedTuple):
+    """A batch that a training pass has drawn.
+
+    Attributes:
+        samples: the number of samples in this rank's part.
+        weight: the weight of this part in an average over ranks; the weights of all ranks have mean 1.
+    """
+
+    samples: int
+    weight: float
+
+
+@dataclass(eq=False)
+class Pass:
+    """One iteration over a loader.
+
+    Attributes:
+        trains: whether it is a training pass.
+        shared: whether this rank reads only its share.
+        place: the line that reads it.
+        data: digits of a hash of what all ranks must read alike, which travel with its first backward.
+        weights: the weights of batches that the sampler has drawn ahead, in order; ``None`` if all are 1.
+        backwards: the number of backwards since it began.
+        backwards_before: the number of all backwards when it began.
+        drawn: the number of batches drawn.
+        samples: the number of samples in them.
+        exhausted: whether it was read to its end.
+        may_not_train: whether a backward in it is an error, because the loader trained on shares before.
+        in_flight: the last three batches.
+        ahead: whether the loop draws batches before it has trained on the last one.
+    """
+
+    trains: bool
+    shared: bool
+    place: Place
+    data: tuple[int, ...] = ()
+    weights: deque[float] | None = None
+    backwards: int = 0
+    backwards_before: int = 0
+    drawn: int = 0
+    samples: int = 0
+    exhausted: bool = False
+    may_not_train: bool = False
+    in_flight: deque[Batch] = field(default_factory=lambda: deque(maxlen=3))
+    ahead: bool = False
+    _since_backward: int = 0
+
+    def drew(self, samples: int) -> None:
+        """A batch with that many samples was drawn."""
+        self.drawn += 1
+        self.samples += samples
+        if self.weights is not None:
+            self._since_backward += 1
+            self.ahead = self.ahead or self._since_backward > 1
+            self.in_flight.append(Batch(samples, self.weights.popleft()))
+
+    def ran_backward(self) -> None:
+        """A backward ran while this pass was the innermost training pass."""
+        self.backwards += 1
+        self._since_backward = 0
+
+
+class Passes:
+    """The open passes, innermost last, and what they mean for random draws.
+
+    Args:
+        streams: the random streams of this rank.
+        draws: ``"by_pass"`` or ``"per_rank"``, as in :class:`parwrap.distributed`.
+
+    Attributes:
+        batches: the number of batches that training passes have drawn so far; it identifies a batch.
+        backwards: the number of backwards so far.
+    """
+
+    def __init__(self, streams: RandomStreams, draws: str = "by_pass") -> None:
+        self.streams, self._draws = streams, draws
+        self._open: list[Pass] = []
+        self._same_draws = 0
+        self.batches = self.backwards = 0
+
+    @property
+    def training(self) -> Pass | None:
+        """The innermost open training pass."""
+        return next((each for each in reversed(self._open) if each.trains), None)
+
+    @property
+    def innermost(self) -> Pass | None:
+        """The innermost open pass of any kind."""
+        return self._open[-1] if self._open else None
+
+    def begin(self, opened: Pass) -> None:
+        """Add ``opened``."""
+        self._open.append(opened)
+
+    def end(self, closed: Pass) -> None:
+        """Remove ``closed``, and let the loop draw as the passes that are left say."""
+        if closed in self._open:
+            self._open.remove(closed)
+            self.draw()
+
+    def draw(self) -> None:
+        """Let the loop draw: on this rank's own streams of torch and numpy while a training pass is open, else on the shared ones."""
+        if self._same_draws:
+            own = random_streams.NONE
+        elif self._draws == "per_rank" and self.backwards:
+            own = random_streams.ALL
+        else:
+            own = random_streams.TRAINING if self.training else random_streams.NONE
+        self.streams.use(own)
+
+    def same_draws(self, entered: bool) -> None:
+        """Whether ranks decide together, by shared draws, inside of ``with parwrap.same_draws()``."""
+        self._same_draws += 1 if entered else -1
+        self.draw()
+
+    def drew(self, training: Pass, samples: int) -> None:
+        """``training`` has drawn a batch."""
+        training.drew(samples)
+        self.batches += 1
+
+    def ran_backward(self) -> None:
+        """A backward of the script ran."""
+        self.backwards += 1
+        if training := self.training:
+            training.ran_backward()
+        if self.backwards == 1 and self._draws == "per_rank":
+            self.draw()
+
+    def batch(self, sizes: Callable[[], Iterable[int]]) -> Batch:
+        """The batch that a backward trains on, for its weight.
+
+        It is the one drawn last. If the loop draws ahead and the weights differ, the size of the batch decides.
+
+        Args:
+            sizes: a function that returns the sizes of the first dimensions in the graph of the loss.
+
+        Raises:
+            UsageError: several batches have that size.
+        """
+        training = self.training
+        if training is None or not training.in_flight:
+            return Batch(0, 1.0)
+        batches = list(training.in_flight)
+        if not training.ahead:
+            return batches[-1]
+        if len({batch.weight for batch in batches}) == 1:
+            return batches[-1]
+        seen = set(sizes())
+        found = {batch for batch in batches if batch.samples in seen}
+        if len(found) == 1:
+            return found.pop()
+        raise UsageError(
+            f"{script_place()} trains on a batch of the loader at {training.place}, which has drawn others ahead "
+            f"({', '.join(str(batch.samples) for batch in batches)} samples), so parwrap cannot say which weight the loss has. Call "
+            "backward before the next batch is drawn, or choose a batch size that divides the dataset and the number of ranks."
+        )

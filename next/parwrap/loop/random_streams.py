@@ -1,0 +1,176 @@
+"""The random streams of this rank: a shared set, on which all ranks draw the same, and a set of its own (contract, rule 4).
+
+Each set has a stream of torch (with that of the current GPU), one of numpy and one of Python's ``random``. ``use`` says which libraries
+draw on this rank's own streams now. ``passes.py`` decides when.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["ALL", "NONE", "TRAINING", "RandomStreams", "seed_all"]
+
+Libraries = frozenset[str]
+
+NONE: Libraries = frozenset()
+TRAINING: Libraries = frozenset({"torch", "numpy"})
+"""In a training pass a rank draws its own noise, but decisions, which scripts draw from Python's ``random``, are those of all ranks."""
+ALL: Libraries = frozenset({"torch", "numpy", "python"})
+"""While samples of a training pass are read, augmentation is the rank's own, whatever it draws from."""
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch, numpy and Python, each with as many bits of ``seed`` as it takes."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+class _Torch:
+    """Torch's stream on the CPU, and that of the current GPU once CUDA has started."""
+
+    def get(self) -> Any:
+        gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        return torch.default_generator.get_state(), gpu
+
+    def set(self, state: Any) -> None:
+        torch.default_generator.set_state(state[0])
+        if torch.cuda.is_initialized():
+            if state[1] is None:  # CUDA has started since
+                torch.cuda.manual_seed(torch.default_generator.initial_seed())
+            else:
+                torch.cuda.set_rng_state(state[1])
+
+    def seeded(self, seed: int) -> Any:
+        cpu = torch.Generator().manual_seed(seed)
+        gpu = torch.Generator("cuda").manual_seed(seed).get_state() if torch.cuda.is_initialized() else None
+        return cpu.get_state(), gpu
+
+
+class _Numpy:
+    """numpy's global stream; its state takes 20 us to copy, so the bit generator itself is exchanged."""
+
+    def get(self) -> Any:
+        return np.random.get_bit_generator()
+
+    def set(self, state: Any) -> None:
+        np.random.set_bit_generator(state)
+
+    def seeded(self, seed: int) -> Any:
+        generator = np.random.MT19937()
+        generator.state = np.random.RandomState(seed % 2**32).get_state(legacy=False)  # as numpy.random.seed does
+        return generator
+
+
+class _Python:
+    def get(self) -> Any:
+        return random.getstate()
+
+    def set(self, state: Any) -> None:
+        random.setstate(state)
+
+    def seeded(self, seed: int) -> Any:
+        return random.Random(seed).getstate()
+
+
+class RandomStreams:
+    """The two sets of streams of one rank.
+
+    Args:
+        rank: this rank; its own streams are seeded with the shared seed plus ``rank``.
+
+    Attributes:
+        seedings: how often the script has seeded torch.
+
+    >>> streams = RandomStreams(rank=1)
+    >>> seed_all(0)
+    >>> with streams.used(TRAINING):
+    ...     own = torch.rand(1), random.random()
+    >>> torch.equal(own[0], torch.rand(1, generator=torch.Generator().manual_seed(1))), own[1] == random.Random(0).random()
+    (True, True)
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._libraries: dict[str, Any] = {"torch": _Torch(), "numpy": _Numpy(), "python": _Python()}
+        self._own: Libraries = NONE
+        self._kept: dict[str, Any] = {}
+        self._shared_seed: int | None = None
+        self.seedings = 0
+
+    def seed(self) -> int:
+        """The seed of the shared streams, as ``torch.initial_seed()`` has it."""
+        if "torch" in self._own and self._shared_seed is not None:
+            return self._shared_seed
+        return torch.initial_seed()
+
+    def use(self, own: Libraries) -> Libraries:
+        """Let the libraries ``own`` draw on this rank's own streams from now on, and the others on the shared ones.
+
+        Returns:
+            The libraries that did so before.
+        """
+        before = self._own
+        if own is not before:
+            if own and not self._kept:
+                self._begin_own()
+            self._own = own
+            for name in before ^ own:
+                library, other = self._libraries[name], self._kept[name]
+                self._kept[name] = library.get()
+                library.set(other)
+        return before
+
+    @contextmanager
+    def used(self, own: Libraries) -> Iterator[None]:
+        """:meth:`use` inside the block."""
+        before = self.use(own)
+        try:
+            yield
+        finally:
+            self.use(before)
+
+    def _begin_own(self) -> None:
+        seed = self._shared_seed = torch.initial_seed()
+        own = (seed + self._rank) % 2**63
+        self._kept = {name: library.seeded(own) for name, library in self._libraries.items()}
+
+    def script_seeded(self, library: str) -> None:
+        """The script has just seeded ``library``, whichever stream it draws on: that seed holds for both sets."""
+        if library == "torch":
+            self.seedings += 1
+        if not self._kept:
+            return
+        stream = self._libraries[library]
+        shared = stream.get()
+        if library == "torch":
+            seed = self._shared_seed = torch.initial_seed()
+            own = stream.seeded((seed + self._rank) % 2**63)
+        elif library == "numpy":
+            drawn = np.random.RandomState(np.random.MT19937())
+            drawn.set_state(np.random.get_state())
+            own = stream.seeded(int(drawn.randint(2**31)) + self._rank)
+            if library in self._own:  # the bit generator itself is the stream: the shared set gets the one that was seeded
+                other = self._kept[library]
+                other.state = shared.state
+                shared = other
+        else:
+            copy = random.Random()
+            copy.setstate(shared)
+            own = stream.seeded(copy.getrandbits(32) + self._rank)
+        if library in self._own:
+            self._kept[library] = shared
+            stream.set(own)
+        else:
+            self._kept[library] = own
+
+    def close(self) -> None:
+        """Leave the process with the shared streams."""
+        self.use(NONE)
+        self._kept = {}

@@ -1,0 +1,291 @@
+"""The calls of Python that open, change or look at paths, as a table of patches.
+
+pathlib, shutil, json, numpy, pandas, matplotlib and similar libraries all use these calls. Some modules hold one under another name.
+``native_calls.py`` has the libraries that open files in native code.
+"""
+
+from __future__ import annotations
+
+import builtins
+import bz2
+import glob
+import io
+import multiprocessing.process
+import os
+import pathlib
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from numpy.lib._datasource import _FileOpeners  # type: ignore[attr-defined]
+
+from parwrap.intercept.patch import Patch
+
+__all__ = ["WRITING", "Change", "FileCalls", "Opening", "patches"]
+
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+"""The flags of ``os.open`` that allow a file to be changed."""
+
+OPENS = ((builtins, "open"), (io, "open"), (tarfile, "bltn_open"), (bz2, "_builtin_open"))
+LOOKS = ("stat", "lstat", "access", "readlink", "chdir", "statvfs", "getxattr", "listxattr")
+LISTINGS = ("listdir", "scandir")
+ATTRIBUTES = ("chmod", "lchmod", "chown", "lchown", "utime", "setxattr", "removexattr", "chflags", "lchflags")
+
+HOLDERS = tuple(
+    getattr(module, name)
+    for module, name in ((pathlib, "_normal_accessor"), (glob, "_StringGlobber"), (glob, "_PathGlobber"))
+    if hasattr(module, name)
+)
+"""What holds functions of ``os`` under their own names: pathlib of Python 3.10, glob of Python 3.13."""
+
+
+class Opening(NamedTuple):
+    """A call of ``open``, with its arguments by their names."""
+
+    original: Callable
+    file: Any
+    mode: str = "r"
+    buffering: int = -1
+    encoding: Any = None
+    errors: Any = None
+    newline: Any = None
+    closefd: bool = True
+    opener: Any = None
+
+    def run(self) -> Any:
+        """Do what ``open`` does."""
+        return self.original(*self[1:])
+
+    @property
+    def writes(self) -> bool:
+        """Whether it may change the file.
+
+        >>> [Opening(open, "a", mode).writes for mode in ("rb", "r+", "at")]
+        [False, True, True]
+        """
+        return isinstance(self.mode, str) and not {"w", "a", "x", "+"}.isdisjoint(self.mode)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether ``open`` accepts the arguments together."""
+        kinds = set(self.mode)
+        return (
+            len(kinds) == len(self.mode)
+            and kinds <= set("rwaxbt+")
+            and len(kinds & set("rwax")) == 1
+            and not {"b", "t"} <= kinds
+            and ("b" not in kinds or (self.encoding, self.errors, self.newline) == (None, None, None))
+        )
+
+
+class Change(NamedTuple):
+    """A call that creates, removes or moves paths.
+
+    Attributes:
+        name: the name of the function: ``"mkdir"``, ``"truncate"``, ``"rmdir"``, ``"remove"``, ``"unlink"``, ``"rmtree"``, ``"rename"``,
+            ``"replace"``, ``"link"``, ``"symlink"`` or ``"copyfile"``.
+        run: a function that runs the call.
+        gone: a path that does not exist afterwards and the descriptor that it is relative to, or ``None``.
+        made: in the same form, a path that exists, or is a different file, afterwards.
+        source: in the same form, the path whose content ``made`` has afterwards.
+        target: the target of a symbolic link.
+        options: the other arguments.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    gone: tuple[Any, int | None] | None = None
+    made: tuple[Any, int | None] | None = None
+    source: tuple[Any, int | None] | None = None
+    target: Any = None
+    options: tuple[tuple, dict] = ((), {})
+
+
+class FileCalls(Protocol):
+    """What happens to the calls. ``writer.py`` implements it for rank 0, ``scratch.py`` for the other ranks."""
+
+    def open(self, call: Opening) -> Any: ...
+    def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int: ...
+    def look(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any: ...
+    def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any: ...
+    def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any: ...
+    def change(self, change: Change) -> Any: ...
+    def working_directory(self, original: Callable[[], str]) -> str: ...
+    def temporary_name(self, name: str) -> str: ...
+    def run_command(self, process: Any, run: Callable[[], Any], command: Any) -> Any: ...
+    def command_ended(self, process: Any) -> None: ...
+    def save(self, file: Any, write: Callable[[Any], Any]) -> Any: ...
+    def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any: ...
+    def write_native(self, path: Any, mode: str, write: Callable[[Any], Any]) -> Any: ...
+
+
+def patches(files: FileCalls) -> list[Patch | AbstractContextManager]:
+    """The patches that send all calls of this table to ``files``."""
+    return [
+        *_open_patches(files),
+        *_change_patches(files),
+        *_on_paths(files.look, LOOKS),
+        *_on_paths(files.listing, LISTINGS),
+        *_on_paths(files.attribute, ATTRIBUTES),
+        *_command_patches(files),
+        Patch(torch, "save", _saving(files)),
+        Patch(torch, "load", _loading(files)),
+        Patch(os, "getcwd", lambda wrapped, instance, args, kwargs: files.working_directory(wrapped)),
+        Patch(tempfile._RandomNameSequence, "__next__", lambda wrapped, *_: files.temporary_name(wrapped())),  # type: ignore[attr-defined]
+        *map(_holding_patched_calls, HOLDERS),
+    ]
+
+
+def _open_patches(files: FileCalls) -> list[Patch]:
+    def open(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        return files.open(Opening(wrapped, *args, **kwargs))
+
+    def opener(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Callable:
+        found = wrapped(*args, **kwargs)
+        return builtins.open if found is original else found
+
+    def open_descriptor(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> int:
+        return files.open_descriptor(wrapped, *args, **kwargs)
+
+    original = builtins.open
+    opens = [Patch(owner, name, open) for owner, name in OPENS if hasattr(owner, name)]
+    return [*opens, Patch(_FileOpeners, "__getitem__", opener), Patch(os, "open", open_descriptor)]
+
+
+def _change_patches(files: FileCalls) -> list[Patch]:
+    def made(name: str, run: Callable, path: Any, *args: Any, dir_fd: int | None = None) -> Change:
+        return Change(name, run, made=(path, dir_fd), options=(args, {}))
+
+    def gone(name: str, run: Callable, path: Any, *args: Any, dir_fd: int | None = None, **options: Any) -> Change:
+        return Change(name, run, gone=(path, dir_fd), options=(args, options))
+
+    def moved(name: str, run: Callable, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> Change:
+        return Change(name, run, gone=(src, src_dir_fd), made=(dst, dst_dir_fd), source=(src, src_dir_fd))
+
+    def link(
+        name: str, run: Callable, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None, **options: Any
+    ) -> Change:
+        return Change(name, run, made=(dst, dst_dir_fd), source=(src, src_dir_fd))
+
+    def symlink(name: str, run: Callable, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> Change:
+        return Change(name, run, made=(dst, dir_fd), target=src)
+
+    def copyfile(name: str, run: Callable, src: Any, dst: Any, *, follow_symlinks: bool = True) -> Change:
+        return Change(name, run, made=(dst, None), source=(src, None), options=((), {"follow_symlinks": follow_symlinks}))
+
+    def patch(owner: Any, name: str, taken_apart: Callable[..., Change]) -> Patch:
+        def change(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+            return files.change(taken_apart(name, partial(wrapped, *args, **kwargs), *args, **kwargs))
+
+        return Patch(owner, name, change)
+
+    forms: dict[Callable[..., Change], tuple[str, ...]] = {
+        made: ("mkdir", "truncate"),
+        gone: ("rmdir", "remove", "unlink"),
+        moved: ("rename", "replace"),
+        link: ("link",),
+        symlink: ("symlink",),
+    }
+    of_os = [patch(os, name, form) for form, names in forms.items() for name in names]
+    # rmtree removes by descriptors, and a checkpoint is copied without its content
+    return [*of_os, patch(shutil, "rmtree", gone), patch(shutil, "copyfile", copyfile)]
+
+
+def _on_paths(method: Callable, names: tuple[str, ...]) -> list[Patch]:
+    """Patches of those functions in ``names`` that this system has, whose first argument is a path. They call ``method``."""
+
+    def patch(name: str) -> Patch:
+        def on_path(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+            if args:
+                return method(name, wrapped, args[0], args[1:], kwargs)
+            path = kwargs.get("path", ".")
+            return method(name, wrapped, path, (), {key: value for key, value in kwargs.items() if key != "path"})
+
+        return Patch(os, name, on_path)
+
+    return [patch(name) for name in names if hasattr(os, name)]
+
+
+def _command_patches(files: FileCalls) -> list[Patch]:
+    def run(wrapped: Callable, process: Any, args: tuple, kwargs: dict) -> Any:
+        return files.run_command(process, partial(wrapped, *args, **kwargs), args[0] if args else kwargs.get("args"))
+
+    def system(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        process = object()
+        try:
+            return files.run_command(process, partial(wrapped, *args, **kwargs), args[0] if args else kwargs.get("command"))
+        finally:
+            files.command_ended(process)
+
+    def start(wrapped: Callable, process: Any, args: tuple, kwargs: dict) -> Any:
+        # the workers of a loader are daemons; they run all the time and write for themselves
+        return wrapped() if process.daemon else files.run_command(process, wrapped, None)
+
+    def wait(wrapped: Callable, process: Any, args: tuple, kwargs: dict) -> Any:
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            files.command_ended(process)
+
+    popen, forked = subprocess.Popen, multiprocessing.process.BaseProcess
+    ends = [Patch(popen, "wait", wait), Patch(forked, "join", wait)]
+    return [Patch(popen, "__init__", run), Patch(os, "system", system), Patch(forked, "start", start), *ends]
+
+
+def _saving(files: FileCalls) -> Callable:
+    def save(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> None:
+        def with_file(obj: Any, f: Any, *rest: Any, **options: Any) -> None:
+            files.save(f, lambda file: wrapped(obj, file, *rest, **options))
+
+        with_file(*args, **kwargs)
+
+    return save
+
+
+def _loading(files: FileCalls) -> Callable:
+    def load(wrapped: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+        def with_file(f: Any, map_location: Any = None, *rest: Any, **options: Any) -> Any:
+            def read(file: Any) -> Any:
+                return wrapped(file, _on_own_gpu(map_location), *rest, **options)
+
+            return files.read_native(f, read) if isinstance(f, (str, os.PathLike)) else read(f)
+
+        return with_file(*args, **kwargs)
+
+    return load
+
+
+def _on_own_gpu(location: Any) -> Any:
+    """The ``map_location`` that loads onto this rank's GPU, whichever GPU ``location`` names or the file was saved on."""
+    if not torch.cuda.is_available():
+        return location
+    if location is None:
+        return lambda storage, saved_from: storage.cuda() if saved_from.startswith("cuda") else storage
+    return "cuda" if str(location).startswith("cuda") else location
+
+
+@contextmanager
+def _holding_patched_calls(holder: Any) -> Iterator[None]:
+    """Inside the block, ``holder`` calls the patched functions of ``os``, which it holds under their own names."""
+    names = [name for name in dir(holder) if not name.startswith("_") and callable(getattr(os, name, None))]
+    before = {name: vars(holder)[name] for name in names if name in vars(holder)}
+
+    def call(name: str) -> Callable:
+        return lambda *args, **kwargs: getattr(os, name)(*args, **kwargs)
+
+    for name in names:
+        setattr(holder, name, staticmethod(call(name)) if isinstance(holder, type) else call(name))
+    try:
+        yield
+    finally:
+        for name in names:
+            if name in before:
+                setattr(holder, name, before[name])
+            else:
+                delattr(holder, name)

@@ -1,0 +1,89 @@
+"""Warns about commands that may change files: every rank runs them, and parwrap cannot restrict a child process to rank 0."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from types import FrameType
+from typing import Any
+
+from parwrap.places import from_script, warn
+
+__all__ = ["only_reads", "warn_of_command"]
+
+_READERS = (
+    "arch basename cat cut date df dirname du echo expr false file free getconf grep groups head hostname id ifconfig ip ldd ls "
+    "lsb_release lscpu lsmod lspci md5sum nproc nvidia-smi nvidia-topo pgrep printenv printf ps pwd readlink realpath rocm-smi "
+    "sha1sum sha256sum sleep stat stty tail test tput tr true tty uname uptime vmstat wc whereis which who whoami xpu-smi"
+)
+READERS = frozenset(_READERS.split())
+"""Commands that change no file, unless their output is redirected to one."""
+
+READING_SUBCOMMANDS = {
+    "git": {"rev-parse", "rev-list", "log", "status", "diff", "describe", "show", "ls-files", "ls-remote", "symbolic-ref", "blame"},
+    "pip": {"list", "freeze", "show"},
+    "conda": {"list", "info"},
+}
+LISTING = ("git branch", "git remote", "git tag", "git config")
+"""Subcommands that only list, as long as only options follow."""
+
+LONGEST = 60
+"""The number of characters of a command to show."""
+
+
+def warn_of_command(command: Any, size: int) -> None:
+    """Warn if the script runs a ``command`` that may change files. Commands that a library runs are the library's business.
+
+    Args:
+        command: the command, in a form that ``subprocess`` accepts.
+        size: the number of ranks.
+    """
+    if only_reads(command) or not from_script(_outside_parwrap(sys._getframe())):
+        return
+    shown = command if isinstance(command, str) else subprocess.list2cmdline(map(os.fsdecode, command))
+    shown = shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 3]}..."
+    warn(
+        f"parwrap: this line runs `{shown}` on each of {size} ranks, which may change files {size} times. Run it in a function decorated "
+        "with @parwrap.rank_zero_only."
+    )
+
+
+def only_reads(command: Any) -> bool:
+    """Whether ``command``, in the form that ``subprocess`` accepts, is known to change no file.
+
+    >>> [only_reads(each) for each in ("git rev-parse HEAD", ["nvidia-smi", "-L"], "ls | wc -l 2> /dev/null", "git branch --show-current")]
+    [True, True, True, True]
+    >>> [only_reads(each) for each in ("ls > names.txt", ["touch", "a"], "cat a | tee b", "git branch new", "")]
+    [False, False, False, False, False]
+    """
+    if not isinstance(command, (str, bytes, os.PathLike)):
+        return _reads([os.fsdecode(each) for each in command])
+    text = re.sub(r"(\d?>&\d|(\d|&)?>\s*/dev/null)", "", os.fsdecode(command))
+    if ">" in text or "`" in text or "$(" in text:
+        return False
+    try:
+        return all(_reads(shlex.split(part)) for part in re.split(r"\|\|?|&&?|;|\n", text))
+    except ValueError:
+        return False
+
+
+def _reads(words: list[str]) -> bool:
+    if not words:
+        return False
+    name, *rest = os.path.basename(words[0]), *words[1:]
+    arguments = [each for each in rest if not each.startswith("-")]
+    if rest and not arguments and {*rest} <= {"--version", "-V", "-v", "--help", "-h"}:
+        return True
+    if name in READERS or (arguments and arguments[0] in READING_SUBCOMMANDS.get(name, ())):
+        return True
+    listing = f"{name} {rest[0]}" in LISTING if rest else False
+    return listing and (all(each.startswith("-") for each in rest[1:]) or "--get" in rest)
+
+
+def _outside_parwrap(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("parwrap", "wrapt"):
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,92 @@
+"""Rank 0 writes files; the other ranks write to scratch (contract, rule 8). This is what an open scope has of it.
+
+``calls.py`` and ``native_calls.py`` list the intercepted calls. ``writer.py`` answers them on rank 0, ``replica.py`` on the other ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeAlias
+
+from parwrap.intercept.patch import installed
+from parwrap.rank_zero.calls import patches
+from parwrap.rank_zero.journal import Journal, JournalReader, Progress, clock
+from parwrap.rank_zero.native_calls import native_patches
+from parwrap.rank_zero.path_rules import PathRules, passing
+from parwrap.rank_zero.replica import ReplicaFiles
+from parwrap.rank_zero.scratch import Overlay
+from parwrap.rank_zero.writer import KeptReadable, WriterFiles
+from parwrap.ranks.group import Group
+
+__all__ = ["Files", "current", "intercepting_files"]
+
+Files: TypeAlias = WriterFiles | ReplicaFiles
+
+_openings = itertools.count()
+"""How many times this process has opened files. All ranks count alike."""
+
+_current: Files | None = None
+
+
+def current() -> Files | None:
+    """The files of the open scope, if any."""
+    return _current
+
+
+@contextmanager
+def intercepting_files(group: Group, module: str | None = None) -> Iterator[Files]:
+    """Let rank 0 alone write files inside the block.
+
+    Args:
+        group: the process group, with a folder that the ranks of the node share.
+        module: the name of the running function's module.
+
+    Yields:
+        the files of this rank; call ``crossed()`` after each barrier.
+    """
+    global _current
+    assert group.folder is not None, "a group that parwrap has started"
+    folder = group.folder / f"files-{next(_openings)}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    files = _files(group, folder)
+    before, _current = _current, files
+    try:
+        with installed([*patches(files), *native_patches(files)], module):
+            yield files
+    finally:
+        _current = before
+        files.close()
+
+
+def _files(group: Group, folder: Path) -> Files:
+    """This rank's files. The first rank of each node keeps the journal; on other nodes than rank 0's it saves for rank 0."""
+    world = group.world
+    rules = PathRules(world.rank, _began(folder))
+    rules.own(os.path.realpath(folder))
+    progress = Progress(folder, world.local_rank, world.local_size)
+    if world.rank == 0:
+        return WriterFiles(rules, Journal(folder), progress, str(folder), world.size)
+    scratch = folder / f"scratch-{world.local_rank}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(mode=0o700)
+    overlay = Overlay(rules, JournalReader(folder), os.path.realpath(scratch), world.node_rank == 0, group.timeout.total_seconds())
+    stands_in = KeptReadable(Journal(folder), progress) if world.local_rank == 0 else None
+    return ReplicaFiles(overlay, progress, stands_in)
+
+
+def _began(folder: Path) -> float:
+    """When the first rank of the node came here, by the clock of file systems. What is changed later is this run's."""
+    with passing():
+        begin = folder / "begin"
+        with suppress(FileExistsError):
+            begin.touch(mode=0o600, exist_ok=False)
+        began = begin.stat().st_ctime
+        while clock() <= began:  # a tick later, so that what changes now is newer
+            time.sleep(0.001)
+        return began

@@ -1,0 +1,75 @@
+"""Listed folders: entries like those of ``os.scandir`` whose content may be elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["PART", "Entries", "SeenEntry"]
+
+PART = ".parwrap-part-"
+"""The name of a folder with a checkpoint that is being saved begins with it; no rank lists it."""
+
+
+class SeenEntry:
+    """An ``os.DirEntry`` for a path whose content may be elsewhere.
+
+    Args:
+        name: the name in the folder.
+        path: the path as the script would write it.
+        place: where the content is.
+    """
+
+    def __init__(self, name: Any, path: Any, place: str) -> None:
+        self.name, self.path, self._place = name, path, place
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        return os.stat(self.path, follow_symlinks=follow_symlinks)
+
+    def inode(self) -> int:
+        return os.lstat(self._place).st_ino
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return (follow_symlinks or not self.is_symlink()) and os.path.isdir(self.path)
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return (follow_symlinks or not self.is_symlink()) and os.path.isfile(self.path)
+
+    def is_symlink(self) -> bool:
+        return os.path.islink(self._place)
+
+    def is_junction(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"<DirEntry {self.name!r}>"
+
+
+class Entries:
+    """What ``os.scandir`` returns.
+
+    Args:
+        entries: objects like ``os.DirEntry``.
+    """
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Entries:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> Entries:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries = iter(())

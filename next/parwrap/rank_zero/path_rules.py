@@ -1,0 +1,216 @@
+"""Which paths only rank 0 may write, and the unique name of each.
+
+Exempt are paths of a single process (temporary files, devices), shared caches, child processes, and code that only one rank runs.
+``writer.py`` and ``scratch.py`` handle the other paths.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from parwrap.ranks.group import is_alone
+
+__all__ = ["PathRules", "ancestors", "every_rank_writing", "passing"]
+
+SYSTEM = ("/dev", "/proc", "/sys")
+
+CACHES = {
+    "XDG_CACHE_HOME": "~/.cache",
+    "TORCH_HOME": "~/.cache/torch",
+    "TORCH_EXTENSIONS_DIR": "~/.cache/torch_extensions",
+    "HF_HOME": "~/.cache/huggingface",
+    "TRITON_CACHE_DIR": "~/.triton",
+    "TORCHINDUCTOR_CACHE_DIR": "",
+    "MPLCONFIGDIR": "~/.config/matplotlib",
+    "PIP_CACHE_DIR": "~/.cache/pip",
+    "NUMBA_CACHE_DIR": "",
+}
+"""Variables that name a cache, with its default path."""
+
+MOST_LINKS = 40
+"""The number of links to follow, as in Linux; the system itself detects cycles."""
+
+SLACK = 0.05
+"""Seconds by which the time of a file may be behind the clock: kernels keep a coarse one."""
+
+_TEMPORARY_OF = re.compile(r"[a-z0-9_]{8}~r(\d+)")
+"""The part of a temporary file's name that contains its rank."""
+
+
+class _Here(threading.local):
+    """The number of blocks of each kind that this thread is in."""
+
+    passing = 0
+    every_rank = 0
+
+
+_here = _Here()
+
+
+@contextmanager
+def passing() -> Iterator[None]:
+    """Let this thread's file calls run unchanged inside the block, because they are parwrap's own."""
+    _here.passing += 1
+    try:
+        yield
+    finally:
+        _here.passing -= 1
+
+
+@contextmanager
+def every_rank_writing() -> Iterator[None]:
+    """Let this thread write files on every rank inside the block."""
+    _here.every_rank += 1
+    try:
+        yield
+    finally:
+        _here.every_rank -= 1
+
+
+class PathRules:
+    """Decides which paths are exempt, in the process that creates it, until it is closed.
+
+    Args:
+        rank: the global rank of this process.
+        since: when the run began, in seconds since the epoch; by default now.
+    """
+
+    def __init__(self, rank: int, since: float | None = None) -> None:
+        self.open = True
+        self.since = time.time() - SLACK if since is None else since
+        """A file changed before this time, in seconds since the epoch, existed before the function ran."""
+        self._rank = rank
+        self._process = os.getpid()
+        self._own: set[str] = set()
+        self._known: dict[str, bool] = {}
+        self._folders: dict[str, str] = {}
+        self._links: dict[str, str] = {}
+        self._caches: tuple[tuple[str | None, ...], tuple[str, ...]] = ((), ())
+
+    def acts(self) -> bool:
+        """Whether the rule applies to what this thread does now."""
+        return self.looks() and not is_alone() and self.in_process()
+
+    def looks(self) -> bool:
+        """Whether this thread's calls are intercepted now."""
+        return self.open and not _here.passing
+
+    def in_process(self) -> bool:
+        """Whether this process created the rules, rather than being a later fork."""
+        return os.getpid() == self._process
+
+    def in_child(self, path: Any) -> bool:
+        """Whether a forked child of this process is about to change ``path``, to which the rule applies."""
+        if self.in_process() or not self.looks() or _here.every_rank or is_alone() or isinstance(path, int) or _called_by_tempfile():
+            return False
+        return not self.exempt(self.key(path))
+
+    def writes(self, path: Any, dir_fd: int | None = None) -> str | None:
+        """The unique name of ``path``, which is about to be changed; ``None`` if the change runs unchanged."""
+        if not self.acts() or isinstance(path, int):
+            return None
+        key = self.key(path, dir_fd)
+        if _here.every_rank or _called_by_tempfile():
+            self.own(key)
+            return None
+        return None if self.exempt(key) else key
+
+    def key(self, path: Any, dir_fd: int | None = None) -> str:
+        """The unique name of ``path``: its folder with links resolved, and its last part."""
+        text = os.fsdecode(path)
+        if dir_fd is not None:
+            text = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), text)
+        folder, name = os.path.split(os.path.abspath(text))
+        real = self._folders.get(folder)
+        if real is None:
+            with passing():
+                # cached for good: whether a path is a link must not depend on how far rank 0 is
+                real = self._folders[folder] = os.path.realpath(folder)
+        return os.path.join(real, name)
+
+    def link(self, key: str, target: str | None) -> None:
+        """Record that the path was made a link to ``target``, or something else."""
+        if target is not None:
+            self._links[key] = target
+        else:
+            self._links.pop(key, None)
+
+    def target(self, key: str) -> str | None:
+        """The target of the link that the path was made, if any."""
+        return self._links.get(key)
+
+    def followed(self, key: str) -> str:
+        """Where ``key`` leads through links made since, at the path itself or above it."""
+        for _ in range(MOST_LINKS if self._links else 0):
+            for part in (key, *ancestors(key)):
+                if part in self._links:
+                    key = os.path.normpath(os.path.join(os.path.dirname(part), self._links[part])) + key[len(part) :]
+                    break
+            else:
+                break
+        return key
+
+    def exempt(self, key: str) -> bool:
+        """Whether the path of this name is real on every rank."""
+        known = self._known.get(key)
+        if known is None:
+            above = {key, *ancestors(key)}
+            known = self._known[key] = not above.isdisjoint((*SYSTEM, *self._cache_roots(), *self._own))
+        return known
+
+    def own(self, key: str) -> None:
+        """The path of this name, and all below it, belongs to this process from now on."""
+        self._own.add(key)
+        self._known.clear()
+
+    def temporary_name(self, name: str) -> str:
+        """The random part of a temporary file's name, which marks it as this rank's."""
+        return f"{name}~r{self._rank}" if self.looks() else name
+
+    def of_another_rank(self, path: Any) -> bool:
+        """Whether ``path`` is a temporary file that another rank has made in this run."""
+        marked = _TEMPORARY_OF.search(os.path.basename(os.fsdecode(path)))
+        if marked is None or int(marked[1]) == self._rank:
+            return False
+        try:
+            return os.lstat(path).st_ctime >= self.since
+        except FileNotFoundError:
+            return True  # the other rank has removed it in the meantime
+
+    def _cache_roots(self) -> tuple[str, ...]:
+        values = tuple(os.environ.get(variable) for variable in ("HOME", "TMPDIR", *CACHES))
+        if self._caches[0] != values:
+            named = [value or default for value, default in zip(values[2:], CACHES.values(), strict=True)]
+            with suppress(KeyError, OSError):  # a user without a name
+                user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+                named.append(os.path.join(tempfile.gettempdir(), f"torchinductor_{user}"))
+            with passing():
+                self._caches = values, tuple(os.path.realpath(os.path.expanduser(name)) for name in named if name)
+        return self._caches[1]
+
+
+def ancestors(key: str) -> Iterator[str]:
+    """The folders above ``key``, the nearest first.
+
+    >>> list(ancestors("/a/b/c"))
+    ['/a/b', '/a']
+    """
+    while (key := os.path.dirname(key)) != os.path.dirname(key):
+        yield key
+
+
+def _called_by_tempfile() -> bool:
+    """Whether ``tempfile`` makes this call; the frames show it for every way to get there."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("parwrap.", "wrapt")):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "tempfile"

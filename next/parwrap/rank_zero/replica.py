@@ -1,0 +1,450 @@
+"""The file calls of ranks above 0: what they write goes to scratch, and they read what is there for them (``scratch.py``)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+from parwrap.rank_zero.calls import WRITING, Change, Opening
+from parwrap.rank_zero.journal import Progress, Sites
+from parwrap.rank_zero.listing import Entries, SeenEntry
+from parwrap.rank_zero.path_rules import passing
+from parwrap.rank_zero.scratch import FILE, FOLDER, LINK, MARK, Entry, Overlay, missing
+from parwrap.rank_zero.writer import KeptReadable, saved_path
+
+__all__ = ["ReplicaFiles"]
+
+PATIENCE = 10
+"""Seconds to wait for rank 0 to make the folder of a file that every rank writes."""
+
+MOST_COPIED = 2**28
+"""The maximum size, in bytes, of a file that native code may change, such as a database, and that is copied for it."""
+
+MOST_LINKED = 2**26
+"""The maximum size, in bytes, of a file of the disk that ``os.link`` copies. Larger ones are read where they are."""
+
+
+class ReplicaFiles:
+    """The file calls of a rank above 0.
+
+    Args:
+        overlay: the files of this rank.
+        progress: the changes that all ranks have made.
+        stands_in: on another node than rank 0's, what the first rank needs to save checkpoints for its node; else ``None``.
+    """
+
+    def __init__(self, overlay: Overlay, progress: Progress, stands_in: KeptReadable | None) -> None:
+        self._overlay, self._rules, self._progress, self._stands_in = overlay, overlay.rules, progress, stands_in
+        self._sites = Sites()
+
+    def close(self) -> None:
+        """Let all calls run unchanged from now on, and remove what only this rank has seen."""
+        self._rules.open = False
+        with passing():
+            if self._stands_in is not None:
+                self._stands_in.close()
+            self._progress.close()
+            if self._overlay.owns(os.getcwd()):
+                with suppress(OSError):
+                    os.chdir(self._overlay.working_directory(os.getcwd()))
+            shutil.rmtree(self._overlay.scratch, ignore_errors=True)
+
+    def crossed(self) -> None:
+        """All ranks have passed a barrier."""
+        with passing():
+            self._overlay.crossed()
+
+    @contextmanager
+    def running_alone(self) -> Iterator[None]:
+        """This rank runs something alone in the block."""
+        yield
+
+    def left_alone(self) -> None:
+        """Rank 0 runs something alone, which this rank passes by: what rank 0 makes there is there for this rank."""
+        self._overlay.left_alone += 1
+
+    def open(self, call: Opening) -> Any:
+        if isinstance(call.file, int) or call.opener is not None or not self._rules.looks():
+            return call.run()
+        if not call.writes:
+            if not self._overlay.may_differ(call.file):
+                with suppress(FileNotFoundError):
+                    stream = call.run()
+                    if os.fstat(stream.fileno()).st_ctime <= self._overlay.since:
+                        return stream
+                    stream.close()
+            place = self._content(call.file)
+            return _named(call._replace(file=place).run(), call.file, place)
+        key = self._written(call.file)
+        if key is None:
+            return call.run()
+        kinds = set(call.mode)
+        with passing():
+            if not call.is_valid:
+                return call.run()  # raises what it raises for rank 0
+            self._progress.count()
+            place = self._begin(key, call.file, keep=bool(kinds & set("ar")), new="x" in kinds, must_exist="r" in kinds)
+            return _named(call._replace(file=place, mode=call.mode.replace("x", "w")).run(), call.file, place)
+
+    def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        """``os.open``: like ``open``."""
+        if not flags & WRITING:
+            return original(path, flags, mode, dir_fd=dir_fd) if dir_fd else original(self._content(path), flags, mode)
+        key = self._written(path, dir_fd)
+        if key is None:
+            return original(path, flags, mode, dir_fd=dir_fd)
+        with passing():
+            self._progress.count()
+            new = bool(flags & os.O_CREAT and flags & os.O_EXCL)
+            place = self._begin(key, path, keep=not flags & os.O_TRUNC, new=new, must_exist=not flags & os.O_CREAT)
+            return original(place, (flags | os.O_CREAT) & ~os.O_EXCL, mode)
+
+    def look(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
+        """``os.stat`` and similar calls."""
+        if isinstance(path, int) or not self._rules.looks():
+            return original(path, *args, **kwargs)
+        if not kwargs.get("dir_fd") and not self._overlay.may_differ(path):
+            with suppress(FileNotFoundError):
+                result = original(path, *args, **kwargs)
+                if type(result) is os.stat_result and result.st_ctime <= self._overlay.since:
+                    return result
+        follow = name not in ("lstat", "readlink") and kwargs.get("follow_symlinks", True)
+        try:
+            place = self._read(path, follow, kwargs.get("dir_fd"))
+        except FileNotFoundError:
+            if name == "access":
+                return False
+            raise
+        if place is not path:
+            kwargs = {key: value for key, value in kwargs.items() if key != "dir_fd"}
+        return original(place, *args, **kwargs)
+
+    def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
+        """``os.listdir`` and ``os.scandir``: sorted, so that all ranks have the same order."""
+        path = "." if path is None else path
+        if isinstance(path, int) or not self._looks():
+            return original(path)
+        acts = self._rules.acts()
+        with passing():
+            key = self._rules.key(path)
+            if acts and not self._rules.exempt(key):
+                key = self._overlay.resolved(key)
+                place = self._overlay.existing(key, path)
+                names = self._overlay.names(key) if os.path.isdir(place) else original(place)
+            else:
+                names = [os.fsdecode(each) for each in sorted(os.listdir(path))]
+            text = os.fspath(path)
+            coded = os.fsencode if isinstance(text, bytes) else str
+            if name == "listdir":
+                return [coded(each) for each in names]
+            places = [self._overlay.find(os.path.join(key, each)) or os.path.join(key, each) for each in names]
+            return Entries(SeenEntry(coded(n), os.path.join(text, coded(n)), at) for n, at in zip(names, places, strict=True))
+
+    def attribute(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
+        """``os.chmod``, ``os.utime`` and similar calls: only of scratch files."""
+        key = self._written(path, kwargs.get("dir_fd"))
+        if key is None:
+            return original(path, *args, **kwargs)
+        with passing():
+            place = self._overlay.existing(self._overlay.resolved(key), path)
+            if not self._overlay.owns(place):
+                return None
+            return original(place, *args, **{name: value for name, value in kwargs.items() if name != "dir_fd"})
+
+    def change(self, change: Change) -> Any:
+        """Make, remove or move paths for this rank."""
+        if not self._rules.acts():
+            self._written(*(change.made or change.gone))  # type: ignore[misc]
+            return change.run()
+        gone, made = (self._written(*path) if path else None for path in (change.gone, change.made))
+        if gone is None and made is None:
+            if change.name == "copyfile":
+                self._copy_out(change)
+                return change.made[0]  # type: ignore[index]
+            return change.run()
+        with passing():
+            form = {"replace": "rename", "unlink": "remove"}.get(change.name, change.name)
+            try:
+                return getattr(self, f"_{form}")(change, gone, made)
+            finally:
+                self._progress.count()
+
+    def working_directory(self, original: Callable[[], str]) -> str:
+        return self._overlay.working_directory(original())
+
+    def temporary_name(self, name: str) -> str:
+        return self._rules.temporary_name(name)
+
+    def run_command(self, process: Any, run: Callable[[], Any], command: Any) -> Any:
+        """Run a child process: this rank sees the files that it makes."""
+        self._overlay.child_began(id(process))
+        try:
+            return run()
+        except BaseException:
+            self.command_ended(process)
+            raise
+
+    def command_ended(self, process: Any) -> None:
+        self._overlay.child_ended(id(process))
+
+    def save(self, file: Any, write: Callable[[Any], Any]) -> Any:
+        """``torch.save``: writes a marker, because checkpoints are large and rank 0 writes the same."""
+        path = saved_path(file)
+        key = self._written(path) if path is not None else None
+        if key is None:
+            return write(file)
+        with passing():
+            try:
+                place = self._begin(key, path, keep=path is not file)
+            except FileNotFoundError:
+                return write(os.path.join(self._overlay.fresh(key), "none"))  # raises what it raises for rank 0
+            save = self._sites.next()
+            if self._stands_in is None:
+                self._mark(place if path is file else file, save)
+            else:
+                write(place if path is file else file)
+                if path is not file:
+                    file.flush()
+                self._stands_in.save(save, place)
+            self._progress.count()
+            return None
+
+    def _mark(self, file: Any, save: str) -> None:
+        """Write a marker to a path or an open file."""
+        with open(file, "wb") if isinstance(file, str) else nullcontext(file) as marker:
+            marker.write(MARK + save.encode() + b"\n")
+
+    def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
+        """Run native code that reads a file."""
+        try:
+            place = self._content(path)
+        except FileNotFoundError:  # the native code reports the error
+            place = path
+            if os.path.lexists(path):  # hidden
+                with passing():
+                    place = os.path.join(self._overlay.fresh("none"), os.path.basename(os.fsdecode(path)))
+        return read(place)
+
+    def write_native(self, path: Any, mode: str, write: Callable[[Any], Any]) -> Any:
+        """Run native code that writes a file, to a scratch file. A file that is too large to copy is opened in place."""
+        key = self._written(path)
+        if key is None:
+            return write(path)
+        with passing():
+            self._progress.count()
+            keep = not set(mode) & set("wx-")
+            place = self._overlay.find(self._overlay.resolved(key))
+            if keep and place and not self._overlay.owns(place) and os.path.getsize(place) > MOST_COPIED:
+                return write(path)
+            try:
+                place = self._begin(key, path, keep, new=bool(set(mode) & set("x-")), must_exist="r" in mode)
+            except FileNotFoundError:
+                place = os.path.join(self._overlay.fresh(key), "none")  # the native code reports the error
+            return write(place)
+
+    def _looks(self) -> bool:
+        """Whether this thread's reads are this rank's. A forked child reads what its rank has written, but writes for itself."""
+        return self._rules.looks() and (self._rules.acts() or not self._rules.in_process())
+
+    def _read(self, path: Any, follow: bool = True, dir_fd: int | None = None) -> Any:
+        """Where ``path`` is for this rank.
+
+        Raises:
+            FileNotFoundError: it does not exist for this rank.
+        """
+        if isinstance(path, int) or not self._looks():
+            return path
+        with passing():
+            named = self._rules.key(path, dir_fd)
+            if self._rules.exempt(named):
+                return path
+            key = self._overlay.resolved(named) if follow else self._overlay.at(named)
+            if self._rules.exempt(key):
+                return key
+            place = self._overlay.existing(key, path)
+            return path if place == named else place
+
+    def _content(self, path: Any) -> Any:
+        """As :meth:`_read`, for the content: rank 0's file in place of a marker."""
+        place = self._read(path)
+        with passing():
+            return self._overlay.content(place)
+
+    def _written(self, path: Any, dir_fd: int | None = None) -> str | None:
+        """The key of a path that is about to change, or ``None`` if the call runs unchanged: then its folder is on the disk."""
+        key = self._rules.writes(path, dir_fd)
+        if key is None and self._rules.looks() and not isinstance(path, int):
+            with passing():
+                self._make_real(os.path.dirname(self._rules.key(path, dir_fd)))
+        return key
+
+    def _make_real(self, folder: str) -> None:
+        """Have a folder of this rank on the disk too, made by rank 0 if possible."""
+        entry = self._overlay.entry(folder)
+        if entry is None or entry.kind != FOLDER:
+            return
+        until = time.monotonic() + PATIENCE
+        while not os.path.isdir(folder) and time.monotonic() < until:
+            time.sleep(0.01)
+        os.makedirs(folder, exist_ok=True)
+
+    def _begin(self, key: str, path: Any, keep: bool, new: bool = False, must_exist: bool = False) -> str:
+        """Where to write a file, with its present content if ``keep``."""
+        overlay, key = self._overlay, self._overlay.resolved(key)
+        place = overlay.find(key)
+        if place is None:
+            if must_exist:
+                raise missing(path)
+            self._check_folder(key, path)
+        elif new:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        elif os.path.isdir(place):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        elif overlay.owns(place) and not (keep and overlay.marked(place)):
+            return place
+        fresh = overlay.fresh(key)
+        if keep and place:
+            shutil.copy(overlay.content(place), fresh)
+        overlay.set(key, Entry(FILE, fresh))
+        return fresh
+
+    def _check_folder(self, key: str, path: Any) -> None:
+        """Check that the folder of a new path exists."""
+        self._overlay.existing(self._overlay.resolved(os.path.dirname(key)), path)
+
+    def _free(self, made: str, path: Any) -> str:
+        """The key for something new; there must be nothing yet."""
+        key = self._overlay.at(made)
+        if self._overlay.find(key) is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        self._check_folder(key, path)
+        return key
+
+    def _mkdir(self, change: Change, gone: None, made: str) -> None:
+        key = self._overlay.at(made)
+        if self._overlay.may_be_made_ahead(key):
+            return
+        self._overlay.make_folder(self._free(made, change.made[0]))  # type: ignore[index]
+
+    def _truncate(self, change: Change, gone: None, made: str) -> None:
+        os.truncate(self._begin(made, change.made[0], keep=True, must_exist=True), *change.options[0])  # type: ignore[index]
+
+    def _remove(self, change: Change, gone: str, made: None) -> None:
+        key, path = self._overlay.at(gone), change.gone[0]  # type: ignore[index]
+        place = self._overlay.existing(key, path)
+        if os.path.isdir(place) and not os.path.islink(place):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        self._overlay.remove(key)
+
+    def _rmdir(self, change: Change, gone: str, made: None) -> None:
+        key, path = self._overlay.at(gone), change.gone[0]  # type: ignore[index]
+        if not os.path.isdir(self._overlay.existing(key, path)):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+        if self._overlay.names(key):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        self._overlay.remove(key)
+
+    def _rmtree(self, change: Change, gone: str, made: None) -> None:
+        """``shutil.rmtree``, which never runs here: it removes by descriptors, and would remove files of rank 0."""
+        key, path = self._overlay.at(gone), change.gone[0]  # type: ignore[index]
+        (ignore, onerror, *_), options = (*change.options[0], False, None), change.options[1]
+        place = self._overlay.find(key)
+        if place is not None and os.path.isdir(place) and not os.path.islink(place):
+            self._overlay.remove(key)
+        elif not options.get("ignore_errors", ignore):
+            error = missing(path) if place is None else NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+            if on_exc := options.get("onexc"):
+                on_exc(os.lstat, path, error)
+            elif on_error := options.get("onerror", onerror):
+                on_error(os.lstat, path, (type(error), error, None))
+            else:
+                raise error
+
+    def _symlink(self, change: Change, gone: None, made: str) -> None:
+        key = self._free(made, change.made[0])  # type: ignore[index]
+        place = self._overlay.fresh(key)
+        os.symlink(change.target, place)
+        self._overlay.set(key, Entry(LINK, place), os.fsdecode(change.target))
+
+    def _link(self, change: Change, gone: None, made: str) -> None:
+        path, descriptor = change.source  # type: ignore[misc]
+        key = self._free(made, change.made[0])  # type: ignore[index]
+        place = self._overlay.existing(self._overlay.at(self._rules.key(path, descriptor)), path)
+        fresh = self._overlay.fresh(key)
+        if self._overlay.owns(place):
+            os.link(place, fresh)
+        elif os.path.getsize(place) <= MOST_LINKED:
+            shutil.copy(place, fresh)
+        else:
+            fresh = place
+        self._overlay.set(key, Entry(FILE, fresh))
+
+    def _copyfile(self, change: Change, gone: None, made: str) -> Any:
+        """``shutil.copyfile``: the copy of a marker is a marker."""
+        source, path = change.source[0], change.made[0]  # type: ignore[index]
+        with_marks = self._unpassed_read(source)
+        if os.path.isdir(with_marks):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), source)
+        if self._rules.key(source) == self._rules.key(path):
+            raise shutil.SameFileError(f"{source!r} and {path!r} are the same file")
+        place = self._begin(made, path, keep=False)
+        save = self._sites.next()
+        if self._overlay.marked(with_marks) is None:
+            shutil.copyfile(with_marks, place)
+            if self._stands_in is not None and self._stands_in.is_checkpoint(with_marks):
+                self._stands_in.save(save, place)
+        else:
+            self._mark(place, save)
+        return path
+
+    def _copy_out(self, change: Change) -> None:
+        """``shutil.copyfile`` to a path that every rank writes."""
+        source = self._content(change.source[0])  # type: ignore[index]
+        with passing():
+            shutil.copyfile(source, change.made[0], **change.options[1])  # type: ignore[index]
+
+    def _rename(self, change: Change, gone: str | None, made: str | None) -> None:
+        """``os.rename`` and ``os.replace``, where either path may be one that every rank writes."""
+        source, path = change.gone[0], change.made[0]  # type: ignore[index]
+        if gone is None:
+            key = self._overlay.at(made)  # type: ignore[arg-type]
+            self._check_folder(key, path)
+            fresh = self._overlay.fresh(key)
+            shutil.move(source, fresh)
+            self._overlay.set(key, Entry(FOLDER if os.path.isdir(fresh) else FILE, fresh))
+            return
+        gone = self._overlay.at(gone)
+        place = self._overlay.existing(gone, source)
+        if made is None:
+            shutil.copy(self._overlay.content(place), path)
+            self._overlay.remove(gone)
+            return
+        made = self._overlay.at(made)
+        self._check_folder(made, path)
+        if made == gone:
+            return
+        there = self._overlay.find(made)
+        if there is not None and os.path.isdir(there) and not os.path.islink(there):
+            if not os.path.isdir(place):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), source, None, path)
+            if self._overlay.names(made):
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), source, None, path)
+        self._overlay.move(gone, made)
+
+    def _unpassed_read(self, path: Any) -> Any:
+        """Where ``path`` is, markers included, from inside a call that passes."""
+        key = self._overlay.resolved(self._rules.key(path))
+        return path if self._rules.exempt(key) else self._overlay.existing(key, path)
+
+
+def _named(stream: Any, name: Any, place: Any) -> Any:
+    """``stream``, which was opened at ``place``, under the name that the script has given."""
+    if place is not name:
+        raw = getattr(stream, "buffer", stream)
+        getattr(raw, "raw", raw).name = name
+    return stream

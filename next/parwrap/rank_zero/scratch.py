@@ -1,0 +1,366 @@
+"""Which files a rank above 0 has: its own in a scratch directory, and those on the disk that do not exist only because rank 0 is ahead.
+
+The rule is ``Overlay.find``: where a path's content is for this rank. ``replica.py`` sends the intercepted calls here.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import shutil
+import stat
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parwrap.errors import RankMismatchError
+from parwrap.places import script_place
+from parwrap.rank_zero.journal import JournalReader, clock
+from parwrap.rank_zero.listing import PART
+from parwrap.rank_zero.path_rules import MOST_LINKS, PathRules, ancestors
+
+__all__ = ["FILE", "FOLDER", "GONE", "LINK", "MARK", "Entry", "Overlay", "missing"]
+
+FILE, FOLDER, LINK, GONE = "file", "folder", "link", "gone"
+
+MARK = b"parwrap: rank 0 saves this checkpoint at "
+"""What a marker begins with; the name of the save follows."""
+
+LONGEST_MARK = 4096
+
+ROUNDING = 1e-5
+"""Seconds by which a time of a file and the same time of a clock may differ."""
+
+NAP = 0.002
+"""Seconds between two looks at the journal."""
+
+
+@dataclass
+class Entry:
+    """A path that this rank has changed.
+
+    Attributes:
+        kind: what it is now.
+        place: where the content is; ``None`` if it is gone. A folder has an empty one.
+        opaque: whether nothing of the folder at this path on the disk is in this one, because that one was removed.
+        origin: the path on the disk from which the folder was moved, with all that is in it.
+    """
+
+    kind: str
+    place: str | None = None
+    opaque: bool = False
+    origin: str | None = None
+
+    @property
+    def covers(self) -> bool:
+        """Whether paths below it are not what the disk has there."""
+        return self.kind == GONE or self.opaque or self.origin is not None
+
+
+class Overlay:
+    """The files of one rank. Paths are keys of ``rules``.
+
+    Args:
+        rules: which paths are exempt.
+        journal: what the first rank of this node tells.
+        scratch: an empty directory of this rank.
+        with_rank_zero: whether rank 0 is on this node, so that the journal names all folders that it makes.
+        timeout: how many seconds to wait for rank 0.
+    """
+
+    def __init__(self, rules: PathRules, journal: JournalReader, scratch: str, with_rank_zero: bool, timeout: float) -> None:
+        self.rules, self.scratch, self._journal = rules, scratch, journal
+        self._with_rank_zero, self._timeout = with_rank_zero, timeout
+        self._entries: dict[str, Entry] = {}
+        self._inside: defaultdict[str, set[str]] = defaultdict(set)
+        self._names = {"", ".", ".."}
+        self._covering = 0
+        self._folders: dict[str, str] = {}
+        self._made = 0
+        self.since = rules.since
+        """Paths that were changed later are hidden, because rank 0 may be ahead."""
+        self._running: dict[int, float] = {}
+        self._ran: list[tuple[float, float]] = []
+        self.left_alone = 0
+        """How many times rank 0 has run something that this rank has left to it."""
+
+    def find(self, key: str) -> str | None:
+        """Where the content of the path is for this rank; ``None`` if the path does not exist."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.kind != FOLDER:
+            return self._present(entry.place, key) if entry.place else None
+        disk = self.on_disk(key)
+        found = self._visible(disk) if disk else None
+        if found is None and disk and disk != key and os.path.lexists(key):
+            found = key  # rank 0 has moved its folder too
+        return found or (entry.place if entry else None)
+
+    def existing(self, key: str, path: Any) -> str:
+        """As :meth:`find`, for a ``path`` that must exist."""
+        found = self.find(key)
+        if found is None:
+            raise missing(path)
+        return found
+
+    def may_differ(self, path: Any) -> bool:
+        """Whether this rank may have changed ``path``. This is quick, because every call asks."""
+        return self._covering > 0 or (path if type(path) is str else os.fsdecode(path)).rpartition("/")[2] in self._names
+
+    def may_be_made_ahead(self, key: str) -> bool:
+        """Whether rank 0, on another node, may have made the folder meanwhile. On its own node the journal names what it makes."""
+        if self._with_rank_zero or key in self._entries or not os.path.isdir(key):
+            return False
+        return os.stat(key).st_ctime > self.since
+
+    def entry(self, key: str) -> Entry | None:
+        return self._entries.get(key)
+
+    def resolved(self, key: str) -> str:
+        """The path that ``key`` leads to through links."""
+        for _ in range(MOST_LINKS):
+            key = self.rules.followed(key)
+            place = self.find(key)
+            if place is None or place.startswith("/proc/") or not os.path.islink(place):
+                break  # a descriptor of rank 0 looks like a link
+            key = self.rules.key(os.path.join(os.path.dirname(key), os.readlink(place)))
+        return key
+
+    def at(self, key: str) -> str:
+        """As :meth:`resolved`, without following a link at the path itself."""
+        folder, name = os.path.split(key)
+        return os.path.join(self.rules.followed(folder), name)
+
+    def names(self, key: str) -> list[str]:
+        """The names in the folder."""
+        found = set()
+        if disk := self.on_disk(key):
+            for place in (disk, key) if disk != key else (disk,):
+                if os.path.isdir(place):
+                    found |= set(self._visible_names(place))
+            found |= {os.path.basename(path) for path in self._removed_ahead() if os.path.dirname(path) == disk}
+        for name in self._inside.get(key, ()):
+            entry = self._entries[os.path.join(key, name)]
+            (found.discard if entry.kind == GONE else found.add)(name)
+        return sorted(found)
+
+    def set(self, key: str, entry: Entry, target: str | None = None) -> None:
+        """Record a change. Whatever was below the path is forgotten, unless both are folders."""
+        before = self._entries.get(key)
+        if entry.kind != FOLDER:
+            for below in self._below(key):
+                self._forget(below)
+        if before is not None:
+            self._forget(key, keeps=entry.place)
+        self._entries[key] = entry
+        folder, name = os.path.split(key)
+        self._inside[folder].add(name)
+        self._names.update((name, os.path.basename(folder)))
+        self._covering += entry.covers or entry.kind == LINK
+        if entry.kind == FOLDER and entry.place:
+            self._folders[entry.place] = key
+        self.rules.link(key, target)
+
+    def make_folder(self, key: str) -> None:
+        """Record a new, empty folder."""
+        self.set(key, Entry(FOLDER, self.fresh(key, folder=True), opaque=self.on_disk(key) is None))
+
+    def remove(self, key: str) -> None:
+        """Record that a path and all below it are gone."""
+        self.set(key, Entry(GONE))
+
+    def move(self, source: str, key: str) -> None:
+        """Record that ``source`` and everything below it is now at ``key``."""
+        place, entry, target = self.find(source), self._entries.get(source), self.rules.target(source)
+        if place is None or os.path.islink(place) or not os.path.isdir(place):
+            moved = entry or Entry(FILE, place)
+            self._drop_record(source)
+            self.set(key, moved, target)
+        else:
+            origin = self.on_disk(source)
+            below = {path[len(source) :]: (self._entries[path], self.rules.target(path)) for path in self._below(source)}
+            for path in [*self._below(source), *self._below(key)]:
+                self._drop_record(path)
+            self._drop_record(source)
+            empty = entry.place if entry else self.fresh(key, folder=True)
+            self.set(key, Entry(FOLDER, empty, opaque=True, origin=origin))
+            for path, (inner, inner_target) in below.items():
+                self.set(key + path, inner, inner_target)
+        self.remove(source)
+
+    def fresh(self, key: str, folder: bool = False) -> str:
+        """A new path in the scratch directory with the same last name: some libraries look at it."""
+        self._made += 1
+        inside = os.path.join(self.scratch, str(self._made))
+        os.mkdir(inside)
+        path = os.path.join(inside, os.path.basename(key))
+        if folder:
+            os.mkdir(path)
+        return path
+
+    def owns(self, place: str | None) -> bool:
+        """Whether ``place`` is a scratch file of this rank, which it may change."""
+        return place is not None and place.startswith(f"{self.scratch}/")
+
+    def marked(self, place: Any) -> str | None:
+        """The name of the save whose marker is at ``place``."""
+        if not self.owns(place) or not os.path.isfile(place) or os.path.getsize(place) > LONGEST_MARK:
+            return None
+        with open(place, "rb") as file:
+            first = file.readline()
+        return first[len(MARK) :].decode().rstrip("\n") if first.startswith(MARK) else None
+
+    def content(self, place: Any) -> Any:
+        """Where to read what is at ``place``: rank 0's file instead of a marker, once rank 0 has saved it."""
+        save = self.marked(place)
+        if save is None:
+            return place
+        until = time.monotonic() + self._timeout
+        while True:
+            ended = self._journal.update().ended
+            found = self._journal.saves.get(save)
+            if found is not None and os.path.exists(found):
+                return found
+            if found is not None and self._journal.update().saves[save] != found:
+                continue  # rank 0 has ended meanwhile, and named the path instead of its descriptor
+            if found is not None or ended or time.monotonic() > until:
+                raise RankMismatchError(self._not_found(os.path.basename(place), save, replaced=found is not None))
+            time.sleep(NAP)
+
+    def _not_found(self, name: str, save: str, replaced: bool) -> str:
+        line, _, number = save.rpartition(" #")
+        problem = "rank 0 has replaced or removed that file" if replaced else "rank 0 has not saved there as often"
+        return (
+            f"{script_place()} loads {name}, which this rank saved at {os.path.basename(line)} (save {number} at that line). Only rank 0 "
+            f"writes checkpoints, and {problem}: the ranks run different calls. Save and remove files alike on all ranks, or save in "
+            "`with parwrap.every_rank_writes():` what only some ranks need."
+        )
+
+    def crossed(self) -> None:
+        """All ranks have passed a barrier: what is on the disk now is there for all, and what is not is gone for all."""
+        self.since = clock() + ROUNDING
+        self._ran.clear()
+        self._journal.crossed()
+        for key, entry in list(self._entries.items()):
+            if entry.kind == GONE:
+                self._forget(key)
+            elif entry.covers and os.path.isdir(key):
+                self._covering -= 1
+                entry.opaque, entry.origin = False, None
+
+    def child_began(self, process: int) -> None:
+        """A child process of this rank begins."""
+        self._running[process] = clock()
+
+    def child_ended(self, process: int) -> None:
+        """A child process, if it has been running until now, has ended."""
+        if (begin := self._running.pop(process, None)) is not None:
+            self._ran.append((begin, clock()))
+
+    def working_directory(self, real: str) -> str:
+        """The path of the script for the working directory ``real``, which may be in scratch."""
+        if self._folders and self.owns(real):
+            for place in (real, *ancestors(real)):
+                if place in self._folders:
+                    return self._folders[place] + real[len(place) :]
+        return real
+
+    def on_disk(self, key: str) -> str | None:
+        """The path on the disk that this rank may see at ``key``; ``None`` if it has something else there."""
+        for path in (key, *ancestors(key)) if self._covering else ():
+            entry = self._entries.get(path)
+            if entry is not None and (entry.covers or entry.kind != FOLDER):
+                return entry.origin + key[len(path) :] if entry.origin else None
+        return key
+
+    def hidden(self, path: str, found: os.stat_result) -> bool:
+        """Whether ``path`` on the disk is not there for this rank, because rank 0 or another process has made or changed it since."""
+        if self.rules.of_another_rank(path):
+            return True
+        when = found.st_ctime
+        if self.rules.exempt(path):
+            return False
+        if when <= self.since or not self.rules.in_process() or self._during_child(when):
+            return False
+        self._wait_for_what_runs_alone()
+        if _during(when, self._journal.update().alone):
+            return False
+        if stat.S_ISDIR(found.st_mode):
+            return path in self._journal.made
+        return True
+
+    def _visible(self, disk: str) -> str | None:
+        """The path on the disk if it is there for this rank, or where rank 0 keeps what was there before the run."""
+        try:
+            found = os.lstat(disk)
+            if not self.hidden(disk, found):
+                return disk
+        except (FileNotFoundError, NotADirectoryError):
+            if self.left_alone:
+                self._wait_for_what_runs_alone()
+                if os.path.lexists(disk):
+                    return disk
+        if disk not in (ahead := self._removed_ahead()):
+            return None
+        return ahead[disk] or self.fresh(disk, folder=True)
+
+    def _visible_names(self, folder: str) -> Iterator[str]:
+        recent = os.stat(folder).st_ctime > self.since  # the time of a folder changes with its entries
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith(PART):
+                    continue
+                try:
+                    if not (recent and self.hidden(os.path.join(folder, entry.name), entry.stat(follow_symlinks=False))):
+                        yield entry.name
+                except FileNotFoundError:
+                    pass  # rank 0 has removed it meanwhile
+
+    def _present(self, place: str, key: str) -> str:
+        """``place``; if it is on the disk and rank 0 has moved it since, where it is now."""
+        if self.owns(place) or os.path.lexists(place):
+            return place
+        return self._removed_ahead().get(place) or key
+
+    def _removed_ahead(self) -> dict[str, str]:
+        """What rank 0 has changed since this rank last met it, and where that can still be read."""
+        return self._journal.update().before if self.rules.in_process() else {}
+
+    def _during_child(self, when: float) -> bool:
+        return _during(when, [*self._ran, *((begin, math.inf) for begin in self._running.values())])
+
+    def _wait_for_what_runs_alone(self) -> None:
+        """Wait until rank 0 has run what this rank has left to it: files that it makes there are for all."""
+        until = time.monotonic() + self._timeout
+        while len(self._journal.update().alone) < self.left_alone and not self._journal.ended and time.monotonic() < until:
+            time.sleep(NAP)
+
+    def _below(self, folder: str) -> list[str]:
+        return [key for key in self._entries if key.startswith(f"{folder}/")]
+
+    def _forget(self, key: str, keeps: str | None = None) -> None:
+        """Forget the entry and remove its scratch file."""
+        entry = self._drop_record(key)
+        if entry.place is not None and self.owns(entry.place) and entry.place != keeps:
+            shutil.rmtree(os.path.dirname(entry.place), ignore_errors=True)
+
+    def _drop_record(self, key: str) -> Entry:
+        entry = self._entries.pop(key, None) or Entry(GONE, opaque=False)
+        folder, name = os.path.split(key)
+        if name in self._inside.get(folder, ()):
+            self._inside[folder].discard(name)
+            self._covering -= entry.covers or entry.kind == LINK
+        self._folders.pop(entry.place or "", None)
+        self.rules.link(key, None)
+        return entry
+
+
+def _during(when: float, spans: Iterable[Sequence[float]]) -> bool:
+    return any(begin - ROUNDING <= when <= end + ROUNDING for begin, end in spans)
+
+
+def missing(path: Any) -> FileNotFoundError:
+    """The error that the system raises for a missing path."""
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

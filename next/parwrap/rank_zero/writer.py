@@ -1,0 +1,287 @@
+"""Rank 0's files: every call runs unchanged. Only what slower ranks may still need is kept readable for them.
+
+A checkpoint or a file from before the run stays readable through a descriptor after rank 0 has replaced or removed it, until every rank
+of the node has made as many changes. This costs no copy and no time, only disk space for that while.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from parwrap.rank_zero.calls import WRITING, Change, Opening
+from parwrap.rank_zero.commands import warn_of_command
+from parwrap.rank_zero.journal import Journal, Progress, Sites, clock
+from parwrap.rank_zero.listing import PART, Entries
+from parwrap.rank_zero.path_rules import PathRules, passing
+
+__all__ = ["KeptReadable", "WriterFiles", "saved_path"]
+
+MOST_KEPT = 64
+"""The number of files to keep readable by descriptors. Older ones that still exist are read by their path."""
+
+LAST_WAIT = 5.0
+"""Seconds for which a rank that has ended keeps for the others what they may still read."""
+
+MOST_COPIED = 2**26
+"""The maximum size, in bytes, of a file from before the run that is copied before rank 0 changes it in place."""
+
+
+def saved_path(file: Any) -> Any:
+    """The path that ``torch.save`` writes to: a path, or that of an open file; ``None`` for a buffer, which is every rank's own."""
+    if isinstance(file, (str, os.PathLike)):
+        return file
+    if type(file) in (io.BufferedWriter, io.BufferedRandom, io.FileIO) and isinstance(file.name, (str, os.PathLike)):
+        return file.name
+    return None
+
+
+class KeptReadable:
+    """Files that other ranks of the node can read through this process's descriptors.
+
+    Args:
+        journal: tells the other ranks where.
+        progress: the changes that all ranks have made.
+    """
+
+    def __init__(self, journal: Journal, progress: Progress) -> None:
+        self._journal, self._progress = journal, progress
+        self._kept: dict[int, tuple[str | None, str]] = {}
+        self._lost_at: dict[int, int] = {}
+        self._checkpoints: set[tuple[int, int]] = set()
+
+    def is_checkpoint(self, path: Any) -> bool:
+        """Whether the file at ``path`` is a checkpoint of this run."""
+        with suppress(OSError):
+            found = os.stat(path)
+            return (found.st_dev, found.st_ino) in self._checkpoints
+        return False
+
+    def save(self, save: str, path: str) -> None:
+        """Keep the checkpoint at ``path``, saved as ``save``."""
+        self._release()
+        self._journal.saved(save, self._keep(save, path))
+        found = os.stat(path)
+        self._checkpoints.add((found.st_dev, found.st_ino))
+
+    def before(self, path: str) -> str:
+        """Keep the file at ``path``, which is about to be replaced or removed. Returns where to read it."""
+        self._release()
+        return self._keep(None, path)
+
+    def close(self) -> None:
+        """Let the other ranks read by path what still exists, and wait until none needs what does not."""
+        until = time.monotonic() + LAST_WAIT
+        while self._release() and time.monotonic() < until:
+            time.sleep(0.002)
+        for descriptor in list(self._kept):
+            self._drop(descriptor)
+        self._journal.close()
+
+    def _keep(self, save: str | None, path: str) -> str:
+        if not os.path.isdir("/proc/self/fd"):
+            return path
+        path = os.path.realpath(path)
+        descriptor = os.open(path, os.O_RDONLY)
+        self._kept[descriptor] = save, path
+        if len(self._kept) > MOST_KEPT:
+            self._drop(next(iter(self._kept)))
+        return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    def _release(self) -> bool:
+        """Close what no longer exists, once every rank has come to where it no longer did. Returns whether one may still need some."""
+        slowest, needed = self._progress.slowest(), False
+        for descriptor in list(self._kept):
+            if os.fstat(descriptor).st_nlink == 0:
+                if slowest > self._lost_at.setdefault(descriptor, self._progress.done):
+                    self._drop(descriptor)
+                else:
+                    needed = True
+        return needed
+
+    def _drop(self, descriptor: int) -> None:
+        save, _ = self._kept.pop(descriptor)
+        self._lost_at.pop(descriptor, None)
+        if save is not None and os.fstat(descriptor).st_nlink:
+            self._journal.saved(save, os.readlink(f"/proc/self/fd/{descriptor}"))  # its present path
+        os.close(descriptor)
+
+
+class WriterFiles:
+    """The file calls of rank 0.
+
+    Args:
+        rules: which paths are exempt.
+        journal: what the other ranks of the node read.
+        progress: the changes that all ranks have made.
+        folder: a folder for copies.
+        size: the number of ranks.
+    """
+
+    def __init__(self, rules: PathRules, journal: Journal, progress: Progress, folder: str, size: int) -> None:
+        self._rules, self._journal, self._progress, self._folder, self._size = rules, journal, progress, folder, size
+        self._kept, self._sites, self._copies = KeptReadable(journal, progress), Sites(), 0
+
+    def close(self) -> None:
+        """Let all calls run unchanged from now on."""
+        self._rules.open = False
+        with passing():
+            self._kept.close()
+            self._progress.close()
+
+    def crossed(self) -> None:
+        """All ranks have passed a barrier."""
+
+    @contextmanager
+    def running_alone(self) -> Iterator[None]:
+        """This rank runs something alone in the block: the others see the files that it makes there."""
+        since = clock()
+        try:
+            yield
+        finally:
+            self._journal.ran_alone(since)
+
+    def left_alone(self) -> None:
+        """Another rank runs something alone."""
+
+    def open(self, call: Opening) -> Any:
+        if call.writes and call.opener is None:
+            self._changes(call.file, in_place=True)
+        return call.run()
+
+    def open_descriptor(self, original: Callable, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if flags & WRITING:
+            self._changes(path, dir_fd, in_place=True)
+        return original(path, flags, mode, dir_fd=dir_fd)
+
+    def look(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
+        return original(path, *args, **kwargs)
+
+    attribute = look
+
+    def listing(self, name: str, original: Callable, path: Any, args: tuple, kwargs: dict) -> Any:
+        """``os.listdir`` and ``os.scandir``: sorted as on all ranks, without the temporary files of other ranks."""
+        path = "." if path is None else path
+        if isinstance(path, int) or not self._rules.looks():
+            return original(path)
+        with passing():
+            if name == "scandir":
+                with original(path) as entries:
+                    found = sorted(entries, key=lambda entry: entry.name)
+                return Entries(entry for entry in found if self._lists(entry.path))
+            return sorted(each for each in original(path) if self._lists(os.path.join(path, each)))
+
+    def _lists(self, path: Any) -> bool:
+        return not (os.path.basename(os.fsdecode(path)).startswith(PART) or self._rules.of_another_rank(path))
+
+    def change(self, change: Change) -> Any:
+        """Run a call that makes, removes or moves paths, and tell the other ranks what they could not know."""
+        gone = self._changes(*change.gone, counts=False) if change.gone else None
+        made = self._changes(*change.made, in_place=change.name in ("truncate", "copyfile"), counts=False) if change.made else None
+        if gone is None and made is None:
+            return change.run()
+        with passing():
+            if made and (change.name == "mkdir" or (gone and os.path.isdir(gone))) and not os.path.lexists(made):
+                self._journal.makes(made)
+            try:
+                result = change.run()
+                if made and change.name == "copyfile":
+                    self._copied(change, made)
+                return result
+            finally:
+                self._progress.count()
+
+    def _copied(self, change: Change, made: str) -> None:
+        """The copy of a checkpoint is another checkpoint."""
+        save = self._sites.next()
+        if self._kept.is_checkpoint(change.source[0]):  # type: ignore[index]
+            self._kept.save(save, made)
+
+    def working_directory(self, original: Callable[[], str]) -> str:
+        return original()
+
+    def temporary_name(self, name: str) -> str:
+        return self._rules.temporary_name(name)
+
+    def run_command(self, process: Any, run: Callable[[], Any], command: Any) -> Any:
+        if command is not None and self._rules.acts():
+            warn_of_command(command, self._size)
+        return run()
+
+    def command_ended(self, process: Any) -> None:
+        pass
+
+    def save(self, file: Any, write: Callable[[Any], Any]) -> Any:
+        """``torch.save``: a file appears as a whole or not at all, and the other ranks can load it."""
+        path = saved_path(file)
+        if path is None or not self._rules.looks():
+            return write(file)
+        key = self._changes(path, counts=False)
+        with passing():
+            if path is file:
+                result = write_atomically(os.fspath(file), write)
+            else:
+                result = write(file)
+                file.flush()
+            if key is not None:
+                self._kept.save(self._sites.next(), key)
+                self._progress.count()
+            return result
+
+    def read_native(self, path: Any, read: Callable[[Any], Any]) -> Any:
+        return read(path)
+
+    def write_native(self, path: Any, mode: str, write: Callable[[Any], Any]) -> Any:
+        self._changes(path, in_place=True)
+        with passing():
+            return write(path)
+
+    def _changes(self, path: Any, dir_fd: int | None = None, in_place: bool = False, counts: bool = True) -> str | None:
+        """The key of a path that is about to change, if the rules apply; what it was before the run is kept for slower ranks."""
+        key = self._rules.writes(path, dir_fd)
+        if key is None:
+            return None
+        with passing(), suppress(OSError):
+            found = os.lstat(key)
+            if found.st_ctime <= self._rules.since:
+                self._keep_old(key, found, in_place)
+        if counts:
+            self._progress.count()
+        return key
+
+    def _keep_old(self, key: str, found: os.stat_result, in_place: bool) -> None:
+        if stat.S_ISDIR(found.st_mode):
+            self._journal.replaces(key, "")
+        elif stat.S_ISREG(found.st_mode) and not in_place:
+            self._journal.replaces(key, self._kept.before(key))
+        elif stat.S_ISREG(found.st_mode) and found.st_size <= MOST_COPIED:
+            self._copies += 1
+            copy = os.path.join(self._folder, f"before-{self._copies}")
+            shutil.copyfile(key, copy)
+            self._journal.replaces(key, copy)
+
+
+def write_atomically(path: str, write: Callable[[Any], Any]) -> Any:
+    """Write to a temporary path, then rename the file to ``path``; the name is the same, because torch stores it in the archive."""
+    path = os.path.realpath(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        return write(path)  # a device or a pipe cannot be renamed over
+    folder, name = os.path.split(path)
+    temporary = None
+    with suppress(OSError):
+        temporary = tempfile.mkdtemp(prefix=PART, dir=folder)
+    if temporary is None:
+        return write(path)  # a writable file may lie in a read-only folder; otherwise torch reports the error
+    try:
+        result = write(os.path.join(temporary, name))
+        os.replace(os.path.join(temporary, name), path)
+        return result
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,87 @@
+"""Ranks make sure that they are about to do the same, before they send data that would otherwise be mixed up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parwrap.errors import LockstepError
+from parwrap.places import script_place
+from parwrap.ranks.group import Group
+
+__all__ = ["agree", "home"]
+
+CPU = torch.device("cpu")
+
+BITS = 62
+"""The bits of a number that is compared; it must have a negative in int64."""
+
+
+def agree(
+    group: Group,
+    kind: str,
+    digest: int,
+    details: Callable[[], object],
+    error: Callable[[list[Any]], Exception | None],
+) -> list[Any] | None:
+    """Return once all ranks have called this with the same ``kind`` and ``digest``.
+
+    One message of constant size, whatever the number of ranks; only if the ranks differ, they also send their details.
+
+    Args:
+        group: the process group.
+        kind: what the ranks do, such as ``"parwrap.gather"``.
+        digest: a number that is equal on ranks that agree.
+        details: a function that returns what ``digest`` stands for, which must pickle.
+        error: a function that makes an error from the details of all ranks, or ``None`` if they may differ in this way.
+
+    Returns:
+        The details of all ranks in the order of ranks, if they differ without an error; otherwise ``None``.
+
+    Raises:
+        LockstepError: the ranks differ in ``kind``; on every rank.
+        Exception: the result of ``error``; on every rank.
+    """
+    group.before_control(kind)
+    mine = [_number(kind), digest % (1 << BITS)]
+    largest = torch.tensor([*mine, *(-number for number in mine)], device=CPU if group.control else home(group))
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.control)
+    *maxima, kind_minimum, digest_minimum = largest.tolist()
+    if maxima == [-kind_minimum, -digest_minimum]:
+        return None
+    everyone: list[Any] = [None] * group.world.size
+    dist.all_gather_object(everyone, (kind, str(script_place()), details()), group=group.control)
+    if len({kind for kind, _, _ in everyone}) > 1:
+        raise LockstepError(_different_kinds(everyone))
+    found = [detail for _, _, detail in everyone]
+    if (raised := error(found)) is not None:
+        raise raised
+    return found
+
+
+def home(group: Group) -> torch.device:
+    """The device that the collectives of ``group`` need for tensors."""
+    return group.device if group.backend == "nccl" else CPU
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") % (1 << BITS)
+
+
+def _different_kinds(everyone: list[tuple[str, str, Any]]) -> str:
+    """The text of the error if ranks do different things: the first two of them.
+
+    >>> _different_kinds([("parwrap.gather", "train.py:8", None), ("parwrap.barrier", "train.py:9", None)]).partition(".py:9")[0]
+    'rank 0 is in parwrap.gather at train.py:8, but rank 1 is in parwrap.barrier at train'
+    """
+    kind, place, _ = everyone[0]
+    other = next(rank for rank, each in enumerate(everyone) if each[0] != kind)
+    others_kind, others_place, _ = everyone[other]
+    return (
+        f"rank 0 is in {kind} at {place}, but rank {other} is in {others_kind} at {others_place}. Every rank must make the same calls in "
+        "the same order, because each waits for all others. Let the ranks decide alike, for example with parwrap.any_rank(condition)."
+    )

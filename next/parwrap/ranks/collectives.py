@@ -1,0 +1,273 @@
+"""The collectives that users call: on tensors, numbers and nested dicts, lists and tuples of them.
+
+All of them also work on one rank without a launcher. Gradients are averaged elsewhere, by the strategies.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from parwrap.errors import RankMismatchError, UsageError
+from parwrap.ranks.agreement import agree, home
+from parwrap.ranks.group import Group, is_alone, open_group, world_size
+from parwrap.ranks.structures import Structure, described, difference, digest, mapped, mixed_dtypes, number_dtype
+from parwrap.ranks.world import detect
+
+__all__ = ["all_ranks", "any_rank", "barrier", "broadcast", "gather", "group_for", "reduce_mean", "reduce_sum"]
+
+CPU = torch.device("cpu")
+
+ALIKE = (
+    "parwrap cannot guess which values belong together: pass the same keys, lengths, shapes and dtypes on every rank, with zeros where a "
+    "rank has nothing, or use parwrap.gather, which accepts different structures."
+)
+
+
+def barrier() -> None:
+    """Wait until all ranks have called this function.
+
+    Raises:
+        LockstepError: another rank is in another collective; on every rank.
+
+    >>> barrier()
+    """
+    if group := group_for("barrier"):
+        _met("barrier", group)
+        if group.backend == "nccl":  # wait for the work on the devices too
+            dist.barrier(device_ids=[group.device.index])
+
+
+def reduce_sum(x: Any) -> Any:
+    """The sum of ``x`` over all ranks, on every rank.
+
+    Args:
+        x: a tensor or array (any shape), a number, or a nested dict, list, tuple or dataclass of these. Keys, lengths, shapes and dtypes
+            must be the same on every rank. Only numbers and 0-dimensional tensors may differ in type: an ``int`` and a ``float`` make a
+            ``float``.
+
+    Returns:
+        The same structure with new tensors and arrays (detached, on the device and of the dtype they came in; integers and bool
+        as int64) and plain numbers.
+
+    Raises:
+        RankMismatchError: the ranks' structures differ; on every rank, with the difference.
+        LockstepError: another rank is in another collective; on every rank.
+        UsageError: ``x`` contains another object.
+
+    >>> reduce_sum({"correct": 31, "loss": torch.tensor([1.5])})
+    {'correct': 31, 'loss': tensor([1.5000])}
+    """
+    return _reduce("reduce_sum", x, lambda total, size: total)
+
+
+def reduce_mean(x: Any) -> Any:
+    """The mean of ``x`` over all ranks, on every rank, with equal weights.
+
+    The argument and result are as in :func:`reduce_sum`, but the mean of integers is a float.
+
+    >>> reduce_mean([2, 0.5])
+    [2.0, 0.5]
+    """
+    return _reduce("reduce_mean", x, lambda total, size: total / size)
+
+
+def gather(x: Any) -> list[Any]:
+    """Every rank's ``x``, as a list in the order of ranks, on every rank.
+
+    Args:
+        x: anything that pickles; tensors may differ in shape between ranks and arrive detached, on this rank's device.
+
+    Raises:
+        UsageError: a rank's ``x`` does not pickle; on every rank.
+
+    >>> gather("here")
+    ['here']
+    """
+    group = group_for("gather")
+    if group is None:
+        return [mapped(x, _detached)]
+    _met("gather", group)
+    pickled: list[Any] = [None] * group.world.size
+    dist.all_gather_object(pickled, _pickled(_moved(x, CPU)), group=group.control)
+    return [_moved(each, group.device) for each in _unpickled("gather", pickled, range(group.world.size))]
+
+
+def broadcast(x: Any, src: int = 0) -> Any:
+    """Rank ``src``'s ``x``, on every rank. The values of other ranks are ignored.
+
+    Args:
+        x: anything that pickles; tensors arrive detached, on this rank's device.
+        src: the rank whose ``x`` is sent, the same on every rank.
+
+    Raises:
+        RankMismatchError: the ranks pass different ``src``; on every rank.
+        UsageError: no rank has that number, or its ``x`` does not pickle; on every rank.
+
+    >>> broadcast({"lr": 0.1})
+    {'lr': 0.1}
+    """
+    group = group_for("broadcast")
+    if group is not None:
+        agree(group, "parwrap.broadcast", src, lambda: src, _different_sources)
+    size = world_size()
+    if not 0 <= src < size:
+        raise UsageError(f"broadcast(src={src}) names a rank that does not exist: ranks go from 0 to {size - 1}.")
+    if group is None:
+        return mapped(x, _detached)
+    box = [_pickled(_moved(x, CPU)) if group.world.rank == src else None]
+    dist.broadcast_object_list(box, src, group=group.control)
+    return _moved(_unpickled("broadcast", box, [src])[0], group.device)
+
+
+def any_rank(flag: Any) -> bool:
+    """Whether ``flag`` is true on at least one rank. All ranks get the same answer.
+
+    >>> any_rank(False)
+    False
+    """
+    return bool(reduce_sum(int(bool(flag))) > 0)
+
+
+def all_ranks(flag: Any) -> bool:
+    """Whether ``flag`` is true on every rank. All ranks get the same answer.
+
+    >>> all_ranks(True)
+    True
+    """
+    return bool(reduce_sum(int(bool(flag))) == world_size())
+
+
+def group_for(name: str) -> Group | None:
+    """The group for the collective ``name``; ``None`` if this rank is the only one.
+
+    Raises:
+        UsageError: other ranks cannot take part here.
+    """
+    group = open_group()
+    if group is None:
+        if detect(os.environ).size > 1:
+            raise UsageError(
+                f"parwrap.{name}() needs the other ranks, but no process group is open here: call it inside a function decorated with "
+                "@parwrap.distributed, or inside `with parwrap.distributed():`."
+            )
+        return None
+    if is_alone():
+        raise UsageError(
+            f"parwrap.{name}() would wait forever, because only this rank runs a function decorated with @parwrap.rank_zero_only. Call "
+            "it outside of that function."
+        )
+    return group
+
+
+def _moved(x: Any, device: torch.device) -> Any:
+    """``x`` with its tensors detached and on ``device``."""
+    return mapped(x, lambda leaf: leaf.detach().to(device) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def _pickled(x: Any) -> bytes | str:
+    """``x`` pickled, or the reason why it cannot be. If one rank raised an error here, the others would wait for it in a collective."""
+    try:
+        return pickle.dumps(x)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _unpickled(name: str, pickled: list[Any], ranks: Iterable[int]) -> list[Any]:
+    for rank, each in zip(ranks, pickled, strict=True):
+        if isinstance(each, str):
+            raise UsageError(f"parwrap.{name} sends pickled objects to the other ranks, but rank {rank}'s cannot be pickled: {each}")
+    return [pickle.loads(each) for each in pickled]
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _met(name: str, group: Group) -> None:
+    """Return once all ranks are in the collective ``name``, whatever their arguments."""
+    agree(group, f"parwrap.{name}", 0, lambda: None, lambda details: None)
+
+
+def _different_sources(sources: list[int]) -> RankMismatchError:
+    other = next(rank for rank, source in enumerate(sources) if source != sources[0])
+    return RankMismatchError(
+        f"parwrap.broadcast() got src={sources[0]} on rank 0 and src={sources[other]} on rank {other}, but only one rank can send. Pass "
+        "the same src on every rank."
+    )
+
+
+def _reduce(name: str, x: Any, finish: Callable[[Any, int], Any]) -> Any:
+    group = group_for(name)
+    dtypes = [] if group is None else _common_dtypes(name, described(x), group)
+    leaves: list[torch.Tensor] = []
+    mapped(x, lambda leaf: leaves.append(_as_tensor(name, leaf)))
+    size = 1
+    if group is not None:
+        size = group.world.size
+        leaves = [leaf.to(dtype or leaf.dtype) for leaf, dtype in zip(leaves, dtypes or [None] * len(leaves), strict=True)]
+        leaves = _all_reduced(leaves, group)
+    totals = iter(leaves)
+
+    def result(leaf: Any) -> Any:
+        total = next(totals)
+        if isinstance(leaf, np.ndarray):
+            finished = finish(total, size).numpy()
+            return finished.astype(leaf.dtype) if leaf.dtype.kind in "fc" else finished
+        if not isinstance(leaf, torch.Tensor):
+            return finish(total.item(), size)
+        finished = finish(total.to(leaf.device), size)
+        return finished.to(leaf.dtype) if leaf.dtype.is_floating_point or leaf.dtype.is_complex else finished
+
+    return mapped(x, result)
+
+
+def _common_dtypes(name: str, structure: Structure, group: Group) -> list[torch.dtype | None]:
+    """The dtype to send each leaf in, if ranks mix numbers of different types; otherwise an empty list.
+
+    Raises:
+        RankMismatchError: the ``structure`` of the argument of the collective ``name`` differs between ranks.
+    """
+
+    def error(structures: list[Structure]) -> RankMismatchError | None:
+        different = difference(dict(enumerate(structures)))
+        if not different:
+            return None
+        return RankMismatchError(f"parwrap.{name}() got different structures on different ranks: {different}. {ALIKE}")
+
+    structures = agree(group, f"parwrap.{name}", digest(structure), lambda: structure, error)
+    return mixed_dtypes(structure, structures) if structures else []
+
+
+def _as_tensor(name: str, leaf: Any) -> torch.Tensor:
+    """A new tensor to sum ``leaf`` in, wide enough that a sum over many ranks loses no precision of the leaf."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+        leaf = torch.from_numpy(leaf.astype(np.int64) if leaf.dtype.kind in "biu" else np.ascontiguousarray(leaf).reshape(leaf.shape))
+    if isinstance(leaf, torch.Tensor):
+        wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}.get(leaf.dtype, leaf.dtype)
+        return leaf.detach().to(wide if wide.is_floating_point or wide.is_complex else torch.int64, copy=True)
+    if dtype := number_dtype(leaf):
+        return torch.tensor(complex(leaf) if dtype.is_complex else float(leaf) if dtype.is_floating_point else int(leaf), dtype=dtype)
+    raise UsageError(
+        f"parwrap.{name}() takes tensors, arrays, numbers and dicts, lists, tuples and dataclasses of them, "
+        f"not {type(leaf).__name__} ({leaf!r})."
+    )
+
+
+def _all_reduced(leaves: list[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """The sums of ``leaves`` over the ranks, one collective for each dtype."""
+    where_sent = home(group)
+    reduced = list(leaves)
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        where = [index for index, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        flat = torch.cat([leaves[index].reshape(-1).to(where_sent) for index in where])
+        dist.all_reduce(flat)
+        for index, part in zip(where, flat.split([leaves[index].numel() for index in where]), strict=True):
+            reduced[index] = part.view(leaves[index].shape)
+    return reduced

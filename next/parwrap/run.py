@@ -1,0 +1,171 @@
+"""``python -m parwrap.run [options] train.py ARGS``: run a plain script on several ranks.
+
+The command itself: it loads torch, starts the fork server, makes the plan, carries it out and ends with the script's exit code.
+``launch/reexec.py`` decides when it has to restart.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from glob import glob
+from typing import TYPE_CHECKING, NoReturn
+
+from parwrap.errors import LaunchError
+from parwrap.launch.fork_server import loading, start, stop
+from parwrap.launch.reexec import Reexec
+from parwrap.ranks.world import detect
+from parwrap.torch_private.dynamo import DYNAMO
+
+if TYPE_CHECKING:
+    from parwrap.launch.plan import LaunchPlan
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv``. Returns its exit code, or 2 if it cannot run."""
+    argv = sys.argv[1:] if argv is None else argv
+    is_command = __name__ == "__main__"
+    reexec = Reexec(os.environ, possible=is_command)
+    environ = reexec.environ
+    forks = reexec.for_ranks or (reexec.first and _several_ranks_likely(argv, environ))
+    if forks:
+        reexec.with_what_ranks_need()
+    working_directory = [] if _is_safe() else [sys.path.pop(0)]
+    with loading(to_share=forks), _torchs_warnings_off(argv), _ended_by_ctrl_c():
+        import torch.distributed.run  # noqa: F401 - not a module of this name in the directory that the command runs in
+    reexec.clean_environment()
+    if forks:
+        _start_fork_server(argv)
+    sys.path[:0] = working_directory
+    from parwrap.errors import ParwrapError
+    from parwrap.launch.plan import plan_launch
+    from parwrap.ranks.device import cores, gpu_count
+
+    try:
+        plan = plan_launch(argv, environ, gpu_count(), cores())
+        if plan.dry_run:
+            return _describe(plan, environ)
+        if plan.notice:
+            print(f"parwrap.run: {plan.notice}", file=sys.stderr)
+        if not plan.in_this_process:
+            if plan.torchrun.start_method == "forkserver" and not forks:
+                reexec.with_what_ranks_need()
+                _start_fork_server(argv)
+            from parwrap.launch.agent import launch
+
+            status = launch(plan)
+            if is_command and sys.getprofile() is None:
+                _leave(status)
+            return status
+    except ParwrapError as error:
+        print(f"parwrap.run: {error}", file=sys.stderr)
+        return 2
+    if forks:
+        stop()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    reexec.as_plain_python()
+    from parwrap.launch.script import run_alone
+
+    run_alone(plan.script)
+    return 0
+
+
+def _describe(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
+    from parwrap.launch.plan import describe
+    from parwrap.launch.routes import with_way
+
+    print(describe(with_way(plan, environ)))
+    return 0
+
+
+def _leave(status: int) -> NoReturn:
+    """End this process without torch's shutdown, which takes a quarter of a second."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it was closed
+            stream.flush()
+    os._exit(status)
+
+
+def _several_ranks_likely(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Guess from the command line without torch's parser: a wrong guess only costs time."""
+    if not {"--dry-run", "--dry_run", "--help", "-h"}.isdisjoint(argv) or _is_rank(environ):
+        return False
+    if (_given(argv, "--nnodes") or environ.get("PET_NNODES", "1")) not in ("1", "1:1"):
+        return True
+    asked = _given(argv, "--nproc-per-node", "--nproc_per_node") or environ.get("PET_NPROC_PER_NODE")
+    if asked is not None:
+        return asked != "1"
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return len(glob("/dev/nvidia[0-9]*") if visible is None else visible.split(",")) > 1
+
+
+def _is_safe() -> bool:
+    """Whether Python was told not to search the current directory for modules."""
+    return bool(sys.flags.isolated or getattr(sys.flags, "safe_path", False))
+
+
+def _given(argv: Sequence[str], *spellings: str) -> str | None:
+    """The value of an option, if it is on the command line."""
+    for option, following in zip(argv, [*argv[1:], ""], strict=False):
+        if option.partition("=")[0] in spellings:
+            return option.partition("=")[2] or following
+    return None
+
+
+def _is_rank(environ: Mapping[str, str]) -> bool:
+    """Whether another launcher has started several processes on this node, of which this is one."""
+    try:
+        world = detect(environ)
+    except LaunchError:
+        return False
+    return world.size > 1 and world.local_size != 1
+
+
+def _modules_needed(argv: Sequence[str]) -> list[str]:
+    """Modules that ranks will import in any case, to import them once; the first optimizer's take a second."""
+    scripts = (argument for argument in argv if argument.endswith(".py") and os.access(argument, os.R_OK))
+    with open(next(scripts, os.devnull), errors="replace") as source:
+        optimizes = "optim" in source.read()
+    return ["numpy.random", "parwrap.decorators.distributed", *([DYNAMO] if optimizes else [])]
+
+
+def _start_fork_server(argv: Sequence[str]) -> None:
+    """Start the process that loads the ranks' modules and forks the ranks."""
+    start(_modules_needed(argv))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no process is left behind
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C end this process immediately: there is nothing to clean up yet, and an import may swallow an exception."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
+def _torchs_warnings_off(argv: Sequence[str]) -> Iterator[None]:
+    """Keep torch from printing a page of C++ stack trace for each store that is lost with a node."""
+    off = "TORCH_CPP_LOG_LEVEL" not in os.environ and any(argument.startswith(("--nnodes", "--rdzv")) for argument in argv)
+    if off:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    yield
+    if off:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("parwrap.run: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

@@ -1,0 +1,154 @@
+"""Data parallelism: every rank holds the model, and each backward leaves the average gradient in ``.grad`` (contract, rule 5).
+
+This file is the regular step: find the site, check that all ranks are there, run the backward while its gradients are averaged, compare.
+``ddp_sites.py`` finds the parameters of a site, ``ddp_averager.py`` averages them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parwrap.checks.same_step import Entry
+from parwrap.checks.same_weights import SameWeights
+from parwrap.data.loaders import loss_factor
+from parwrap.errors import UsageError
+from parwrap.intercept.torch_calls import Backward
+from parwrap.loop.losses import leading_sizes
+from parwrap.places import script_place
+from parwrap.ranks.group import is_alone
+from parwrap.strategies.buffers import Buffers
+from parwrap.strategies.ddp_sites import Sites
+from parwrap.strategies.strategy import Loop, Strategy
+
+__all__ = ["DDP"]
+
+
+class DDP(Strategy):
+    """Averages gradients over the ranks.
+
+    Args:
+        loop: what the loop has done so far.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        self._buffers = Buffers(loop.group)
+        self._sites = Sites(loop, self._buffers.watch)
+        self._weights = SameWeights(loop.group, loop.optimizers, self._buffers.name_of)
+        loop.optimizers.after_step = self._weights.after_step
+        loop.loaders.begins_whole = self.begins_whole
+        self._thread: threading.Thread | None = None
+        self._local = self._synced_steps = 0
+        self._buffers.watch()
+        with torch.inference_mode(False), torch.enable_grad():
+            # autograd runs nodes of the same age in any order, and signal nodes have age 0: the script's nodes must be newer
+            torch.zeros((), requires_grad=True).sum()
+
+    def backward(self, call: Backward) -> None:
+        """Run ``call`` and average the gradients that it leaves."""
+        if self._thread is not None:
+            if self._thread is not threading.current_thread():
+                raise self._two_threads()
+            call.run()  # inside of another backward, as re-entrant checkpoints do it
+            return
+        self._thread = threading.current_thread()
+        try:
+            if self._local:
+                call.run()
+            else:
+                self._average(call)
+        finally:
+            self._thread = None
+        self._loop.passes.ran_backward()
+
+    def _average(self, call: Backward) -> None:
+        loop, place = self._loop, script_place()
+        loop.loaders.check_backward(place)
+
+        # which parameters?
+        site = self._sites.find(call, place)
+        averager = site.averager
+        if averager is None:  # nothing that ranks share
+            call.run()
+            return
+
+        # how much does this rank's part of the batch count?
+        batch = loop.passes.batch(lambda: leading_sizes(call.tensors))
+        scale = batch.weight * loss_factor(batch.weight, loop.group.world.size, loop.options())
+        root, weighted = loop.losses.root(call), call if scale == 1.0 else call.times(scale)
+        loss = None if root is None else root.detach() if scale == 1.0 else root.detach() * scale
+
+        # run the backward, while torch's hooks average the buckets
+        numbers = loop.same_step.numbers(averager.number, batch.weight)
+        with loop.same_step.backward(averager.number, place):
+            if site.then_average or call.options["create_graph"]:
+                averager.run_then_average(weighted, numbers, loss)
+            else:
+                averager.run(weighted, numbers, loss)
+
+        # compare, and leave the mean in the loss
+        received = averager.received
+        loop.same_step.compare(averager.sent, received, place)
+        if root is not None:
+            mean = received[Entry.LOSS]
+            if root.dtype == torch.float64:
+                mean = mean.double() + received[Entry.LOSS_LOW].double()
+            loop.losses.write_mean(root, call, mean)
+        if loop.same_step.grows or self._sites.arrived:
+            self._sites.grow(site, call)
+        self._buffers.after_backward()
+
+    def _two_threads(self) -> UsageError:
+        return UsageError(
+            f"{script_place()} runs a backward in thread {threading.current_thread().name!r} while thread {self._thread.name!r} runs "  # type: ignore[union-attr]
+            "another one. Ranks average gradients in the order of backwards, which two threads do not keep. Train in one thread."
+        )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._local += 1
+        try:
+            yield
+        finally:
+            self._local -= 1
+            for averager in self._sites.averagers():
+                averager.has_local = True
+
+    def begins_whole(self) -> None:
+        """Evaluate with rank 0's buffers, if there was a step since they were sent."""
+        if self._synced_steps != self._loop.optimizers.steps and not is_alone():
+            self._synced_steps = self._loop.optimizers.steps
+            self._weights.check()
+            self._buffers.begins_whole()
+
+    def moved(self, module: nn.Module) -> None:
+        """Find the sets anew: a cast or move gives parameters other tensors."""
+        self._sites.moved()
+
+    def metric(self, metric: Any) -> Any:
+        """``ReduceLROnPlateau`` decides by rank 0's number: on GPUs the ranks' differ in the last bits."""
+        group = self._loop.group
+        if is_alone():
+            return metric
+        group.before_control("ReduceLROnPlateau.step")
+        sent = torch.tensor(float(metric), dtype=torch.float64)
+        dist.broadcast(sent, 0, group=group.control)
+        return sent.item()
+
+    def name_of(self, parameter: Any) -> str | None:
+        return self._buffers.name_of(parameter)
+
+    def end(self) -> None:
+        self._weights.check()
+
+    def close(self) -> None:
+        self._sites.unwatch()
+        self._sites.moved()
+        self._buffers.close()

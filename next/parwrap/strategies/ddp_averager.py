@@ -1,0 +1,319 @@
+"""One set of parameters whose gradients are averaged while a backward runs: torch's ``DistributedDataParallel``, armed by the loss.
+
+DDP gets a holder of the parameters instead of the user's model. Arming its reducer just before the backward is all that its forward
+would do; its hooks in C++ then average and overlap as usual. ``ddp_sites.py`` decides which parameters belong to which backward.
+
+One more parameter, the *signal*, is averaged with them: its gradient holds the numbers that ranks tell each other, so they travel in the
+buckets and cost no message. It comes last in every backward, so only its own bucket waits for it, and it reports on this backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from parwrap.checks.same_step import NUMBERS, Entry
+from parwrap.errors import LockstepError, UsageError
+from parwrap.intercept.torch_calls import Backward
+from parwrap.loop.losses import reached
+from parwrap.ranks.device import uses_nccl
+from parwrap.ranks.group import Group
+from parwrap.torch_private.autograd import tensor_hooks
+from parwrap.torch_private.distributed import check_reducer_finalized, has_rebuilt_buckets
+from parwrap.torch_private.modules import registered_parameters
+from parwrap.torch_private.tensors import version_of
+
+__all__ = ["GradientAverager", "average_now"]
+
+T = TypeVar("T")
+
+TORCHS_BACKWARD = torch.autograd.backward
+"""Torch's own function, which bypasses the patches of the script's calls."""
+
+
+class GradientAverager:
+    """Averages the gradients of ``parameters`` over the ranks in each backward that it runs.
+
+    Args:
+        group: the process group.
+        number: identifies the set on all ranks.
+        parameters: the leaf tensors, in the order of the model; the same on every rank.
+        sparse: the ids of those that get sparse gradients.
+        options: for ``DistributedDataParallel``: ``bucket_cap_mb`` and ``gradient_as_bucket_view``.
+
+    Raises:
+        UsageError: they are on the CPU and on GPUs.
+
+    Attributes:
+        has_local: whether gradients wait in ``.grad`` that no backward has averaged yet, of ``with parwrap.no_sync()``.
+        grows: set while a backward runs that has reached a parameter outside of every set.
+    """
+
+    def __init__(self, group: Group, number: int, parameters: Sequence[torch.Tensor], sparse: frozenset[int], **options: Any) -> None:
+        if len(kinds := {p.device.type for p in parameters}) > 1:
+            raise UsageError(
+                f"a backward leaves gradients of parameters on {' and '.join(sorted(kinds))}, and torch's DistributedDataParallel averages "
+                "those of one kind of device. Move the whole model to one: model.to('cuda')."
+            )
+        self.parameters, self.number, self._sparse = tuple(parameters), number, sparse
+        self.ids = frozenset(map(id, self.parameters))
+        self.has_local = False
+        self.grows = False
+        self._broken: BaseException | None = None
+        self._before: list[tuple[torch.Tensor, int] | None] = []
+        # of the first parameter's dtype if possible: its bucket is the last, and so is the signal; in half precision one missing rank among
+        # 16 would look like rounding, so there the signal has a bucket to itself
+        like = next((p for p in self.parameters if id(p) not in sparse and p.dtype.is_floating_point), None)
+        dtype, device = (torch.float32, group.device) if like is None else (torch.promote_types(like.dtype, torch.float32), like.device)
+        self._facts = facts = torch.zeros(len(self.parameters) + NUMBERS, dtype=dtype, device=device)
+        facts[:-NUMBERS] = 1
+        self._signal = nn.Parameter(torch.zeros_like(facts))
+        self._signal.register_hook(self._report)
+        # autograd takes the nodes of one device in the order of age, the newest first, and counts separately in each thread
+        self._root = _in_new_thread(self._signal.sum)
+        ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *(p for p in self.parameters if id(p) not in sparse)]
+        self._reducer = _Reducer(ordered, sparse, **options)
+
+    def run(self, call: Backward, numbers: list[float], loss: torch.Tensor | None) -> None:
+        """Run ``call`` while its gradients are averaged, and send ``numbers`` and ``loss`` with them; :attr:`received` has the means.
+
+        Raises:
+            LockstepError: an earlier backward over these parameters has raised, so the other ranks wait for its gradients.
+        """
+        if self._broken is not None:
+            raise LockstepError(
+                "a backward over these parameters has raised before, and the script has caught the error: the other ranks may still wait "
+                f"for its gradients, so this rank cannot go on ({type(self._broken).__name__}: {self._broken}). Let the error end the job, "
+                "or skip the batch before its backward, on all ranks: `if parwrap.any_rank(bad): continue`."
+            )
+        self._prepare(numbers, loss)
+        try:
+            self._arm()
+            call.with_root(self._root, self._signal).run()
+            if not self._has_finished():
+                self._send_nothing_for_the_rest(call)
+        except BaseException as error:
+            self._broken = error
+            raise
+        self.has_local = False
+
+    def run_then_average(self, call: Backward, numbers: list[float], loss: torch.Tensor | None) -> None:
+        """Like :meth:`run`, for gradients that cannot go through a bucket, because they have a graph or arrive several times.
+
+        DDP raises under ``create_graph=True``; of a layer in two re-entrant checkpoints it would not average the second gradient.
+        """
+        self._prepare(numbers, loss)
+        call.run()
+        bits = self._facts.clone()
+        bits[Entry.GROWS] = float(self.grows)
+        bits[:-NUMBERS] = bits.new_tensor(self._reached())
+        self._signal.grad = average_now(self.parameters, bits)
+        self.has_local = False
+
+    @property
+    def received(self) -> torch.Tensor:
+        """The means of the numbers of the last backward, indexed by :class:`Entry`; shape ``(15,)``."""
+        return cast(torch.Tensor, self._signal.grad)[-NUMBERS:]
+
+    @property
+    def sent(self) -> torch.Tensor:
+        """This rank's numbers in the last backward."""
+        return self._facts[-NUMBERS:]
+
+    def _prepare(self, numbers: list[float], loss: torch.Tensor | None) -> None:
+        """Set this rank's numbers; ``.data``, because autograd may hold those of the last backward."""
+        facts = self._facts.data
+        tail = torch.tensor(numbers, dtype=facts.dtype, pin_memory=facts.is_cuda)
+        facts[-NUMBERS:].copy_(tail, non_blocking=True)
+        if loss is not None:
+            whole = loss.detach().to(device=facts.device).reshape(())
+            facts[Entry.LOSS] = high = whole.to(facts.dtype)
+            if facts.dtype != whole.dtype == torch.float64:
+                facts[Entry.LOSS_LOW] = (whole - high).to(facts.dtype)
+        self._signal.grad, self.grows = None, False
+        self._before = [None if (grad := p.grad) is None else (grad, version_of(grad)) for p in self.parameters]
+
+    def _report(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of the signal, which autograd asks for when all others are there."""
+        reached = self._reached()
+        facts = self._facts.clone()
+        if self.grows:
+            facts[Entry.GROWS] = 1
+        if not all(reached):
+            facts[:-NUMBERS].copy_(torch.tensor(reached, dtype=facts.dtype, pin_memory=facts.is_cuda), non_blocking=True)
+        return facts
+
+    def _reached(self) -> list[bool]:
+        """Which parameters have got a gradient in this backward, or have one that was not averaged yet."""
+        if self.has_local:
+            return [p.grad is not None for p in self.parameters]
+        return [_changed(p.grad, before) for p, before in zip(self.parameters, self._before, strict=True)]
+
+    def _arm(self) -> None:
+        """Make the reducer expect every parameter in the next backward."""
+        if has_rebuilt_buckets(self._reducer):
+            # does what remains of DDP's forward then, 40 us faster
+            self._reducer.reducer.prepare_for_forward()
+            self._reducer.reducer.prepare_for_backward([])
+        else:
+            with torch.enable_grad():
+                self._reducer()
+
+    def _has_finished(self) -> bool:
+        """Whether every parameter has taken part in the finished backward."""
+        try:
+            check_reducer_finalized(self._reducer.reducer)
+        except RuntimeError:
+            return False
+        return True
+
+    def _send_nothing_for_the_rest(self, call: Backward) -> None:
+        """Let the parameters that this rank's loss did not reach take part, and leave ``None`` where no rank has a gradient."""
+        there = {id(leaf) for leaf in reached(call.roots)}
+        rest = [place for place, p in enumerate(self.parameters) if id(p) not in there]
+        unused = [place for place in rest if self.parameters[place].grad is None]
+        send_nothing([self.parameters[place] for place in rest], self._sparse)
+        bits = cast(torch.Tensor, self._signal.grad).tolist()
+        for place in unused:
+            if not bits[place]:
+                self.parameters[place].grad = None
+
+
+def _changed(grad: torch.Tensor | None, before: tuple[torch.Tensor, int] | None) -> bool:
+    if before is None:
+        return grad is not None
+    return grad is not before[0] or version_of(before[0]) != before[1]
+
+
+@torch.no_grad()
+def average_now(parameters: Sequence[torch.Tensor], signal: torch.Tensor) -> torch.Tensor:
+    """Average the gradients of ``parameters`` that are there, in one all-reduce a dtype, and return the mean of ``signal``.
+
+    The first entries of ``signal`` are bits, one a parameter: whether this rank has a gradient. ``None`` stays where no rank has one.
+    """
+    size = dist.get_world_size()
+    signal = signal.clone()
+    dist.all_reduce(signal)
+    signal /= size
+    used = [bit > 0 for bit in signal[: len(parameters)].tolist()]
+    chosen = [p for p, is_used in zip(parameters, used, strict=True) if is_used]
+    for dtype in dict.fromkeys(p.dtype for p in chosen):
+        same = [p for p in chosen if p.dtype == dtype]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for p in same]
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat)
+        flat /= size
+        for p, average in zip(same, flat.split([grad.numel() for grad in grads]), strict=True):
+            average = average.view(p.shape)
+            if p.grad is None:
+                p.grad = average.clone()
+            elif p.grad.is_sparse:
+                p.grad = average.to_sparse(1)
+            else:
+                p.grad.data.copy_(average)
+    return signal
+
+
+class _Nothing(torch.autograd.Function):
+    """Makes parameters take part in a backward without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, sparse: frozenset[int], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.nothing = [_sparse_nothing(p) if id(p) in sparse else None for p in parameters]
+        ctx.set_materialize_grads(False)
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        return (None, *ctx.nothing)
+
+
+def _sparse_nothing(like: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        torch.zeros((1, 0), dtype=torch.int64), torch.zeros((0, *like.shape[1:]), dtype=like.dtype), like.shape, device=like.device
+    )
+
+
+def send_nothing(parameters: Sequence[torch.Tensor], sparse: frozenset[int]) -> None:
+    """Let ``parameters`` take part in the running step without a gradient, also frozen ones; the script's hooks on them do not run."""
+    frozen = [p for p in parameters if not p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(True)  # DDP's own hook of a frozen parameter would not run
+    hooks = [(each, dict(each)) for p in parameters if (each := tensor_hooks(p))]
+    for each, _ in hooks:
+        each.clear()
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            TORCHS_BACKWARD(_Nothing.apply(sparse, *parameters))
+    finally:
+        for each, kept in hooks:
+            each.update(kept)
+        for p in frozen:
+            p.requires_grad_(False)
+
+
+class _Reducer(DistributedDataParallel):
+    """Parwrap's own DDP; a subclass, to distinguish it from the user's."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], sparse: frozenset[int], **options: Any) -> None:
+        super().__init__(_Holder(parameters, sparse), init_sync=False, **options)
+        if len(sparse) > 1 or (sparse and uses_nccl()):
+            self.register_comm_hook(None, _send)
+
+
+class _Holder(nn.Module):
+    """Holds leaf tensors for DDP."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], sparse: frozenset[int]) -> None:
+        super().__init__()
+        # register_parameter takes only nn.Parameter, and a hand-written SGD has bare tensors
+        for index, parameter in enumerate(parameters):
+            if id(parameter) in sparse:
+                self.add_module(f"sparse {index}", _SparselyUsed(parameter))
+            else:
+                registered_parameters(self)[str(index)] = parameter
+
+    def forward(self) -> None:
+        """The forward pass; DDP arms its reducer around this call."""
+
+
+class _SparselyUsed(nn.Embedding):
+    """Tells DDP that the gradient of ``weight`` will be sparse."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        nn.Module.__init__(self)
+        self.sparse = True
+        registered_parameters(self)["weight"] = weight
+
+
+def _send(state, bucket):  # DDP compares annotations with classes, and here they would be strings
+    """Averages a bucket. Torch's gloo corrupts memory when two sparse tensors are averaged at a time, and nccl cannot average them, so
+    sparse gradients go one after another on the CPU."""
+    gradient = bucket.buffer()
+    if gradient.layout != torch.strided:
+        average = (gradient / dist.get_world_size()).cpu()
+        dist.all_reduce(average)
+        sent: Future = Future(devices=[gradient.device] if gradient.is_cuda else None)
+        sent.set_result(average.to(gradient.device))
+        return sent
+    # as DDP does without a hook; torch's own allreduce_hook divides, which rounds in another way on three ranks
+    sending = dist.all_reduce(gradient.mul_(1 / dist.get_world_size()), async_op=True)
+    return sending.get_future().then(lambda sent: sent.value()[0])
+
+
+def _in_new_thread(build: Callable[[], T]) -> T:
+    """The result of ``build``, called in a context that is unaffected by the caller's."""
+
+    def run() -> T:
+        with torch.inference_mode(False), torch.enable_grad():
+            return build()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()

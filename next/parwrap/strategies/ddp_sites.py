@@ -1,0 +1,248 @@
+"""Which parameters a backward averages: one set for each *site*, a line that calls ``backward`` (DESIGN: Backward).
+
+The set of a site is found at its first visit, by one walk over the graph: every trainable parameter of the optimizers that own a
+parameter reached there, and the ``nn.Parameter``s reached that no optimizer owns. What is made inside a training pass belongs to its
+batch and is left out. A steady step only looks its site up.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parwrap.checks.same_weights import checksums, take_rank_zeros
+from parwrap.errors import RankMismatchError
+from parwrap.intercept.torch_calls import Backward
+from parwrap.loop.losses import reached, reenters, sparsely_used
+from parwrap.loop.optimizers import parameters_of
+from parwrap.places import Place, is_ours, warn
+from parwrap.ranks.agreement import agree
+from parwrap.strategies.ddp_averager import GradientAverager, average_now
+from parwrap.strategies.strategy import Loop
+
+__all__ = ["Site", "Sites"]
+
+MOST = 64
+"""The oldest site makes room for another one."""
+
+DEPTH = 10
+"""The number of frames that identify a site: enough to see through a script's own helper functions."""
+
+ROUNDING = 1e-5
+"""Initial weights that differ by less come from other rounding, as in an orthogonal initialization on another CPU."""
+
+
+@dataclass
+class Site:
+    """A line that calls ``backward``, with the calls that lead to it.
+
+    Attributes:
+        averager: averages the gradients of its set; ``None`` if it trains nothing that ranks share.
+        generation: the optimizers' generation when the set was found.
+        frozen: parameters of its optimizers that were frozen then.
+        then_average: whether gradients are averaged after the backward, because it runs others inside it.
+        codes: the code objects of the calls, kept alive because their ids identify the site.
+    """
+
+    averager: GradientAverager | None
+    generation: int
+    frozen: tuple[torch.Tensor, ...]
+    then_average: bool
+    codes: tuple[CodeType, ...]
+
+
+class Sites:
+    """The sites of a loop and the averagers of their sets.
+
+    Args:
+        loop: what the loop has done so far.
+        new_set: called when a set is averaged for the first time.
+    """
+
+    def __init__(self, loop: Loop, new_set: Callable[[], None]) -> None:
+        self._loop, self._new_set = loop, new_set
+        self._sites: dict[tuple[int, ...], Site] = {}
+        self._averagers: dict[tuple[int, ...], GradientAverager] = {}
+        self._hooks: list[Any] = []
+        self._running: GradientAverager | None = None
+        self.arrived: list[torch.Tensor] = []
+
+    def find(self, call: Backward, place: Place) -> Site:
+        """The site of ``call``, found anew if the trainable parameters may be others."""
+        optimizers, (key, codes) = self._loop.optimizers, _key(sys._getframe(1))
+        site = self._sites.get(key)
+        if (
+            site is None
+            or site.generation != optimizers.generation
+            or not optimizers.were_built
+            or "inputs" in call.options
+            or (site.frozen and any(p.requires_grad for p in site.frozen))
+        ):
+            site = self._sites[key] = self._found(call, place, codes())
+            if len(self._sites) > MOST:
+                del self._sites[next(iter(self._sites))]
+            self._drop_unused()
+        self._running = site.averager
+        return site
+
+    def _found(self, call: Backward, place: Place, codes: tuple[CodeType, ...]) -> Site:
+        optimizers = self._loop.optimizers
+        parameters, frozen = self._parameters(call)
+        averager, then_average = None, False
+        if parameters:
+            averager = self._averagers.get(tuple(map(id, parameters)))
+            if averager is None:
+                averager, then_average = self._agreed(parameters, call)
+            else:
+                then_average = reenters(call.tensors)
+        site = Site(averager, optimizers.generation, frozen, then_average, codes)
+        self._watch()
+        return site
+
+    def _parameters(self, call: Backward) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
+        """The set of parameters of ``call``, and frozen parameters of the same optimizers."""
+        optimizers = self._loop.optimizers
+        leaves = [leaf for leaf in reached(call.roots) if leaf.requires_grad]
+        if "inputs" in call.options:
+            return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and not optimizers.of_batch(leaf)], ()
+        owners = optimizers.owners()
+        chosen = {id(owners[id(leaf)]) for leaf in leaves if id(leaf) in owners}
+        owned = [
+            p
+            for optimizer in optimizers.all()
+            if id(optimizer) in chosen
+            for p in parameters_of(optimizer)
+            if owners[id(p)] is optimizer and p.is_leaf
+        ]
+        others = [leaf for leaf in leaves if id(leaf) not in owners and not optimizers.of_batch(leaf)]
+        if optimizers.were_built:
+            others = [leaf for leaf in others if isinstance(leaf, nn.Parameter)]
+        found = {id(p): p for p in (*(p for p in owned if p.requires_grad), *others) if p.is_floating_point() or p.is_complex()}
+        return list(found.values()), tuple(p for p in owned if not p.requires_grad)
+
+    def _agreed(self, parameters: list[torch.Tensor], call: Backward) -> tuple[GradientAverager, bool]:
+        """The averager of a set that is met for the first time, once all ranks are there with the same set and weights."""
+        loop, group = self._loop, self._loop.group
+        shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters]
+        agree(group, "agreement on the parameters of a backward", number := crc32(repr(shapes).encode()), lambda: shapes, _different_sets)
+        sparse = sparsely_used(call.tensors)
+        facts = [reenters(call.tensors), *(id(p) in sparse for p in parameters)]
+        sums = checksums(parameters).cpu()
+        whole = int((sums * torch.arange(1, 2 * len(sums) + 1, 2)).sum()) % 2**62
+        largest = torch.tensor([whole, -whole, *facts], dtype=torch.int64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.control)
+        most, least, re_enters, *is_sparse = largest.tolist()
+        if most != -least and take_rank_zeros(group, parameters) > ROUNDING:
+            warn(
+                "parwrap: the weights of the ranks differ at the first backward, so rank 0's are used on all. Build the model where all "
+                "ranks draw the same: outside of training passes, after the same draws."
+            )
+        options = loop.options()
+        averager = GradientAverager(
+            group,
+            number,
+            parameters,
+            frozenset(id(p) for p, flag in zip(parameters, is_sparse, strict=True) if flag),
+            bucket_cap_mb=options.bucket_cap_mb,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+        )
+        self._averagers[tuple(map(id, parameters))] = averager
+        self._new_set()
+        return averager, bool(re_enters)
+
+    # parameters in no set
+
+    def _watch(self) -> None:
+        """Note gradients of parameters that an optimizer owns and no set has, such as those of a loss that joins in a later epoch."""
+        self.unwatch()
+        known = frozenset().union(*(averager.ids for averager in self._averagers.values()))
+        for optimizer in self._loop.optimizers.all():
+            for p in parameters_of(optimizer):
+                if p.requires_grad and p.is_leaf and id(p) not in known:
+                    self._hooks.append(p.register_post_accumulate_grad_hook(self._arrived))
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        if self._running is not None:
+            self._running.grows = True
+            self.arrived.append(parameter)
+
+    def unwatch(self) -> None:
+        """Remove all hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def grow(self, site: Site, call: Backward) -> None:
+        """Add the optimizers of parameters that got a gradient outside of every set, and average these gradients now."""
+        assert site.averager is not None
+        group, arrived = self._loop.group, {id(p) for p in self.arrived}
+        self.arrived.clear()
+        owners = self._loop.optimizers.owners()
+        outside = [
+            p for each in self._loop.optimizers.all() for p in parameters_of(each) if p.requires_grad and id(p) not in site.averager.ids
+        ]
+        group.before_control("a set of parameters that grows")
+        bits = torch.tensor([id(p) in arrived for p in outside], dtype=torch.int64)
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group=group.control)
+        chosen = {id(owners[id(p)]) for p, bit in zip(outside, bits.tolist(), strict=True) if bit}
+        new = [p for p in outside if id(owners[id(p)]) in chosen]
+        like = new[0]
+        average_now(new, torch.tensor([float(p.grad is not None) for p in new], device=like.device))
+        parameters = [*site.averager.parameters, *new]
+        site.averager, _ = self._agreed(parameters, call)
+        self._drop_unused()
+        self._watch()
+
+    def moved(self) -> None:
+        """Find all sets anew: DDP's hooks are on the tensors that parameters had before a cast or move."""
+        self._sites.clear()
+        self._averagers.clear()
+
+    def _drop_unused(self) -> None:
+        used = {id(site.averager) for site in self._sites.values()}
+        self._averagers = {ids: averager for ids, averager in self._averagers.items() if id(averager) in used}
+
+    def averagers(self) -> Iterable[GradientAverager]:
+        """All averagers in use."""
+        return self._averagers.values()
+
+
+def _key(frame: FrameType | None) -> tuple[tuple[int, ...], Callable[[], tuple[CodeType, ...]]]:
+    """A key for the site where the running call comes from, and a function that returns the code objects in it."""
+    while frame is not None and is_ours(frame):
+        frame = frame.f_back
+    innermost, key, depth = frame, [], 0
+    while frame is not None and depth < DEPTH:
+        key += (id(frame.f_code), frame.f_lineno)
+        frame, depth = frame.f_back, depth + 1
+
+    def codes() -> tuple[CodeType, ...]:
+        each, found = innermost, []
+        while each is not None and len(found) < DEPTH:
+            found.append(each.f_code)
+            each = each.f_back
+        return tuple(found)
+
+    return tuple(key), codes
+
+
+def _different_sets(all_ranks: Sequence[list[Any]]) -> RankMismatchError:
+    rank, theirs = next((rank, each) for rank, each in enumerate(all_ranks) if each != all_ranks[0])
+    mine = all_ranks[0]
+    if len(mine) != len(theirs):
+        differ = f"{len(mine)} parameters on rank 0 and {len(theirs)} on rank {rank}"
+    else:
+        first = next(index for index, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+        differ = f"a parameter of shape {mine[first][0]} on rank 0 and of shape {theirs[first][0]} on rank {rank}"
+    return RankMismatchError(
+        f"the ranks train different parameters in a backward: {differ}. Gradients can only be averaged of the same ones. Build the same "
+        "model on every rank, outside of training passes or inside `with parwrap.same_draws():`."
+    )

@@ -1,0 +1,16 @@
+"""Every rank trains a model of its own on all of the data; nothing is averaged, and nothing is compared."""
+
+from __future__ import annotations
+
+from parwrap.intercept.torch_calls import Backward
+from parwrap.strategies.strategy import Strategy
+
+__all__ = ["Independent"]
+
+
+class Independent(Strategy):
+    """Averages nothing."""
+
+    def backward(self, call: Backward) -> None:
+        call.run()
+        self._loop.passes.ran_backward()

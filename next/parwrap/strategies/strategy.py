@@ -1,0 +1,82 @@
+"""What a strategy is: an interceptor that decides how ranks train together.
+
+A strategy is asked to act, never asked what it is. Each has its own file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from parwrap.checks.same_step import SameStep
+from parwrap.data.loaders import Loaders
+from parwrap.intercept.interceptor import Interceptor
+from parwrap.loop.losses import Losses
+from parwrap.loop.optimizers import Optimizers
+from parwrap.loop.passes import Passes
+from parwrap.options import Options
+from parwrap.ranks.group import Group
+
+__all__ = ["Loop", "Strategy"]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What the running loop has done so far, and what checks it, for strategies.
+
+    Attributes:
+        group: the process group.
+        options: a function that returns the options of the innermost running function.
+        passes: the open passes.
+        optimizers: the optimizers of the script.
+        losses: the scalars that backwards are called on.
+        loaders: the loaders.
+        same_step: the check of lockstep.
+        say: prints a line on rank 0.
+    """
+
+    group: Group
+    options: Callable[[], Options]
+    passes: Passes
+    optimizers: Optimizers
+    losses: Losses
+    loaders: Loaders
+    same_step: SameStep
+    say: Callable[[str], None]
+
+
+class Strategy(Interceptor):
+    """How the ranks of a loop train together.
+
+    Args:
+        loop: what the loop has done so far.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside the block, gradients add up on this rank; the first backward after it averages the sums."""
+        return nullcontext()
+
+    def name_of(self, parameter: Any) -> str | None:
+        """The name of a parameter in its model, for errors."""
+        return None
+
+    def begins_whole(self) -> None:
+        """A pass that reads everything begins."""
+
+    def end(self) -> None:
+        """The function has ended on this rank without an error: compare with the others a last time."""
+
+    def close(self) -> None:
+        """Release the script's parameters."""
+
+    def data_parallel(self, module: nn.Module, build: Callable[[Any], None]) -> None:
+        """The script wants several devices in this process: it gets the device of this rank."""
+        device = self._loop.group.device
+        build([device.index or 0] if device.type == "cuda" else None)

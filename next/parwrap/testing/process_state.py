@@ -1,0 +1,167 @@
+"""What a test on warm ranks must leave as it was: patched calls, environment, threads, torch's global settings.
+
+The next test runs in the same processes. So every test shows that parwrap restores what it patches.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from parwrap.ranks.group import current
+from parwrap.torch_private.process_state import active_modes, global_hooks, open_process_groups
+
+__all__ = ["State", "differences", "seed"]
+
+PATIENCE = 2.0
+"""Seconds in which threads and processes of a test that has ended may end."""
+
+PACKAGES = ("torch.amp", "torch.autograd", "torch.nn", "torch.optim", "torch.utils.data", "numpy.random", "pathlib", "torchdata")
+"""Packages whose modules and classes are compared, as far as they are loaded; see ``MODULES``."""
+
+MODULES = frozenset(
+    [
+        *("builtins", "codecs", "csv", "glob", "io", "json", "logging", "mmap", "os", "pickle", "posixpath", "random", "shutil", "signal"),
+        *("sqlite3", "subprocess", "sys", "tarfile", "tempfile", "threading", "time", "warnings", "zipfile", "multiprocessing.process"),
+        *("numpy", "torch", "torch.cuda", "torch.func", "torch.jit", "torch.multiprocessing", "torch.onnx", "torch.random"),
+        *("torch.serialization", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.distributed_c10d"),
+        *("torch.utils.checkpoint", "torch.utils.tensorboard.writer", "torchvision.utils", "cv2", "h5py", "imageio", "joblib"),
+        *("matplotlib.pyplot", "pandas", "pandas.core.frame", "pandas.core.generic", "safetensors.torch", "tqdm.std", "yaml"),
+    ]
+)
+"""Modules whose callables, and the attributes of whose classes, are compared if they are loaded."""
+
+TORCHS_SIGNALS = {signal.SIGCHLD}
+"""The signals that torch handles from the first ``DataLoader`` with workers on."""
+
+Namespace = dict[str, Any]
+
+
+class State:
+    """The state of this process.
+
+    Attributes:
+        modules: the callables of modules by name, which must stay the identical objects.
+        classes: the attributes of classes by name, likewise; no callable may be added.
+        values: other facts by name, which must stay equal; those in a dict are named one by one.
+        threads: the running threads.
+    """
+
+    def __init__(self, module: str) -> None:
+        """Look at the state; ``module`` is the name of the test's module, in which patches also replace imported names."""
+        self.modules = dict(_modules(module))
+        self.classes = dict(_classes(self.modules))
+        self.values = dict(_values())
+        self.threads = set(threading.enumerate())
+
+
+def seed() -> None:
+    """Give every stream of random numbers the state with which each test starts."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def differences(before: State, module: str) -> list[str]:
+    """What is different from ``before``, in words; empty if the test in ``module`` has left everything as it was."""
+    deadline = time.monotonic() + PATIENCE
+    left = [thread for thread in threading.enumerate() if thread not in before.threads and not isinstance(thread, threading._DummyThread)]
+    for thread in left:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found = [f"the thread {thread.name!r}" for thread in left if thread.is_alive()]
+    found += [f"the process {process.name!r}" for process in multiprocessing.active_children()]
+    after = State(module)
+    for name, value in before.values.items():
+        found += _unequal(name, value, after.values[name])
+    for owner, names in before.modules.items():
+        found += _replaced(owner, names, after.modules.get(owner, names))  # a module may be unloaded
+    for owner, names in before.classes.items():
+        now = after.classes.get(owner, names)
+        found += _replaced(owner, names, now)
+        found += [f"{owner}.{name}" for name, value in now.items() if name not in names and callable(value)]
+    return found
+
+
+def _replaced(owner: str, before: Namespace, after: Namespace) -> Iterator[str]:
+    for name, value in before.items():
+        if name not in after or (after[name] is not value and not _hooked(value, after[name])):
+            yield f"{owner}.{name}"
+
+
+def _hooked(before: Any, after: Any) -> bool:
+    """Whether ``after`` is the ``step`` that torch puts in place of a class's own when its first optimizer is built."""
+    return type(after) is FunctionType and getattr(after, "hooked", False) and getattr(after, "__wrapped__", None) is before
+
+
+def _unequal(name: str, before: Any, after: Any) -> Iterator[str]:
+    if isinstance(before, Mapping):
+        for key in [*before, *(key for key in after if key not in before)]:
+            yield from _unequal(f"{name} {key}", before.get(key), after.get(key))
+    elif before != after:
+        if isinstance(before, list):  # what both have says nothing
+            before, after = [each for each in before if each not in after], [each for each in after if each not in before]
+        yield f"{name} ({_short(before)} before, {_short(after)} now)"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _modules(module: str) -> Iterator[tuple[str, Namespace]]:
+    for name in [*sys.modules]:
+        if (name in MODULES or name == module or name.startswith(PACKAGES)) and isinstance(found := sys.modules[name], ModuleType):
+            yield name, {each: value for each, value in vars(found).items() if callable(value)}
+    yield "the stream sys", {name: getattr(sys, name) for name in ("stdin", "stdout", "stderr")}
+    if (group := current()) is not None:
+        yield "group.current()", {"itself": group, **vars(group)}
+
+
+def _classes(modules: Mapping[str, Namespace]) -> Iterator[tuple[str, Namespace]]:
+    """The classes that the ``modules`` define."""
+    for module, names in modules.items():
+        for name, value in names.items():
+            if isinstance(value, type) and value.__module__ == module:
+                yield f"{module}.{name}", dict(vars(value))
+
+
+def _values() -> Iterator[tuple[str, Any]]:
+    yield "the environment variable", dict(os.environ)
+    yield "the working directory", os.getcwd()
+    yield "the file descriptor", {fd: (os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in (1, 2)}
+    yield "sys.path", list(sys.path)
+    yield "sys.argv", list(sys.argv)
+    yield "sys.meta_path", list(sys.meta_path)
+    yield "the tracing function", (sys.gettrace(), sys.getprofile())
+    yield "the signal handler", {signal.Signals(each).name: signal.getsignal(each) for each in signal.Signals if each not in TORCHS_SIGNALS}
+    yield "the warning filters", list(warnings.filters)
+    yield "the root logger", {"level": logging.root.level, "handlers": list(logging.root.handlers), "disable": logging.root.manager.disable}
+    yield "numpy's error handling", np.geterr()
+    yield "the default dtype", torch.get_default_dtype()
+    yield "the default device", torch.get_default_device()
+    yield "whether gradients are on", torch.is_grad_enabled()
+    yield "inference mode", torch.is_inference_mode_enabled()
+    yield "autocast on", {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
+    yield "anomaly detection", torch.is_anomaly_enabled()
+    yield "deterministic algorithms", torch.are_deterministic_algorithms_enabled()
+    yield "cudnn", {"benchmark": torch.backends.cudnn.benchmark, "deterministic": torch.backends.cudnn.deterministic}
+    yield "the precision of float32 products", torch.get_float32_matmul_precision()
+    yield "torch's number of threads", torch.get_num_threads()
+    yield "torch's active modes", active_modes()
+    yield "torch's", global_hooks()
+    yield "the open process groups", open_process_groups()

@@ -1,0 +1,69 @@
+"""The common setup of all tests, whichever shell or CI has started pytest, and fixtures that several files use by name."""
+
+import os
+import signal
+import warnings
+from textwrap import dedent
+
+import pytest
+
+from inner_pytest import HEAD, Run
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: of several processes with a thread for each core, most wait
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each rank would start processes that import torch, for one small kernel
+# a shell starts background jobs with SIGINT ignored, which the ranks' fork server and other processes of tests would inherit
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--runslow", action="store_true", help="run the tests that are marked slow too")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--runslow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: add --runslow"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _temporary_files_are_of_this_pytest(tmp_path_factory):
+    """Another may run beside it, with ``-n 2`` does, and tests look at what is left there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.getbasetemp()))
+        patch.setattr("tempfile.tempdir", None)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _pytest_is_as_brief_as_by_hand(monkeypatch):
+    """On a CI machine pytest shows longer differences, also the one that a test has started."""
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.delenv("BUILD_NUMBER", raising=False)
+
+
+@pytest.fixture
+def nothing_is_warned_of():
+    """A warning fails the test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # which torchdata calls
+        yield
+
+
+@pytest.fixture
+def inner_options(request: pytest.FixtureRequest) -> list[str]:
+    """What an inner pytest needs to know the plugin, and to start at once: it would load hypothesis anew each time."""
+    known = [] if request.config.pluginmanager.has_plugin("parwrap") else ["-p", "parwrap.testing.plugin"]
+    return [*known, "-p", "no:hypothesispytest"]
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, inner_options: list[str]) -> Run:
+    """Run the source of a test file in a pytest of its own."""
+
+    def run(source: str, *options: str) -> pytest.RunResult:
+        pytester.makepyfile(test_inner=HEAD + dedent(source))
+        return pytester.runpytest_inprocess(*inner_options, *options)
+
+    return run

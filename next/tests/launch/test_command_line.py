@@ -1,0 +1,168 @@
+"""Options of ``parwrap.run`` stand before the script; what follows is the script's own and arrives unchanged."""
+
+import json
+import string
+import subprocess
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import parwrap
+from parwrap.launch.command_line import split_at_script
+from parwrap.launch.plan import command_parser, plan_launch
+from planning import plan
+
+PARSER = command_parser()
+OURS = sorted(PARSER._option_string_actions)
+roots = st.sampled_from(OURS).flatmap(lambda option: st.integers(2, len(option)).map(lambda length: option[:length]))
+words = st.one_of(roots, st.text(string.printable, max_size=8), st.sampled_from(["--", "-", "", "-1", "--=", "train.py"]))
+command_lines = st.lists(st.one_of(words, st.tuples(roots, words).map("=".join)), max_size=6)
+search = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+NASTY = [
+    *("--data", "x", "--l", "--n", "--out", "--log", "--max", "--all", "--local", "--start", "--use", "--pad", "--dry", "--run", "--no"),
+    *(
+        "--rd",
+        "--e",
+        "--b",
+        "--out=3",
+        "--",
+        "--amp",
+        "--nnodes=9",
+        "--help",
+        "--version",
+        "-h",
+        "-m",
+        "-1",
+        "",
+        "a b",
+        "--launcher",
+        "slurm",
+    ),
+]
+"""Looks like options of parwrap.run, and is the script's."""
+
+PRINTS_ARGUMENTS = "import json, sys; print(json.dumps(sys.argv[1:]))"
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize("before", ["train.py", "--plain train.py", "-m recipes.digits", "--nproc 2 --seed 3 train.py", "-- train.py"])
+@search
+@given(arguments=command_lines)
+def test_what_follows_the_script_arrives_unchanged(before, arguments):
+    assert tuple(arguments) == plan_launch([*before.split(), *arguments], {}, 0, 8).script.args
+
+
+@pytest.mark.parametrize("options", [[], ["--nproc-per-node", "2", "--all-ranks"], ["--nproc-per-node", "2", "--plain"]])
+@pytest.mark.parametrize("target", [["train.py"], pytest.param(["-m", "train"], marks=pytest.mark.slow)])
+def test_a_script_gets_arguments_that_look_like_ours(script, parwrap_run, options, target):
+    script(PRINTS_ARGUMENTS)
+    status, stdout, _ = parwrap_run(*options, *target, *NASTY)
+
+    assert 0 == status
+    assert {json.dumps(NASTY)} == {line.removeprefix("[rank 0] ").removeprefix("[rank 1] ") for line in stdout.splitlines()}
+
+
+@pytest.mark.parametrize(
+    ("argv", "options"),
+    [
+        (["--nproc", "2"], ["--nproc-per-node", "2"]),
+        (["--nproc_per=2"], ["--nproc-per-node=2"]),
+        (["--bucket-cap", "5"], ["--bucket-cap-mb", "5"]),
+        (["--master_a", "there"], ["--master-addr", "there"]),
+        (["--seed", "-1"], ["--seed=-1"]),
+        (["--strat", "none"], ["--strategy", "none"]),
+        (["-t3", "-r=1"], ["-t=3", "-r=1"]),
+    ],
+)
+def test_an_option_is_written_in_full_or_as_a_prefix_that_no_other_has(argv, options):
+    assert (options, ["train.py", "--x"]) == split_at_script(PARSER, [*argv, "train.py", "--x"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "notice"),
+    [
+        (
+            ["train.py", "--nproc-per-node", "2"],
+            "1 rank runs: --nproc-per-node follows train.py, so it is an option of the script. To start several ranks, put it before "
+            "train.py.",
+        ),
+        (
+            ["-m", "recipes.digits", "--epochs", "3", "--nnodes=2"],
+            "1 rank runs: --nnodes=2 follows recipes.digits, so it is an option of the script. To start several ranks, put it before -m.",
+        ),
+        (["--nproc-per-node", "1", "train.py", "--nproc-per-node", "2"], ""),
+        (["--nproc-per-node", "2", "train.py", "--nproc-per-node", "2"], ""),
+        (["train.py", "--nproc", "2"], ""),
+    ],
+)
+@pytest.mark.usefixtures("scripts")
+def test_an_option_for_several_ranks_that_stands_after_the_script_is_noticed(argv, notice):
+    assert notice == plan(*argv).notice
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_script_that_is_a_launcher_itself_has_such_an_option(tmp_path):
+    (tmp_path / "train.py").write_text("parser.add_argument('--nproc_per_node')")
+
+    assert plan("train.py", "--nproc_per_node", "2").notice == ""
+
+
+def test_the_notice_comes_before_the_script_runs(script, parwrap_run):
+    script("import sys; sys.exit('the script')")
+    status, stdout, stderr = parwrap_run("train.py", "--nproc_per_node=2")
+
+    assert (1, "") == (status, stdout)
+    assert stderr.startswith("parwrap.run: 1 rank runs: --nproc_per_node=2 follows train.py")
+    assert stderr.endswith("the script\n")
+
+
+@pytest.mark.parametrize("command", ["parwrap", "parwrap.run"])
+def test_the_version_is_printed(started, command):
+    stdout, stderr = started("-m", command, "--version").communicate(timeout=60)
+
+    assert (f"parwrap {parwrap.__version__}\n", "") == (stdout, stderr)
+
+
+def test_the_package_says_which_commands_there_are(started):
+    stdout, stderr = started("-m", "parwrap").communicate(timeout=60)
+
+    assert "" == stderr
+    assert "python -m parwrap.run [options] train.py" in stdout
+    assert "python -m parwrap.doctor" in stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (
+            "import sys; sys.stdin.read()",
+            "EOFError: sys.stdin was read on a launched rank, which has no stdin: pass the answer as an argument of the script.",
+        ),
+        (
+            "import sys\nfor line in sys.stdin: print(line)",
+            "EOFError: sys.stdin was read on a launched rank, which has no stdin: pass the answer as an argument of the script.",
+        ),
+        (
+            "breakpoint()",
+            "UsageError: breakpoint() was called on a launched rank, which has no terminal: debug on one rank, with --nproc-per-node 1.",
+        ),
+    ],
+)
+def test_a_rank_that_asks_for_its_stdin_is_refused(script, parwrap_run, code, text):
+    script(code)
+    status, _, stderr = parwrap_run("--nproc-per-node", "2", "train.py")
+
+    assert 1 == status
+    assert stderr.splitlines()[-1].endswith(text)
+
+
+@pytest.mark.parametrize(("code", "answer"), [("print(sys.stdin.read())", "c\n\n"), ("breakpoint()\nprint('on')", "on\n")])
+def test_one_rank_reads_stdin_and_stops_at_a_breakpoint(tmp_path, environ, code, answer):
+    (tmp_path / "train.py").write_text(f"import sys\n{code}")
+    command = [sys.executable, "-m", "parwrap.run", "train.py"]
+    ended = subprocess.run(command, input="c\n", capture_output=True, text=True, cwd=tmp_path, env=environ, check=True)
+
+    assert ended.stdout.endswith(answer)

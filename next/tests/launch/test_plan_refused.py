@@ -1,0 +1,141 @@
+"""A command line that cannot be carried out is refused, with what to do."""
+
+import pytest
+
+from parwrap.errors import LaunchError, UsageError
+from planning import plan
+
+pytestmark = pytest.mark.usefixtures("scripts")
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--sed", "1", "train.py"], "there is no option --sed; did you mean --seed?"),
+        (["--nproc-per-node=2", "--batsh=global", "train.py"], "there is no option --batsh; did you mean --batch?"),
+        (
+            ["--xyzzy", "train.py"],
+            "there is no option --xyzzy; `python -m parwrap.run --help` lists the options; the script's own options come after its name.",
+        ),
+        ([], "no script to run: put its path after the options of parwrap.run, followed by the script's own arguments."),
+        (["--seed", "one", "train.py"], "argument --seed: 'one' is not an integer."),
+        (["--seed", "-1", "train.py"], "seed=-1 is not an integer from 0 to 2**64 - 1. Your script's own options go after its name."),
+        (["--timeout", "soon", "train.py"], "argument --timeout: 'soon' is not a number."),
+        (["--max-restarts", "x", "train.py"], "argument --max-restarts/--max_restarts: invalid int value: 'x'"),
+        (
+            ["--nproc-per-node", "0", "train.py"],
+            "--nproc-per-node 0 is not a positive number of ranks, nor gpu (0 here), cpu (8 here), auto (8 here).",
+        ),
+        (
+            ["--nproc-per-node", "two", "train.py"],
+            "--nproc-per-node two is not a positive number of ranks, nor gpu (0 here), cpu (8 here), auto (8 here).",
+        ),
+        (["--nnodes", "a:b", "train.py"], "--nnodes a:b is not a positive number of nodes, nor MIN:MAX for a job that can grow."),
+        (
+            ["--nnodes", "2", "--node-rank", "2", "--master-addr", "there", "train.py"],
+            "--node-rank 2 is not less than --nnodes 2: node ranks start at 0.",
+        ),
+        *(
+            (
+                ["--nnodes", "2", *options, "train.py"],
+                "--nnodes 2 needs a rendezvous: on every node, set --master-addr to the address of the first node, and --node-rank to a "
+                "different number, starting from 0. Or set the same --rdzv-endpoint HOST:PORT on every node, with HOST any one of them.",
+            )
+            for options in ([], ["--node-rank", "1"], ["--master-port", "29501"])
+        ),
+        *(
+            (
+                ["--nnodes", "2", "--rdzv-backend", "c10d", *options, "train.py"],
+                "--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, with HOST any one of the nodes: set the same value on all nodes.",
+            )
+            for options in ([], ["--master-addr", "there"])
+        ),
+        (["--node-rank", "1", "train.py"], "--node-rank 1 is not less than --nnodes 1: node ranks start at 0."),
+        (["--nprocs", "2", "train.py"], "there is no option --nprocs; did you mean --nproc-per-node?"),
+        (["-np", "2", "train.py"], "there is no option -np; did you mean --nproc-per-node?"),
+        (["--nnodes", "3:2", "train.py"], "--nnodes 3:2 is not a positive number of nodes, nor MIN:MAX for a job that can grow."),
+        (
+            ["--nnodes", "1:2", "--master-addr", "there", "train.py"],
+            "--nnodes 1:2 lets nodes join and leave: use --rdzv-endpoint HOST:PORT, not --master-addr.",
+        ),
+        (
+            ["--all-ranks", "--tee", "3", "train.py"],
+            "--all-ranks controls what ranks print, and so do --redirects, --tee and --local-ranks-filter: remove --all-ranks or the "
+            "others.",
+        ),
+        (
+            ["--standalone", "--nnodes", "2", "train.py"],
+            "--standalone is for one node, but --nnodes 2 asks for more: remove one of the two.",
+        ),
+        (
+            ["--plain", "--seed", "1", "--bucket-cap-mb", "5", "train.py"],
+            "--plain only launches the script, so --seed, --bucket-cap-mb has no effect: remove one of them.",
+        ),
+        (
+            ["--backend", "gloo", "-m", "parwrap.doctor"],
+            "parwrap.doctor only launches the script, so --backend has no effect: remove one of them.",
+        ),
+        (
+            ["--lr", "0.1", "train.py"],
+            "lr='0.1' is not a valid value. Choose one of: 'keep': learning rates are unchanged; 'linear': they are multiplied by the "
+            "number of ranks, like the global batch; 'sqrt': they are multiplied by the square root of the number of ranks. Your "
+            "script's own options go after its name.",
+        ),
+        (
+            ["--no", "train.py"],
+            "--no is ambiguous: --no-python or --node-rank. Your script's own options go after its name.",
+        ),
+        (["--no-python", "-m", "ls"], "--no-python runs a program, and --module runs a Python module: remove one of them."),
+        (
+            ["--no-python", "ls"],
+            "--no-python runs a program that is not Python, so parwrap cannot change anything in it: add --plain to only launch it.",
+        ),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused(argv, text):
+    with pytest.raises(UsageError) as refusal:
+        plan(*argv)
+
+    assert str(refusal.value) == text
+
+
+@pytest.mark.parametrize(
+    ("argv", "gpus", "text"),
+    [
+        (["no/such.py"], 0, "cannot find the script no/such.py: its path is relative to the current directory."),
+        (["."], 0, ". is a directory without a __main__.py, so it cannot run: pass the path of a script in it."),
+        (
+            ["recipes.digits"],
+            0,
+            "cannot find the script recipes.digits: its path is relative to the current directory. To run a module, put -m before its "
+            "name.",
+        ),
+        (
+            ["-m", "no.such"],
+            0,
+            "cannot find the module no.such, neither in the current directory nor among the installed packages.",
+        ),
+        (["--plain", "--no-python", "no-such"], 0, "cannot find the program no-such: pass its path, or the name of a program on the PATH."),
+        (
+            ["--nproc-per-node", "gpu", "train.py"],
+            0,
+            "--nproc-per-node gpu starts a rank on each GPU, but torch cannot use a GPU here: set a number of ranks to train on the CPU.",
+        ),
+        (
+            ["--nproc-per-node", "3", "train.py"],
+            2,
+            "--nproc-per-node 3 is more than the GPUs that torch can use on this node (2). "
+            "Start at most 2 ranks there, or add --backend gloo to let ranks share GPUs.",
+        ),
+    ],
+)
+def test_what_is_not_there_is_named(argv, gpus, text):
+    with pytest.raises(LaunchError) as refusal:
+        plan(*argv, gpus=gpus)
+
+    assert str(refusal.value) == text
+
+
+def test_options_of_the_scope_are_checked_by_the_scope():
+    with pytest.raises(UsageError, match="batch='globe' is not a valid value"):
+        plan("--batch", "globe", "train.py")

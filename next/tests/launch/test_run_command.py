@@ -1,0 +1,186 @@
+"""The command itself, on two ranks: real processes, so each run carries several statements."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+import parwrap
+from launched import WITHIN, left_in
+from parwrap.errors import LaunchError
+from parwrap.launch.agent import launch
+from parwrap.launch.plan import plan_launch
+
+SEES = """
+import json, sys, near, psutil, torch, parwrap
+from parwrap.ranks.group import current
+group = current()
+launcher = psutil.Process().parent().parent()
+everyone = {process.pid: process for process in (launcher, *launcher.children(recursive=True))}
+sockets = [(pid, socket) for pid, process in everyone.items() for socket in process.net_connections()]
+listening = [(pid, socket.laddr.ip) for pid, socket in sockets if socket.status == psutil.CONN_LISTEN]
+seen = {"argv": sys.argv, "path": sys.path[0], "file": __file__, "name": __name__, "sum": parwrap.reduce_sum(1.0)}
+seen |= {"listens": sorted({address for _, address in listening}), "launcher listens": launcher.pid in dict(listening)}
+seen |= {"folder": str(group.folder), "modes": [oct(path.stat().st_mode) for path in (group.folder, *group.folder.parents[:2])]}
+seen |= {"hash": hash("parwrap"), "backend": group.backend}
+everywhere = parwrap.gather(seen)
+if parwrap.rank() == 0:
+    with open(sys.argv[1], "w") as file:
+        json.dump(everywhere, file)
+"""
+
+
+def test_two_jobs_at_once_meet_in_private_folders_and_open_no_port_but_gloos_on_the_loopback(tmp_path, started, environ, script):
+    script("raise ImportError('taken from where the command runs')", "tarfile.py")  # which torch imports
+    script("", "scripts/near.py")
+    path = script(SEES, "scripts/train.py")
+    jobs = [started("-m", "parwrap.run", "--nproc-per-node", "2", path, out, "--lr=1") for out in ("a", "b")]
+    assert [("", "")] * 2 == [job.communicate(timeout=WITHIN) for job in jobs]
+
+    seen = {out: json.loads((tmp_path / out).read_text()) for out in ("a", "b")}
+    for out, ranks in seen.items():
+        for rank in ranks:
+            assert ([path, out, "--lr=1"], "__main__") == (rank["argv"], rank["name"])
+            assert (str(tmp_path / "scripts"), str(tmp_path / path)) == (rank["path"], rank["file"])
+            assert (2.0, "gloo", ["127.0.0.1"], False) == (rank["sum"], rank["backend"], rank["listens"], rank["launcher listens"])
+            assert ["0o40700"] * 3 == rank["modes"]
+    assert 2 == len({rank["folder"] for ranks in seen.values() for rank in ranks})
+    assert 1 == len({rank["hash"] for ranks in seen.values() for rank in ranks})
+    assert [] == left_in(environ)
+
+
+def test_a_module_runs_inside_the_scope(tmp_path, started, parwrap_run, script):
+    script(
+        "import sys\nwith open('x.txt', 'w') as file: file.write(f'{sys.argv} {sys.path[0]} {__name__} {__package__}')", "recipes/digits.py"
+    )
+    started("-m", "recipes.digits", "x").communicate(timeout=WITHIN)
+    expected = (tmp_path / "x.txt").read_text()
+    (tmp_path / "x.txt").unlink()
+
+    assert parwrap_run("--nproc-per-node", "2", "--seed", "1", "-m", "recipes.digits", "x") == (0, "", "")
+    assert expected == (tmp_path / "x.txt").read_text()
+
+
+PLAIN = """
+import atexit, json, multiprocessing.util, os, random, sys, threading, time
+import numpy, psutil, torch
+class Report:
+    def __del__(self): self.file.write("collected ")
+report = Report()
+report.file = open(f"report-{os.environ['RANK']}", "w")
+atexit.register(lambda: report.file.write("exit "))
+def late():
+    time.sleep(0.1)
+    report.file.write("thread ")
+threading.Thread(target=late).start()
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE OMP_NUM_THREADS PYTHONHASHSEED GLOO_SOCKET_IFNAME".split()
+facts = {name: os.environ.get(name) for name in names}
+facts |= {"argv": sys.argv, "threads": torch.get_num_threads(), "process": multiprocessing.current_process().name}
+facts |= {"set": list({"a", "b", "c", "d", "e"}), "start method": multiprocessing.get_start_method(allow_none=True)}
+processes = [psutil.Process(), *psutil.Process().parents()[:2]]
+facts |= {"torch": [next(each.addr for each in process.memory_maps(False) if "libtorch_cpu" in each.path) for process in processes]}
+facts |= {"starts processes by": multiprocessing.util.spawnv_passfds.__qualname__}
+facts |= {"drawn": [random.random(), numpy.random.rand()], "dev": sys.flags.dev_mode}
+torch.distributed.init_process_group("gloo")
+total = torch.ones(1)
+torch.distributed.all_reduce(total)
+facts |= {"sum": int(total)}
+json.dump(facts, open(f"facts-{facts['RANK']}", "w"))
+def local_rank_option(): return "--local_rank"
+"""
+
+
+def test_ranks_that_are_only_launched_are_plain_processes_with_launch_variables(tmp_path, environ, started, script):
+    """Options of the interpreter go along when the command begins anew, which it does for ``PYTHONHASHSEED``."""
+    options = ("-X", "dev", "-W", "ignore", "-m", "parwrap.run", "--nproc-per-node", "2", "--plain")
+    process = started(*options, script(PLAIN), "x")
+    assert ("", "") == process.communicate(timeout=WITHIN)
+
+    facts = [json.loads((tmp_path / f"facts-{rank}").read_text()) for rank in (0, 1)]
+    shared = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for rank, seen in enumerate(facts):
+        assert [str(rank), str(rank), "2", "2"] == [seen[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+        assert (shared, int(shared)) == (seen["OMP_NUM_THREADS"], seen["threads"])
+        assert ("0", "lo", True, 2) == (seen["PYTHONHASHSEED"], seen["GLOO_SOCKET_IFNAME"], seen["dev"], seen["sum"])
+        assert ("MainProcess", None, "spawnv_passfds") == (seen["process"], seen["start method"], seen["starts processes by"])
+        assert ["train.py", f"--local_rank={rank}", "x"] == seen["argv"]
+        assert (tmp_path / f"report-{rank}").read_text() == "thread exit collected "
+    printed = subprocess.check_output([sys.executable, "-c", "print([*{'a', 'b', 'c', 'd', 'e'}])"], env={**environ, "PYTHONHASHSEED": "0"})
+    assert [ast.literal_eval(printed.decode())] * 2 == [seen["set"] for seen in facts]
+    assert not set(facts[0]["drawn"]) & set(facts[1]["drawn"])
+    assert 1 == len({where for seen in facts for where in seen["torch"]})  # loaded once, for the command too
+
+
+def test_a_program_that_is_not_python_can_be_launched_and_temporary_files_may_be_far_away(parwrap_run, environ):
+    environ["TMPDIR"] = tempfile.mkdtemp(dir=environ["TMPDIR"], suffix="-far-away" * 12)
+    status, stdout, _ = parwrap_run("--nproc-per-node", "2", "--plain", "--no-python", "printenv", "LOCAL_RANK")
+
+    assert (status, sorted(stdout.split())) == (0, ["0", "1"])
+
+
+def test_one_rank_needs_no_other_process_and_begins_as_plain_python_does(started, parwrap_run, script):
+    path = script("""
+import os, sys, psutil, torch
+print(os.getsid(0) == os.getpid(), psutil.Process().children(), torch.distributed.is_initialized())
+for name in sorted(os.environ): print(name, os.environ[name])
+print(sys.flags)
+""")
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # as many ranks as there are
+    try:
+        assert parwrap_run("--nproc-per-node", "auto", path) == (0, started(path).communicate(timeout=WITHIN)[0], "")
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_a_dry_run_starts_nothing(parwrap_run, script):
+    status, stdout, stderr = parwrap_run("--dry-run", "--nproc-per-node", "2", script("print('ran')"))
+
+    assert (status, stderr) == (0, "")
+    assert stdout.startswith("ranks      2 ranks on 1 node\nscript     train.py\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ["--nproc-per-node", "2", "no-such.py"],
+            "parwrap.run: cannot find the script no-such.py: its path is relative to the current directory.\n",
+        ),
+        ([], "parwrap.run: no script to run: put its path after the options of parwrap.run, followed by the script's own arguments.\n"),
+        (["--nproc-per-node", "2", "--redirects", "9", "train.py"], "parwrap.run: 9 does"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_exit_code_2(parwrap_run, script, argv, said):
+    script("")
+    status, stdout, stderr = parwrap_run(*argv)
+
+    assert (2, "", said) == (status, stdout, stderr[: len(said)])
+
+
+def test_nothing_is_forked_once_cuda_has_started(tmp_path, monkeypatch):
+    """CUDA is only said to have started here."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+
+    with pytest.raises(LaunchError, match="--start-method fork does not work in a process that has initialized CUDA"):
+        launch(plan_launch(["--start-method", "fork", "--nproc-per-node", "2", "train.py"], {}, 0, 2))
+
+
+@pytest.mark.parametrize("command", ["parwrap", "parwrap.run"])
+def test_the_version_is_printed(started, command):
+    stdout, stderr = started("-m", command, "--version").communicate(timeout=WITHIN)
+
+    assert (f"parwrap {parwrap.__version__}\n", "") == (stdout, stderr)
+
+
+def test_the_package_says_which_commands_there_are(started):
+    stdout, stderr = started("-m", "parwrap").communicate(timeout=WITHIN)
+
+    assert "" == stderr
+    assert "python -m parwrap.run [options] train.py" in stdout

@@ -1,0 +1,138 @@
+"""The only rank runs a script in its own process: everything about it is as under plain ``python``."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parwrap.launch.script import script_traceback
+
+ROOT = Path(__file__).parents[2]
+RUN_ALONE = (
+    "import sys; from parwrap.launch.plan import Script; from parwrap.launch.script import run_alone; "
+    "run_alone(Script(sys.argv[1], tuple(sys.argv[3:]), sys.argv[2]))"
+)
+
+
+def outcome(*command: str, cwd: Path) -> tuple[int, str, str]:
+    environ = {"PYTHONPATH": str(ROOT), "PATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    ended = subprocess.run([sys.executable, *command], cwd=cwd, env=environ, capture_output=True, text=True)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+SCRIPTS = {
+    "what it sees": "import sys; print(sys.argv, sys.path[0], __file__, __name__, __package__, __spec__, __loader__.path)",
+    "its module": "import __main__, sys; print(__main__ is sys.modules['__main__'], vars(__main__) is globals())",
+    "an exception": "def f():\n    1 / 0\nprint('before')\nf()",
+    "a chain of exceptions": "try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise ValueError('again')",
+    "a syntax error": "print('never')\nx = = 1",
+    "an exit code": "import sys; sys.exit(3)",
+    "an exit message": "import sys; sys.exit('no data')",
+    "a good exit": "import sys; sys.exit(0)",
+    "its own excepthook": "import sys\nsys.excepthook = lambda *failure: print(failure[:2])\n1 / 0",
+    "its end": """
+import atexit, __main__
+atexit.register(lambda: print('exit', __main__.kept))
+kept = 1
+file = open('left', 'w')
+file.write('open')
+""",
+    "annotations": "x: int = 1\nprint(__annotations__)",
+    "future": "print(1)\ndef f(x: unknown): ...",
+}
+
+
+EACH_IN_A_FORK = """
+import os, sys
+from parwrap.launch.plan import Script
+from parwrap.launch.script import run_alone
+folders = sys.argv[1:]
+while folders and (running := os.fork()):
+    _, status = os.waitpid(running, 0)
+    with open(os.path.join(folders.pop(0), "status"), "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(status)))
+if folders:
+    os.chdir(folders[0])
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
+    run_alone(Script("scripts/train.py", ("--lr", "0.1"), "file"))
+"""
+"""Imports parwrap once, and ends in each fork as an interpreter does."""
+
+
+@pytest.fixture(scope="module")
+def run_alone(tmp_path_factory):
+    """The folder of each script and what has come of it."""
+    folders = {source: tmp_path_factory.mktemp("alone") for source in SCRIPTS.values()}
+    for source, folder in folders.items():
+        (folder / "scripts").mkdir()
+        (folder / "scripts" / "train.py").write_text(source)
+    code, *said = outcome("-c", EACH_IN_A_FORK, *map(str, folders.values()), cwd=ROOT)
+    assert [0, "", ""] == [code, *said]
+    return {
+        source: (folder, (int((folder / "status").read_text()), *((folder / stream).read_text() for stream in ("stdout", "stderr"))))
+        for source, folder in folders.items()
+    }
+
+
+@pytest.mark.parametrize("source", SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_a_script_runs_as_under_plain_python(run_alone, source):
+    folder, ended = run_alone[source]
+    left = (folder / "left").read_text() if (folder / "left").exists() else None
+
+    assert outcome("scripts/train.py", "--lr", "0.1", cwd=folder) == ended
+    assert ("open" if "left" in source else None) == left
+
+
+def test_a_module_runs_as_under_plain_python(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "__main__.py").write_text("from . import digits\nimport sys; print(sys.argv, __name__, __package__, __file__)")
+    (tmp_path / "recipes" / "digits.py").write_text("import sys; print(sys.argv, __name__, __package__)")
+    for module in ("recipes", "recipes.digits"):
+        expected = outcome("-m", module, "x", cwd=tmp_path)
+
+        assert outcome("-c", RUN_ALONE, module, "module", "x", cwd=tmp_path) == expected
+
+
+def test_a_directory_runs_as_under_plain_python(tmp_path):
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").write_text("import sys, near; print(sys.argv[1:], __name__, sys.path[0])")
+    (tmp_path / "app" / "near.py").touch()
+    expected = outcome("app", cwd=tmp_path)
+
+    assert outcome("-c", RUN_ALONE, "app", "file", cwd=tmp_path) == expected
+
+
+def test_ctrl_c_ends_it_with_the_exit_code_of_a_shell(tmp_path):
+    (tmp_path / "train.py").write_text("raise KeyboardInterrupt")
+    code, _, stderr = outcome("-c", RUN_ALONE, "train.py", "file", cwd=tmp_path)
+
+    assert code == 130
+    assert stderr.splitlines()[1:] == [
+        f'  File "{tmp_path}/train.py", line 1, in <module>',
+        "    raise KeyboardInterrupt",
+        "KeyboardInterrupt",
+    ]
+
+
+def test_a_traceback_of_parwraps_own_is_not_cut():
+    def deep():
+        raise ValueError
+
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        deep()
+
+    assert script_traceback(caught.value) is caught.value.__traceback__
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel must offer it")
+def test_a_process_can_be_tied_to_its_parent():
+    child = "from parwrap.ranks.processes import die_with_parent; die_with_parent(); print('tied', flush=True); import time; time.sleep(60)"
+    parent = (
+        "import os, subprocess, sys; child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE); "
+        "child.stdout.readline(); os._exit(0)"
+    )
+    started = subprocess.run([sys.executable, "-c", parent, child], env={"PYTHONPATH": str(ROOT)}, timeout=10, capture_output=True)
+
+    assert started.returncode == 0

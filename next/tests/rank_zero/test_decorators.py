@@ -1,0 +1,111 @@
+"""``rank_zero_only``, ``rank_zero_first`` and ``every_rank_writes``."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from parwrap.decorators.rank_zero import every_rank_writes, rank_zero_first, rank_zero_only
+from parwrap.errors import RankZeroError, UsageError
+from parwrap.rank_zero.files import intercepting_files
+from parwrap.ranks.collectives import barrier, gather
+from parwrap.ranks.group import current, is_alone, rank
+
+
+@pytest.mark.ranks(2)
+def test_rank_zero_only_runs_on_rank_zero_alone():
+    @rank_zero_only
+    def report(number):
+        return number, is_alone()
+
+    assert [(3, True), None] == gather(report(3))
+
+
+@pytest.mark.ranks(2)
+def test_its_result_can_be_sent_to_all():
+    @rank_zero_only(broadcast=True)
+    def first():
+        time.sleep(0.05)
+        return {"by": rank()}
+
+    assert [{"by": 0}] * 2 == gather(first())
+
+
+@pytest.mark.ranks(2)
+def test_who_waits_for_a_result_learns_that_rank_zero_has_failed():
+    @rank_zero_only(broadcast=True)
+    def fails():
+        raise KeyError("no data")
+
+    with pytest.raises((KeyError, RankZeroError)[rank()], match="no data"):
+        fails()
+
+
+def test_options_that_cannot_be_are_refused():
+    with pytest.raises(UsageError, match="cannot skip its body: write `if parwrap.is_rank_zero"), rank_zero_only():
+        pass
+    with pytest.raises(UsageError, match="remove one of the two options"):
+        rank_zero_only(local=True, broadcast=True)
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.ranks(2)
+def test_rank_zero_goes_first(local, tmp_path):
+    with intercepting_files(current()), rank_zero_first(local=local):
+        there = os.path.exists(tmp_path / "data")
+        if not there:
+            time.sleep(0.05)
+            (tmp_path / "data").write_text("downloaded")
+
+    assert [False, True] == gather(there)
+
+
+@pytest.mark.ranks(2)
+def test_what_rank_zero_made_first_is_there_for_all_afterwards(tmp_path):
+    with intercepting_files(current()):
+        with rank_zero_first():
+            if rank() == 0:
+                (tmp_path / "data").write_text("downloaded")
+
+        assert "downloaded" == (tmp_path / "data").read_text()
+
+
+@pytest.mark.ranks(2)
+def test_what_rank_zero_makes_alone_is_there_for_all_even_if_it_takes_longer(tmp_path):
+    @rank_zero_only
+    def save():
+        time.sleep(0.05)
+        torch.save("by rank 0", tmp_path / "best.pt")
+
+    with intercepting_files(current()):
+        (tmp_path / "other.txt").write_text("ahead")
+        save()
+
+        assert (tmp_path / "best.pt").exists()
+        assert ["best.pt", "other.txt"] == os.listdir(tmp_path)
+        assert "by rank 0" == torch.load(tmp_path / "best.pt")
+
+
+@pytest.mark.ranks(2)
+def test_every_rank_may_write(tmp_path):
+    with intercepting_files(current()):
+        with every_rank_writes():
+            Path(tmp_path, f"{rank()}.txt").write_text("mine")
+            torch.save(rank(), tmp_path / f"{rank()}.pt")
+        Path(tmp_path, "rank0").write_text("rank 0's")
+
+        assert rank() == torch.load(tmp_path / f"{rank()}.pt")
+    barrier()
+
+    assert ["0.pt", "0.txt", "1.pt", "1.txt", "rank0"] == sorted(os.listdir(tmp_path))
+
+
+def test_one_rank_needs_no_group(tmp_path):
+    @rank_zero_only(broadcast=True)
+    def report():
+        return 1
+
+    with rank_zero_first(), every_rank_writes():
+        assert 1 == report()

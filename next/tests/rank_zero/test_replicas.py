@@ -1,0 +1,239 @@
+"""What ranks above 0 see of files and what becomes of what they write."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from parwrap.errors import RankMismatchError
+from parwrap.rank_zero.files import intercepting_files
+from parwrap.ranks.collectives import barrier, gather
+from parwrap.ranks.group import alone, current, rank
+
+
+def files():
+    return intercepting_files(current())
+
+
+def scratch_directories():
+    return list(current().folder.glob("files-*/scratch-*"))
+
+
+@pytest.mark.ranks(2)
+def test_scratch_is_gone_afterwards_also_after_an_error(tmp_path):
+    with pytest.raises(KeyError), files():
+        (tmp_path / "a").write_text("a")
+        if rank() == 1:
+            assert scratch_directories()
+        raise KeyError
+    barrier()
+
+    assert not scratch_directories()
+
+
+@pytest.mark.ranks(2)
+def test_a_file_that_is_closed_after_the_scope_is_still_rank_zeros(tmp_path):
+    with files():
+        file = open(tmp_path / "a", "w")
+        file.write(f"by {rank()}")
+    file.close()
+    barrier()
+
+    assert "by 0" == (tmp_path / "a").read_text()
+
+
+@pytest.mark.ranks(2)
+def test_after_the_scope_every_rank_writes_by_itself(tmp_path):
+    mine = tmp_path / str(rank())
+    with files():
+        mine.write_text("dropped")
+        opened_late = open
+    mine.write_text("kept")
+    with opened_late(mine, "a") as file:  # the patched function, which a library may have got hold of
+        file.write(" too")
+
+    assert "kept too" == mine.read_text()
+
+
+@pytest.mark.ranks(2)
+def test_a_replica_changes_nothing_whichever_call_it_uses(tmp_path, monkeypatch):
+    names = ["a", "b", "c", "deep"]
+    if rank() == 0:
+        for name in names[:3]:
+            (tmp_path / name).write_text(name)
+        (tmp_path / "deep").mkdir()
+    barrier()
+    monkeypatch.chdir(tmp_path)
+    with files():
+        if rank() == 1:
+            folder = os.open(".", os.O_RDONLY)
+            os.unlink("a", dir_fd=folder)
+            os.rename("b", "moved", src_dir_fd=folder, dst_dir_fd=folder)
+            os.mkdir("new", dir_fd=folder)
+            os.symlink("c", "link", dir_fd=folder)
+            os.close(folder)
+            os.chmod("moved", 0)
+            os.chmod("link", 0)
+            os.chmod("c", 0)
+            os.truncate("c", 0)
+            os.rmdir("deep")
+            descriptor = os.open("c", os.O_RDWR)
+            os.write(descriptor, b"other")
+            os.close(descriptor)
+            os.replace("c", "d")
+            with open("moved", "a") as file:
+                file.write("other")
+            os.makedirs("e/f", exist_ok=True)
+            open("e/f/g", "xb", buffering=0).close()
+            seen = sorted(os.listdir()), sorted(os.listdir("e")), open("d").read()
+
+            assert (["d", "e", "link", "moved", "new"], ["f"], "other") == seen
+    barrier()
+
+    assert names == sorted(path.name for path in tmp_path.iterdir())
+    assert names[:3] == [(tmp_path / name).read_text() for name in names[:3]]
+    assert 0o444 & (tmp_path / "c").stat().st_mode
+
+
+@pytest.mark.ranks(2)
+def test_a_path_reached_by_another_name_is_the_same_file(tmp_path, monkeypatch):
+    if rank() == 0:
+        (tmp_path / "real").mkdir()
+        (tmp_path / "alias").symlink_to("real")
+    barrier()
+    with files():
+        (tmp_path / "alias" / "a.txt").write_text(f"by {rank()}")
+        monkeypatch.chdir(tmp_path / "real")
+        names = ["a.txt", "./a.txt", "../alias/a.txt", str(tmp_path / "real" / "a.txt"), b"a.txt", Path("a.txt")]
+
+        assert [f"by {rank()}"] * len(names) == [open(name).read() for name in names]
+
+
+@pytest.mark.ranks(2)
+def test_what_rank_zero_has_made_ahead_is_hidden_until_the_next_barrier(tmp_path):
+    with files() as opened:
+        if rank() == 0:
+            (tmp_path / "folder").mkdir()
+            (tmp_path / "a.txt").write_text("ahead")
+        barrier()
+        seen = os.listdir(tmp_path), (tmp_path / "a.txt").exists(), (tmp_path / "folder").is_dir()
+        opened.crossed()
+        then = os.listdir(tmp_path), (tmp_path / "a.txt").exists(), (tmp_path / "folder").is_dir()
+        barrier()
+
+    everything = ["a.txt", "folder"], True, True
+    assert [everything, ([], False, False)][rank()] == seen
+    assert everything == then
+
+
+@pytest.mark.ranks(2)
+def test_what_a_child_process_of_a_rank_makes_is_there_for_it(tmp_path):
+    with files():
+        path = tmp_path / str(rank())
+        subprocess.run([sys.executable, "-S", "-c", f"open({str(path)!r}, 'w')"], check=True)
+
+        assert path.exists()
+
+
+@pytest.mark.ranks(3)
+def test_what_a_rank_wrote_under_a_name_of_its_own_it_reads_back(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with files():
+        names = [
+            f"runs/{uuid.uuid4()}/best",
+            f"runs/{time.time_ns()}-{os.getpid()}/best",
+            f"{tempfile.mkdtemp()}/best",
+            f"best-{uuid.uuid4()}",
+        ]
+        for name in names:
+            os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        for step in range(3):
+            for name in names:
+                torch.save(step, f"{name}.pt")
+                with open(f"{name}.json", "w") as file:
+                    json.dump(step, file)
+
+        assert [2] * 4 == [torch.load(f"{name}.pt") for name in names]
+        assert [2] * 4 == [json.load(open(f"{name}.json")) for name in names]
+    barrier()
+    assert 2 == len(os.listdir("runs")), "those of rank 0"
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_is_not_written_twice(tmp_path):
+    with files():
+        torch.save(torch.zeros(100_000), tmp_path / "a.pt")
+
+        assert (rank() == 1) == (os.path.getsize(tmp_path / "a.pt") < 1000)
+        assert 100_000 == len(torch.load(tmp_path / "a.pt", mmap=True))
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_that_only_another_rank_saves_is_an_error_that_names_the_line(tmp_path):
+    with files():
+        if rank() == 1:
+            torch.save(1, tmp_path / "a.pt")
+        barrier()
+    with pytest.raises(FileNotFoundError):
+        torch.load(tmp_path / "a.pt")
+    with files():
+        if rank() == 1:
+            torch.save(1, tmp_path / "a.pt")
+            with pytest.raises(RankMismatchError, match=r"test_replicas.py:\d+ loads a.pt.*save 1 at that line.*every_rank_writes"):
+                torch.load(tmp_path / "a.pt")
+
+
+@pytest.mark.ranks(2)
+def test_on_another_node_the_first_rank_stands_in_for_rank_zero(tmp_path):
+    """Both ranks run here; each has a folder of its own, as on two nodes."""
+    folder = tmp_path / f"node{rank()}"
+    folder.mkdir()
+    world = replace(current().world, node_rank=rank(), local_rank=0, local_size=1)
+    with intercepting_files(replace(current(), world=world, folder=folder)):
+        torch.save(torch.full((100_000,), rank()), tmp_path / "a.pt")
+        seen = torch.load(tmp_path / "a.pt")[0].item(), os.path.getsize(tmp_path / "a.pt") > 1000
+        os.makedirs(tmp_path / "out", exist_ok=True)
+        (tmp_path / "out" / "b.txt").write_text("b")
+
+    assert [(0, True), (1, True)] == gather(seen)
+    assert 0 == torch.load(tmp_path / "a.pt")[0].item()
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path):
+    class Unpicklable:
+        def __reduce__(self):
+            raise ValueError("no")
+
+    with files():
+        torch.save("good", tmp_path / "a.pt")
+        if rank() == 0:
+            with pytest.raises(ValueError, match="no"):
+                torch.save([torch.zeros(1000), Unpicklable()], tmp_path / "a.pt")
+
+            assert "good" == torch.load(tmp_path / "a.pt")
+            with alone():
+                assert ["a.pt"] == os.listdir(tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_all_calls_are_the_identical_objects_again():
+    import builtins
+    import shutil
+
+    def calls():
+        return [builtins.open, torch.save, torch.load, shutil.rmtree, subprocess.Popen.__init__, *vars(os).values()]
+
+    before = calls()
+    with files():
+        assert before[0] is not builtins.open
+
+    assert all(mine is other for mine, other in zip(before, calls(), strict=True))

@@ -1,0 +1,122 @@
+"""Collectives against the formula, on one rank without a launcher and on several."""
+
+from collections import Counter, defaultdict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+import parwrap
+from parwrap.errors import UsageError
+from parwrap.ranks.group import alone
+
+Point = namedtuple("Point", "x y")
+
+
+def test_one_rank_without_a_launcher():
+    tensor = torch.tensor([1.0, 2.0], requires_grad=True)
+
+    assert (0, 1, 0, True) == (parwrap.rank(), parwrap.world_size(), parwrap.local_rank(), parwrap.is_rank_zero())
+    assert parwrap.barrier() is None
+    assert (3, 3.0, [3], 3) == (parwrap.reduce_sum(3), parwrap.reduce_mean(3), parwrap.gather(3), parwrap.broadcast(3))
+    assert (True, False) == (parwrap.any_rank(1), parwrap.all_ranks(None))
+    for result in (parwrap.reduce_sum(tensor), parwrap.reduce_mean(tensor), parwrap.broadcast(tensor), parwrap.gather(tensor)[0]):
+        assert torch.equal(tensor, result)
+        assert result is not tensor
+        assert not result.requires_grad
+
+
+@pytest.mark.ranks(3)
+def test_sums_and_means_of_nested_structures():
+    rank = parwrap.rank()
+    mine = {"tensor": torch.tensor([rank, 1.0]), "list": [rank, (0.5, Point(rank, True))], "numpy": np.float32(rank)}
+
+    total = parwrap.reduce_sum(mine)
+    assert [3.0, 3.0] == total.pop("tensor").tolist()
+    assert {"list": [3, (1.5, Point(3, 3))], "numpy": 3.0} == total
+    assert isinstance(total["list"][1][1], Point)
+    mean = parwrap.reduce_mean(mine)
+    assert [1.0, 1.0] == mean.pop("tensor").tolist()
+    assert {"list": [1.0, (0.5, Point(1.0, 1.0))], "numpy": 1.0} == mean
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+)
+def test_tensors_of_every_dtype(dtype):
+    mine = torch.tensor([[0, 1], [1, 1]], dtype=dtype)
+    total, mean = parwrap.reduce_sum(mine), parwrap.reduce_mean(mine)
+
+    assert ([[0, 2], [2, 2]], [[0, 1], [1, 1]]) == (total.tolist(), mean.tolist())
+    assert total.dtype == (dtype if dtype.is_floating_point else torch.int64)
+    assert mean.dtype == (dtype if dtype.is_floating_point else torch.float32)
+
+
+@pytest.mark.ranks(2)
+def test_what_goes_in_is_not_changed():
+    mine = torch.ones(2)
+    parwrap.reduce_sum(mine)
+    parwrap.broadcast(mine)
+
+    assert [1.0, 1.0] == mine.tolist()
+
+
+@pytest.mark.ranks(3)
+def test_gather_and_broadcast_take_anything_of_any_shape():
+    rank = parwrap.rank()
+
+    assert [list(range(r)) for r in range(3)] == [each["x"].tolist() for each in parwrap.gather({"x": torch.arange(rank)})]
+    assert ["rank 0", "rank 1", "rank 2"] == parwrap.gather(f"rank {rank}")
+    assert {"from": 2} == parwrap.broadcast({"from": rank}, src=2)
+
+
+@pytest.mark.ranks(3)
+def test_flags():
+    one = parwrap.rank() == 1
+
+    assert (True, False, True, False) == (parwrap.any_rank(one), parwrap.all_ranks(one), parwrap.all_ranks(True), parwrap.any_rank(False))
+
+
+def test_what_cannot_be_reduced_is_refused():
+    with pytest.raises(
+        UsageError,
+        match=r"parwrap.reduce_mean\(\) takes tensors, arrays, numbers and dicts, lists, tuples and dataclasses of them, not str .'loss'.",
+    ):
+        parwrap.reduce_mean({"a": ["loss"]})
+
+
+def test_a_source_that_is_not_there_is_refused():
+    with pytest.raises(UsageError, match=r"broadcast\(src=2\) names a rank that does not exist: ranks go from 0 to 0"):
+        parwrap.broadcast(1, src=2)
+
+
+@pytest.mark.ranks(2)
+def test_a_collective_where_only_one_rank_is_is_refused():
+    with (
+        alone(),
+        pytest.raises(
+            UsageError,
+            match=r"parwrap.gather\(\) would wait forever, because only this rank runs a function decorated with @parwrap.rank_zero_only",
+        ),
+    ):
+        parwrap.gather(1)
+
+
+def test_a_collective_outside_of_the_scope_of_a_launch_is_refused(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    assert (1, 2) == (parwrap.rank(), parwrap.world_size())
+    with pytest.raises(UsageError, match=r"parwrap.barrier\(\) needs the other ranks, but no process group is open here: call it inside"):
+        parwrap.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_dicts_of_other_kinds_and_in_another_order():
+    counted = Counter("aab" if parwrap.rank() == 0 else "baa")
+    by_default = defaultdict(int, counted)
+
+    assert Counter(a=4, b=2) == parwrap.reduce_sum(counted)
+    assert {"a": 4, "b": 2} == parwrap.reduce_sum(by_default)
+    assert [Counter("aab")] * 2 == parwrap.gather(counted)

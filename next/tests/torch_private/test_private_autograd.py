@@ -1,0 +1,53 @@
+"""The private names of autograd that parwrap uses."""
+
+import pytest
+import torch
+from torch import nn
+
+from parwrap.torch_private import autograd
+
+
+def test_hooks_can_be_read_and_put_in_another_order():
+    ran = []
+    x = torch.ones(1, requires_grad=True)
+    assert not autograd.tensor_hooks(x)
+    first = x.register_hook(lambda grad: ran.append("first"))
+    x.register_hook(lambda grad: ran.append("second"))
+    hooks = autograd.tensor_hooks(x)
+    hooks[first.id] = hooks.pop(first.id)
+    x.sum().backward()
+
+    assert ["second", "first"] == ran
+
+
+def test_hooks_that_are_cleared_do_not_run():
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: 2 * grad)
+    autograd.tensor_hooks(x).clear()
+    x.sum().backward()
+
+    assert torch.ones(1).equal(x.grad)
+
+
+def test_a_node_knows_the_shape_dtype_and_device_of_its_outputs():
+    (kind,) = autograd.input_metadata(torch.ones(3, 2, dtype=torch.float64, requires_grad=True).mul(2).grad_fn)
+
+    assert ((3, 2), torch.float64, torch.device("cpu")) == (tuple(kind.shape), kind.dtype, kind.device)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_an_embedding_knows_whether_its_gradient_is_sparse(sparse):
+    layer = nn.Embedding(3, 2, sparse=sparse)
+    output = layer(torch.tensor([1]))
+    output.sum().backward()
+
+    assert sparse == autograd.saved_sparse(output.grad_fn)
+    assert sparse == layer.weight.grad.is_sparse
+    assert not autograd.saved_sparse(output.sum().grad_fn)
+
+
+def test_a_view_knows_its_base():
+    base = torch.ones(2, requires_grad=True) * 1
+
+    assert autograd.view_base(base[:1]) is base
+    assert autograd.view_base(base) is None

@@ -1,0 +1,163 @@
+"""The private names of torch's elastic launcher, driver and compiler that parwrap uses."""
+
+import importlib
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from parwrap.torch_private import cuda, dynamo, elastic
+
+
+class OneNode(RendezvousHandler):
+    use_agent_store = True
+
+    def __init__(self):
+        self.store = HashStore()
+
+    def next_rendezvous(self):
+        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo("127.0.0.1", 1))
+
+    def get_backend(self):
+        return "one node"
+
+    def get_run_id(self):
+        return "1"
+
+    def num_nodes_waiting(self):
+        return 0
+
+    def is_closed(self):
+        return False
+
+    def set_closed(self):
+        pass
+
+    def shutdown(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _put_handlers_back():
+    """torch's agent sets handlers and leaves them."""
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.getsignal(each) for each in handled]
+    yield
+    for each, handler in zip(handled, before, strict=True):
+        signal.signal(each, handler)
+
+
+@pytest.fixture
+def agent(tmp_path):
+    spec = WorkerSpec(role="", local_world_size=1, rdzv_handler=OneNode(), entrypoint=fail, max_restarts=1, monitor_interval=0.01)
+    return LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), start_method="fork")
+
+
+def fail():
+    raise SystemExit(3)
+
+
+def wrapped(owner, name, monkeypatch):
+    """The calls of ``owner.name``, each with its keywords and the object."""
+    original, calls = getattr(owner, name), []
+
+    def wrapper(self, *args, **kwargs):
+        calls.append((self, kwargs))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapper)
+    return calls
+
+
+def test_an_agent_goes_through_these_methods_and_counts_restarts(agent, monkeypatch):
+    meetings = wrapped(LocalElasticAgent, elastic.RENDEZVOUS, monkeypatch)
+    polls = wrapped(MultiprocessContext, elastic.POLL, monkeypatch)
+    closes = wrapped(MultiprocessContext, elastic.CLOSE, monkeypatch)
+    assert 1 == elastic.remaining_restarts(agent)
+    elastic.set_remaining_restarts(agent, 2)
+    result = agent.run()
+
+    assert result.is_failed()
+    assert 3 == len(meetings)
+    assert 0 == elastic.remaining_restarts(agent)
+    assert 3 <= len(polls)
+    assert {("death_sig", "timeout")} == {tuple(sorted(keywords)) for _, keywords in closes}
+    assert isinstance(elastic.agent_store(agent), HashStore)
+
+
+def test_an_agent_has_the_store_of_its_rendezvous(agent):
+    getattr(agent, elastic.RENDEZVOUS)(agent.get_worker_group())
+    elastic.agent_store(agent).set("key", "value")
+
+    assert b"value" == agent.get_worker_group().spec.rdzv_handler.store.get("key")
+    assert [0] == [worker.global_rank for worker in agent.get_worker_group().workers]
+
+
+def test_a_context_has_processes_with_sentinels(tmp_path):
+    logs = DefaultLogsSpecs(str(tmp_path))
+    context = MultiprocessContext("name", fail, {0: ()}, {0: {"TORCHELASTIC_RESTART_COUNT": "0"}}, "fork", logs)
+    assert elastic.process_context(context) is None
+    context.start()
+    process = elastic.process_context(context).processes[0]
+    assert {process.sentinel} == {*elastic.process_context(context).sentinels}
+    process.join()
+    assert 3 == process.exitcode
+    context.close(signal.SIGTERM)
+
+
+def test_a_dynamic_rendezvous_knows_the_nodes_that_have_arrived():
+    parameters = RendezvousParameters("c10d", "localhost:0", "1", 1, 1, is_host=True, local_addr="localhost", store_type="tcp")
+    backend, store = create_backend(parameters)
+    handler = create_handler(store, backend, parameters)
+    assert [] == elastic.arrived_nodes(handler)
+    handler.next_rendezvous()
+
+    assert [elastic.this_node(handler)] == elastic.arrived_nodes(handler)
+    handler.shutdown()
+
+
+def test_the_driver_is_asked_for_its_gpus(monkeypatch):
+    if torch.cuda.is_available():
+        assert torch.cuda.device_count() == cuda.driver_device_count()
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 5, raising=torch.version.cuda is not None)  # a build for CPUs has none
+
+    assert 5 == cuda.driver_device_count()
+
+
+def test_a_process_that_was_not_forked_is_in_no_bad_fork():
+    assert not cuda.is_in_bad_fork()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_process_that_was_forked_after_cuda_has_started_is():
+    torch.cuda.init()
+    child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(cuda.is_in_bad_fork()))
+    child.start()
+    child.join()
+
+    assert 1 == child.exitcode
+
+
+def test_the_compiler_is_a_module_with_a_source_directory():
+    assert importlib.import_module(dynamo.DYNAMO).__file__.startswith(dynamo.source_directory())
+
+
+def plain(x):
+    return x + 1
+
+
+def test_the_compiler_takes_another_function_in_place_of_a_wrapped_one():
+    wrapped = type("Wrapped", (), {"__call__": lambda self, x: x - 1, **dynamo.inlined(plain)})()
+
+    assert 1 == wrapped(2)
+    assert plain is getattr(wrapped, dynamo.INLINE)
