@@ -117,7 +117,7 @@ def _numbers_hash(value: Any) -> int:
         if value.layout != torch.strided or value.is_meta:
             return 0
         flat = value.detach().reshape(-1)
-        value = flat[:: max(1, len(flat) // SPREAD)][:SPREAD].cpu()
+        value = flat[:: max(1, len(flat) // SPREAD)][:SPREAD].contiguous().cpu()
         value = value.view(torch.uint8).numpy() if value.numel() and not value.is_complex() else value.numpy()
         return crc32(value.tobytes(), crc32(str(flat.shape).encode()))
     if isinstance(value, np.ndarray):

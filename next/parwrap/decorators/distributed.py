@@ -230,8 +230,8 @@ class _Scope(Interceptor):
         optimizers, losses = Optimizers(passes), Losses()
         same_step = SameStep(group, passes, SameWork(self._say))
         self._undo.callback(same_step.close)
+        self._undo.callback(setattr, group, "before_control", group.before_control)
         group.before_control = same_step.control
-        self._undo.callback(setattr, group, "before_control", lambda kind: None)
         loaders = Loaders(group, lambda: self._options, passes, optimizers, self._say)
         self._undo.callback(loaders.close)
         loop = Loop(group, lambda: self._options, passes, optimizers, losses, loaders, same_step, self._say)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from parwrap.decorators.scope import ScopeDecorator
+from parwrap.decorators.scope import Call, ScopeDecorator
 from parwrap.errors import RankMismatchError, RankZeroError, UsageError, in_one_line
 from parwrap.rank_zero import files
 from parwrap.rank_zero.path_rules import every_rank_writing
@@ -57,7 +57,7 @@ class rank_zero_only(ScopeDecorator):
             )
         self._local, self._broadcast = local, broadcast
 
-    def scope(self, function: Callable[..., Any] | None) -> Any:
+    def scope(self, call: Call) -> Any:
         raise UsageError(
             "`with parwrap.rank_zero_only():` cannot skip its body: write `if parwrap.is_rank_zero():` or decorate a function."
         )
@@ -93,7 +93,7 @@ class rank_zero_first(ScopeDecorator):
         self._local = local
 
     @contextmanager
-    def scope(self, function: Callable[..., Any] | None) -> Iterator[None]:
+    def scope(self, call: Call) -> Iterator[None]:
         group = None if is_alone() else _waiting_group("rank_zero_first")
         if group is None:
             yield
@@ -128,7 +128,7 @@ class every_rank_writes(ScopeDecorator):
     def __init__(self) -> None:
         super().__init__()
 
-    def scope(self, function: Callable[..., Any] | None) -> AbstractContextManager[Any]:
+    def scope(self, call: Call) -> AbstractContextManager[Any]:
         return every_rank_writing()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import bz2
 import glob
+import inspect
 import io
 import multiprocessing.process
 import os
@@ -20,12 +21,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from numpy.lib._datasource import _FileOpeners  # type: ignore[attr-defined]
 
-from parwrap.intercept.patch import Patch
+from parwrap.intercept.patch import Patch, is_patched
 
 __all__ = ["WRITING", "Change", "FileCalls", "Opening", "patches"]
 
@@ -272,20 +274,25 @@ def _on_own_gpu(location: Any) -> Any:
 
 @contextmanager
 def _holding_patched_calls(holder: Any) -> Iterator[None]:
-    """Inside the block, ``holder`` calls the patched functions of ``os``, which it holds under their own names."""
-    names = [name for name in dir(holder) if not name.startswith("_") and callable(getattr(os, name, None))]
-    before = {name: vars(holder)[name] for name in names if name in vars(holder)}
+    """Inside the block, ``holder`` calls the patched functions of ``os`` and ``io``, which it holds under names of its own."""
+    patched = {id(inspect.unwrap(getattr(module, name))): (module, name) for module in (os, io) for name in _patched_names(module)}
 
-    def call(name: str) -> Callable:
-        return lambda *args, **kwargs: getattr(os, name)(*args, **kwargs)
+    def call(module: ModuleType, name: str) -> Callable:
+        return lambda *args, **kwargs: getattr(module, name)(*args, **kwargs)
 
-    for name in names:
-        setattr(holder, name, staticmethod(call(name)) if isinstance(holder, type) else call(name))
+    held = {name: patched[id(value)] for name in dir(holder) if id(value := getattr(holder, name)) in patched}
+    before = {name: vars(holder)[name] for name in held if name in vars(holder)}
+    for name, place in held.items():
+        setattr(holder, name, staticmethod(call(*place)) if isinstance(holder, type) else call(*place))
     try:
         yield
     finally:
-        for name in names:
+        for name in held:
             if name in before:
                 setattr(holder, name, before[name])
             else:
                 delattr(holder, name)
+
+
+def _patched_names(module: ModuleType) -> list[str]:
+    return [name for name, value in vars(module).items() if is_patched(value)]

@@ -10,7 +10,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from parwrap.places import from_script, warn
+from parwrap.places import Place, from_script, script_place, warn
 
 __all__ = ["only_reads", "warn_of_command"]
 
@@ -34,15 +34,18 @@ LONGEST = 60
 """The number of characters of a command to show."""
 
 
-def warn_of_command(command: Any, size: int) -> None:
-    """Warn if the script runs a ``command`` that may change files. Commands that a library runs are the library's business.
+def warn_of_command(command: Any, size: int, said: set[Place]) -> None:
+    """Warn, once a line, if the script runs a ``command`` that may change files. Commands that a library runs are the library's business.
 
     Args:
         command: the command, in a form that ``subprocess`` accepts.
         size: the number of ranks.
+        said: the lines that a warning has named.
     """
-    if only_reads(command) or not from_script(_outside_parwrap(sys._getframe())):
+    frame = _outside_parwrap(sys._getframe())
+    if only_reads(command) or not from_script(frame) or (place := script_place(frame)) in said:
         return
+    said.add(place)
     shown = command if isinstance(command, str) else subprocess.list2cmdline(map(os.fsdecode, command))
     shown = shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 3]}..."
     warn(

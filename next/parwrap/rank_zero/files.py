@@ -21,7 +21,7 @@ from parwrap.rank_zero.native_calls import native_patches
 from parwrap.rank_zero.path_rules import PathRules, passing
 from parwrap.rank_zero.replica import ReplicaFiles
 from parwrap.rank_zero.scratch import Overlay
-from parwrap.rank_zero.writer import KeptReadable, WriterFiles
+from parwrap.rank_zero.writer import KeptReadable, WriterFiles, close_left_open
 from parwrap.ranks.group import Group
 
 __all__ = ["Files", "current", "intercepting_files"]
@@ -54,6 +54,7 @@ def intercepting_files(group: Group, module: str | None = None) -> Iterator[File
     assert group.folder is not None, "a group that parwrap has started"
     folder = group.folder / f"files-{next(_openings)}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    close_left_open()
     files = _files(group, folder)
     before, _current = _current, files
     try:

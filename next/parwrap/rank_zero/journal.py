@@ -37,7 +37,7 @@ class Sites:
     def next(self) -> str:
         """The name of the save that the running code begins."""
         frame = sys._getframe(1)
-        while frame.f_back is not None and (is_ours(frame.f_code.co_filename) or is_standard(frame.f_code.co_filename)):
+        while frame.f_back is not None and (is_ours(frame) or is_standard(frame.f_code.co_filename)):
             frame = frame.f_back
         site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         with self._lock:
@@ -166,6 +166,10 @@ class Progress:
         done = list(self._form.unpack(self._page[:]))
         done[self._rank] = self.ENDED
         return min(done)
+
+    def is_behind(self) -> bool:
+        """Whether the first rank of the node has made fewer changes than this one."""
+        return self._form.unpack(self._page[:])[0] < self.done
 
     def close(self) -> None:
         """This rank waits for no file any more."""

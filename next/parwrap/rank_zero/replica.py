@@ -20,7 +20,7 @@ from parwrap.rank_zero.writer import KeptReadable, saved_path
 __all__ = ["ReplicaFiles"]
 
 PATIENCE = 10
-"""Seconds to wait for rank 0 to make the folder of a file that every rank writes."""
+"""Seconds to wait for a rank 0 that is behind to make the folder of a file that every rank writes."""
 
 MOST_COPIED = 2**28
 """The maximum size, in bytes, of a file that native code may change, such as a database, and that is copied for it."""
@@ -228,7 +228,10 @@ class ReplicaFiles:
             if os.path.lexists(path):  # hidden
                 with passing():
                     place = os.path.join(self._overlay.fresh("none"), os.path.basename(os.fsdecode(path)))
-        return read(place)
+        if place is path:
+            return read(path)
+        with passing():  # rank 0's file may be one that is hidden
+            return read(place)
 
     def write_native(self, path: Any, mode: str, write: Callable[[Any], Any]) -> Any:
         """Run native code that writes a file, to a scratch file. A file that is too large to copy is opened in place."""
@@ -289,8 +292,8 @@ class ReplicaFiles:
         if entry is None or entry.kind != FOLDER:
             return
         until = time.monotonic() + PATIENCE
-        while not os.path.isdir(folder) and time.monotonic() < until:
-            time.sleep(0.01)
+        while not os.path.isdir(folder) and self._progress.is_behind() and time.monotonic() < until:
+            time.sleep(0.002)
         os.makedirs(folder, exist_ok=True)
 
     def _begin(self, key: str, path: Any, keep: bool, new: bool = False, must_exist: bool = False) -> str:

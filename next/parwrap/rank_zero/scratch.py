@@ -200,9 +200,9 @@ class Overlay:
             os.mkdir(path)
         return path
 
-    def owns(self, place: str | None) -> bool:
+    def owns(self, place: Any) -> bool:
         """Whether ``place`` is a scratch file of this rank, which it may change."""
-        return place is not None and place.startswith(f"{self.scratch}/")
+        return isinstance(place, str) and place.startswith(f"{self.scratch}/")
 
     def marked(self, place: Any) -> str | None:
         """The name of the save whose marker is at ``place``."""

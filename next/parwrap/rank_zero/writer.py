@@ -11,24 +11,21 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from parwrap.places import Place
 from parwrap.rank_zero.calls import WRITING, Change, Opening
 from parwrap.rank_zero.commands import warn_of_command
 from parwrap.rank_zero.journal import Journal, Progress, Sites, clock
 from parwrap.rank_zero.listing import PART, Entries
 from parwrap.rank_zero.path_rules import PathRules, passing
 
-__all__ = ["KeptReadable", "WriterFiles", "saved_path"]
+__all__ = ["KeptReadable", "WriterFiles", "close_left_open", "saved_path"]
 
 MOST_KEPT = 64
 """The number of files to keep readable by descriptors. Older ones that still exist are read by their path."""
-
-LAST_WAIT = 5.0
-"""Seconds for which a rank that has ended keeps for the others what they may still read."""
 
 MOST_COPIED = 2**26
 """The maximum size, in bytes, of a file from before the run that is copied before rank 0 changes it in place."""
@@ -53,7 +50,7 @@ class KeptReadable:
 
     def __init__(self, journal: Journal, progress: Progress) -> None:
         self._journal, self._progress = journal, progress
-        self._kept: dict[int, tuple[str | None, str]] = {}
+        self._kept: dict[int, str | None] = {}
         self._lost_at: dict[int, int] = {}
         self._checkpoints: set[tuple[int, int]] = set()
 
@@ -77,41 +74,48 @@ class KeptReadable:
         return self._keep(None, path)
 
     def close(self) -> None:
-        """Let the other ranks read by path what still exists, and wait until none needs what does not."""
-        until = time.monotonic() + LAST_WAIT
-        while self._release() and time.monotonic() < until:
-            time.sleep(0.002)
-        for descriptor in list(self._kept):
-            self._drop(descriptor)
+        """Let the other ranks read by path what still exists. They may be about to open a descriptor, so none is closed yet."""
+        for descriptor in self._kept:
+            self._name_path(descriptor)
+        _left_open.extend(self._kept)
         self._journal.close()
 
     def _keep(self, save: str | None, path: str) -> str:
         if not os.path.isdir("/proc/self/fd"):
             return path
-        path = os.path.realpath(path)
         descriptor = os.open(path, os.O_RDONLY)
-        self._kept[descriptor] = save, path
+        self._kept[descriptor] = save
         if len(self._kept) > MOST_KEPT:
             self._drop(next(iter(self._kept)))
         return f"/proc/{os.getpid()}/fd/{descriptor}"
 
-    def _release(self) -> bool:
-        """Close what no longer exists, once every rank has come to where it no longer did. Returns whether one may still need some."""
-        slowest, needed = self._progress.slowest(), False
+    def _release(self) -> None:
+        """Close what no longer exists, once every rank has come to where it no longer did."""
+        slowest = self._progress.slowest()
         for descriptor in list(self._kept):
-            if os.fstat(descriptor).st_nlink == 0:
-                if slowest > self._lost_at.setdefault(descriptor, self._progress.done):
-                    self._drop(descriptor)
-                else:
-                    needed = True
-        return needed
+            if os.fstat(descriptor).st_nlink == 0 and slowest > self._lost_at.setdefault(descriptor, self._progress.done):
+                self._drop(descriptor)
 
     def _drop(self, descriptor: int) -> None:
-        save, _ = self._kept.pop(descriptor)
+        self._name_path(descriptor)
+        del self._kept[descriptor]
         self._lost_at.pop(descriptor, None)
+        os.close(descriptor)
+
+    def _name_path(self, descriptor: int) -> None:
+        save = self._kept[descriptor]
         if save is not None and os.fstat(descriptor).st_nlink:
             self._journal.saved(save, os.readlink(f"/proc/self/fd/{descriptor}"))  # its present path
-        os.close(descriptor)
+
+
+_left_open: list[int] = []
+"""Descriptors of files that are closed when the next ones are opened."""
+
+
+def close_left_open() -> None:
+    """Close what was kept readable before. Ranks that come here have all left the code before."""
+    while _left_open:
+        os.close(_left_open.pop())
 
 
 class WriterFiles:
@@ -128,6 +132,7 @@ class WriterFiles:
     def __init__(self, rules: PathRules, journal: Journal, progress: Progress, folder: str, size: int) -> None:
         self._rules, self._journal, self._progress, self._folder, self._size = rules, journal, progress, folder, size
         self._kept, self._sites, self._copies = KeptReadable(journal, progress), Sites(), 0
+        self._said: set[Place] = set()
 
     def close(self) -> None:
         """Let all calls run unchanged from now on."""
@@ -212,7 +217,7 @@ class WriterFiles:
 
     def run_command(self, process: Any, run: Callable[[], Any], command: Any) -> Any:
         if command is not None and self._rules.acts():
-            warn_of_command(command, self._size)
+            warn_of_command(command, self._size, self._said)
         return run()
 
     def command_ended(self, process: Any) -> None:

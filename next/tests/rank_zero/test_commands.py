@@ -12,16 +12,15 @@ from parwrap.ranks.group import current, rank
 
 
 @pytest.mark.ranks(2)
-def test_a_command_that_may_write_is_named_once_a_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_command_that_may_write_is_named_once_a_line(tmp_path):
     with warnings.catch_warnings(record=True) as caught, intercepting_files(current()):
         warnings.simplefilter("default")
         for _ in range(3):
-            subprocess.run(["touch", "a"], check=True)
-        os.system("echo line > b")
+            subprocess.run(["touch", "a"], check=True, cwd=tmp_path)
+        os.system("echo line >> /dev/full 2>&-")
 
     assert (2 if rank() == 0 else 0) == len(caught)
-    for warning, command in zip(caught, ("`touch a`", "`echo line > b`"), strict=False):
+    for warning, command in zip(caught, ("`touch a`", "`echo line >> /dev/full 2>&-`"), strict=False):
         assert __file__ == warning.filename
         assert f"runs {command} on each of 2 ranks" in str(warning.message)
         assert "@parwrap.rank_zero_only" in str(warning.message)
@@ -41,4 +40,4 @@ def test_commands_that_only_read_or_are_guarded_are_not(tmp_path):
         os.popen("uname -a | head -1").read()
         guarded(tmp_path)
 
-    assert not caught
+    assert not [each for each in caught if "parwrap" in str(each.message)]

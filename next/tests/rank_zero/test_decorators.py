@@ -44,7 +44,7 @@ def test_who_waits_for_a_result_learns_that_rank_zero_has_failed():
 
 
 def test_options_that_cannot_be_are_refused():
-    with pytest.raises(UsageError, match="cannot skip its body: write `if parwrap.is_rank_zero"), rank_zero_only():
+    with pytest.raises(UsageError, match=r"cannot skip its body: write `if parwrap\.is_rank_zero"), rank_zero_only():
         pass
     with pytest.raises(UsageError, match="remove one of the two options"):
         rank_zero_only(local=True, broadcast=True)

@@ -147,14 +147,10 @@ def test_what_a_child_process_of_a_rank_makes_is_there_for_it(tmp_path):
 def test_what_a_rank_wrote_under_a_name_of_its_own_it_reads_back(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with files():
-        names = [
-            f"runs/{uuid.uuid4()}/best",
-            f"runs/{time.time_ns()}-{os.getpid()}/best",
-            f"{tempfile.mkdtemp()}/best",
-            f"best-{uuid.uuid4()}",
-        ]
+        folders = [f"runs/{uuid.uuid4()}", f"runs/{time.time_ns()}-{os.getpid()}", tempfile.mkdtemp(), "."]
+        names = [f"{folder}/{uuid.uuid4()}" for folder in folders]
         for name in names:
-            os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+            os.makedirs(os.path.dirname(name), exist_ok=True)
         for step in range(3):
             for name in names:
                 torch.save(step, f"{name}.pt")
