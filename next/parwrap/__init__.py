@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parwrap.data.loaders import replicate, shard
     from parwrap.decorators.distributed import distributed, no_sync, same_draws
+    from parwrap.decorators.rank_zero import every_rank_writes, rank_zero_first, rank_zero_only
     from parwrap.errors import LaunchError, LockstepError, ParwrapError, RankMismatchError, RankZeroError, UsageError
     from parwrap.ranks.collectives import all_ranks, any_rank, barrier, broadcast, gather, reduce_mean, reduce_sum
     from parwrap.ranks.group import is_rank_zero, local_rank, rank, world_size
@@ -19,6 +20,7 @@ __version__ = "0.2.0.dev0"
 _HOMES = {
     "parwrap.data.loaders": ("replicate", "shard"),
     "parwrap.decorators.distributed": ("distributed", "no_sync", "same_draws"),
+    "parwrap.decorators.rank_zero": ("every_rank_writes", "rank_zero_first", "rank_zero_only"),
     "parwrap.errors": ("LaunchError", "LockstepError", "ParwrapError", "RankMismatchError", "RankZeroError", "UsageError"),
     "parwrap.ranks.collectives": ("all_ranks", "any_rank", "barrier", "broadcast", "gather", "reduce_mean", "reduce_sum"),
     "parwrap.ranks.group": ("is_rank_zero", "local_rank", "rank", "world_size"),
@@ -37,11 +39,14 @@ __all__ = [
     "barrier",
     "broadcast",
     "distributed",
+    "every_rank_writes",
     "gather",
     "is_rank_zero",
     "local_rank",
     "no_sync",
     "rank",
+    "rank_zero_first",
+    "rank_zero_only",
     "reduce_mean",
     "reduce_sum",
     "replicate",

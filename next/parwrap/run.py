@@ -133,7 +133,7 @@ def _modules_needed(argv: Sequence[str]) -> list[str]:
     scripts = (argument for argument in argv if argument.endswith(".py") and os.access(argument, os.R_OK))
     with open(next(scripts, os.devnull), errors="replace") as source:
         optimizes = "optim" in source.read()
-    return ["numpy.random", "parwrap.decorators.distributed", *([DYNAMO] if optimizes else [])]
+    return ["numpy.random", "parwrap.decorators.distributed", "parwrap.strategies.ddp", *([DYNAMO] if optimizes else [])]
 
 
 def _start_fork_server(argv: Sequence[str]) -> None:

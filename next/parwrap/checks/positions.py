@@ -6,6 +6,7 @@ the line of the script. It reads the pages of the others, and raises before it s
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import struct
@@ -34,6 +35,9 @@ class State(IntEnum):
     CONTROL = 2
     ENDED = 3
 
+
+_openings = itertools.count()
+"""How many times this process has opened pages. All ranks count alike."""
 
 SENTENCES = {
     State.RUNS: "runs the script; its last step was at {place}",
@@ -93,7 +97,8 @@ class Positions:
     def __init__(self, folder: Path, rank: int, ranks: Iterable[int]) -> None:
         self._rank, self._ranks = rank, tuple(ranks)
         self._others = [index for index in range(len(self._ranks)) if index != rank]
-        descriptor = os.open(folder / "positions", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        self._path = folder / f"positions-{next(_openings)}"
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             os.ftruncate(descriptor, SIZE * len(self._ranks))
             self._memory = mmap.mmap(descriptor, SIZE * len(self._ranks))
@@ -173,5 +178,6 @@ class Positions:
         COUNT.pack_into(self._memory, at, page.backwards)
 
     def close(self) -> None:
-        """Unmap the pages."""
+        """Unmap the pages; every rank has opened them by now."""
         self._memory.close()
+        self._path.unlink(missing_ok=True)

@@ -32,6 +32,8 @@ from parwrap.loop.passes import Passes
 from parwrap.loop.random_streams import RandomStreams, seed_all
 from parwrap.options import Options
 from parwrap.places import from_script
+from parwrap.rank_zero.files import intercepting_files
+from parwrap.rank_zero.output import output_of
 from parwrap.ranks import group as groups
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group
@@ -203,6 +205,8 @@ class _Scope(Interceptor):
         with self._undo:
             self._undo.enter_context(_without_variables(hidden))
             interceptors = self._begin(call)
+            if self._group is not None:
+                self._begin_rank_zero(self._group, module)
             if hidden and self._group is not None:
                 interceptors.append(_HiddenGroup())
             self._undo.enter_context(intercepting(interceptors, module))
@@ -216,6 +220,14 @@ class _Scope(Interceptor):
             if self._same_step is not None:
                 self._same_step.positions.end()
 
+    def _begin_rank_zero(self, group: Group, module: str | None) -> None:
+        """Let rank 0 alone speak and write."""
+        self._undo.enter_context(output_of(group.world.rank))
+        if group.folder is not None:
+            files = self._undo.enter_context(intercepting_files(group, module))
+            self._undo.callback(setattr, group, "after_barrier", group.after_barrier)
+            group.after_barrier = files.crossed
+
     def _begin(self, call: Call) -> list[Interceptor]:
         """Give all ranks the same random streams, and make the interceptors."""
         group, options = self._group, self._options
@@ -223,13 +235,13 @@ class _Scope(Interceptor):
             seed_all(options.seed)
         if group is None:
             return []
-        _share_streams(group)
         streams = RandomStreams(group.world.rank)
         self._undo.callback(streams.close)
         passes = Passes(streams, options.draws)
         optimizers, losses = Optimizers(passes), Losses()
         same_step = SameStep(group, passes, SameWork(self._say))
         self._undo.callback(same_step.close)
+        _share_streams(group)  # from here on, the pages of all ranks are there
         self._undo.callback(setattr, group, "before_control", group.before_control)
         group.before_control = same_step.control
         loaders = Loaders(group, lambda: self._options, passes, optimizers, self._say)

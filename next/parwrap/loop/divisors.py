@@ -39,7 +39,7 @@ class Divisors(Interceptor):
         weight = training.in_flight[-1].weight if training.in_flight else 1.0
         divisor = call.divisor().to(torch.float32) * bool(weight)
         self._group.before_control("a cross entropy of a global batch")
-        total = divisor.cpu() if self._group.control is not None else divisor.clone()
+        total = divisor.to("cpu", copy=True) if self._group.control is not None else divisor.clone()
         dist.all_reduce(total, group=self._group.control)
         factor = divisor * self._group.world.size / total.to(divisor).clamp(min=LEAST)
         return factor / weight if weight else torch.zeros_like(factor)

@@ -108,12 +108,6 @@ class PathRules:
         """Whether this process created the rules, rather than being a later fork."""
         return os.getpid() == self._process
 
-    def in_child(self, path: Any) -> bool:
-        """Whether a forked child of this process is about to change ``path``, to which the rule applies."""
-        if self.in_process() or not self.looks() or _here.every_rank or is_alone() or isinstance(path, int) or _called_by_tempfile():
-            return False
-        return not self.exempt(self.key(path))
-
     def writes(self, path: Any, dir_fd: int | None = None) -> str | None:
         """The unique name of ``path``, which is about to be changed; ``None`` if the change runs unchanged."""
         if not self.acts() or isinstance(path, int):

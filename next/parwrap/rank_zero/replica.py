@@ -52,7 +52,7 @@ class ReplicaFiles:
             if self._overlay.owns(os.getcwd()):
                 with suppress(OSError):
                     os.chdir(self._overlay.working_directory(os.getcwd()))
-            shutil.rmtree(self._overlay.scratch, ignore_errors=True)
+            self._overlay.close()
 
     def crossed(self) -> None:
         """All ranks have passed a barrier."""
@@ -66,7 +66,7 @@ class ReplicaFiles:
 
     def left_alone(self) -> None:
         """Rank 0 runs something alone, which this rank passes by: what rank 0 makes there is there for this rank."""
-        self._overlay.left_alone += 1
+        self._overlay.leave_alone()
 
     def open(self, call: Opening) -> Any:
         if isinstance(call.file, int) or call.opener is not None or not self._rules.looks():

@@ -84,8 +84,7 @@ class Overlay:
         """Paths that were changed later are hidden, because rank 0 may be ahead."""
         self._running: dict[int, float] = {}
         self._ran: list[tuple[float, float]] = []
-        self.left_alone = 0
-        """How many times rank 0 has run something that this rank has left to it."""
+        self._left_alone = 0
 
     def find(self, key: str) -> str | None:
         """Where the content of the path is for this rank; ``None`` if the path does not exist."""
@@ -250,6 +249,18 @@ class Overlay:
                 self._covering -= 1
                 entry.opaque, entry.origin = False, None
 
+    def leave_alone(self) -> None:
+        """Rank 0 runs something that this rank leaves to it. Its journal says when; on another node all that is there now is shown."""
+        if self._with_rank_zero:
+            self._left_alone += 1
+        else:
+            self.since = clock() + ROUNDING
+
+    def close(self) -> None:
+        """Remove all scratch files."""
+        self._journal.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
     def child_began(self, process: int) -> None:
         """A child process of this rank begins."""
         self._running[process] = clock()
@@ -298,7 +309,7 @@ class Overlay:
             if not self.hidden(disk, found):
                 return disk
         except (FileNotFoundError, NotADirectoryError):
-            if self.left_alone:
+            if self._left_alone:
                 self._wait_for_what_runs_alone()
                 if os.path.lexists(disk):
                     return disk
@@ -334,8 +345,9 @@ class Overlay:
     def _wait_for_what_runs_alone(self) -> None:
         """Wait until rank 0 has run what this rank has left to it: files that it makes there are for all."""
         until = time.monotonic() + self._timeout
-        while len(self._journal.update().alone) < self.left_alone and not self._journal.ended and time.monotonic() < until:
+        while len(self._journal.update().alone) < self._left_alone and not self._journal.ended and time.monotonic() < until:
             time.sleep(NAP)
+        self._left_alone = min(self._left_alone, len(self._journal.alone))  # it does not wait for the same again
 
     def _below(self, folder: str) -> list[str]:
         return [key for key in self._entries if key.startswith(f"{folder}/")]

@@ -133,6 +133,7 @@ class WriterFiles:
         self._rules, self._journal, self._progress, self._folder, self._size = rules, journal, progress, folder, size
         self._kept, self._sites, self._copies = KeptReadable(journal, progress), Sites(), 0
         self._said: set[Place] = set()
+        self._old: set[str] = set()
 
     def close(self) -> None:
         """Let all calls run unchanged from now on."""
@@ -255,7 +256,8 @@ class WriterFiles:
             return None
         with passing(), suppress(OSError):
             found = os.lstat(key)
-            if found.st_ctime <= self._rules.since:
+            if found.st_ctime <= self._rules.since and key not in self._old:
+                self._old.add(key)
                 self._keep_old(key, found, in_place)
         if counts:
             self._progress.count()

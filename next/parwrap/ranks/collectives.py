@@ -42,6 +42,7 @@ def barrier() -> None:
         _met("barrier", group)
         if group.backend == "nccl":  # wait for the work on the devices too
             dist.barrier(device_ids=[group.device.index])
+        group.after_barrier()
 
 
 def reduce_sum(x: Any) -> Any:

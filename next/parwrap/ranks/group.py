@@ -49,6 +49,10 @@ def _not_checked(kind: str) -> None:
     pass
 
 
+def _not_noted() -> None:
+    pass
+
+
 @dataclass
 class Group:
     """A started process group.
@@ -62,6 +66,7 @@ class Group:
         folder: a folder of this job that only this user can access, shared by the ranks of this node.
         control: the process group of control messages, on the CPU: they never pair with a bucket of gradients.
         before_control: called with the kind of a control message before it is sent; an open scope checks lockstep there.
+        after_barrier: called when all ranks have met in a barrier; an open scope shows this rank the files of the others there.
     """
 
     world: World
@@ -72,6 +77,7 @@ class Group:
     folder: Path | None = None
     control: dist.ProcessGroup | None = None
     before_control: Callable[[str], None] = _not_checked
+    after_barrier: Callable[[], None] = _not_noted
 
 
 _current: Group | None = None

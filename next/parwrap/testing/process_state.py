@@ -93,19 +93,19 @@ def differences(before: State, module: str) -> list[str]:
     for owner, names in before.classes.items():
         now = after.classes.get(owner, names)
         found += _replaced(owner, names, now)
-        found += [f"{owner}.{name}" for name, value in now.items() if name not in names and callable(value)]
+        found += [f"{owner}.{name}" for name, value in now.items() if name not in names and callable(value) and not _hooked(value)]
     return found
 
 
 def _replaced(owner: str, before: Namespace, after: Namespace) -> Iterator[str]:
     for name, value in before.items():
-        if name not in after or (after[name] is not value and not _hooked(value, after[name])):
+        if name not in after or (after[name] is not value and not _hooked(after[name])):
             yield f"{owner}.{name}"
 
 
-def _hooked(before: Any, after: Any) -> bool:
-    """Whether ``after`` is the ``step`` that torch puts in place of a class's own when its first optimizer is built."""
-    return type(after) is FunctionType and getattr(after, "hooked", False) and getattr(after, "__wrapped__", None) is before
+def _hooked(value: Any) -> bool:
+    """Whether ``value`` is the ``step`` that torch gives a class when its first optimizer is built."""
+    return type(value) is FunctionType and getattr(value, "hooked", False)
 
 
 def _unequal(name: str, before: Any, after: Any) -> Iterator[str]:

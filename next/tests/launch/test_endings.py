@@ -161,8 +161,8 @@ import os, signal, sys, time, parwrap
 def leave(*signal):
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
-os.write(1, b"up\\n")
 try:
+    os.write(1, b"up\\n")
     time.sleep(99)
 except KeyboardInterrupt:
     time.sleep(1)  # a signal that comes twice would come here

@@ -169,6 +169,7 @@ time.sleep(99)
 """
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_is_given_up(tmp_path, hosts):
     (tmp_path / "train.py").write_text(WAITING)
     options = ("--nnodes", "2", "--master-addr", "10.77.0.1", "--all-ranks", "--timeout", "4")
@@ -286,6 +287,7 @@ def two_nodes_up(directory: Path, script: str) -> Iterator[list[subprocess.Popen
         yield nodes
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_is_named_where_its_ranks_are_missed(tmp_path):
     with two_nodes_up(tmp_path, MEETING) as nodes:
         nodes[1].kill()

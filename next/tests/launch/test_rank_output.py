@@ -92,7 +92,7 @@ print("trained")
 
 
 def test_what_goes_on_writing_when_its_rank_has_ended_is_not_waited_for(started, script):
-    """It is in a session of its own, and ends when nobody reads any more."""
+    """It leaves its process group, and ends when nobody reads any more."""
     path = script("import subprocess\nsubprocess.Popen(['yes'], start_new_session=True)")
     run = started("-m", "parwrap.run", "--plain", "--nproc-per-node", "2", "--all-ranks", path)
     run.communicate(timeout=60)

@@ -89,12 +89,18 @@ def test_print_to_a_file_of_the_users_own_is_left_alone():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_wandb_is_rank_zeros(rank, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with output_of(rank):
+        assert (None, "disabled")[rank] == os.environ.get("WANDB_MODE")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_everything_is_put_back_after_an_error(rank, capfd, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     before, descriptors = print, len(os.listdir("/proc/self/fd"))
     with pytest.raises(KeyError), output_of(rank):
-        assert (None, "disabled")[rank] == os.environ.get("WANDB_MODE")
-        raise KeyError
+        raise KeyError(os.environ.get("WANDB_MODE"))
     print("heard")
 
     assert before is print
