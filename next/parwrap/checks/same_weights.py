@@ -82,7 +82,7 @@ class SameWeights:
         name_of: a function that names a parameter, for errors.
     """
 
-    def __init__(self, group: Group, optimizers: Optimizers, name_of: Callable[[torch.Tensor], str | None]) -> None:
+    def __init__(self, group: Group, optimizers: Optimizers, name_of: Callable[[torch.Tensor], str]) -> None:
         self._group, self._optimizers, self._name_of = group, optimizers, name_of
         self._last_step: tuple[int, Place | None] = (0, None)
         self._checked = 0
@@ -143,7 +143,7 @@ class SameWeights:
             differ = [index for index, (a, b) in enumerate(zip(sums, their_sums, strict=True)) if a != b]
             if differ:
                 p = parameters[differ[0]]
-                name = self._name_of(p) or f"a parameter of shape {tuple(p.shape)}"
+                name = self._name_of(p)
                 return RankMismatchError(
                     f"{name} differs between rank 0 and rank {rank} {when}: a rank has changed it by numbers that no backward averaged. "
                     "Average gradients that you make by hand, `grads = parwrap.reduce_mean(grads)`, draw what changes weights inside "

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from parwrap.checks.same_step import SameStep
 from parwrap.checks.same_work import SameWork
 from parwrap.data.loaders import Loaders
+from parwrap.decorators.inventory import reachable
 from parwrap.decorators.scope import Call, ScopeDecorator, module_of
 from parwrap.errors import UsageError, explain
 from parwrap.intercept.interceptor import Interceptor
@@ -27,7 +29,8 @@ from parwrap.loop import random_streams
 from parwrap.loop.divisors import Divisors
 from parwrap.loop.learning_rate import learning_rates_times
 from parwrap.loop.losses import Losses
-from parwrap.loop.optimizers import Optimizers, optimizers_in
+from parwrap.loop.modules import Modules
+from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
 from parwrap.loop.random_streams import RandomStreams, seed_all
 from parwrap.options import Options
@@ -119,12 +122,17 @@ class distributed(ScopeDecorator):
 
 
 @contextmanager
-def script_scope(**options: Any) -> Iterator[None]:
-    """The scope for a whole plain script; see :class:`distributed` for the options.
+def script_scope(*, log: str | None = None, heard: bool = False, **options: Any) -> Iterator[None]:
+    """The scope for a whole plain script.
 
     The launch variables and the process group are hidden from the script. Otherwise, its own distributed code would start.
+
+    Args:
+        log: the file for the output of a rank that is silent.
+        heard: whether ranks above 0 print too, because the launcher shows all ranks.
+        options: see :class:`distributed`.
     """
-    with _opened(Options(**options), Call(), module="__main__", hidden=launch_variables()):
+    with _opened(Options(**options), Call(), module="__main__", hidden=launch_variables(), log=log, heard=heard):
         yield
 
 
@@ -161,7 +169,9 @@ _scope: _Scope | None = None
 
 
 @contextmanager
-def _opened(options: Options, call: Call, module: str | None = None, hidden: Iterable[str] = ()) -> Iterator[None]:
+def _opened(
+    options: Options, call: Call, module: str | None = None, hidden: Iterable[str] = (), log: str | None = None, heard: bool = False
+) -> Iterator[None]:
     """Open a scope inside the block, in the open process group or in a new one."""
     global _scope
     outer = groups.current()
@@ -173,7 +183,7 @@ def _opened(options: Options, call: Call, module: str | None = None, hidden: Ite
         group = outer or opened.enter_context(groups.opened(detect(os.environ), options.backend, options.patience))
         _scope = _Scope(group, options, opened.close)
         try:
-            with _scope.entered(call, module or module_of(call.function), hidden):
+            with _scope.entered(call, module or module_of(call.function), hidden, log, heard):
                 yield
         finally:
             _scope = None
@@ -200,13 +210,14 @@ class _Scope(Interceptor):
         self._same_step: SameStep | None = None
 
     @contextmanager
-    def entered(self, call: Call, module: str | None, hidden: Iterable[str]) -> Iterator[None]:
+    def entered(self, call: Call, module: str | None, hidden: Iterable[str], log: str | None, heard: bool) -> Iterator[None]:
         """Install everything, run the block, and end together with the other ranks."""
         with self._undo:
             self._undo.enter_context(_without_variables(hidden))
             interceptors = self._begin(call)
             if self._group is not None:
-                self._begin_rank_zero(self._group, module)
+                self._undo.enter_context(output_of(self._group.world.rank, log, heard))
+                self._undo.enter_context(_files_of_rank_zero(self._group, module))
             if hidden and self._group is not None:
                 interceptors.append(_HiddenGroup())
             self._undo.enter_context(intercepting(interceptors, module))
@@ -220,14 +231,6 @@ class _Scope(Interceptor):
             if self._same_step is not None:
                 self._same_step.positions.end()
 
-    def _begin_rank_zero(self, group: Group, module: str | None) -> None:
-        """Let rank 0 alone speak and write."""
-        self._undo.enter_context(output_of(group.world.rank))
-        if group.folder is not None:
-            files = self._undo.enter_context(intercepting_files(group, module))
-            self._undo.callback(setattr, group, "after_barrier", group.after_barrier)
-            group.after_barrier = files.crossed
-
     def _begin(self, call: Call) -> list[Interceptor]:
         """Give all ranks the same random streams, and make the interceptors."""
         group, options = self._group, self._options
@@ -238,7 +241,7 @@ class _Scope(Interceptor):
         streams = RandomStreams(group.world.rank)
         self._undo.callback(streams.close)
         passes = Passes(streams, options.draws)
-        optimizers, losses = Optimizers(passes), Losses()
+        optimizers, modules, losses = Optimizers(passes), Modules(reachable(nn.Module, call)), Losses()
         same_step = SameStep(group, passes, SameWork(self._say))
         self._undo.callback(same_step.close)
         _share_streams(group)  # from here on, the pages of all ranks are there
@@ -246,16 +249,16 @@ class _Scope(Interceptor):
         group.before_control = same_step.control
         loaders = Loaders(group, lambda: self._options, passes, optimizers, self._say)
         self._undo.callback(loaders.close)
-        loop = Loop(group, lambda: self._options, passes, optimizers, losses, loaders, same_step, self._say)
+        loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, loaders, same_step, self._say)
         self.strategy = strategy_of(options)(loop)
         self._undo.callback(self.strategy.close)
-        optimizers.note(_optimizers_of(call))
+        optimizers.note(reachable(torch.optim.Optimizer, call))
         self.passes, self._same_step = passes, same_step
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
         shared = [loaders] if options.strategy != "none" else []
         counted = [Divisors(group, passes)] if options.batch == "global" else []
-        return [_Seeds(streams), optimizers, losses, *shared, *counted, self.strategy, self]
+        return [_Seeds(streams), optimizers, modules, losses, *shared, *counted, self.strategy, self]
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:
@@ -314,16 +317,6 @@ class _HiddenGroup(Interceptor):
         return from_script(frame)
 
 
-def _optimizers_of(call: Call) -> list[Any]:
-    """The optimizers that a function or a ``with`` block can reach when the scope opens."""
-    if call.function is not None:
-        return optimizers_in(call.function, call.args, call.kwargs)
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("contextlib", "parwrap"):
-        frame = frame.f_back
-    return [] if frame is None else optimizers_in(None, [*frame.f_locals.values(), *frame.f_globals.values()])
-
-
 def _share_streams(group: Group) -> None:
     """Give every rank the random state of rank 0."""
     agree(group, "the start of a distributed function", 0, lambda: None, lambda all_ranks: None)
@@ -332,6 +325,20 @@ def _share_streams(group: Group) -> None:
     torch.set_rng_state(states[0][0])
     np.random.set_state(states[0][1])
     random.setstate(states[0][2])
+
+
+@contextmanager
+def _files_of_rank_zero(group: Group, module: str | None) -> Iterator[None]:
+    """Inside the block, rank 0 alone writes files; after a barrier, the others see what is there."""
+    if group.folder is None:
+        yield
+        return
+    with intercepting_files(group, module) as files:
+        before, group.after_barrier = group.after_barrier, files.crossed
+        try:
+            yield
+        finally:
+            group.after_barrier = before
 
 
 @contextmanager

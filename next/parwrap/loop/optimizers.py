@@ -5,10 +5,8 @@ Optimizers are noted when they are built. Those built before the scope opened ar
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -20,7 +18,7 @@ from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.passes import Passes
 from parwrap.places import Place, script_place
 
-__all__ = ["Optimizers", "evaluates", "optimizers_in", "parameters_of"]
+__all__ = ["Optimizers", "evaluates", "parameters_of"]
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -176,42 +174,3 @@ class Optimizers(Interceptor):
 
 def _alive(refs: Iterable[weakref.ref[Optimizer]]) -> list[Optimizer]:
     return [optimizer for ref in refs if (optimizer := ref()) is not None]
-
-
-def optimizers_in(
-    function: Callable[..., Any] | None, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> list[Optimizer]:
-    """The optimizers among the arguments of ``function``, its ``self``, its closure and the globals that it names, one level deep.
-
-    >>> sgd = torch.optim.SGD([torch.ones(1)])
-    >>> optimizers_in(print, [{"optimizers": [sgd]}]) == optimizers_in(print, [[sgd]]) == [sgd]
-    True
-    """
-    values = [*args, *(kwargs or {}).values()]
-    if function is not None:
-        values.append(getattr(function, "__self__", None))
-        function = inspect.unwrap(getattr(function, "__func__", function))
-        try:
-            names = inspect.getclosurevars(function)
-        except TypeError:  # no Python function
-            pass
-        else:
-            values += [*names.nonlocals.values(), *names.globals.values()]
-    found: dict[int, Optimizer] = {}
-    for value in values:
-        for each in (value, *_members(value)):
-            for one in (each, *_members(each)) if isinstance(each, (list, tuple, dict)) else (each,):
-                if isinstance(one, Optimizer):
-                    found[id(one)] = one
-    return list(found.values())
-
-
-def _members(value: Any) -> Iterable[Any]:
-    """What ``value`` holds one level deep: the items of a container, or the attributes of an object of the script."""
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set)):
-        return list(value)
-    if isinstance(value, (nn.Module, torch.Tensor, type)) or not hasattr(value, "__dict__") or inspect.ismodule(value):
-        return ()
-    return list(vars(value).values())

@@ -1,20 +1,20 @@
-"""Keeps the buffers of the modules that a loop calls as DDP does: rank 0's are everybody's (DESIGN: Backward).
+"""Keeps the buffers of modules as DDP does: rank 0's are everybody's (contract, small print on backwards).
 
-Statistics of batch norms are sent when a pass that reads everything begins after a step. Buffers that a training forward reads and
-changes (codebooks, running normalizers) are sent after every backward, when the graph has been used.
+Modules that the script puts in eval mode get rank 0's buffers when the next pass that reads everything begins. Buffers that training
+changes (codebooks, running normalizers; not the statistics of batch norms) are sent after every backward, when the graph has been used.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from parwrap.errors import RankMismatchError
 from parwrap.ranks.agreement import agree
@@ -25,73 +25,73 @@ from parwrap.torch_private.tensors import version_of
 __all__ = ["Buffers"]
 
 STEPS = 2
-"""Modules are noted while the first steps of a new set of parameters run; afterwards no forward is watched."""
+"""After so many backwards of a new set of parameters it is known which buffers training changes."""
 
 
 class _Buffer(NamedTuple):
     """A buffer of a module, by its name: the script may put another tensor there."""
 
-    module: weakref.ref[nn.Module]
+    module: nn.Module
     name: str
 
     def tensor(self) -> torch.Tensor | None:
-        module = self.module()
-        buffer = None if module is None else registered_buffers(module).get(self.name)
+        buffer = registered_buffers(self.module).get(self.name)
         return buffer if isinstance(buffer, torch.Tensor) and not buffer.is_inference() and buffer.layout == torch.strided else None
 
 
 class Buffers:
-    """The buffers of the modules that the loop calls.
+    """The buffers of the modules of a script.
 
     Args:
         group: the process group.
+        modules: the modules that exist when the scope opens.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, modules: Iterable[nn.Module]) -> None:
         self._group = group
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        for module in modules:
+            for inner in module.modules():
+                self._modules[inner] = None
+        self._evaluated: list[nn.Module] = []
         self._before: dict[_Buffer, tuple[int, int]] = {}
         self._moving: list[_Buffer] = []
-        self._watching: Any = None
-        self._steps_left = 0
+        self._backwards_left = 0
+        # no hook on forwards: torch.compile would trace it
+        self._hook = register_module_buffer_registration_hook(lambda module, name, buffer: self._modules.setdefault(module))
+
+    def put_in_eval(self, module: nn.Module) -> None:
+        """The script has put ``module`` in eval mode."""
+        if not any(module is each for each in self._evaluated):
+            self._evaluated.append(module)
 
     def watch(self) -> None:
-        """Note the modules that are called in the next steps."""
-        self._steps_left = STEPS
-        if self._watching is None:
-            self._watching = register_module_forward_pre_hook(lambda module, args: self._note(module))
-
-    def _note(self, module: nn.Module) -> None:
-        if module in self._known:
-            return
-        self._known.add(module)
-        self._modules.append(weakref.ref(module))
-        for buffer in _buffers([module]):
-            if not isinstance(module, NormBase) and (tensor := buffer.tensor()) is not None:
-                self._before[buffer] = id(tensor), version_of(tensor)
+        """A new set of parameters: find out which buffers change while it trains."""
+        self._backwards_left = STEPS
+        buffers = [buffer for module in list(self._modules) if not isinstance(module, NormBase) for buffer in _buffers([module])]
+        self._before = {buffer: _state(tensor) for buffer in buffers if (tensor := buffer.tensor()) is not None}
 
     def after_backward(self) -> None:
-        """Send the buffers that training moves; while modules are noted, find out which these are."""
-        if self._watching is not None:
-            self._steps_left -= 1
-            if self._steps_left > 0:
-                return
-            self._watching.remove()
-            self._watching = None
-            moved = [buffer for buffer, before in self._before.items() if (now := buffer.tensor()) is not None and _state(now) != before]
-            self._moving += [buffer for buffer in moved if buffer not in self._moving]
-            self._before.clear()
-            _agree_on(self._group, "agreement on the buffers that training changes", self._moving)
+        """Send the buffers that training changes."""
+        if self._backwards_left:
+            self._backwards_left -= 1
+            if not self._backwards_left:
+                moved = [
+                    buffer for buffer, before in self._before.items() if (now := buffer.tensor()) is not None and _state(now) != before
+                ]
+                self._moving += [buffer for buffer in moved if buffer not in self._moving]
+                self._before = {}
+                _agree_on(self._group, "agreement on the buffers that training changes", self._moving)
         if self._moving:
             self._send(self._moving)
 
     def begins_whole(self) -> None:
-        """Send all buffers: a pass that reads everything begins after a step."""
-        modules = [module for ref in self._modules if (module := ref()) is not None]
-        buffers = [buffer for buffer in _buffers(modules) if buffer.tensor() is not None]
-        _agree_on(self._group, "sending rank 0's buffers as a pass begins", buffers)
-        self._send(buffers)
+        """Send the buffers of the modules that were put in eval mode: a pass that reads everything begins after a step."""
+        modules, self._evaluated = self._evaluated, []
+        buffers = [buffer for module in modules for buffer in _buffers(module.modules()) if buffer.tensor() is not None]
+        if buffers:
+            _agree_on(self._group, "sending rank 0's buffers as a pass begins", buffers)
+            self._send(buffers)
 
     @torch.no_grad()
     def _send(self, buffers: Iterable[_Buffer]) -> None:
@@ -105,26 +105,17 @@ class Buffers:
                 for tensor, sent in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
                     tensor.data.copy_(sent.view(tensor.shape))
 
-    def name_of(self, parameter: Any) -> str | None:
-        """The name of ``parameter`` in the outermost module that was called with it."""
-        names = [
-            name for ref in self._modules if (module := ref()) is not None for name, each in module.named_parameters() if each is parameter
-        ]
-        return max(names, key=len, default=None)
-
     def close(self) -> None:
-        """Watch no more."""
-        if self._watching is not None:
-            self._watching.remove()
-            self._watching = None
+        """Note no more modules."""
+        self._hook.remove()
+
+
+def _buffers(modules: Iterable[nn.Module]) -> list[_Buffer]:
+    return [_Buffer(module, name) for module in modules for name in registered_buffers(module)]
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
     return id(tensor), version_of(tensor)
-
-
-def _buffers(modules: Iterable[nn.Module]) -> Iterator[_Buffer]:
-    return (_Buffer(weakref.ref(module), name) for module in modules for name in registered_buffers(module))
 
 
 def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
@@ -133,8 +124,8 @@ def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
     def error(all_ranks: list[Any]) -> Exception:
         rank = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
         return RankMismatchError(
-            f"rank 0's model has the buffers {all_ranks[0]}, but that of rank {rank} has {all_ranks[rank]}. Call the same modules on every "
-            "rank."
+            f"rank 0 has the buffers {all_ranks[0]}, but rank {rank} has {all_ranks[rank]} ({kind}). Call the same modules, and "
+            "put the same ones in eval mode, on every rank."
         )
 
     agree(group, kind, crc32(repr(shapes).encode()), lambda: shapes, error)

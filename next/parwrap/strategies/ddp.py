@@ -39,14 +39,13 @@ class DDP(Strategy):
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
-        self._buffers = Buffers(loop.group)
+        self._buffers = Buffers(loop.group, loop.modules.first)
         self._sites = Sites(loop, self._buffers.watch)
-        self._weights = SameWeights(loop.group, loop.optimizers, self._buffers.name_of)
+        self._weights = SameWeights(loop.group, loop.optimizers, loop.modules.name_of)
         loop.optimizers.after_step = self._weights.after_step
         loop.loaders.begins_whole = self.begins_whole
         self._thread: threading.Thread | None = None
         self._local = self._synced_steps = 0
-        self._buffers.watch()
         with torch.inference_mode(False), torch.enable_grad():
             # autograd runs nodes of the same age in any order, and signal nodes have age 0: the script's nodes must be newer
             torch.zeros((), requires_grad=True).sum()
@@ -128,6 +127,10 @@ class DDP(Strategy):
             self._weights.check()
             self._buffers.begins_whole()
 
+    def set_mode(self, module: nn.Module, training: bool) -> None:
+        if not training:
+            self._buffers.put_in_eval(module)
+
     def moved(self, module: nn.Module) -> None:
         """Find the sets anew: a cast or move gives parameters other tensors."""
         self._sites.moved()
@@ -141,9 +144,6 @@ class DDP(Strategy):
         sent = torch.tensor(float(metric), dtype=torch.float64)
         dist.broadcast(sent, 0, group=group.control)
         return sent.item()
-
-    def name_of(self, parameter: Any) -> str | None:
-        return self._buffers.name_of(parameter)
 
     def end(self) -> None:
         self._weights.check()

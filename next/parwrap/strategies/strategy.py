@@ -16,6 +16,7 @@ from parwrap.checks.same_step import SameStep
 from parwrap.data.loaders import Loaders
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.loop.losses import Losses
+from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers
 from parwrap.loop.passes import Passes
 from parwrap.options import Options
@@ -33,6 +34,7 @@ class Loop:
         options: a function that returns the options of the innermost running function.
         passes: the open passes.
         optimizers: the optimizers of the script.
+        modules: the modules of the script.
         losses: the scalars that backwards are called on.
         loaders: the loaders.
         same_step: the check of lockstep.
@@ -43,6 +45,7 @@ class Loop:
     options: Callable[[], Options]
     passes: Passes
     optimizers: Optimizers
+    modules: Modules
     losses: Losses
     loaders: Loaders
     same_step: SameStep
@@ -62,10 +65,6 @@ class Strategy(Interceptor):
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block, gradients add up on this rank; the first backward after it averages the sums."""
         return nullcontext()
-
-    def name_of(self, parameter: Any) -> str | None:
-        """The name of a parameter in its model, for errors."""
-        return None
 
     def begins_whole(self) -> None:
         """A pass that reads everything begins."""
