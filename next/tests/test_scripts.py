@@ -1,11 +1,10 @@
-"""Plain scripts that have never heard of parwrap, on 1, 2 and 3 ranks."""
+"""Plain scripts that have never heard of parwrap, with ``batch="global"`` on 1, 2 and 3 ranks: what they train is what one process trains."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
-import os
+import random
 import runpy
 import sys
 from pathlib import Path
@@ -13,6 +12,30 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
+
+DRAWN_IN_PASSES = {"branch_between_two_backwards", "checkpointing", "gan", "wgan_gp", "workers_with_augmentation"}
+"""Dropout, noise and augmentation: each rank draws its own (rule 4)."""
+
+UNSEEDED = {"fresh_subset_each_epoch"}
+"""They draw from a generator of numpy without a seed, which differs from run to run."""
+
+NORMALIZED = {
+    "batchnorm_dropout",
+    "break_in_epoch",
+    "data_parallel",
+    "freeze_and_unfreeze",
+    "save_best_by_path",
+    "stops_early_and_loads_the_best",
+}
+"""Batch norms normalize by this rank's part of the batch."""
+
+ROUNDED = {"own_amp"}
+"""Half precision rounds the sum over a batch in another order."""
+
+ROUTED = {"branches"}
+"""The way through the model depends on what is in the batch, of which a rank sees a part."""
+
+AS_GOOD = DRAWN_IN_PASSES | UNSEEDED | NORMALIZED | ROUNDED | ROUTED
 
 
 def run(script, scope):
@@ -24,42 +47,61 @@ def run(script, scope):
             left = runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.argv = before
-    return left, printed.getvalue()
-
-
-def state(left):
     model = left["model"]
-    return model if isinstance(model, dict) else model.state_dict()
+    return model if isinstance(model, dict) else model.state_dict(), printed.getvalue().splitlines()
 
 
-@pytest.mark.ranks(2)
+def parameters(state):
+    return {key: value for key, value in state.items() if not key.endswith(("running_mean", "running_var", "num_batches_tracked"))}
+
+
+def is_as_good(name, value, reference):
+    return value >= reference - 0.06 if name == "accuracy" else value <= 2 * reference + 0.02
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_probe(script, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(1, marks=[pytest.mark.ranks(1, fresh=True), pytest.mark.slow]),
+        pytest.param(2, marks=pytest.mark.ranks(2, fresh=True)),
+        pytest.param(3, marks=[pytest.mark.ranks(3, fresh=True), pytest.mark.slow]),
+    ],
+)
+def test_a_plain_script_trains_what_one_process_trains(size, script, tmp_path, monkeypatch):
+    import numpy as np
     import torch
 
     import parwrap
-    from parwrap.decorators.distributed import _HiddenGroup, script_scope
+    from parwrap.decorators.distributed import hidden_group, script_scope
     from parwrap.intercept.torch_calls import intercepting
     from parwrap.ranks.group import alone
 
-    (tmp_path / f"o{parwrap.rank()}").mkdir()
-    monkeypatch.chdir(tmp_path / f"o{parwrap.rank()}")
-    os.environ.get("PB")
-    import random, numpy as np
-    rng = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    left, printed = run(script, script_scope(batch=os.environ.get("PB", "global")))
-    mine = {k: v for k, v in state(left).items() if not k.endswith(("running_mean", "running_var", "num_batches_tracked"))}
-    others = parwrap.gather(mine)
-    same = max(float((a.double() - b.double()).abs().max()) if a.numel() else 0 for a, b in zip(others[0].values(), others[1].values(), strict=True))
-    if parwrap.rank() == 0:
-        (tmp_path / "by").mkdir()
-        monkeypatch.chdir(tmp_path / "by")
-        torch.set_rng_state(rng[0]); np.random.set_state(rng[1]); random.setstate(rng[2])
-        with alone():
-            ref, rp = run(script, intercepting([_HiddenGroup()]))
-        try:
-            d = max(float((a.double() - b.double()).abs().max()) if a.numel() else 0 for a, b in ((v, state(ref)[k]) for k, v in mine.items()))
-        except Exception as e:
-            d = -1.0
-        with open("/tmp/probe.txt", "a") as f:
-            f.write(json.dumps([script.stem, "vs1", d, "ranks", same, printed.strip().splitlines()[-1:], rp.strip().splitlines()[-1:]]) + "\n")
+    for place in ("together", "by_itself"):
+        (tmp_path / place).mkdir(exist_ok=True)
+    streams = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    monkeypatch.chdir(tmp_path / "together")
+    state, printed = run(script, script_scope(batch="global"))
+    trained = parameters(state)
+
+    for rank, theirs in enumerate(parwrap.gather(trained)):
+        assert (rank, []) == (rank, [key for key, value in theirs.items() if not torch.equal(value, trained[key])])
+
+    if parwrap.rank() > 0:
+        return
+    for set_state, kept in zip((torch.set_rng_state, np.random.set_state, random.setstate), streams, strict=True):
+        set_state(kept)
+    monkeypatch.chdir(tmp_path / "by_itself")
+    with alone():
+        expected, expected_lines = run(script, intercepting([hidden_group()]))
+
+    assert list(expected) == list(state)
+    if script.stem in AS_GOOD and size > 1:
+        name, value = printed[-1].split()
+        reference = expected_lines[-1].split()
+
+        assert name == reference[0]
+        assert is_as_good(name, float(value), float(reference[1]))
+    else:
+        for key, value in parameters(expected).items():
+            torch.testing.assert_close(trained[key], value, rtol=1e-3, atol=2e-4, msg=lambda text, key=key: f"{key}: {text}")

@@ -150,7 +150,7 @@ class _Known:
         seed: the seed of its share; ``None`` before its first training pass.
         epoch: the number of its training passes.
         last: its last pass.
-        open: its open passes, the innermost last.
+        open: its open passes, the innermost last; a pass that the script drops is gone.
         given: a length that was given before its first training pass, and where.
         whole_at: lines that read it without a backward: everything is read there.
         persistent: the copy that is read, if its workers persist.
@@ -159,10 +159,14 @@ class _Known:
     seed: int | None = None
     epoch: int = 0
     last: Pass | None = None
-    open: list[_Iteration] = field(default_factory=list)
+    open: list[weakref.ref[_Iteration]] = field(default_factory=list)
     given: tuple[int, Place] | None = None
     whole_at: set[Place] = field(default_factory=set)
     persistent: DataLoader | None = None
+
+    def iterations(self) -> list[_Iteration]:
+        """Its open passes."""
+        return [iteration for each in self.open if (iteration := each()) is not None]
 
 
 class Loaders(Interceptor):
@@ -210,7 +214,7 @@ class Loaders(Interceptor):
         shared = training and loader not in _replicated
         opened = Pass(training, shared, place)
         iteration.opened, known.last = opened, opened
-        known.open.append(iteration)
+        known.open.append(weakref.ref(iteration))
         if shared:
             self._begin_share(iteration, known, opened)
         else:
@@ -242,7 +246,7 @@ class Loaders(Interceptor):
 
     def _end_left_open(self, known: _Known, place: Place) -> None:
         """End training passes that the loader has left open, and note a line that begins again without a backward."""
-        for iteration in [each for each in known.open if each.opened is not None and each.opened.trains]:
+        for iteration in [each for each in known.iterations() if each.opened is not None and each.opened.trains]:
             iteration.close(exhausted=False)
         last = known.last
         if last is not None and last.shared and last.place == place and not last.exhausted:
@@ -252,7 +256,7 @@ class Loaders(Interceptor):
         """End the pass of ``iteration``."""
         opened, known = iteration.opened, self.known(iteration.loader)
         assert opened is not None
-        known.open.remove(iteration)
+        known.open = [each for each in known.open if each() not in (None, iteration)]
         opened.exhausted = exhausted
         self._passes.end(opened)
         if not opened.trains:
@@ -369,11 +373,9 @@ class Loaders(Interceptor):
         if get_worker_info() is not None or is_alone() or loader in _replicated:
             return whole
         known = self.known(loader)
-        if known.open and known.open[-1].opened is not None:
-            return self._share_length(loader, whole) if known.open[-1].opened.shared else whole
+        if (open_passes := known.iterations()) and (opened := open_passes[-1].opened) is not None:
+            return self._share_length(loader, whole) if opened.shared else whole
         gradients_on, in_eval = torch.is_grad_enabled(), self._optimizers.evaluate()
-        if known.last is None:
-            known.given = whole, script_place()
         shared = loader in _sharded or shows_share(
             last_trained=None if known.last is None else known.last.shared,
             gradients_on=gradients_on,
@@ -432,7 +434,7 @@ class Loaders(Interceptor):
     def close(self) -> None:
         """Let passes that outlive the scope read on, without switching streams."""
         for known in list(self._known.values()):
-            for iteration in list(known.open):
+            for iteration in known.iterations():
                 iteration.detach()
 
 

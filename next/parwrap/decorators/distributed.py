@@ -219,7 +219,7 @@ class _Scope(Interceptor):
                 self._undo.enter_context(output_of(self._group.world.rank, log, heard))
                 self._undo.enter_context(_files_of_rank_zero(self._group, module))
             if hidden and self._group is not None:
-                interceptors.append(_HiddenGroup())
+                interceptors.append(hidden_group())
             self._undo.enter_context(intercepting(interceptors, module))
             try:
                 yield
@@ -310,7 +310,7 @@ class _Seeds(Interceptor):
             return int(torch.randint(2**62, ()))
 
 
-class _HiddenGroup(Interceptor):
+class hidden_group(Interceptor):
     """Hides the process group from the script's own code; torch, parwrap and installed libraries see it."""
 
     def hides_group(self, frame: FrameType) -> bool:

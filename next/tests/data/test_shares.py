@@ -1,0 +1,611 @@
+"""What a training pass yields: by ``DistributedSampler``, every N-th batch or item, or a part of each batch; and how parts are weighed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+import parwrap
+from parwrap.errors import UsageError
+from training import Training, everyones, samples
+
+
+def batches_of(loader, training):
+    """The samples of each batch of a training pass."""
+    return [samples(batch) for batch in loader if not training.step()]
+
+
+# per rank: DistributedSampler
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("uneven", ["pad", "drop"])
+def test_a_plain_loader_is_read_by_distributed_sampler(shuffle, drop_last, uneven):
+    with parwrap.distributed(seed=3, uneven=uneven):
+        training, loader = Training(), DataLoader(range(20), batch_size=3, shuffle=shuffle, drop_last=drop_last)
+        epochs = [batches_of(loader, training) for _ in range(3)]
+
+        assert [len(loader)] * 3 == list(map(len, epochs))
+    sampler = DistributedSampler(range(20), shuffle=shuffle, seed=3, drop_last=uneven == "drop")
+    for epoch, actual in enumerate(epochs):
+        sampler.set_epoch(epoch)
+
+        assert list(BatchSampler(sampler, 3, drop_last)) == actual
+
+
+@pytest.mark.ranks(2)
+def test_the_seed_is_that_of_the_loaders_generator_if_it_has_one():
+    with parwrap.distributed(seed=3):
+        loader = DataLoader(range(20), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(11))
+        seen = Training().train(loader)
+
+    assert list(DistributedSampler(range(20), seed=11)) == seen
+
+
+@pytest.mark.ranks(2)
+def test_the_seed_is_that_of_the_script():
+    with parwrap.distributed():
+        torch.manual_seed(11)
+        seen = Training().train(DataLoader(range(20), batch_size=2, shuffle=True))
+
+    assert list(DistributedSampler(range(20), seed=11)) == seen
+
+
+@pytest.mark.ranks(2)
+def test_each_further_loader_that_trains_has_another_seed():
+    with parwrap.distributed(seed=3):
+        training = Training()
+        seen = [training.train(DataLoader(range(20), batch_size=2, shuffle=True)) for _ in range(2)]
+
+    assert [list(DistributedSampler(range(20), seed=3)), list(DistributedSampler(range(20), seed=3 + 1_000_003))] == seen
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("same", [False, True], ids=["two loaders", "one loader"])
+def test_zipped_loaders_never_pair_a_sample_with_itself(same):
+    with parwrap.distributed(seed=0):
+        training = Training()
+        loader, other = DataLoader(range(100), shuffle=True), DataLoader(range(100), shuffle=True)
+        pairs = [(one.item(), two.item()) for one, two in zip(loader, other, strict=True) if not training.step()]
+
+    assert sum(one == two for one, two in pairs) < 10
+
+
+@pytest.mark.ranks(2)
+def test_a_dataset_that_grows_is_shared_out_whole():
+    memory = list(range(8))
+    with parwrap.distributed():
+        training, loader = Training(), DataLoader(memory, batch_size=2)
+        before = everyones(training.train(loader))
+        memory += range(8, 16)
+
+        assert list(range(16)) == everyones(training.train(loader))
+    assert list(range(8)) == before
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_a_distributed_sampler_of_the_script_is_copied_for_this_rank(replicas, batch):
+    with parwrap.distributed(batch=batch):
+        sampler = DistributedSampler(range(12), num_replicas=replicas, rank=0)
+        training, loader = Training(), DataLoader(range(12), batch_size=2, sampler=sampler)
+        seen = []
+        for epoch in (0, 0, 3):
+            sampler.set_epoch(epoch)
+            seen.append(training.train(loader))
+            if batch == "per_rank":
+                expected = DistributedSampler(range(12), parwrap.world_size(), parwrap.rank())
+                expected.set_epoch(epoch)
+
+                assert list(expected) == seen[-1]
+            assert list(range(12)) == everyones(seen[-1])
+    assert (1, 0) == (replicas, sampler.rank) if replicas == 1 else (2, 0) == (sampler.num_replicas, sampler.rank)
+    assert seen[0] == seen[1] != seen[2]
+
+
+# per rank: every N-th batch
+
+
+def kept_samplers():
+    return {
+        "weighted": DataLoader(range(10), batch_size=2, sampler=WeightedRandomSampler([0.0] * 5 + [1.0] * 5, 8)),
+        "subset": DataLoader(range(10), batch_size=2, sampler=SubsetRandomSampler([1, 3, 5, 7])),
+        "replacement": DataLoader(range(10), batch_size=2, sampler=RandomSampler(range(10), replacement=True, num_samples=8)),
+        "fewer": DataLoader(range(20), batch_size=2, sampler=SequentialSampler(range(6))),
+        "custom": DataLoader(range(20), batch_size=2, sampler=Backwards(range(8))),
+        "batch sampler": DataLoader(range(16), batch_sampler=BatchSampler(RandomSampler(range(16)), 4, False)),
+        "custom batches": DataLoader(range(16), batch_sampler=Chunks(range(16))),
+        "drawn batches": DataLoader(range(16), batch_sampler=DrawnChunks(range(16))),
+        "no batches": DataLoader(torch.arange(16.0).view(8, 2), batch_size=None, shuffle=True),
+    }
+
+
+class Backwards(Sampler):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(range(len(self.data) - 1, -1, -1))
+
+    def __len__(self):
+        return len(self.data)
+
+
+class Chunks(Backwards):
+    def __iter__(self):
+        return iter([list(self.data[start : start + 2]) for start in range(0, len(self.data), 2)])
+
+    def __len__(self):
+        return len(self.data) // 2
+
+
+class DrawnChunks(Chunks):
+    """Draws from torch for every batch."""
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield torch.randint(len(self.data), (2,)).tolist()
+
+
+KEPT = ("weighted", "subset", "replacement", "fewer", "custom", "batch sampler", "custom batches", "drawn batches", "no batches")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_batches_of_other_samplers_are_those_of_one_process_dealt_out(kind):
+    torch.manual_seed(1)
+    Training()
+    loader = kept_samplers()[kind]
+    expected = [[samples(batch) for batch in loader] for _ in range(2)]
+    with parwrap.distributed(seed=1):
+        training, loader = Training(), kept_samplers()[kind]
+        for batches in expected:
+            size = len(loader)
+            actual = batches_of(loader, training)
+
+            assert batches[parwrap.rank() :: 2] == actual[: len(batches[parwrap.rank() :: 2])]
+            assert math.ceil(len(batches) / 2) == len(actual) == len(loader)
+            assert kind in ("fewer", "custom") or size == len(actual)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("uneven", "expected"),
+    [("pad", [[[0, 1], [6, 7]], [[2, 3], [0, 1]], [[4, 5], [2, 3]]]), ("drop", [[[0, 1]], [[2, 3]], [[4, 5]]])],
+)
+def test_the_last_batches_are_padded_from_the_first_or_dropped(uneven, expected):
+    with parwrap.distributed(uneven=uneven):
+        loader = DataLoader(range(8), batch_sampler=Chunks(range(8)))
+
+        assert expected[parwrap.rank()] == batches_of(loader, Training())
+
+
+@pytest.mark.ranks(2)
+def test_an_endless_sampler_is_drawn_lazily():
+    with parwrap.distributed(seed=0):
+        training = Training()
+        loader = DataLoader(range(1000), batch_size=4, sampler=RandomSampler(range(1000), replacement=True, num_samples=10**10))
+        batches = [tuple(samples(batch)) for batch in itertools.islice(loader, 5) if not training.step()]
+
+        assert math.ceil(10**10 / 8) == len(loader)
+        assert 10 == len({batch for each in parwrap.gather(batches) for batch in each})
+
+
+@pytest.mark.ranks(2)
+def test_fewer_samples_than_ranks():
+    with parwrap.distributed():
+        training = Training()
+        assert [0] == training.train(DataLoader([0]))
+        assert [parwrap.rank()] == training.train(DataLoader(range(2), batch_size=4))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("build", "what"),
+    [(lambda: DataLoader([0]), "1 samples"), (lambda: DataLoader(range(2), batch_sampler=Chunks(range(2))), "1 batches")],
+)
+def test_dropping_everything_is_refused(build, what):
+    with (
+        pytest.raises(
+            UsageError,
+            match=rf'uneven="drop" leaves no data to train on: a DataLoader has {what} for 2 ranks. Use uneven="pad", which repeats some, or '
+            'uneven="join", or start fewer ranks.',
+        ),
+        parwrap.distributed(uneven="drop"),
+    ):
+        Training().train(build())
+
+
+# batch="global"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=["0", "1", "persistent"])
+def test_a_global_pass_takes_the_batches_of_one_process(workers):
+    def loader():
+        return DataLoader(range(11), batch_size=4, shuffle=True, **workers)
+
+    torch.manual_seed(1)
+    Training()
+    alone = loader()
+    expected = [[sorted(samples(batch)) for batch in alone] for _ in range(3)]
+    with parwrap.distributed(batch="global", seed=1):
+        training, together = Training(), loader()
+        actual = []
+        for _ in range(3):
+            parts = parwrap.gather(batches_of(together, training))
+            actual.append([sorted(one + two) for one, two in zip(*parts, strict=True)])
+
+        assert 3 == len(together)
+    assert expected == actual
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [each for each in KEPT if each != "no batches"])
+def test_a_global_pass_of_another_sampler_takes_the_batches_of_one_process(kind):
+    torch.manual_seed(1)
+    Training()
+    loader = kept_samplers()[kind]
+    expected = [[sorted(samples(batch)) for batch in loader] for _ in range(2)]
+    with parwrap.distributed(batch="global", seed=1):
+        training, loader = Training(), kept_samplers()[kind]
+        for batches in expected:
+            parts = parwrap.gather(batches_of(loader, training))
+
+            assert batches == [sorted(one + two) for one, two in zip(*parts, strict=True)]
+
+
+# weights
+
+
+def numbers(count):
+    x = torch.linspace(-1, 1, count, dtype=torch.float64).view(-1, 1)
+    return TensorDataset(torch.cat([x, x**2], dim=1), x**3)
+
+
+def trained(loader, reduction="mean", scale=1.0, epochs=2):
+    """The weights that a plain loop comes to."""
+    model = nn.Linear(2, 1).double()
+    with torch.no_grad():
+        model.weight.fill_(0.5), model.bias.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * scale)
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y, reduction=reduction).backward()
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def alone(function, *args, **kwargs):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return function(*args, **kwargs)
+
+
+class Stream(IterableDataset):
+    def __init__(self, dataset):
+        self.data = dataset
+
+    def __iter__(self):
+        return (self.data[index] for index in range(len(self.data)))
+
+
+def by_own_batches(count, size, **options):
+    return DataLoader(numbers(count), batch_sampler=BatchSampler(SequentialSampler(range(count)), size, False), **options)
+
+
+BUILDS = {
+    "in order": lambda count, size: DataLoader(numbers(count), batch_size=size),
+    "workers": lambda count, size: DataLoader(numbers(count), batch_size=size, num_workers=1, persistent_workers=True),
+    "shuffled": lambda count, size: DataLoader(numbers(count), batch_size=size, shuffle=True),
+    "drop_last": lambda count, size: DataLoader(numbers(count), batch_size=size, drop_last=True),
+    "stream": lambda count, size: DataLoader(Stream(numbers(count)), batch_size=size),
+    "stream in a worker": lambda count, size: DataLoader(Stream(numbers(count)), batch_size=size, num_workers=1),
+    "batch sampler": by_own_batches,
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("kind", BUILDS)
+def test_global_batches_give_the_weights_of_one_process(kind):
+    for count in (98, 193):
+        expected = alone(trained, BUILDS[kind](count, 32))
+        with parwrap.distributed(batch="global", seed=0):
+            actual = trained(BUILDS[kind](count, 32))
+
+        assert expected == pytest.approx(actual, abs=1e-12)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("kind", [each for each in BUILDS if each != "batch sampler"])
+def test_joined_ranks_give_the_weights_of_one_process_with_batches_of_all(kind):
+    for count in (98, 193):
+        expected = alone(trained, BUILDS[kind](count, 96))
+        with parwrap.distributed(uneven="join", seed=0):
+            actual = trained(BUILDS[kind](count, 32))
+
+        assert expected == pytest.approx(actual, abs=1e-12)
+
+
+@pytest.mark.ranks(3)
+def test_joined_batches_of_a_batch_sampler_count_by_their_samples():
+    expected = alone(trained, by_own_batches(50, 24))
+    with parwrap.distributed(uneven="join"):
+        actual = trained(by_own_batches(50, 8))
+
+    assert expected == pytest.approx(actual, abs=1e-12)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("options", [{"batch": "global"}, {"uneven": "join"}], ids=["global", "join"])
+def test_a_loss_that_is_a_sum_is_summed_over_a_global_batch_and_averaged_over_joined_ones(options):
+    together = "batch" in options
+    expected = alone(trained, BUILDS["in order"](194, 32 if together else 96), "sum", 0.01 if together else 0.01 / 3)
+    with parwrap.distributed(loss="sum", **options):
+        actual = trained(BUILDS["in order"](194, 32), "sum", 0.01)
+
+    assert expected == pytest.approx(actual, abs=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_closures_weigh_alike():
+    def fitted():
+        model = nn.Linear(2, 1).double()
+        with torch.no_grad():
+            model.weight.fill_(0.5), model.bias.zero_()
+        optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe", max_iter=5)
+        for x, y in DataLoader(numbers(51), batch_size=25):
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        return model.weight.flatten().tolist()
+
+    expected = alone(fitted)
+    with parwrap.distributed(batch="global"):
+        assert expected == pytest.approx(fitted(), abs=1e-9)
+
+
+# streams
+
+
+class Count(IterableDataset):
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter(range(self.count))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("uneven", "shares"),
+    [
+        ("pad", [[0, 3, 6, 9, 12], [1, 4, 7, 10, 0], [2, 5, 8, 11, 1]]),
+        ("drop", [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]),
+        ("join", [[0, 1, 6, 7, 12], [2, 3, 8, 9, 12], [4, 5, 10, 11, 12]]),
+    ],
+)
+def test_the_items_of_a_stream_are_dealt_out(uneven, shares, workers):
+    with parwrap.distributed(uneven=uneven):
+        assert shares[parwrap.rank()] == Training().train(DataLoader(Count(13), batch_size=2, num_workers=workers))
+
+
+class Drawn(IterableDataset):
+    def __iter__(self):
+        yield from torch.randperm(6).tolist()
+        yield from (6 + torch.randperm(6)).tolist()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_shuffles_is_dealt_out_without_overlap(batch, workers):
+    with parwrap.distributed(batch=batch):
+        training, loader = Training(), DataLoader(Drawn(), batch_size=2, num_workers=workers)
+
+        assert [list(range(12))] * 3 == [everyones(training.train(loader)) for _ in range(3)]
+
+
+class AsksForRanks(IterableDataset):
+    def __iter__(self):
+        return iter(range(parwrap.rank(), 12, parwrap.world_size()))
+
+
+class AsksLate(IterableDataset):
+    def __iter__(self):
+        yield 0
+        yield parwrap.world_size()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stream", [AsksForRanks, AsksLate])
+def test_a_stream_that_asks_for_the_rank_is_an_error(stream):
+    with (
+        pytest.raises(
+            UsageError,
+            match=r"an IterableDataset asks for the rank or the number of ranks while it is read, to divide itself, but parwrap divides it "
+            r"too: each rank takes every N-th sample. Wrap its loader in parwrap.replicate\(loader\)",
+        ),
+        parwrap.distributed(),
+    ):
+        Training().train(DataLoader(stream(), batch_size=1))
+
+
+@pytest.mark.ranks(2)
+def test_unless_it_is_replicated():
+    with parwrap.distributed():
+        seen = Training().train(parwrap.replicate(DataLoader(AsksForRanks(), batch_size=2)))
+
+    assert list(range(parwrap.rank(), 12, 2)) == seen
+
+
+@pytest.mark.ranks(2)
+def test_a_worker_init_fn_and_a_collate_fn_see_the_scripts_dataset():
+    with parwrap.distributed():
+        loader = DataLoader(Count(8), batch_size=2, num_workers=2, worker_init_fn=take_part, collate_fn=times_count)
+
+        assert sorted(4 * each for each in (0, 1, 2, 3) * 2) == everyones(Training().train(loader))
+
+
+def take_part(worker):
+    info = torch.utils.data.get_worker_info()
+    info.dataset.count = info.dataset.count // info.num_workers
+
+
+def times_count(batch):
+    return torch.tensor(batch) * torch.utils.data.get_worker_info().dataset.count
+
+
+# loaders of all kinds
+
+
+class Dicts(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"x": torch.tensor(float(index))}
+
+
+def of_dicts(batch):
+    return default_collate(batch)["x"]
+
+
+class Doubled(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch * 2
+
+
+class Repeated:
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        while True:
+            yield from self.sampler
+
+
+class Infinite(DataLoader):
+    """One pass for all epochs, begun when the loader is built, as ultralytics writes it to keep workers."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self):
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+@pytest.mark.ranks(2)
+def test_loaders_of_all_kinds_are_shared_out():
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    with parwrap.distributed():
+        training = Training()
+        kinds = {
+            "map": DataLoader(Dicts(), batch_size=2, collate_fn=of_dicts),
+            "concat": DataLoader(ConcatDataset([range(4), range(4, 8)]), batch_size=2),
+            "pinned": DataLoader(range(8), batch_size=2, num_workers=1, prefetch_factor=4),
+            "stateful": stateful(range(8), batch_size=2),
+            "stateful in workers": stateful(range(8), batch_size=2, num_workers=1),
+        }
+        seen = {kind: training.train(loader) for kind, loader in kinds.items()}
+        doubled = training.train(Doubled(range(8), batch_size=2))
+
+    expected = list(range(parwrap.rank(), 8, 2))
+    assert dict.fromkeys(kinds, expected) == seen
+    assert [2 * each for each in expected] == doubled
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("early", [False, True], ids=["after the optimizer", "before it"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_is_one_pass_is_dealt_out(early, workers):
+    with parwrap.distributed():
+        if early:
+            loader, training = Infinite(range(16), batch_size=4, num_workers=workers), Training()
+        else:
+            training, loader = Training(), Infinite(range(16), batch_size=4, num_workers=workers)
+        seen = everyones(training.train(loader) + training.train(loader))
+        del loader
+
+    assert {4} == set(Counter(seen).values())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_persistent_workers_read_a_new_order_in_each_epoch(batch):
+    with parwrap.distributed(seed=0, batch=batch):
+        training = Training()
+        loader = DataLoader(range(16), batch_size=4, num_workers=1, persistent_workers=True, shuffle=True)
+        plain = DataLoader(range(16), batch_size=4, shuffle=True)
+        epochs = [training.train(loader) for _ in range(3)]
+
+        assert [list(range(16))] * 3 == [everyones(each) for each in epochs]
+    del plain
+    assert 3 == len({str(each) for each in epochs})
+    if batch == "per_rank":
+        sampler = DistributedSampler(range(16), seed=0)
+        for epoch, seen in enumerate(epochs):
+            sampler.set_epoch(epoch)
+
+            assert list(sampler) == seen
+
+
+@pytest.mark.ranks(2)
+def test_persistent_workers_survive_a_pass_that_was_left_early():
+    with parwrap.distributed(seed=0):
+        training, loader = Training(), DataLoader(range(16), batch_size=2, num_workers=1, persistent_workers=True, shuffle=True)
+        for batch in loader:
+            training.step(batch)
+            break
+
+        assert list(range(16)) == everyones(training.train(loader))
+
+
+@pytest.mark.ranks(2)
+def test_persistent_workers_read_everything_in_evaluation_between_training_passes():
+    with parwrap.distributed(seed=0):
+        training, loader = Training(), DataLoader(range(16), batch_size=2, num_workers=1, persistent_workers=True)
+        for _ in range(2):
+            trained_on = training.train(loader)
+            with torch.no_grad():
+                assert list(range(16)) == [sample for batch in loader for sample in samples(batch)]
+            assert list(range(parwrap.rank(), 16, 2)) == trained_on
+        del loader

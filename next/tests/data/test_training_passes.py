@@ -1,0 +1,702 @@
+"""Rule 2: which passes over a loader train. What a training pass yields is in ``test_shares.py``."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import itertools
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
+from torch.utils.data.distributed import DistributedSampler
+
+import parwrap
+from parwrap.data.loaders import shows_share, trains
+from parwrap.errors import UsageError
+from training import Training, everyones, read
+
+SHARE = [[0, 2, 4, 6], [1, 3, 5, 7]]
+WHOLE = list(range(8))
+
+
+def share():
+    return SHARE[parwrap.rank()]
+
+
+def in_order():
+    return DataLoader(range(8), batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("gradients_on", "optimizer_built", "in_eval", "expected"),
+    [
+        (True, True, False, True),
+        (False, True, False, False),
+        (True, False, False, False),
+        (True, True, True, False),
+        (False, False, True, False),
+    ],
+)
+def test_a_pass_trains_with_gradients_an_optimizer_and_a_model_in_train_mode(gradients_on, optimizer_built, in_eval, expected):
+    assert expected == trains(gradients_on=gradients_on, optimizer_built=optimizer_built, in_eval=in_eval)
+
+
+@pytest.mark.parametrize(
+    ("last_trained", "gradients_on", "in_eval", "shuffled", "expected"),
+    [
+        (None, True, False, True, True),
+        (None, True, False, False, False),
+        (None, False, False, True, False),
+        (None, True, True, True, False),
+        (True, True, False, False, True),
+        (False, True, False, True, False),
+    ],
+)
+def test_a_length_is_that_of_a_share(last_trained, gradients_on, in_eval, shuffled, expected):
+    assert expected == shows_share(last_trained=last_trained, gradients_on=gradients_on, in_eval=in_eval, shuffled=shuffled)
+
+
+@pytest.mark.ranks(2)
+def test_a_training_pass_yields_this_ranks_share_and_every_other_pass_everything():
+    with parwrap.distributed():
+        loader = in_order()
+        before = read(loader)
+        training = Training()
+        trained = training.train(loader)
+        with torch.no_grad():
+            without_gradients = read(loader)
+        with torch.inference_mode():
+            in_inference = read(loader)
+        training.model.eval()
+        in_eval = read(loader)
+        training.model.train()
+        again = training.train(loader)
+
+    assert [share()] * 2 == [trained, again]
+    assert [WHOLE] * 4 == [before, without_gradients, in_inference, in_eval]
+
+
+@pytest.mark.ranks(2)
+def test_what_users_say_of_a_loader_holds_in_every_pass():
+    with parwrap.distributed():
+        early = read(parwrap.shard(in_order()))
+        training = Training()
+        sharded, replicated = parwrap.shard(in_order()), parwrap.replicate(in_order())
+        in_training = [training.train(sharded), training.train(replicated)]
+        training.model.eval()
+        in_eval = [read(sharded), read(replicated)]
+        taken_back = read(parwrap.replicate(sharded))
+
+    assert share() == early
+    assert [share(), WHOLE] == in_training == in_eval
+    assert WHOLE == taken_back
+
+
+@pytest.mark.parametrize(("say", "name"), [(parwrap.shard, "shard"), (parwrap.replicate, "replicate")])
+def test_only_loaders_are_sharded_or_replicated(say, name):
+    with pytest.raises(UsageError, match=rf"parwrap.{name}\(\) takes a torch DataLoader, not list: wrap the data in DataLoader\(...\) first."):
+        say([1, 2])
+
+
+@pytest.mark.ranks(2)
+def test_on_one_rank_and_after_the_scope_a_loader_is_torchs():
+    loader = in_order()
+    training = Training()
+    with parwrap.distributed():
+        assert share() == training.train(loader)
+
+    assert WHOLE == read(loader)
+    assert 4 == len(loader)
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_is_judged_at_its_first_next():
+    with parwrap.distributed():
+        begun = iter(in_order())
+        training = Training()
+
+        assert share() == training.train(begun)
+
+
+# which optimizers are built
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("held", ["argument", "self", "closure", "global", "container", "partial"])
+def test_optimizers_built_before_the_function_are_found(held, monkeypatch):
+    training = Training()
+
+    @parwrap.distributed
+    def by_argument(model, optimizer, loader):
+        seen = []
+        for batch in loader:
+            optimizer.zero_grad()
+            model(torch.ones(2, 1)).mean().backward()
+            optimizer.step()
+            seen += batch.tolist()
+        return seen
+
+    class Trainer:
+        def __init__(self):
+            self.optimizer, self.model = training.optimizer, training.model
+
+        @parwrap.distributed
+        def fit(self, loader):
+            return training_of(self.model, self.optimizer, loader)
+
+    @parwrap.distributed
+    def by_closure(loader):
+        return training_of(training.model, training.optimizer, loader)
+
+    @parwrap.distributed
+    def by_global(loader):
+        return outside.train(loader)  # noqa: F821 - set below
+
+    @parwrap.distributed
+    def by_container(parts, loader):
+        return training_of(*parts["parts"], loader)
+
+    run = {
+        "argument": lambda: by_argument(training.model, training.optimizer, in_order()),
+        "self": lambda: Trainer().fit(in_order()),
+        "closure": lambda: by_closure(in_order()),
+        "global": lambda: (monkeypatch.setitem(globals(), "outside", training), by_global(in_order()))[1],
+        "container": lambda: by_container({"parts": [training.model, training.optimizer]}, in_order()),
+        "partial": lambda: functools.partial(by_argument, training.model, training.optimizer)(in_order()),
+    }[held]
+
+    assert share() == run()
+
+
+def training_of(model, optimizer, loader):
+    seen = []
+    for batch in loader:
+        optimizer.zero_grad()
+        model(torch.ones(2, 1)).mean().backward()
+        optimizer.step()
+        seen += batch.tolist()
+    return seen
+
+
+@pytest.mark.ranks(2)
+def test_any_other_optimizer_counts_from_its_first_step_on():
+    hidden = [[[Training()]]]
+    with parwrap.distributed():
+        training = hidden[0][0][0]
+        first = training.train(in_order())
+        second = training.train(in_order())
+
+    assert WHOLE == first
+    assert share() == second
+
+
+# train mode
+
+
+@pytest.mark.ranks(2)
+def test_eval_of_a_part_of_the_model_does_not_stop_training():
+    with parwrap.distributed():
+        training, teacher = Training(), nn.Linear(1, 1)
+        seen = []
+        for _ in range(2):
+            training.model.train()
+            training.model[1].eval()
+            teacher.eval()
+            seen.append(training.train(in_order()))
+
+    assert [share()] * 2 == seen
+
+
+@pytest.mark.ranks(2)
+def test_a_base_class_that_freezes_batch_norms_in_train_does_not_stop_training():
+    class Frozen(nn.Sequential):
+        def train(self, mode=True):
+            super().train(mode)
+            for module in self.modules():
+                if isinstance(module, nn.BatchNorm1d):
+                    module.eval()
+            return self
+
+    with parwrap.distributed():
+        training = Training()
+        training.model = Frozen(*training.model)
+        training.model.train()
+        trained = training.train(in_order())
+        training.model.eval()
+        evaluated = read(in_order())
+        training.model.train()
+
+        assert share() == trained == training.train(in_order())
+    assert WHOLE == evaluated
+
+
+@pytest.mark.ranks(2)
+def test_eval_of_all_parts_is_evaluation():
+    with parwrap.distributed():
+        encoder, decoder = nn.Linear(1, 2), nn.Linear(2, 1)
+        optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+        seen = []
+        for _ in range(2):
+            encoder.train(), decoder.train()
+            for _ in in_order():
+                decoder(encoder(torch.ones(1, 1))).sum().backward()
+                optimizer.step()
+            encoder.eval()
+            decoder.eval()
+            seen.append(read(in_order()))
+
+    assert [WHOLE] * 2 == seen
+
+
+@pytest.mark.ranks(2)
+def test_frozen_parameters_do_not_keep_a_model_in_train_mode():
+    with parwrap.distributed():
+        backbone, head = nn.Linear(1, 2).requires_grad_(False), nn.Linear(2, 1)
+        optimizer = torch.optim.SGD([*backbone.parameters(), *head.parameters()], lr=0.1)
+        trained = []
+        for batch in in_order():
+            head(backbone(torch.ones(1, 1))).sum().backward()
+            optimizer.step()
+            trained += batch.tolist()
+        head.eval()
+
+        assert WHOLE == read(in_order())
+    assert share() == trained
+
+
+@pytest.mark.ranks(2)
+def test_eval_of_a_generator_for_samples_does_not_stop_the_training_of_both():
+    with parwrap.distributed():
+        one, other = Training(), Training()
+        seen = []
+        for _ in range(2):
+            for batch in in_order():
+                one.step(), other.step()
+                seen += batch.tolist()
+            one.model.eval()
+
+    assert share() * 2 == seen
+
+
+@pytest.mark.ranks(2)
+def test_the_optimizers_that_stepped_in_the_last_training_pass_decide(capsys):
+    """So a second phase, whose optimizer was built before the first, is whole while the first model is in eval mode. That is said."""
+    with parwrap.distributed():
+        first, second = Training(), Training()
+        seen = [first.train(in_order()), second.train(in_order())]
+        first.model.eval()
+        seen.append(second.train(in_order()))
+        second.model.eval()
+        seen.append(read(in_order()))
+        second.model.train()
+        first_of_others = Training(), Training()
+        seen.append(first_of_others[0].train(in_order()))
+        first_of_others[0].model.eval()
+        seen.append(first_of_others[1].train(in_order()))
+
+    assert [share(), share(), share(), WHOLE, share(), WHOLE] == seen
+    assert not parwrap.is_rank_zero() or "all ranks compute the same losses" in capsys.readouterr().err
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_built_since_the_last_step_is_at_work():
+    """As in each fold of a cross-validation: the models of earlier folds are in eval mode, those of later ones not."""
+    with parwrap.distributed():
+        seen = []
+        for _ in range(3):
+            training = Training()
+            seen.append(training.train(in_order()))
+            training.model.eval()
+            seen.append(read(in_order()))
+
+    assert [share(), WHOLE] * 3 == seen
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_in_a_whole_pass_of_a_loader_that_trained_on_shares_names_the_eval():
+    with (
+        pytest.raises(
+            UsageError,
+            match=r"training.py:\d+ trains in the pass at training.py:\d+, which reads everything on every rank because the model is in eval "
+            r"mode since test_training_passes.py:\d+. The loader was read in shares before, so this would take as many steps as one process "
+            r"does. Call model.train\(\) before the pass begins, or write parwrap.shard\(loader\).",
+        ),
+        parwrap.distributed(),
+    ):
+        training, loader = Training(), in_order()
+        training.train(loader)
+        training.model.eval()
+        training.train(loader)
+
+
+@pytest.mark.ranks(2)
+def test_that_error_names_gradients_that_were_off():
+    with (
+        pytest.raises(UsageError, match="which reads everything on every rank because no gradients were on when the pass began"),
+        parwrap.distributed(),
+    ):
+        training, loader = Training(), in_order()
+        training.train(loader)
+        with torch.no_grad():
+            batches = iter(loader)
+            next(batches)
+        training.step()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_inputs_in_evaluation_are_nobodys_training():
+    """As for adversarial examples of a test set, on a loader that never trains."""
+    with parwrap.distributed():
+        training, test = Training(), DataLoader(torch.arange(6.0), batch_size=2)
+        counts = []
+        for _ in range(2):
+            training.train(in_order())
+            training.model.eval()
+            for x in test:
+                x = x[:, None].requires_grad_()
+                torch.autograd.grad(training.model(x).sum(), x)
+                counts.append(len(x))
+            training.model.train()
+
+    assert [2] * 6 == counts
+
+
+# training passes without a backward
+
+
+@pytest.mark.ranks(2)
+def test_a_training_pass_without_a_backward_is_named_and_read_whole_from_then_on():
+    with parwrap.distributed():
+        training, loader = Training(), in_order()
+        seen = []
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                seen.append(read_at_one_line(loader))
+        trained = training.train(loader)
+
+    assert [share(), WHOLE, WHOLE] == seen
+    assert share() == trained
+    assert 1 == len(said)
+    assert str(said[0].message).startswith("parwrap: test_training_passes.py:")
+    assert "read 4 samples on each rank, and no backward followed: what was computed from them is of one rank's share. Wrap it in " in str(
+        said[0].message
+    )
+    assert "torch.no_grad(), and every rank reads everything, as it does at this line from now on." in str(said[0].message)
+
+
+def read_at_one_line(loader):
+    return [sample for batch in loader for sample in batch.tolist()]
+
+
+@pytest.mark.ranks(2)
+def test_it_gives_its_epoch_number_back():
+    with parwrap.distributed(seed=3):
+        training, loader = Training(), DataLoader(range(12), batch_size=2, shuffle=True)
+        with pytest.warns(UserWarning, match="no backward followed"):
+            read_at_one_line(loader)
+        trained = training.train(loader)
+
+    assert list(DistributedSampler(range(12), seed=3)) == trained
+
+
+@pytest.mark.ranks(2)
+def test_a_line_that_begins_it_again_without_a_backward_is_named_too():
+    with parwrap.distributed():
+        Training()
+        loader, seen = in_order(), []
+        with pytest.warns(UserWarning, match=r"test_training_passes.py:\d+ read 2 samples on each rank, and no backward followed"):
+            for _ in range(3):
+                seen.append(next(iter(loader)).tolist())
+
+    assert [share()[:2], [0, 1], [0, 1]] == seen
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_first_batch_for_every_step_is_a_training_pass_of_one_batch():
+    with parwrap.distributed(seed=3):
+        training, loader = Training(), DataLoader(range(12), batch_size=2, shuffle=True)
+        seen = []
+        for _ in range(3):
+            seen.append(next(iter(loader)).tolist())
+            training.step()
+
+    expected = []
+    for epoch in range(3):
+        sampler = DistributedSampler(range(12), seed=3)
+        sampler.set_epoch(epoch)
+        expected.append(list(sampler)[:2])
+    assert expected == seen
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_look_at_a_first_batch_is_not_named():
+    with parwrap.distributed():
+        training, loader = Training(), in_order()
+        next(iter(loader))
+
+        assert share() == training.train(loader)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_an_empty_pass_is_not_named():
+    with parwrap.distributed():
+        Training()
+
+        assert [[], []] == [read(DataLoader([])) for _ in range(2)]
+
+
+# passes nest
+
+
+@pytest.mark.ranks(2)
+def test_a_validation_inside_a_training_pass_reads_everything_and_draws_alike():
+    with parwrap.distributed(seed=0):
+        training, held_out = Training(), DataLoader(range(50), batch_size=5, shuffle=True)
+        validated, noise = [], []
+        for _ in in_order():
+            training.step()
+            training.model.eval()
+            with torch.no_grad():
+                validated.append(next(iter(held_out)).tolist())
+            training.model.train()
+            noise.append(nn.functional.dropout(torch.ones(64)).tolist())
+
+        assert [validated] * 2 == parwrap.gather(validated)
+        assert 4 == len({str(each) for every in parwrap.gather(noise) for each in every})
+
+
+@pytest.mark.ranks(2)
+def test_a_loader_in_the_pass_of_another_is_shared_too():
+    with parwrap.distributed():
+        training, inner = Training(), DataLoader(range(8), batch_size=4)
+        seen = [[outer.tolist(), training.train(inner)] for outer in DataLoader(range(4), batch_size=2)]
+
+    assert [[[parwrap.rank(), 2 + parwrap.rank()], share()]] == seen
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_ends_when_it_is_exhausted_dropped_or_its_loader_begins_another_training_pass():
+    with parwrap.distributed():
+        training, loader = Training(), in_order()
+
+        def common():
+            return 1 == len(set(parwrap.gather(torch.rand(1).item())))
+
+        outside = [common()]
+        training.train(loader)
+        outside.append(common())
+        for _ in loader:
+            training.step()
+            break
+        outside.append(common())
+        kept = iter(loader)
+        next(kept)
+        inside = common()
+        training.train(loader)
+        outside.append(common())
+        del kept
+        gc.collect()
+
+        assert common()
+    assert [True] * 4 == outside
+    assert not inside
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_that_its_loader_has_ended_yields_nothing_more():
+    with parwrap.distributed():
+        training, loader = Training(), in_order()
+        kept = iter(loader)
+        next(kept)
+        training.train(loader)
+
+        assert [] == list(kept)
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_open_at_the_end_of_the_scope_reads_on_without_one():
+    with parwrap.distributed(seed=0):
+        training = Training()
+        kept = iter(in_order())
+        next(kept)
+        training.step()
+    left = [batch.tolist() for batch in kept]
+
+    assert [share()[2:]] == left
+    assert 1 == len(set(parwrap.gather(torch.rand(1).item())))
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_begun_before_the_scope_stays_whole():
+    batches = iter(in_order())
+    next(batches)
+    with parwrap.distributed():
+        Training()
+
+        assert [2, 3, 4, 5, 6, 7] == read(batches)
+
+
+# loops of all kinds
+
+
+@pytest.mark.ranks(2)
+def test_loops_that_wrap_the_loader_get_shares_too(monkeypatch):
+    tqdm = pytest.importorskip("tqdm").tqdm
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    with parwrap.distributed():
+        training = Training()
+        loops = [
+            training.train(tqdm(in_order(), disable=True)),
+            training.train(batch for _, batch in enumerate(in_order())),
+            training.train(itertools.islice(in_order(), 2)),
+            training.train(itertools.chain(in_order())),
+            training.train(itertools.islice(itertools.cycle(in_order()), 2)),
+            [sample for batch, _ in zip(in_order(), itertools.count()) if not training.step() for sample in batch.tolist()],  # noqa: B905
+        ]
+
+    assert [share()] * 6 == loops
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_generator_that_begins_the_loader_again_forever():
+    def endless(loader):
+        while True:
+            yield from loader
+
+    with parwrap.distributed():
+        training, batches = Training(), endless(in_order())
+        seen = []
+        for _ in range(5):
+            seen += next(batches).tolist()
+            training.step()
+
+    assert [*share(), *share(), *share()][:10] == seen
+
+
+@pytest.mark.ranks(2)
+def test_a_loader_made_for_each_epoch():
+    with parwrap.distributed(seed=0):
+        training = Training()
+        epochs = [training.train(DataLoader(range(12), batch_size=2, shuffle=True)) for _ in range(3)]
+
+        assert [list(range(12))] * 3 == [everyones(each) for each in epochs]
+    assert 3 == len({str(each) for each in epochs})
+
+
+@pytest.mark.ranks(2)
+def test_splits_and_folds_are_the_same_on_every_rank():
+    with parwrap.distributed():
+        training = Training()
+        for _ in range(2):
+            train, held_out = random_split(range(20), [15, 5])
+            seen = everyones(training.train(DataLoader(train, batch_size=3, shuffle=True)))
+
+            assert set(range(20)) - set(held_out.indices) == set(seen)
+        order = torch.randperm(20).tolist()
+        for fold in range(2):
+            train, held_out = Subset(range(20), order[fold::2]), order[1 - fold :: 2]
+            seen = everyones(training.train(DataLoader(train, batch_size=5, shuffle=True)))
+
+            assert set(range(20)) - set(held_out) == set(seen)
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_read_in_another_thread_gets_this_ranks_share():
+    with parwrap.distributed():
+        training, batches = Training(), []
+        thread = threading.Thread(target=lambda: batches.extend(in_order()))
+        thread.start()
+        thread.join()
+        training.step()
+
+    assert share() == torch.cat(batches).tolist()
+
+
+@pytest.mark.ranks(2)
+def test_a_function_inside_shares_out_a_loader_in_its_own_way():
+    loader = DataLoader(range(8), batch_size=4)
+
+    @parwrap.distributed(batch="global")
+    def parts(training):
+        return [len(batch) for batch in loader if not training.step()]
+
+    with parwrap.distributed():
+        training = Training()
+        sizes = [
+            [len(batch) for batch in loader if not training.step()],
+            parts(training),
+            [len(batch) for batch in loader if not training.step()],
+        ]
+
+    assert [[4], [2, 2], [4]] == sizes
+
+
+@pytest.mark.ranks(2)
+def test_a_scope_inside_a_scope_entered_while_a_pass_is_open():
+    with parwrap.distributed():
+        training, seen = Training(), []
+        for batch in in_order():
+            with parwrap.distributed():
+                training.step()
+            seen += batch.tolist()
+
+    assert share() == seen
+
+
+@pytest.mark.ranks(2)
+def test_a_share_is_said_once_for_each_line(capsys):
+    with parwrap.distributed():
+        training, loader = Training(), in_order()
+        for _ in range(2):
+            training.train(loader)
+    said = [line for line in capsys.readouterr().err.splitlines() if "read" in line]
+
+    expected = "read 4 of 8 samples on each of 2 ranks; add up what is summed over a pass with parwrap.reduce_sum"
+    assert (1 if parwrap.is_rank_zero() else 0) == len(said)
+    assert all(line.startswith("parwrap: training.py:") and line.endswith(expected) for line in said)
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_in_rank_zero_only_is_whole():
+    with parwrap.distributed():
+        training = Training()
+
+        @parwrap.rank_zero_only
+        def show():
+            return read(in_order())
+
+        shown = show()
+        trained = training.train(in_order())
+
+    assert (WHOLE if parwrap.is_rank_zero() else None) == shown
+    assert share() == trained
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_of_a_model_keeps_its_mode_apart():
+    with parwrap.distributed():
+        training = Training()
+        ema = copy.deepcopy(training.model)
+        ema.eval()
+
+        assert share() == training.train(in_order())
+
+
+@pytest.mark.ranks(2)
+def test_datasets_of_tensors():
+    with parwrap.distributed():
+        training = Training()
+        datasets = [list(torch.arange(8.0)), torch.arange(8.0), TensorDataset(torch.arange(8.0)), Subset(range(20), range(8))]
+        seen = [training.train(DataLoader(each, batch_size=2)) for each in datasets]
+
+    assert [share()] * 4 == seen
