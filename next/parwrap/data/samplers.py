@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from parwrap.errors import UsageError
@@ -28,7 +28,6 @@ __all__ = [
     "samples_in",
     "share_length",
     "shuffles",
-    "with_indices",
     "with_others",
 ]
 
@@ -119,8 +118,11 @@ class SplitBatches:
 
 
 def shuffles(loader: DataLoader) -> bool:
-    """Whether each pass has a new order, as in training loaders."""
-    return not isinstance(getattr(loader.batch_sampler, "sampler", loader.sampler), SequentialSampler)
+    """Whether ``loader`` reads in another order than that of its dataset, as far as its samplers show."""
+    batches = loader.batch_sampler
+    if batches is not None and not isinstance(batches, BatchSampler):
+        return True
+    return not isinstance(getattr(batches, "sampler", loader.sampler), SequentialSampler)
 
 
 def is_plain(loader: DataLoader) -> bool:
@@ -139,11 +141,10 @@ def is_plain(loader: DataLoader) -> bool:
 
 def share_length(loader: DataLoader, whole: int, size: int, uneven: str = "pad") -> int:
     """The number of batches that each of ``size`` ranks gets from a loader with ``whole`` batches."""
-    stream = isinstance(loader.dataset, IterableDataset) and not isinstance(loader.dataset, IterDataPipe)
-    if loader.batch_size is None or not (stream or is_plain(loader)):
+    if loader.batch_size is None or not (isinstance(loader.dataset, IterableDataset) or is_plain(loader)):
         return _in_rounds(whole, size, uneven)
     samples, batch_size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
-    if uneven == "join" and not stream:
+    if uneven == "join":
         return len(BatchSampler(range(samples), batch_size * size, loader.drop_last))
     return len(BatchSampler(range(_in_rounds(samples, size, uneven)), batch_size, loader.drop_last))
 
@@ -165,12 +166,6 @@ def refuse_nothing(loader: DataLoader, size: int) -> None:
 def _in_rounds(pieces: int, size: int, uneven: str) -> int:
     """The number of ``pieces`` that each of ``size`` ranks gets when they are dealt out in turn."""
     return pieces // size if uneven == "drop" else math.ceil(pieces / size)
-
-
-def with_indices(loader: DataLoader, indices: Iterable, **others: Any) -> DataLoader:
-    """A shallow copy of ``loader`` that draws its batches (or samples, if it does not batch) from ``indices``."""
-    drawn = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    return with_others(loader, **{drawn: indices, **others})
 
 
 def with_others(loader: DataLoader, **others: Any) -> DataLoader:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 from parwrap.data.samplers import DealtBatches, block
 from parwrap.options import Options
@@ -43,7 +43,7 @@ class Dealt(IterableDataset):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.dataset, name)  # a worker_init_fn or collate_fn reads the script's attributes
+        return getattr(self.dataset, name)  # a stateful loader asks for its state
 
 
 def _guarded(dataset: IterableDataset) -> Iterator[Any]:
@@ -57,6 +57,21 @@ def _guarded(dataset: IterableDataset) -> Iterator[Any]:
         if sample is nothing:
             return
         yield sample
+
+
+class _InitWorker(NamedTuple):
+    """The ``worker_init_fn`` of a loader of a :class:`Dealt`: the script's ``init`` and ``collate_fn`` see the script's dataset.
+
+    torch's documentation has an ``init`` that sets the first and the last sample of its dataset there.
+    """
+
+    init: Callable[[int], Any] | None
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self.init is not None:
+            self.init(worker)
 
 
 class Part(NamedTuple):
@@ -93,7 +108,8 @@ def part_of_stream(loader: DataLoader, rank: int, size: int, options: Options) -
     """
     if loader.batch_size is None or (options.batch != "global" and options.uneven != "join"):
         uneven = "pad" if options.uneven == "join" else options.uneven
-        return {"dataset": Dealt(loader.dataset, rank, size, uneven)}  # type: ignore[arg-type]
+        dataset: Any = Dealt(loader.dataset, rank, size, uneven)  # type: ignore[arg-type]
+        return {"dataset": dataset, "worker_init_fn": _InitWorker(loader.worker_init_fn)}
     together = loader.batch_size * (1 if options.batch == "global" else size)
     return {
         "batch_sampler": BatchSampler(loader.sampler, together, loader.drop_last),

@@ -139,7 +139,7 @@ def kept_samplers():
         "batch sampler": DataLoader(range(16), batch_sampler=BatchSampler(RandomSampler(range(16)), 4, False)),
         "custom batches": DataLoader(range(16), batch_sampler=Chunks(range(16))),
         "drawn batches": DataLoader(range(16), batch_sampler=DrawnChunks(range(16))),
-        "no batches": DataLoader(torch.arange(16.0).view(8, 2), batch_size=None, shuffle=True),
+        "ready batches": DataLoader(torch.arange(16.0).view(8, 2), batch_size=None, sampler=Backwards(range(8))),
     }
 
 
@@ -170,12 +170,11 @@ class DrawnChunks(Chunks):
             yield torch.randint(len(self.data), (2,)).tolist()
 
 
-KEPT = ("weighted", "subset", "replacement", "fewer", "custom", "batch sampler", "custom batches", "drawn batches", "no batches")
+KEPT = ("weighted", "subset", "replacement", "fewer", "custom", "batch sampler", "custom batches", "drawn batches", "ready batches")
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KEPT)
-@pytest.mark.usefixtures("nothing_is_warned_of")
 def test_batches_of_other_samplers_are_those_of_one_process_dealt_out(kind):
     torch.manual_seed(1)
     Training()
@@ -189,7 +188,7 @@ def test_batches_of_other_samplers_are_those_of_one_process_dealt_out(kind):
 
             assert batches[parwrap.rank() :: 2] == actual[: len(batches[parwrap.rank() :: 2])]
             assert math.ceil(len(batches) / 2) == len(actual) == len(loader)
-            assert kind in ("fewer", "custom") or size == len(actual)
+            assert kind == "fewer" or size == len(actual)
 
 
 @pytest.mark.ranks(3)
@@ -202,6 +201,17 @@ def test_the_last_batches_are_padded_from_the_first_or_dropped(uneven, expected)
         loader = DataLoader(range(8), batch_sampler=Chunks(range(8)))
 
         assert expected[parwrap.rank()] == batches_of(loader, Training())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_items_without_batches_are_dealt_out(batch):
+    with parwrap.distributed(seed=3, batch=batch):
+        training, loader = Training(), DataLoader(torch.arange(16.0).view(8, 2), batch_size=None, shuffle=True)
+        seen = [int(batch[0] / 2) for batch in loader if not training.step()]
+
+        assert 4 == len(loader)
+    assert list(DistributedSampler(range(8), seed=3)) == seen
 
 
 @pytest.mark.ranks(2)
@@ -224,11 +234,8 @@ def test_fewer_samples_than_ranks():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("build", "what"),
-    [(lambda: DataLoader([0]), "1 samples"), (lambda: DataLoader(range(2), batch_sampler=Chunks(range(2))), "1 batches")],
-)
-def test_dropping_everything_is_refused(build, what):
+@pytest.mark.parametrize(("options", "what"), [({}, "1 samples"), ({"batch_sampler": [[0]]}, "1 batches")])
+def test_dropping_everything_is_refused(options, what):
     with (
         pytest.raises(
             UsageError,
@@ -237,7 +244,7 @@ def test_dropping_everything_is_refused(build, what):
         ),
         parwrap.distributed(uneven="drop"),
     ):
-        Training().train(build())
+        Training().train(DataLoader([0], **options))
 
 
 # batch="global"
@@ -265,7 +272,7 @@ def test_a_global_pass_takes_the_batches_of_one_process(workers):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", [each for each in KEPT if each != "no batches"])
+@pytest.mark.parametrize("kind", [each for each in KEPT if each != "ready batches"])
 def test_a_global_pass_of_another_sampler_takes_the_batches_of_one_process(kind):
     torch.manual_seed(1)
     Training()
