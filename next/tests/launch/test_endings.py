@@ -108,10 +108,10 @@ finally:
 
 @pytest.fixture
 def leaving(tmp_path, script):
-    """The script, which notes what it does on every rank. It writes to a descriptor, so that nothing can send it elsewhere."""
+    """The script, which notes what it does on every rank."""
     notes = tmp_path / "notes.txt"
     notes.touch()
-    path = script(LEAVES.replace("rank = ", f"notes = os.open({str(notes)!r}, os.O_WRONLY | os.O_APPEND)\nrank = "))
+    path = script(LEAVES.replace("rank = ", f"with parwrap.every_rank_writes():\n    notes = os.open({str(notes)!r}, os.O_WRONLY | os.O_APPEND)\nrank = "))
     return path, lambda: sorted(notes.read_text().splitlines())
 
 

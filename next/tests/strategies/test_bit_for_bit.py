@@ -237,4 +237,4 @@ class WithSignal(nn.Module):
         self.inner = inner
 
     def forward(self, x):
-        return self.inner(x) + 0 * self.signal.sum()
+        return self.inner(x + 0 * self.signal.sum())  # used first, so its gradient comes last

@@ -1,0 +1,365 @@
+"""Rule 4: who draws the same random numbers, and who draws others."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
+
+import parwrap
+from training import Training, everyones, samples
+
+
+def draws():
+    """A number of each library."""
+    return torch.rand(1).item(), np.random.rand(), random.random()
+
+
+def same(values):
+    """For each of ``values``, whether all ranks have the same."""
+    return [1 == len(set(each)) for each in zip(*parwrap.gather(values), strict=True)]
+
+
+def in_order():
+    return DataLoader(range(8), batch_size=2)
+
+
+@pytest.mark.ranks(2)
+def test_outside_training_passes_all_ranks_draw_the_same():
+    with parwrap.distributed():
+        training = Training()
+        before, split = draws(), random_split(range(10), [5, 5])[0].indices
+        generator = np.random.default_rng().integers(2**60)
+        training.train(in_order())
+        after = draws()
+        with torch.no_grad():
+            evaluating = [draws() for _ in in_order()]
+
+        assert [True] * 3 == same(before) == same(after) == same(evaluating[0])
+        assert [True] * 6 == same([*split, generator])
+
+
+@pytest.mark.ranks(2)
+def test_in_a_training_pass_torch_and_numpy_are_the_ranks_own_and_pythons_random_is_everyones():
+    with parwrap.distributed():
+        training = Training()
+        drawn = [draws() for _ in in_order() if not training.step()]
+
+        assert [[False, False, True]] * 2 == [same(each) for each in drawn]
+        assert len(drawn) == len(set(drawn))
+
+
+@pytest.mark.ranks(2)
+def test_a_decision_from_torch_or_numpy_is_drawn_in_same_draws():
+    with parwrap.distributed():
+        training, drawn = Training(), []
+        for _ in in_order():
+            training.step()
+            with parwrap.same_draws():
+                drawn.append(draws())
+                with parwrap.same_draws():
+                    drawn.append(draws())
+                drawn.append(draws())
+            own = draws()
+
+        assert [[True] * 3] * 6 == [same(each) for each in drawn]
+        assert [False, False, True] == same(own)
+
+
+@pytest.mark.ranks(2)
+def test_same_draws_goes_on_where_the_shared_stream_was():
+    with parwrap.distributed(seed=5):
+        training = Training()
+        expected = torch.Generator()
+        expected.set_state(torch.get_rng_state())
+        torch.empty((), dtype=torch.int64).random_(generator=expected)  # the workers' seed
+        for _ in in_order():
+            torch.rand(3)
+            with parwrap.same_draws():
+                drawn = torch.rand(1)
+            break
+        training.step()
+
+    assert torch.rand(1, generator=expected) == drawn
+
+
+def test_same_draws_outside_of_a_scope_changes_nothing():
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    with parwrap.same_draws():
+        assert expected == torch.rand(1)
+
+
+@pytest.mark.ranks(2)
+def test_own_streams_are_seeded_with_the_shared_seed_plus_the_rank():
+    with parwrap.distributed(seed=5):
+        training = Training()
+        for _ in in_order():
+            training.step()
+            drawn = draws()
+            break
+    generator = torch.Generator().manual_seed(5 + parwrap.rank())
+
+    assert torch.rand(1, generator=generator).item() == drawn[0]
+    assert np.random.RandomState(5 + parwrap.rank()).rand() == drawn[1]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("library", ["torch", "numpy", "python"])
+def test_a_script_that_seeds_again_in_a_pass_reseeds_both_sets(library):
+    seed = {"torch": torch.manual_seed, "numpy": np.random.seed, "python": random.seed}[library]
+    position = ("torch", "numpy", "python").index(library)
+    with parwrap.distributed():
+        training, inside, outside = Training(), [], []
+        for _ in range(2):
+            for _ in in_order():
+                training.step()
+                seed(7)
+                inside.append(draws()[position])
+                break
+            outside.append(draws()[position])
+            training.train(in_order())
+
+        assert 1 == len(set(inside)) == len(set(outside))
+        assert [library == "python", True] == same([inside[0], outside[0]])
+
+
+@pytest.mark.ranks(2)
+def test_a_fork_of_torchs_stream_is_put_back_in_a_pass():
+    with parwrap.distributed():
+        training, drawn, previews = Training(), [], []
+        for _ in in_order():
+            training.step()
+            with torch.random.fork_rng():
+                torch.manual_seed(7)
+                previews.append(torch.rand(1).item())
+            drawn.append(torch.rand(1).item())
+
+        assert [False, False] == same(drawn)
+    assert 2 == len(set(drawn))
+    assert 1 == len(set(previews))
+
+
+@pytest.mark.ranks(2)
+def test_a_fork_of_torchs_stream_outside_is_put_back_too():
+    with parwrap.distributed(seed=3):
+        training, drawn = Training(), []
+        for _ in range(3):
+            training.train(in_order())
+            with torch.random.fork_rng():
+                torch.manual_seed(7)
+                torch.rand(1)
+            drawn.append(torch.rand(1).item())
+
+        assert [True] * 3 == same(drawn)
+    assert 3 == len(set(drawn))
+
+
+@pytest.mark.ranks(2)
+def test_a_generator_without_a_seed_is_the_same_on_all_ranks_and_one_with_a_seed_is_the_scripts():
+    with parwrap.distributed():
+        training = Training()
+        generators = [np.random.default_rng() for _ in in_order() if not training.step()]
+
+        assert [True, True] == same([each.integers(2**60) for each in generators])
+        assert np.random.default_rng(3).integers(2**60) == np.random.default_rng(seed=3).integers(2**60)
+
+
+@pytest.mark.ranks(2)
+def test_draws_per_rank_are_each_ranks_from_the_first_backward_on():
+    with parwrap.distributed(draws="per_rank"):
+        training = Training()
+        before = draws()
+        training.step()
+        after = draws()
+
+        assert [True] * 3 == same(before)
+        assert [False] * 3 == same(after)
+        with parwrap.same_draws():
+            decided = draws()
+        assert [True] * 3 == same(decided)
+
+
+@pytest.mark.ranks(2)
+def test_a_loop_without_a_loader_does_the_same_work_on_every_rank_which_is_said_once(capsys):
+    with parwrap.distributed():
+        training = Training()
+        x = torch.randn(16, 1)
+        for _ in range(5):
+            training.step(x[torch.randint(16, (4,))])
+    said = [line for line in capsys.readouterr().err.splitlines() if "all ranks compute the same losses" in line]
+
+    assert (1 if parwrap.is_rank_zero() else 0) == len(said)
+    assert all('draws="per_rank" (--draws per-rank) gives it random batches of its own' in line for line in said)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("scope", ["with", "function"])
+def test_after_the_scope_the_streams_are_the_shared_ones(scope):
+    def run():
+        training = Training()
+        for _ in in_order():
+            training.step()
+            break
+
+    if scope == "function":
+        parwrap.distributed(run)()
+    else:
+        with parwrap.distributed():
+            run()
+
+    assert [True] * 3 == same(draws())
+
+
+@pytest.mark.ranks(2)
+def test_a_run_repeats_after_the_same_seed():
+    def noise():
+        training = Training()
+        drawn = [draws() for _ in DataLoader(range(8), batch_size=2, shuffle=True) if not training.step()]
+        return drawn, draws(), [p.tolist() for p in training.model.parameters()]
+
+    first, second = (parwrap.distributed(seed=1)(noise)() for _ in range(2))
+
+    assert first == second
+
+
+# samples
+
+
+class Noise(Dataset):
+    """Draws from one library for each sample."""
+
+    def __init__(self, library):
+        self.library = library
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return noise(self.library)
+
+
+class NoiseStream(IterableDataset):
+    def __init__(self, library):
+        self.library = library
+
+    def __iter__(self):
+        return (noise(self.library) for _ in range(8))
+
+
+def noise(library):
+    return {
+        "torch": lambda: torch.randint(2**60, ()).item(),
+        "numpy": lambda: np.random.randint(2**60),
+        "python": lambda: random.getrandbits(60),
+    }[library]()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("library", ["torch", "numpy", "python"])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=["0", "1", "persistent"])
+@pytest.mark.parametrize("generator", [False, True])
+def test_augmentation_is_each_ranks_whatever_it_draws_from(library, options, generator):
+    with parwrap.distributed(seed=0):
+        training = Training()
+        own = {"generator": torch.Generator().manual_seed(1)} if generator else {}
+        loader = DataLoader(Noise(library), batch_size=2, **options, **own)
+        seen = everyones(training.train(loader) + training.train(loader))
+
+        assert 16 == len(seen) == len(set(seen))
+        del loader
+
+
+@pytest.mark.ranks(2)
+def test_augmentation_repeats_after_the_same_seed():
+    def read():
+        training = Training()
+        loader = DataLoader(Noise("torch"), batch_size=2, num_workers=1, shuffle=True)
+        return [training.train(loader) for _ in range(2)]
+
+    first, second = (parwrap.distributed(seed=7)(read)() for _ in range(2))
+
+    assert first == second
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_validation_samples_are_the_same_on_all_ranks(workers):
+    with parwrap.distributed(seed=0):
+        training, loader = Training(), DataLoader(Noise("torch"), batch_size=2, num_workers=workers, shuffle=True)
+        validated = []
+        for _ in in_order():
+            training.step()
+            with torch.no_grad():
+                validated += [sample for batch in loader for sample in samples(batch)]
+
+        assert [True] * 16 == same(validated)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("library", ["torch", "numpy", "python"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_all_ranks_draw_alike_while_they_read_a_stream(library, workers):
+    with parwrap.distributed(seed=0):
+        training, loader = Training(), DataLoader(NoiseStream(library), batch_size=2, num_workers=workers)
+        epochs = [everyones(training.train(loader)) for _ in range(2)]
+
+    torch.manual_seed(0)
+    assert [8, 8] == [len(set(each)) for each in epochs]
+    assert not set(epochs[0]) & set(epochs[1])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("library", ["torch", "numpy", "python"])
+def test_a_replicated_loader_augments_by_rank_in_training(library):
+    with parwrap.distributed(seed=0):
+        training, loader = Training(), parwrap.replicate(DataLoader(Noise(library), batch_size=2))
+        seen = everyones(training.train(loader))
+
+    assert 16 == len(set(seen))
+
+
+@pytest.mark.ranks(2)
+def test_samplers_that_draw_from_numpy_or_python_draw_alike():
+    class Tasks(torch.utils.data.Sampler):
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            for _ in range(4):
+                yield [np.random.randint(4), 4 + random.randrange(4)]
+
+    with parwrap.distributed(seed=0):
+        training = Training()
+        seen = parwrap.gather(training.train(DataLoader(range(8), batch_sampler=Tasks())))
+        drawn = parwrap.gather(torch.rand(1).item())
+    np.random.seed(0), random.seed(0)
+    Training()
+    expected = [[np.random.randint(4), 4 + random.randrange(4)] for _ in range(4)]
+
+    assert [expected[0] + expected[2], expected[1] + expected[3]] == seen
+    assert 1 == len(set(drawn))
+
+
+@pytest.mark.ranks(2)
+def test_dropout_differs_between_ranks_and_initial_weights_do_not():
+    with parwrap.distributed(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = nn.Sequential(nn.Linear(1, 32), nn.Dropout(), nn.Linear(32, 1))
+        weights = model[0].weight.flatten().tolist()
+        zeros = []
+        model[1].register_forward_hook(lambda module, args, output: zeros.append(output.eq(0).tolist()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (x,) in DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+        assert [True] * 32 == same(weights)
+        assert 4 == len({str(each) for every in parwrap.gather(zeros) for each in every})
