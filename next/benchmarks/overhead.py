@@ -6,8 +6,9 @@ same round. The last column shows how far the ratios spread (their quartiles). "
 from 1 is noise. Loaders, models and optimizers are the same in all ways. Accelerate and Fabric read their samples in another order.
 
 The second table has the microseconds of a step that are spent around torch's own forward, backward, ``next`` and update: by parwrap in its
-Python code, and by the hand-written loop in DDP's forward and in torch's wrappers. The difference is parwrap's own time. Medians leave out
-the checksum of weights that is taken every 100th step; the first table has it.
+Python code, and by the hand-written loop in DDP's forward and in torch's wrappers. The difference is parwrap's own time. DDP's forward also
+broadcasts the buffers of "conv", which parwrap does before evaluation. Medians leave out the checksum of weights that is taken every 100th
+step; the first table has it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import contextlib
 import gc
 import hashlib
 import io
-import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -160,6 +161,9 @@ WAYS: dict[str, Callable[[Case, str], AbstractContextManager[Loop]]] = {
     "Fabric": fabric,
     "by hand again": by_hand,
 }
+
+PACKAGES = {"accelerate": "accelerate", "Fabric": "lightning_fabric"}
+"""What the ways need that parwrap itself does not."""
 
 
 @contextmanager
@@ -367,14 +371,11 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # users have compiled files
     ways = list(dict.fromkeys([REFERENCE, *arguments.ways]))
+    for way in [way for way in ways if way in PACKAGES and find_spec(PACKAGES[way]) is None]:
+        print(f"{way} is left out: {PACKAGES[way]} is not installed (it is in the extra bench)")
+        ways.remove(way)
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
-        context = multiprocessing.get_context("spawn")
-        what = folder, arguments.cases, ways, arguments.repeats
-        ranks = [context.Process(target=rank_process, args=(rank, *what)) for rank in range(RANKS)]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
+        torch.multiprocessing.spawn(rank_process, (folder, arguments.cases, ways, arguments.repeats), RANKS)
 
 
 if __name__ == "__main__":

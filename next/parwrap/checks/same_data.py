@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from pathlib import PurePath
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -31,8 +32,8 @@ WHAT = {
 }
 
 
-_known: WeakKeyDictionary[DataLoader, tuple[int, int, int]] = WeakKeyDictionary()
-"""The hashes of what each loader reads, which are computed once."""
+_known: WeakKeyDictionary[DataLoader, _Held] = WeakKeyDictionary()
+"""What each loader reads, which is hashed once."""
 
 
 def data_digits(loader: DataLoader, seed: int, epoch: int) -> tuple[int, ...]:
@@ -44,14 +45,20 @@ def data_digits(loader: DataLoader, seed: int, epoch: int) -> tuple[int, ...]:
     >>> [a == b for a, b in zip(data_digits(loader, 0, 0)[::2], data_digits(DataLoader(torch.ones(8), batch_size=2), 1, 0)[::2])]
     [True, False, False, True]
     """
-    dataset, sampler = loader.dataset, getattr(loader.batch_sampler, "sampler", loader.sampler)
-    shape = f"{_length(dataset)} {loader.batch_size} {loader.drop_last} {type(loader.batch_sampler).__name__} {type(sampler).__name__}"
-    if loader not in _known:
-        _known[loader] = _held(dataset)
-    order, numbers, texts = _known[loader]
-    weights = [_numbers_hash(value) for _, value in sorted(vars(sampler).items()) if isinstance(value, torch.Tensor)]
-    order = crc32(f"{order} {seed} {epoch} {weights}".encode())
-    return tuple(digit for number in (crc32(shape.encode()), order, numbers, texts) for digit in (number % 251, number // 251 % 251))
+    dataset, batches = loader.dataset, loader.batch_sampler
+    sampler = getattr(batches, "sampler", loader.sampler)
+    shape = f"{_length(dataset)} {loader.batch_size} {loader.drop_last} {type(batches).__name__} {type(sampler).__name__}"
+    held = _known.get(loader)
+    if held is None:
+        held = _known[loader] = _Held()
+        held.add(dataset)
+        for drawn in (batches, sampler):
+            held.add_order(drawn, dataset)
+    tensors = (value for _, value in sorted(_attributes(sampler).items()) if isinstance(value, torch.Tensor) and value is not dataset)
+    weights = [_numbers_hash(value) for value in tensors]
+    order = crc32(f"{held.order} {seed} {epoch} {weights}".encode())
+    numbers = crc32(shape.encode()), order, held.numbers, held.texts
+    return tuple(digit for number in numbers for digit in (number % 251, number // 251 % 251))
 
 
 def different_data(differ: Iterable[int], place: Place) -> None:
@@ -74,45 +81,55 @@ def different_data(differ: Iterable[int], place: Place) -> None:
     )
 
 
-def _held(dataset: Any) -> tuple[int, int, int]:
-    """Hashes of the order, the numbers and the texts that ``dataset`` holds, one level deep."""
-    order: list[int] = []
-    numbers: list[int] = []
-    texts: list[int] = []
-    for name, value in _members(dataset):
-        if isinstance(value, Dataset):
-            for found, each in zip((order, numbers, texts), _held(value), strict=True):
-                found.append(each)
-        elif isinstance(value, (torch.Tensor, np.ndarray)) or _of(value, (int, float, complex)):
-            (order if isinstance(dataset, Subset) and name == "indices" else numbers).append(_numbers_hash(value))
-        elif _of(value, (str, bytes, tuple)):
-            texts.append(crc32(repr(_spread(value)).encode(errors="replace")))
-    return crc32(repr(order).encode()), crc32(repr(numbers).encode()), crc32(repr(texts).encode())
+class _Held:
+    """Hashes of the order, the numbers and the texts that a dataset and its sampler hold, a few levels deep."""
+
+    def __init__(self) -> None:
+        self.order = self.numbers = self.texts = 0
+
+    def add(self, value: Any, depth: int = 4) -> None:
+        """Add a dataset, or something that it holds."""
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            self.numbers = crc32(b"%d" % _numbers_hash(value), self.numbers)
+        elif isinstance(value, (list, tuple, range)) and depth:
+            for each in _spread(value):
+                if isinstance(each, (int, float, complex, np.generic)):
+                    self.numbers = crc32(repr(each).encode(), self.numbers)
+                elif isinstance(each, (str, bytes, PurePath)):
+                    self.texts = crc32(repr(each).encode(errors="replace"), self.texts)
+                else:
+                    self.add(each, depth - 1)
+        elif isinstance(value, Dataset) and depth:
+            for name, each in sorted(_attributes(value).items()):
+                if isinstance(value, Subset) and name == "indices":
+                    self._add_order(each)
+                else:
+                    self.add(each, depth - 1)
+
+    def add_order(self, sampler: Any, dataset: Any) -> None:
+        """Add the indices that ``sampler`` holds, such as those of a fold."""
+        if isinstance(sampler, (list, tuple)):
+            self._add_order(sampler)
+        for _, each in sorted(_attributes(sampler).items()):
+            if each is not dataset and isinstance(each, (list, tuple, np.ndarray)):
+                self._add_order(each)
+
+    def _add_order(self, indices: Any) -> None:
+        held = _Held()
+        held.add(indices)
+        self.order = crc32(b"%d" % held.numbers, self.order)
 
 
-def _members(dataset: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(dataset, (torch.Tensor, np.ndarray, list, tuple)):
-        yield "", dataset
-        return
-    for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-        yield name, value
-        if isinstance(value, (list, tuple)) and len(value) <= 100:
-            for index, each in enumerate(value):
-                if isinstance(each, (Dataset, torch.Tensor, np.ndarray)):
-                    yield f"{name}[{index}]", each
+def _attributes(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {})
 
 
-def _of(value: Any, kinds: Any) -> bool:
-    """Whether ``value`` is a list or tuple of ``kinds``, to judge by its first and last items."""
-    return isinstance(value, (list, tuple, range)) and len(value) > 0 and isinstance(value[0], kinds) and isinstance(value[-1], kinds)
-
-
-def _spread(value: Sequence[Any]) -> list[Any]:
+def _spread(value: Sequence[Any]) -> Iterator[Any]:
     step = max(1, len(value) // SPREAD)
-    return [len(value), *islice(value, 0, SPREAD * step, step)]
+    return islice(value, 0, SPREAD * step, step)
 
 
-def _numbers_hash(value: Any) -> int:
+def _numbers_hash(value: torch.Tensor | np.ndarray) -> int:
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_meta:
             return 0
@@ -120,12 +137,10 @@ def _numbers_hash(value: Any) -> int:
         value = flat[:: max(1, len(flat) // SPREAD)][:SPREAD].contiguous().cpu()
         value = value.view(torch.uint8).numpy() if value.numel() and not value.is_complex() else value.numpy()
         return crc32(value.tobytes(), crc32(str(flat.shape).encode()))
-    if isinstance(value, np.ndarray):
-        if value.dtype.hasobject:
-            return 0
-        flat = value.ravel()
-        return crc32(flat[:: max(1, len(flat) // SPREAD)][:SPREAD].tobytes(), crc32(str(value.shape).encode()))
-    return crc32(repr(_spread(value)).encode())
+    if value.dtype.hasobject:
+        return 0
+    flat = value.ravel()
+    return crc32(flat[:: max(1, len(flat) // SPREAD)][:SPREAD].tobytes(), crc32(str(value.shape).encode()))
 
 
 def _length(dataset: Any) -> int:

@@ -86,15 +86,17 @@ class SameWeights:
         self._group, self._optimizers, self._name_of = group, optimizers, name_of
         self._last_step: tuple[int, Place | None] = (0, None)
         self._checked = 0
+        self._unchecked: list[Optimizer] = []  # kept alive: the last steps are compared after the function has dropped them
         self._on_the_way: tuple[torch.Tensor, torch.cuda.Event, int, str] | None = None
 
     def after_step(self, optimizer: Optimizer) -> None:
         """``optimizer`` has stepped."""
         if is_alone():
             return
-        step = self._optimizers.steps
-        if is_due(step):
-            self._last_step = step, script_place()
+        self._last_step = self._optimizers.steps, script_place()
+        if not any(optimizer is each for each in self._unchecked):
+            self._unchecked.append(optimizer)
+        if is_due(self._optimizers.steps):
             self.check()
 
     def check(self) -> None:
@@ -106,7 +108,7 @@ class SameWeights:
         if self._checked == self._optimizers.steps:
             return
         self._checked = self._optimizers.steps
-        optimizers = self._optimizers.all()
+        optimizers, self._unchecked = self._unchecked, []
         parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
         options = repr([(type(each).__name__, _hyperparameters(each)) for each in optimizers])
         sums = checksums(parameters)

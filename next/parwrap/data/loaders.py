@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ from parwrap.data.samplers import (
     shuffles,
     with_others,
 )
+from parwrap.data.stateful import Reading, forwarded_states, take_state
 from parwrap.data.streams import Part, part_of_stream
 from parwrap.errors import UsageError
 from parwrap.intercept.interceptor import Interceptor
@@ -153,7 +155,7 @@ class _Known:
         open: its open passes, the innermost last; a pass that the script drops is gone.
         given: a length that was given before its first training pass, and where.
         whole_at: lines that read it without a backward: everything is read there.
-        persistent: the copy that is read, if its workers persist.
+        copy: the copy that is read, if its workers persist or if it has a state.
     """
 
     seed: int | None = None
@@ -162,7 +164,7 @@ class _Known:
     open: list[weakref.ref[_Iteration]] = field(default_factory=list)
     given: tuple[int, Place] | None = None
     whole_at: set[Place] = field(default_factory=set)
-    persistent: DataLoader | None = None
+    copy: DataLoader | None = None
 
     def iterations(self) -> list[_Iteration]:
         """Its open passes."""
@@ -185,11 +187,13 @@ class Loaders(Interceptor):
     ) -> None:
         self._rank, self._size = group.world.rank, group.world.size
         self._options, self._passes, self._optimizers, self._say = options, passes, optimizers, say
-        self._thread = threading.current_thread()
+        self.thread = threading.get_ident()
         self._known: weakref.WeakKeyDictionary[DataLoader, _Known] = weakref.WeakKeyDictionary()
         self._seedings, self._loaders = 0, 0
         self._said: set[Place] = set()
         self.begins_whole: Callable[[], None] = lambda: None
+        self._states = ExitStack()
+        self._states.enter_context(forwarded_states(self._reading, self._resume))
 
     # passes
 
@@ -212,7 +216,8 @@ class Loaders(Interceptor):
             )
         )
         shared = training and loader not in _replicated
-        opened = Pass(training, shared, place)
+        opened, last = Pass(training, shared, place), known.last
+        opened.repeats = last is not None and last.place == place and not last.exhausted and self._passes.backwards > last.backwards_before
         iteration.opened, known.last = opened, opened
         known.open.append(weakref.ref(iteration))
         if shared:
@@ -238,6 +243,9 @@ class Loaders(Interceptor):
             opened.data = data_digits(loader, seed, known.epoch)
             self._check_length(loader, known, opened)
             iteration.batches = iteration.original(share)
+        take_state(loader)
+        if loader.persistent_workers or hasattr(loader, "state_dict"):
+            known.copy = share
         known.epoch += 1
         if isinstance(loader.dataset, IterableDataset):
             iteration.reading = random_streams.NONE
@@ -291,8 +299,8 @@ class Loaders(Interceptor):
     def _share(self, loader: DataLoader, known: _Known, seed: int) -> tuple[DataLoader, deque[float] | None]:
         """The copy of ``loader`` that this rank reads, and the weights of its batches as they are drawn."""
         options, rank, size = self._options(), self._rank, self._size
-        if known.persistent is not None and kept_iterator(known.persistent) is not None:
-            return self._continued(known.persistent, known.epoch)
+        if loader.persistent_workers and known.copy is not None and kept_iterator(known.copy) is not None:
+            return self._continued(known.copy, known.epoch)
         others: dict[str, Any] = {"generator": self._workers_generator(loader)}
         if isinstance(loader.dataset, IterableDataset):
             others |= part_of_stream(loader, rank, size, options)
@@ -320,8 +328,6 @@ class Loaders(Interceptor):
         if batches is not None:
             others["sampler" if loader.batch_sampler is None else "batch_sampler"] = batches
         share = with_others(loader, **others)
-        if loader.persistent_workers:
-            known.persistent = share
         return share, getattr(batches, "weights", None)
 
     def _distributed(self, loader: DataLoader, sampler: Any, seed: int, epoch: int, size: int) -> DistributedSampler:
@@ -360,7 +366,7 @@ class Loaders(Interceptor):
         return known.seed
 
     def _drawing(self, own: frozenset[str]) -> Any:
-        return self._passes.streams.used(own if threading.current_thread() is self._thread else random_streams.NONE)
+        return self._passes.streams.used(own if threading.get_ident() == self.thread else random_streams.NONE)
 
     def _reads_by_python(self, loader: DataLoader) -> bool:
         """Whether samples are read in this process by code that may draw random numbers; torch's own datasets never do."""
@@ -431,8 +437,20 @@ class Loaders(Interceptor):
             "parwrap.shard(loader)."
         )
 
+    def _reading(self, loader: DataLoader) -> Reading:
+        known = self.known(loader)
+        last = known.last
+        if last is None or not last.shared:
+            return Reading(None, known.epoch, known.seed)
+        return Reading(known.copy, known.epoch - (not last.exhausted), known.seed)
+
+    def _resume(self, loader: DataLoader, epoch: int, seed: int | None) -> None:
+        known = self.known(loader)
+        known.epoch, known.seed, known.copy = epoch, seed, None
+
     def close(self) -> None:
         """Let passes that outlive the scope read on, without switching streams."""
+        self._states.close()
         for known in list(self._known.values()):
             for iteration in known.iterations():
                 iteration.detach()
@@ -448,7 +466,7 @@ class _Iteration:
     def __init__(self, loaders: Loaders, loader: DataLoader, original: Callable[[DataLoader], Iterator], place: Place) -> None:
         self.loader, self.original, self.place = loader, original, place
         self._loaders: Loaders | None = loaders
-        self._passes, self._optimizers = loaders._passes, loaders._optimizers
+        self._passes = loaders._passes
         self.opened: Pass | None = None
         self.batches: Iterator | None = None
         self.reading: frozenset[str] = random_streams.NONE
@@ -460,21 +478,19 @@ class _Iteration:
         return len(self.loader)
 
     def __next__(self) -> Any:
-        if self._loaders is None:
+        loaders = self._loaders
+        if loaders is None:
             return next(self.batches if self.batches is not None else iter(()))
-        if self.batches is None:
-            self._loaders.begin(self)
-        in_thread = threading.current_thread() is not self._loaders._thread
-        if not in_thread:
-            self._passes.streams.use(self.reading)
-        try:
-            batch = next(self.batches)  # type: ignore[arg-type]
-        except BaseException as error:
-            self.close(exhausted=isinstance(error, StopIteration))
-            raise
-        finally:
-            if not in_thread:
+        begins = self.batches is None
+        if begins:
+            loaders.begin(self)
+        if threading.get_ident() == loaders.thread:
+            before = self._passes.streams.use(self.reading)
+            batch = self._read()
+            if begins or before is not self.reading:
                 self._passes.draw()
+        else:
+            batch = self._read()
         opened = self.opened
         if opened is not None and opened.trains:
             if type(batch) is Part:
@@ -482,6 +498,13 @@ class _Iteration:
                 batch = batch.batch
             self._passes.drew(opened, samples_in(batch))
         return batch
+
+    def _read(self) -> Any:
+        try:
+            return next(self.batches)  # type: ignore[arg-type]
+        except BaseException as error:
+            self.close(exhausted=isinstance(error, StopIteration))
+            raise
 
     def close(self, exhausted: bool) -> None:
         """End the pass."""

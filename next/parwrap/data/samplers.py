@@ -32,6 +32,10 @@ __all__ = [
 ]
 
 
+STATEFUL = "torchdata.stateful_dataloader.sampler.RandomSampler"
+"""The sampler of torchdata's shuffled loaders, which is like torch's."""
+
+
 class DealtBatches:
     """Every ``size``-th batch, from the ``rank``-th on; all ranks get the same number.
 
@@ -128,7 +132,7 @@ def shuffles(loader: DataLoader) -> bool:
 def is_plain(loader: DataLoader) -> bool:
     """Whether each pass takes every sample once, in order or shuffled, so that ``DistributedSampler`` can do it."""
     sampler = loader.sampler
-    if type(sampler) is RandomSampler:
+    if type(sampler) is RandomSampler or f"{type(sampler).__module__}.{type(sampler).__name__}" == STATEFUL:
         once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     else:
         once = type(sampler) is SequentialSampler
@@ -185,11 +189,16 @@ def samples_in(batch: Any) -> int:
     >>> samples_in({"x": (torch.zeros(3, 2), torch.zeros(3))})
     3
     """
-    if isinstance(batch, Mapping):
-        return samples_in(next(iter(batch.values()), ()))
-    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], (torch.Tensor, Mapping, tuple, list)):
-        return samples_in(batch[0])
-    return len(batch) if isinstance(batch, Sized) and not (isinstance(batch, torch.Tensor) and batch.dim() == 0) else 1
+    while not isinstance(batch, torch.Tensor):
+        if isinstance(batch, (tuple, list)):
+            if not batch or not isinstance(batch[0], (torch.Tensor, tuple, list, Mapping)):
+                return len(batch)
+            batch = batch[0]
+        elif isinstance(batch, Mapping):
+            batch = next(iter(batch.values()), ())
+        else:
+            return len(batch) if isinstance(batch, Sized) else 1
+    return batch.shape[0] if batch.dim() else 1
 
 
 def distributed_sampler(loader: DataLoader, rank: int, size: int, seed: int, uneven: str = "pad") -> DistributedSampler:

@@ -18,12 +18,13 @@ from dataclasses import asdict, dataclass, fields
 from os import close, rename, write
 from os import open as open_descriptor
 from pathlib import Path
-from traceback import print_exception
+from traceback import print_exception, walk_tb
 from types import TracebackType
 from typing import Any, Literal
 
 from parwrap.errors import LaunchError, explain, in_one_line
 from parwrap.launch.signals import Terminated, terminate
+from parwrap.places import Place, from_script
 from parwrap.ranks.processes import signal_name
 
 __all__ = ["Failure", "Recorder", "exit_status", "name_of_node", "node_name", "read_failures", "report", "unexplained"]
@@ -42,6 +43,7 @@ class Failure:
         status: the exit code; for a signal 128 plus its number.
         text: the traceback, or the message of ``sys.exit``.
         exception: the exception in one line; empty if the rank ended without a report.
+        place: the line of the script that raised it; empty if there is none.
         node: the name of its node; empty with a single node.
     """
 
@@ -53,6 +55,7 @@ class Failure:
     status: int
     text: str = ""
     exception: str = ""
+    place: str = ""
     node: str = ""
 
     @classmethod
@@ -105,7 +108,9 @@ class Failure:
     @property
     def line(self) -> str:
         """One line that says this rank failed after another."""
-        return f"{self._who} failed later: {self.cause}" if self.ending == "raised" else f"{self._who} later {self.cause}"
+        if self.ending != "raised":
+            return f"{self._who} later {self.cause}"
+        return f"{self._who} failed later{f' at {self.place}' if self.place else ''}: {self.cause}"
 
     @property
     def cause(self) -> str:
@@ -158,7 +163,8 @@ class Recorder(contextlib.AbstractContextManager):
             ending="exited" if isinstance(error, SystemExit) else "raised",
             status=exit_status(error),
             text=_message(error) if isinstance(error, SystemExit) else self._shown(error),
-            exception=in_one_line(error),
+            exception=in_one_line(error).removesuffix(":"),
+            place=_place(error),
             node=self._node,
         )
         try:
@@ -181,6 +187,12 @@ class Recorder(contextlib.AbstractContextManager):
             except Exception:  # the script's hook fails
                 print_exception(type(error), error, traceback)
             return text.getvalue().replace(f"[rank{self._rank}]: ", "").rstrip()
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of the script in the traceback of ``error``."""
+    lines = [str(Place(frame.f_code.co_filename, line)) for frame, line in walk_tb(error.__traceback__) if from_script(frame)]
+    return lines[-1] if lines else ""
 
 
 def _ignore_handled_signals() -> None:

@@ -28,7 +28,7 @@ import torch
 
 from parwrap.launch.failures import Recorder, exit_status
 from parwrap.launch.fork_server import BLOCKED
-from parwrap.launch.output import Pipes
+from parwrap.launch.output import ALL_RANKS, LOG, Pipes
 from parwrap.launch.plan import Script
 from parwrap.launch.signals import Terminated, note_signals, raise_on_sigterm, terminate
 from parwrap.launch.stdin import refuse_stdin
@@ -134,7 +134,8 @@ def _scope(script: Script) -> AbstractContextManager:
         return nullcontext()
     from parwrap.decorators.distributed import script_scope
 
-    return script_scope(**script.scope)
+    log, heard = os.environ.pop(LOG, None), os.environ.pop(ALL_RANKS, "") == "1"  # not for what the script starts
+    return script_scope(log=log, heard=heard, **script.scope)
 
 
 def _run_file(path: str) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import Criterion
+from parwrap.loop.losses import leading_sizes
 from parwrap.loop.passes import Passes
 from parwrap.ranks.group import Group, is_alone
 
@@ -33,11 +34,12 @@ class Divisors(Interceptor):
 
     def criterion(self, call: Criterion) -> torch.Tensor | None:
         """The factor of ``call``'s loss. The strategy multiplies the whole loss by the weight of the batch, so it is divided by that."""
-        training = self._passes.training
-        if is_alone() or training is None or training.weights is None or self._passes.innermost is not training:
+        if is_alone() or not self._passes.in_weighted_batch:
             return None
-        weight = training.in_flight[-1].weight if training.in_flight else 1.0
-        divisor = call.divisor().to(torch.float32) * bool(weight)
+        weight = self._passes.batch(lambda: leading_sizes([call.loss])).weight
+        counted = call.divisor()
+        call.loss.data.masked_fill_(counted == 0, 0)  # a mean over no targets is nan, and counts nothing here
+        divisor = counted.to(torch.float32) * bool(weight)
         self._group.before_control("a cross entropy of a global batch")
         total = divisor.to("cpu", copy=True) if self._group.control is not None else divisor.clone()
         dist.all_reduce(total, group=self._group.control)

@@ -103,23 +103,15 @@ class Optimizers(Interceptor):
             self._made_in[parameter] = self._passes.batches, script_place()
 
     def of_batch(self, leaf: torch.Tensor) -> bool:
-        """Whether the leaf tensor ``leaf`` was made inside the training pass, so that it is not averaged.
-
-        A bare tensor counts as made where a backward first reaches it. Without an optimizer, bare tensors are parameters.
+        """Whether ``leaf`` is an ``nn.Parameter`` that was made inside the training pass, so that it is not averaged.
 
         Raises:
             UsageError: it was made in an earlier batch, and is trained now.
         """
-        if isinstance(leaf, nn.Parameter):
-            made = self._made_in.get(leaf)
-        elif self._passes.training and self.were_built:
-            made = self._made_in.setdefault(leaf, (self._passes.batches, script_place()))
-        else:
-            return False
-        if made is None:
-            return False
-        self._refuse_older(made, f"a tensor of shape {tuple(leaf.shape)}")
-        return True
+        made = self._made_in.get(leaf)
+        if made is not None:
+            self._refuse_older(made, f"a parameter of shape {tuple(leaf.shape)}")
+        return made is not None
 
     def _refuse_older(self, made: tuple[int, Place], what: str) -> None:
         batch, place = made

@@ -45,9 +45,11 @@ class Pass:
         drawn: the number of batches drawn.
         samples: the number of samples in them.
         exhausted: whether it was read to its end.
+        repeats: whether its line has begun it before and then trained, as ``next(iter(loader))`` in every step does.
         may_not_train: whether a backward in it is an error, because the loader trained on shares before.
         in_flight: the last three batches.
         ahead: whether the loop draws batches before it has trained on the last one.
+        untrained: how many batches more were drawn than trained on; backwards between two draws train on one batch.
     """
 
     trains: bool
@@ -60,24 +62,29 @@ class Pass:
     drawn: int = 0
     samples: int = 0
     exhausted: bool = False
+    repeats: bool = False
     may_not_train: bool = False
     in_flight: deque[Batch] = field(default_factory=lambda: deque(maxlen=3))
     ahead: bool = False
-    _since_backward: int = 0
+    untrained: int = 0
+    _trained: bool = True
 
     def drew(self, samples: int) -> None:
         """A batch with that many samples was drawn."""
         self.drawn += 1
         self.samples += samples
+        self.untrained += 1
+        self._trained = False
         if self.weights is not None:
-            self._since_backward += 1
-            self.ahead = self.ahead or self._since_backward > 1
+            self.ahead = self.ahead or self.untrained > 1
             self.in_flight.append(Batch(samples, self.weights.popleft()))
 
     def ran_backward(self) -> None:
         """A backward ran while this pass was the innermost training pass."""
         self.backwards += 1
-        self._since_backward = 0
+        if not self._trained:
+            self._trained = True
+            self.untrained -= 1
 
 
 class Passes:
@@ -95,27 +102,40 @@ class Passes:
     def __init__(self, streams: RandomStreams, draws: str = "by_pass") -> None:
         self.streams, self._draws = streams, draws
         self._open: list[Pass] = []
+        self._left: Pass | None = None  # a training pass that has ended before a backward on its last batch
         self._same_draws = 0
         self.batches = self.backwards = 0
 
     @property
     def training(self) -> Pass | None:
-        """The innermost open training pass."""
-        return next((each for each in reversed(self._open) if each.trains), None)
+        """The innermost open training pass. One that repeats stays open, if it is dropped, until another pass begins."""
+        for each in reversed(self._open):
+            if each.trains:
+                return each
+        return self._left if self._left is not None and self._left.repeats else None
 
     @property
     def innermost(self) -> Pass | None:
         """The innermost open pass of any kind."""
         return self._open[-1] if self._open else None
 
+    @property
+    def in_weighted_batch(self) -> bool:
+        """Whether the loop is at a batch of which each rank has a part with a weight, and in no whole pass inside it."""
+        training = self.training or self._left
+        return training is not None and training.weights is not None and (not self._open or self._open[-1].trains)
+
     def begin(self, opened: Pass) -> None:
         """Add ``opened``."""
+        self._left = None
         self._open.append(opened)
 
     def end(self, closed: Pass) -> None:
         """Remove ``closed``, and let the loop draw as the passes that are left say."""
         if closed in self._open:
             self._open.remove(closed)
+            if closed.trains:
+                self._left = closed if closed.untrained else None
             self.draw()
 
     def draw(self) -> None:
@@ -149,7 +169,8 @@ class Passes:
     def batch(self, sizes: Callable[[], Iterable[int]]) -> Batch:
         """The batch that a backward trains on, for its weight.
 
-        It is the one drawn last. If the loop draws ahead and the weights differ, the size of the batch decides.
+        It is the one drawn last, also by a pass that has ended since. If the loop draws ahead and the weights differ, the size of the
+        batch decides.
 
         Args:
             sizes: a function that returns the sizes of the first dimensions in the graph of the loss.
@@ -157,7 +178,7 @@ class Passes:
         Raises:
             UsageError: several batches have that size.
         """
-        training = self.training
+        training = self.training or self._left
         if training is None or not training.in_flight:
             return Batch(0, 1.0)
         batches = list(training.in_flight)

@@ -113,14 +113,13 @@ def test_own_streams_are_seeded_with_the_shared_seed_plus_the_rank():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("library", ["torch", "numpy", "python"])
 def test_a_script_that_seeds_again_in_a_pass_reseeds_both_sets(library):
-    seed = {"torch": torch.manual_seed, "numpy": np.random.seed, "python": random.seed}[library]
     position = ("torch", "numpy", "python").index(library)
     with parwrap.distributed():
         training, inside, outside = Training(), [], []
         for _ in range(2):
             for _ in in_order():
                 training.step()
-                seed(7)
+                (torch.manual_seed(7), np.random.seed(7), random.seed(7))
                 inside.append(draws()[position])
                 break
             outside.append(draws()[position])
@@ -227,6 +226,34 @@ def test_a_run_repeats_after_the_same_seed():
     first, second = (parwrap.distributed(seed=1)(noise)() for _ in range(2))
 
     assert first == second
+
+
+@pytest.mark.ranks(2)
+def test_a_first_batch_for_every_step_draws_as_in_a_training_pass_from_its_second_step_on():
+    """Not in the first: it may be a look at the data, and a model may be built after it."""
+    with parwrap.distributed():
+        training, loader, drawn = Training(), DataLoader(range(8), batch_size=2, shuffle=True), []
+        for _ in range(3):
+            training.step(next(iter(loader)))
+            drawn.append(draws())
+
+        assert [[True] * 3, [False, False, True], [False, False, True]] == [same(each) for each in drawn]
+        with torch.no_grad():
+            next(iter(in_order()))
+        assert [True] * 3 == same(draws())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_model_built_after_a_look_at_a_batch_is_the_same_on_all_ranks():
+    with parwrap.distributed():
+        for _ in range(2):
+            loader = in_order()
+            next(iter(loader))
+            training = Training()
+
+            assert [True] * 2 == same(training.model[0].weight.flatten().tolist())
+            training.train(loader)
 
 
 # samples

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 import parwrap
-from parwrap.data.samplers import DealtBatches, SplitBatches, block, distributed_sampler, is_plain, share_length, shuffles, with_others
+from parwrap.data.samplers import DealtBatches, SplitBatches, block, distributed_sampler, is_plain, samples_in, share_length, shuffles, with_others
 from training import Training
 
 
@@ -245,3 +245,22 @@ def test_a_copy_of_a_loader_keeps_what_a_subclass_has():
 
     assert (Own, "own", range(2), 4) == (type(copied), copied.name, copied.sampler, len(copied.dataset))
     assert isinstance(loader.sampler, SequentialSampler)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (torch.zeros(3, 2), 3),
+        (torch.tensor(1.0), 1),
+        ([torch.zeros(3, 2), torch.zeros(3)], 3),
+        ({"x": {"y": torch.zeros(3)}}, 3),
+        ([("a", "b"), torch.zeros(2)], 2),
+        (["a", "b", "c"], 3),
+        ((), 0),
+        ({}, 0),
+        (None, 1),
+        ([{"x": torch.zeros(4)}], 4),
+    ],
+)
+def test_the_number_of_samples_in_a_batch(batch, expected):
+    assert expected == samples_in(batch)

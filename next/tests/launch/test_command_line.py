@@ -134,31 +134,6 @@ def test_the_package_says_which_commands_there_are(started):
     assert "python -m parwrap.doctor" in stdout
 
 
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        (
-            "import sys; sys.stdin.read()",
-            "EOFError: sys.stdin was read on a launched rank, which has no stdin: pass the answer as an argument of the script.",
-        ),
-        (
-            "import sys\nfor line in sys.stdin: print(line)",
-            "EOFError: sys.stdin was read on a launched rank, which has no stdin: pass the answer as an argument of the script.",
-        ),
-        (
-            "breakpoint()",
-            "UsageError: breakpoint() was called on a launched rank, which has no terminal: debug on one rank, with --nproc-per-node 1.",
-        ),
-    ],
-)
-def test_a_rank_that_asks_for_its_stdin_is_refused(script, parwrap_run, code, text):
-    script(code)
-    status, _, stderr = parwrap_run("--nproc-per-node", "2", "train.py")
-
-    assert 1 == status
-    assert stderr.splitlines()[-1].endswith(text)
-
-
 @pytest.mark.parametrize(("code", "answer"), [("print(sys.stdin.read())", "c\n\n"), ("breakpoint()\nprint('on')", "on\n")])
 def test_one_rank_reads_stdin_and_stops_at_a_breakpoint(tmp_path, environ, code, answer):
     (tmp_path / "train.py").write_text(f"import sys\n{code}")

@@ -111,7 +111,11 @@ def leaving(tmp_path, script):
     """The script, which notes what it does on every rank."""
     notes = tmp_path / "notes.txt"
     notes.touch()
-    path = script(LEAVES.replace("rank = ", f"with parwrap.every_rank_writes():\n    notes = os.open({str(notes)!r}, os.O_WRONLY | os.O_APPEND)\nrank = "))
+    path = script(
+        LEAVES.replace(
+            "rank = ", f"with parwrap.every_rank_writes():\n    notes = os.open({str(notes)!r}, os.O_WRONLY | os.O_APPEND)\nrank = "
+        )
+    )
     return path, lambda: sorted(notes.read_text().splitlines())
 
 

@@ -34,13 +34,18 @@ UNPLACED = "PARWRAP_RANK=$rank PARWRAP_WORLD_SIZE=2 PARWRAP_LOCAL_RANK=$rank PAR
 
 @pytest.mark.parametrize(
     ("variables", "nodes", "folders"),
-    [(OURS, [[2, 0], [2, 0]], 2), (f"{OURS} PARWRAP_INIT_METHOD=parwrap://job/mine", [[2, 0], [2, 0]], 2), (SLURMS, [[1, 0], [1, 1]], 4)],
+    [
+        (OURS, [[2, 0], [2, 0]], 2),
+        pytest.param(f"{OURS} PARWRAP_INIT_METHOD=parwrap://job/mine", [[2, 0], [2, 0]], 2, marks=pytest.mark.slow),
+        (SLURMS, [[1, 0], [1, 1]], 4),
+    ],
     ids=["by their parent process", "by the name of the job", "on two nodes"],
 )
 def test_ranks_meet_twice_in_folders_that_they_remove(tmp_path, environ, variables, nodes, folders):
     assert_meet(tmp_path, environ, variables, nodes, folders)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_not_told_which_node_they_are_on_find_out(tmp_path, environ):
     assert_meet(tmp_path, environ, UNPLACED, [[2, 0], [2, 0]], 2)
 

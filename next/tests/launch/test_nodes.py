@@ -124,6 +124,7 @@ def test_two_nodes_meet_on_the_interface_between_them(tmp_path, hosts):
     assert ["trained\n", "", ""] == [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in range(3)]
 
 
+@pytest.mark.slow
 def test_nodes_with_different_secrets_refuse_each_other(tmp_path, monkeypatch):
     (tmp_path / "train.py").touch()
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -16,9 +16,6 @@ WITHIN = 20
 
 SPEAKING = """
 import os, sys, time, parwrap
-if log := os.environ.get("PARWRAP_LOG" if parwrap.rank() else ""):  # what the scope does on silent ranks
-    for number in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY), number)
 print("begun", parwrap.rank(), "\\n" * 3 + "x" * 100_000)
 for percent in range(0, 101, 50):
     sys.stderr.write(f"\\r{percent} %")
@@ -76,6 +73,7 @@ assert (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) != ("0", "
     assert re.fullmatch(r"attempt 0\nAssertionError: not yet\n--- started again at .* ---\nattempt 1\n", log)
 
 
+@pytest.mark.slow
 def test_a_line_that_was_not_whole_before_a_restart_is_one_by_itself(tmp_path, parwrap_run, script):
     path = script("""
 import os

@@ -9,7 +9,6 @@ import tempfile
 
 import pytest
 
-import parwrap
 from launched import WITHIN, left_in
 from parwrap.errors import LaunchError
 from parwrap.launch.agent import launch
@@ -170,17 +169,3 @@ def test_nothing_is_forked_once_cuda_has_started(tmp_path, monkeypatch):
 
     with pytest.raises(LaunchError, match="--start-method fork does not work in a process that has initialized CUDA"):
         launch(plan_launch(["--start-method", "fork", "--nproc-per-node", "2", "train.py"], {}, 0, 2))
-
-
-@pytest.mark.parametrize("command", ["parwrap", "parwrap.run"])
-def test_the_version_is_printed(started, command):
-    stdout, stderr = started("-m", command, "--version").communicate(timeout=WITHIN)
-
-    assert (f"parwrap {parwrap.__version__}\n", "") == (stdout, stderr)
-
-
-def test_the_package_says_which_commands_there_are(started):
-    stdout, stderr = started("-m", "parwrap").communicate(timeout=WITHIN)
-
-    assert "" == stderr
-    assert "python -m parwrap.run [options] train.py" in stdout

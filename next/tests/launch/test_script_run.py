@@ -61,28 +61,20 @@ if folders:
 """Imports parwrap once, and ends in each fork as an interpreter does."""
 
 
-@pytest.fixture(scope="module")
-def run_alone(tmp_path_factory):
-    """The folder of each script and what has come of it."""
+def test_a_script_runs_as_under_plain_python(tmp_path_factory):
     folders = {source: tmp_path_factory.mktemp("alone") for source in SCRIPTS.values()}
     for source, folder in folders.items():
         (folder / "scripts").mkdir()
         (folder / "scripts" / "train.py").write_text(source)
-    code, *said = outcome("-c", EACH_IN_A_FORK, *map(str, folders.values()), cwd=ROOT)
-    assert [0, "", ""] == [code, *said]
-    return {
-        source: (folder, (int((folder / "status").read_text()), *((folder / stream).read_text() for stream in ("stdout", "stderr"))))
-        for source, folder in folders.items()
-    }
 
+    assert (0, "", "") == outcome("-c", EACH_IN_A_FORK, *map(str, folders.values()), cwd=ROOT)
+    for name, source in SCRIPTS.items():
+        folder = folders[source]
+        ended = int((folder / "status").read_text()), *((folder / stream).read_text() for stream in ("stdout", "stderr"))
+        left = (folder / "left").read_text() if (folder / "left").exists() else None
 
-@pytest.mark.parametrize("source", SCRIPTS.values(), ids=SCRIPTS.keys())
-def test_a_script_runs_as_under_plain_python(run_alone, source):
-    folder, ended = run_alone[source]
-    left = (folder / "left").read_text() if (folder / "left").exists() else None
-
-    assert outcome("scripts/train.py", "--lr", "0.1", cwd=folder) == ended
-    assert ("open" if "left" in source else None) == left
+        assert (name, outcome("scripts/train.py", "--lr", "0.1", cwd=folder)) == (name, ended)
+        assert ("open" if "left" in source else None) == left
 
 
 def test_a_module_runs_as_under_plain_python(tmp_path):

@@ -95,7 +95,7 @@ def test_the_seed_is_the_shared_one_in_any_set():
 def test_a_seed_of_the_script_holds_for_both_sets(inside):
     drawn = []
     streams = RandomStreams(rank=1)
-    for seed in (1, 2, 1):
+    for seed in (1, 100, 1):
         with streams.used(ALL):  # both sets have begun
             draw()
         with streams.used(inside):

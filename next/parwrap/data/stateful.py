@@ -1,0 +1,68 @@
+"""The state of torchdata's ``StatefulDataLoader``: that of the copy that this rank reads, with the epoch and the seed of its order.
+
+Ranks read as many batches each, so rank 0's state, which is the one in a checkpoint, holds for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader
+
+from parwrap.intercept.patch import Patch, when_imported
+
+__all__ = ["Reading", "forwarded_states", "take_state"]
+
+KEY = "parwrap"
+
+
+class Reading(NamedTuple):
+    """What a loader reads.
+
+    Attributes:
+        copy: the copy that is read; ``None`` if the loader itself is read.
+        epoch: the epoch of its order, or of the next one if it is exhausted.
+        seed: the seed of its order.
+    """
+
+    copy: DataLoader | None
+    epoch: int
+    seed: int | None
+
+
+def forwarded_states(
+    reading: Callable[[DataLoader], Reading], resume: Callable[[DataLoader, int, int | None], None]
+) -> AbstractContextManager[None]:
+    """Inside the block, ``state_dict()`` of a stateful loader is that of what is read, and ``load_state_dict()`` resumes its epoch.
+
+    Args:
+        reading: a function that returns what a loader reads.
+        resume: called with a loader, an epoch and a seed that were saved.
+    """
+
+    def state_dict(wrapped: Callable, loader: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+        now = reading(loader)
+        if now.copy is None or now.copy is loader:
+            return wrapped(*args, **kwargs)
+        return {**now.copy.state_dict(), KEY: {"epoch": now.epoch, "seed": now.seed}}  # type: ignore[attr-defined]
+
+    def load_state_dict(wrapped: Callable, loader: Any, args: tuple, kwargs: dict) -> None:
+        state = args[0] if args else kwargs["state_dict"]
+        wrapped({key: value for key, value in state.items() if key != KEY})
+        if KEY in state:
+            resume(loader, **state[KEY])
+
+    def patches(module: ModuleType) -> list[Patch]:
+        kind = module.StatefulDataLoader
+        return [Patch(kind, "state_dict", state_dict), Patch(kind, "load_state_dict", load_state_dict)]
+
+    return when_imported("torchdata.stateful_dataloader.stateful_dataloader", patches)
+
+
+def take_state(loader: DataLoader) -> None:
+    """Forget a state that was loaded, once a copy of ``loader`` has resumed from it."""
+    if getattr(loader, "next_iter_state", None) is not None:
+        loader.next_iter_state = None  # type: ignore[attr-defined]

@@ -1,0 +1,94 @@
+"""The pages of a node: which two can never meet, and what the error says. ``tests/launch`` has whole jobs that come apart."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from parwrap.checks.positions import Page, Positions, State, apart
+from parwrap.errors import LockstepError
+
+RUNS, BACKWARD, CONTROL, ENDED = State
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "expected"),
+    [
+        # I am about to run my third backward, over set 7
+        (Page(3, BACKWARD, 7, 1), Page(2, RUNS, 0, 1), False),  # it is on its way
+        (Page(3, BACKWARD, 7, 1), Page(3, BACKWARD, 7, 1), False),  # it is there
+        (Page(3, BACKWARD, 7, 1), Page(3, BACKWARD, 8, 1), True),  # it averages another set
+        (Page(3, BACKWARD, 7, 1), Page(2, BACKWARD, 8, 1), False),  # it has not left the last one yet
+        (Page(3, BACKWARD, 7, 1), Page(2, ENDED, 0, 1), True),  # it will never come
+        (Page(3, BACKWARD, 7, 1), Page(3, ENDED, 0, 1), False),  # it was here before
+        (Page(3, BACKWARD, 7, 1), Page(2, CONTROL, 5, 2), True),  # it waits for a message that I have not sent
+        (Page(3, BACKWARD, 7, 2), Page(2, CONTROL, 5, 2), False),  # I have sent it
+        # I am about to send my second control message, of kind 5
+        (Page(3, CONTROL, 5, 2), Page(3, CONTROL, 5, 2), False),
+        (Page(3, CONTROL, 5, 2), Page(3, CONTROL, 6, 2), True),  # it sends another
+        (Page(3, CONTROL, 5, 2), Page(3, CONTROL, 6, 1), False),  # it has not left the last one yet
+        (Page(3, CONTROL, 5, 2), Page(4, BACKWARD, 7, 1), True),  # it has begun a backward that comes after mine
+        (Page(3, CONTROL, 5, 2), Page(3, BACKWARD, 7, 1), False),  # it has not left the last one yet
+        (Page(3, CONTROL, 5, 2), Page(3, ENDED, 0, 1), True),
+    ],
+)
+def test_two_ranks_can_never_meet(mine, other, expected):
+    assert expected is apart(mine, other)
+
+
+@pytest.fixture
+def pages(tmp_path, monkeypatch):
+    monkeypatch.setattr("parwrap.checks.positions._openings", iter([0, 0]))
+    both = [Positions(tmp_path, rank, range(2)) for rank in (0, 1)]
+    yield both
+    for each in both:
+        each.close()
+
+
+def test_the_error_says_where_all_ranks_of_the_node_are(pages):
+    first, second = pages
+    second.enter(BACKWARD, 8, "train.py:40")
+    with pytest.raises(LockstepError) as caught:
+        first.enter(CONTROL, 5, "parwrap.reduce_sum at train.py:52")
+
+    assert (
+        "the ranks have come apart:\n"
+        "  rank 0 is in parwrap.reduce_sum at train.py:52 (backward 0)\n"
+        "  rank 1 is in the backward at train.py:40 (backward 1)\n"
+        "Every rank must run the same passes, backwards and steps. If a rank decides by itself to stop or to skip, decide together: "
+        "`if parwrap.any_rank(stop): break`."
+    ) == str(caught.value)
+
+
+def test_ranks_that_end_after_the_same_steps_end_together(pages):
+    for each in pages:
+        each.enter(BACKWARD, 7, "train.py:38")
+        each.run()
+    other = threading.Thread(target=pages[1].end)
+    other.start()
+    pages[0].end()
+    other.join()
+
+
+def test_a_rank_that_has_ended_raises_if_another_is_blocked_in_a_step(pages):
+    first, second = pages
+    second.enter(BACKWARD, 7, "train.py:38")
+    began = time.monotonic()
+    with pytest.raises(LockstepError, match=r"rank 0 has ended; its last step was at its start \(backward 0\)\n  rank 1 is in the"):
+        first.end(patience=0.2)
+
+    assert 2 > time.monotonic() - began
+
+
+def test_a_rank_that_has_ended_waits_for_one_that_computes(pages):
+    first, second = pages
+    first.enter(BACKWARD, 7, "train.py:38")
+    second.enter(BACKWARD, 7, "train.py:38")
+    first.run()
+    second.run()
+    slow = threading.Timer(0.6, second.end)
+    slow.start()
+    first.end(patience=0.2)
+    slow.join()

@@ -1,0 +1,144 @@
+"""Weights that go apart are an error that names the parameter and the step; ranks that compute the same are told so once."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import parwrap
+
+
+def data(samples=32):
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(samples, 4, generator=generator))
+
+
+def train(change, steps=8):
+    """Train; ``change(step, model, optimizer, x)`` runs before each step and may train in its own way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model.train()
+    batches = DataLoader(data(), batch_size=2, shuffle=True)
+    for step, (x,) in enumerate(batches, 1):
+        optimizer.zero_grad()
+        if not change(step, model, optimizer, x):
+            model(x).square().mean().backward()
+        optimizer.step()
+        if step == steps:
+            break
+    return model
+
+
+def functional_gradients(step, model, optimizer, x):
+    for p, grad in zip(model.parameters(), torch.autograd.grad(model(x).square().mean(), list(model.parameters())), strict=True):
+        p.grad = grad
+    return True
+
+
+def noise_on_weights(step, model, optimizer, x):
+    with torch.no_grad():
+        model[1].weight.add_(0.01 * torch.randn_like(model[1].weight))
+
+
+def a_gradient_made_by_hand(step, model, optimizer, x):
+    model(x).square().mean().backward()
+    model[1].bias.grad += x.mean()
+    return True
+
+
+def a_learning_rate_of_this_batch(step, model, optimizer, x):
+    optimizer.param_groups[0]["lr"] = 0.01 * float(x.norm())
+
+
+def weights_from_numpy(step, model, optimizer, x):
+    if step == 5:
+        model[0].bias.data.copy_(torch.from_numpy(np.random.rand(4)))
+
+
+WAYS = {
+    functional_gradients: "0.weight differs between rank 0 and rank 1 after step 1 ",
+    noise_on_weights: "1.weight differs between rank 0 and rank 1 after step 2 ",
+    a_gradient_made_by_hand: "1.bias differs between rank 0 and rank 1 after step 1 ",
+    a_learning_rate_of_this_batch: "0.weight differs between rank 0 and rank 1 after step 1 ",
+    weights_from_numpy: "0.bias differs between rank 0 and rank 1 after step 8 ",
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("change", WAYS, ids=lambda change: change.__name__)
+def test_weights_that_go_apart_are_an_error_that_names_them(change):
+    with pytest.raises(parwrap.RankMismatchError, match=re.escape(WAYS[change])) as caught:
+        parwrap.distributed(lambda: train(change))()
+
+    assert "(test_weights_and_work.py:" in str(caught.value)
+    assert "parwrap.reduce_mean(grads)" in str(caught.value)
+
+
+@pytest.mark.ranks(2)
+def test_weights_that_stay_alike_are_no_error():
+    def averages_by_hand(step, model, optimizer, x):
+        functional_gradients(step, model, optimizer, x)
+        for p in model.parameters():
+            p.grad = parwrap.reduce_mean(p.grad)
+        return True
+
+    model = parwrap.distributed(lambda: train(averages_by_hand))()
+
+    assert 1 == len({tuple(each.flatten().tolist()) for each in parwrap.gather(model[0].weight)})
+
+
+@pytest.mark.ranks(2)
+def test_a_step_without_an_averaged_backward_is_found_at_the_end_at_the_latest():
+    def late(step, model, optimizer, x):
+        return step == 6 and functional_gradients(step, model, optimizer, x)
+
+    with pytest.raises(parwrap.RankMismatchError, match="differs between rank 0 and rank 1 after step"):
+        parwrap.distributed(lambda: train(late, steps=6))()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_compute_the_same_are_told_so_once(capfd):
+    @parwrap.distributed
+    def run():
+        torch.manual_seed(0)
+        model, x = nn.Linear(4, 1), torch.randn(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    run()
+    said = capfd.readouterr().err.splitlines()
+    expected = [
+        "parwrap: all ranks compute the same losses: each does the whole work, which is right but no faster than one process. "
+        'parwrap.shard(loader) gives each rank a share of a loader; draws="per_rank" (--draws per-rank) gives it random batches of its '
+        "own, in a loop that draws its batches by hand"
+    ]
+
+    assert (expected if parwrap.rank() == 0 else []) == said
+
+
+@pytest.mark.ranks(2)
+def test_weights_that_differ_at_the_first_backward_are_rank_zeros():
+    model = nn.Linear(4, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0 + parwrap.rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    @parwrap.distributed
+    def run():
+        (x,) = next(iter(DataLoader(data(), batch_size=2, shuffle=True)))
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    with pytest.warns(UserWarning, match="the weights of the ranks differ at the first backward, so rank 0's are used on all"):
+        run()
+
+    assert [1.0] * 4 == model.weight.flatten().tolist()

@@ -1,0 +1,172 @@
+"""The check that all ranks read the same data."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+
+import parwrap
+from parwrap.checks.same_data import data_digits, different_data
+from parwrap.errors import RankMismatchError
+from parwrap.places import Place
+from training import Training
+
+PARTS = ("shape", "order", "numbers", "texts")
+
+
+def differing(one, other, seeds=(0, 0), epochs=(0, 0)):
+    """Which parts of the digits of two loaders differ."""
+    digits = [data_digits(loader, seed, epoch) for loader, seed, epoch in zip((one, other), seeds, epochs, strict=True)]
+    return {name for index, name in enumerate(PARTS) if digits[0][2 * index : 2 * index + 2] != digits[1][2 * index : 2 * index + 2]}
+
+
+class Files(Dataset):
+    def __init__(self, paths, labels=()):
+        self.paths, self.labels = list(paths), list(labels)
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        return index
+
+
+def of_tensor(*numbers):
+    return TensorDataset(torch.tensor(numbers))
+
+
+WEIGHTED = [1.0, 2.0], [2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (of_tensor(1, 2), of_tensor(1, 2), set()),
+        (of_tensor(1, 2), of_tensor(2, 1), {"numbers"}),
+        (of_tensor(1, 2), of_tensor(1, 2, 3), {"shape", "numbers"}),
+        (of_tensor(1.0, float("nan")), of_tensor(1.0, float("nan")), set()),
+        (Subset(range(9), [1, 2]), Subset(range(9), [2, 1]), {"order"}),
+        (Subset(of_tensor(1, 2, 3), [1, 2]), Subset(of_tensor(1, 2, 4), [1, 2]), {"numbers"}),
+        (Subset(range(9), np.array([1, 2])), Subset(range(9), np.array([2, 1])), {"order"}),
+        (ConcatDataset([of_tensor(1), of_tensor(2)]), ConcatDataset([of_tensor(2), of_tensor(1)]), {"numbers"}),
+        ([1, 2], [2, 1], {"numbers"}),
+        (["a", "b"], ["b", "a"], {"texts"}),
+        (Files(["a", "b"]), Files(["b", "a"]), {"texts"}),
+        (Files(["a", "b"], [0, 1]), Files(["a", "b"], [1, 0]), {"numbers"}),
+        (np.zeros(3), np.ones(3), {"numbers"}),
+        (list(torch.arange(3.0)), list(torch.arange(3.0) + 1), {"numbers"}),
+        ([(torch.ones(2), 0), (torch.ones(2), 1)], [(torch.ones(2), 1), (torch.ones(2), 0)], {"numbers"}),
+        ([("a", 0), ("b", 1)], [("b", 0), ("a", 1)], {"texts"}),
+        ([{"x": 1}], [{"x": 1}], set()),
+        (of_tensor(1 + 2j), of_tensor(1 + 2j), set()),
+        (torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16), set()),
+        (torch.ones(2, 2).to_sparse(), torch.ones(2, 2).to_sparse(), set()),
+        (torch.arange(10**6), torch.arange(10**6), set()),
+    ],
+)
+def test_what_of_a_dataset_is_compared(one, other, expected):
+    assert expected == differing(DataLoader(one), DataLoader(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ({"batch_size": 1}, {"batch_size": 2}, {"shape"}),
+        ({"drop_last": False}, {"drop_last": True}, {"shape"}),
+        ({"shuffle": False}, {"shuffle": True}, {"shape"}),
+        ({"sampler": WeightedRandomSampler(WEIGHTED[0], 2)}, {"sampler": WeightedRandomSampler(WEIGHTED[1], 2)}, {"order"}),
+        ({"sampler": SubsetRandomSampler([0, 1])}, {"sampler": SubsetRandomSampler([1, 0])}, {"order"}),
+        ({"batch_sampler": [[0], [1]]}, {"batch_sampler": [[1], [0]]}, {"order"}),
+    ],
+)
+def test_what_of_a_loader_is_compared(one, other, expected):
+    assert expected == differing(DataLoader([3, 4], **one), DataLoader([3, 4], **other))
+
+
+def test_seed_and_epoch_are_compared():
+    loader = DataLoader([3, 4])
+
+    assert {"order"} == differing(loader, loader, seeds=(0, 1)) == differing(loader, loader, epochs=(0, 1))
+
+
+def test_digits_fit_in_half_a_float16():
+    assert all(0 <= digit < 251 for digit in data_digits(DataLoader(torch.arange(9)), 3, 2))
+    assert 8 == len(data_digits(DataLoader(torch.arange(9)), 3, 2))
+
+
+@pytest.mark.parametrize(
+    ("differ", "text"),
+    [
+        ({0, 2}, "datasets of different lengths, batches of different sizes or different samplers"),
+        ({1}, "the samples in different orders: a split, a permutation, the seed or the epoch differs"),
+        ({2, 3}, "different numbers at the same places of the dataset"),
+    ],
+)
+def test_the_error_names_the_worst(differ, text):
+    with pytest.raises(
+        RankMismatchError,
+        match=rf"the ranks have read {text} in the pass at train.py:3. Each rank takes its share of what all ranks hold alike, so samples "
+        "would be read twice or never. Make the dataset and its split before the loop, from the same files in the same order, with "
+        r"`with parwrap.same_draws\(\):` around what draws it.",
+    ):
+        different_data(differ, Place("train.py", 3))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ((range(10), range(12)), "datasets of different lengths"),
+        ((Subset(range(10), [9, 2, 6, 8]), Subset(range(10), [3, 1, 4, 5])), "the samples in different orders"),
+        ((torch.ones(4), torch.zeros(4)), "different numbers"),
+    ],
+    ids=["lengths", "splits", "numbers"],
+)
+def test_ranks_that_hold_different_data_stop_at_the_first_backward(data, text):
+    with pytest.raises(RankMismatchError, match=f"the ranks have read {text}.* in the pass at training.py"), parwrap.distributed():
+        Training().train(DataLoader(data[parwrap.rank()], batch_size=2))
+
+
+@pytest.mark.ranks(2)
+def test_a_split_drawn_apart_is_found():
+    with pytest.raises(RankMismatchError, match="a split, a permutation, the seed or the epoch differs"), parwrap.distributed():
+        training = Training()
+        own = torch.randperm(10, generator=torch.Generator().manual_seed(parwrap.rank()))
+        training.train(DataLoader(Subset(range(10), own[:6]), batch_size=2, shuffle=True))
+
+
+@pytest.mark.ranks(2)
+def test_folds_drawn_apart_are_found():
+    with pytest.raises(RankMismatchError, match="a split, a permutation, the seed or the epoch differs"), parwrap.distributed():
+        own = torch.randperm(10, generator=torch.Generator().manual_seed(parwrap.rank())).tolist()
+        Training().train(DataLoader(range(10), batch_size=2, sampler=SubsetRandomSampler(own[:6])))
+
+
+@pytest.mark.ranks(2)
+def test_different_texts_are_a_warning():
+    paths = ["b", "a"] if parwrap.rank() else ["a", "b"]
+    with (
+        parwrap.distributed(),
+        pytest.warns(
+            UserWarning,
+            match=r"parwrap: training.py:\d+ reads datasets that hold different texts or paths on different ranks. If they do not name the "
+            r"same samples in the same order, sort them: sorted\(os.listdir\(folder\)\).",
+        ),
+    ):
+        Training().train(DataLoader(Files(paths)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_the_same_data_and_whole_passes_over_different_data_are_nothing_to_say():
+    with parwrap.distributed():
+        training = Training()
+        for _ in range(2):
+            training.train(DataLoader(Files(["a", "b"], [1, 2]), shuffle=True))
+            with torch.no_grad(), warnings.catch_warnings():
+                for _ in DataLoader(range(4 + parwrap.rank())):
+                    pass

@@ -1,0 +1,77 @@
+"""The state of torchdata's ``StatefulDataLoader`` is that of what a rank reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data.distributed import DistributedSampler
+
+import parwrap
+from training import Training, samples
+
+stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+
+def loader(**options):
+    return stateful.StatefulDataLoader(range(16), batch_size=2, **options)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "num_workers": 1}], ids=["in order", "shuffled", "worker"])
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_a_pass_is_resumed_from_its_state(options, epochs):
+    with parwrap.distributed(seed=1):
+        training, first = Training(), loader(**options)
+        for _ in range(epochs):
+            training.train(first)
+        seen = []
+        for index, batch in enumerate(first):
+            training.step()
+            seen += samples(batch)
+            if index == 1:
+                break
+        state = first.state_dict()
+        del first
+        later = training.train(resumed := loader(**options)) and None
+        resumed = loader(**options)
+        resumed.load_state_dict(parwrap.broadcast(state))
+        rest, following = training.train(resumed), training.train(resumed)
+        del resumed, later
+
+    assert [4, 4, 8] == [len(seen), len(rest), len(following)]
+    assert sorted(range(16)) == sorted(sample for each in parwrap.gather(seen + rest) for sample in each)
+    assert sorted(range(16)) == sorted(sample for each in parwrap.gather(following) for sample in each)
+    assert not options or following != seen + rest
+
+
+@pytest.mark.ranks(2)
+def test_the_state_of_an_exhausted_pass_is_followed_by_the_next_epoch():
+    with parwrap.distributed(seed=1):
+        training, first = Training(), loader(shuffle=True)
+        training.train(first)
+        state = first.state_dict()
+        expected = training.train(first)
+        resumed = loader(shuffle=True)
+        resumed.load_state_dict(state)
+
+        assert expected == training.train(resumed)
+
+
+@pytest.mark.ranks(2)
+def test_the_order_is_distributed_samplers():
+    with parwrap.distributed(seed=1):
+        seen = Training().train(loader(shuffle=True, generator=torch.Generator().manual_seed(7)))
+
+    assert list(DistributedSampler(range(16), seed=7)) == seen
+
+
+@pytest.mark.ranks(2)
+def test_the_state_of_a_whole_pass_is_torchdatas():
+    with parwrap.distributed():
+        whole = loader()
+        batches = iter(whole)
+        next(batches)
+        state = whole.state_dict()
+
+    assert 1 == state["_num_yielded"]
+    assert "parwrap" not in state

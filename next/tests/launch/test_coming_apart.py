@@ -1,0 +1,131 @@
+"""Ranks of a plain script that come apart end the job within seconds, with the places of both ranks (contract, rule 10)."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from launched import WITHIN, assert_no_process_left, left_in
+
+TRAINING = """
+import time, parwrap, torch
+from torch.utils.data import DataLoader, TensorDataset
+rank = parwrap.rank()
+data = TensorDataset(torch.randn(48, 3), torch.randn(48, 1))
+model, other = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+optimizer, others_optimizer = (torch.optim.SGD(each.parameters(), 0.1) for each in (model, other))
+loader = DataLoader(data, 4, shuffle=True)
+def loss_of(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+try:
+    for epoch in range(epochs):
+        for step, batch in enumerate(loader):
+            optimizer.zero_grad()
+            if rank == 1 and step == 3:
+                odd
+            loss_of(model, batch).backward()  # the step
+            optimizer.step()
+        if epoch == 0:
+            print("up", flush=True)
+    print("trained")
+finally:
+    with parwrap.every_rank_writes():
+        open(f"finally-{rank}", "w").close()
+"""
+
+ENDS_WITHIN = 30.0
+"""Seconds, far above what it takes on a busy machine and far below the timeout of the group."""
+
+STEP = 1 + TRAINING[: TRAINING.index("  # the step")].count("\n")
+"""The line of the step. The line before it takes rank 1 apart."""
+
+
+def train(script, odd: str, epochs: int = 2) -> str:
+    """Write the training; rank 1 runs the statement ``odd`` in its fourth step."""
+    return script(TRAINING.replace("epochs", str(epochs), 1).replace("odd", odd))
+
+
+def finals(folder: Path) -> list[str]:
+    """The ranks whose ``finally`` block has run."""
+    return sorted(path.name for path in folder.glob("finally-*"))
+
+
+STOPS, SKIPS, RAISES = "break", "continue", "raise ValueError('unhappy')"
+TRAINS_ANOTHER = "loss_of(other, batch).backward(); others_optimizer.step(); continue"
+EVALUATES = "for each in loader: loss_of(model, each)"
+
+
+@pytest.mark.parametrize(
+    ("odd", "epochs"),
+    [
+        (STOPS, 1),
+        pytest.param(STOPS, 2, marks=pytest.mark.slow),
+        pytest.param(SKIPS, 2, marks=pytest.mark.slow),
+        (TRAINS_ANOTHER, 2),
+        pytest.param(EVALUATES, 2, marks=pytest.mark.slow),
+    ],
+    ids=["it stops", "it stops an epoch", "it skips a batch", "it trains another model", "it evaluates by itself in train mode"],
+)
+def test_ranks_that_come_apart_end_with_both_places_and_the_remedy(tmp_path, parwrap_run, script, odd, epochs):
+    path = train(script, odd, epochs)
+    began = time.monotonic()
+    status, stdout, stderr = parwrap_run("--nproc-per-node", "2", path)
+
+    assert time.monotonic() - began < ENDS_WITHIN
+    assert 1 == status
+    assert "trained" not in stdout
+    for rank in (0, 1):
+        assert re.search(rf"^  rank {rank} .* train\.py:\d+ \(backward \d+\)$", stderr, re.MULTILINE), stderr
+    assert f"train.py:{STEP} " in stderr
+    assert stderr.endswith("decide together: `if parwrap.any_rank(stop): break`.\n")
+    assert ["finally-0", "finally-1"] == finals(tmp_path)
+
+
+def test_a_rank_that_raises_is_named_with_the_place_where_the_other_waits(tmp_path, parwrap_run, script):
+    path = train(script, RAISES)
+    began = time.monotonic()
+    status, _, stderr = parwrap_run("--nproc-per-node", "2", path)
+
+    assert time.monotonic() - began < ENDS_WITHIN
+    assert 1 == status
+    assert f"rank 0 of 2 failed later at train.py:{STEP}: LockstepError: the ranks have come apart, because the connection" in stderr
+    assert f'train.py", line {STEP - 1}, in <module>\n' in stderr
+    assert stderr.endswith("ValueError: unhappy\n")
+    assert ["finally-0", "finally-1"] == finals(tmp_path)
+
+
+def test_a_rank_that_is_late_is_waited_for(tmp_path, parwrap_run, script):
+    """It sleeps twice as long as a rank that has ended waits for one that is blocked."""
+    status, stdout, stderr = parwrap_run("--nproc-per-node", "2", train(script, "time.sleep(4)", epochs=1))
+
+    assert (0, "up\ntrained\n") == (status, stdout)
+    assert 1 == stderr.count("\n"), stderr  # says what the first pass read
+    assert ["finally-0", "finally-1"] == finals(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "status"),
+    [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), pytest.param(signal.SIGINT, False, 130, marks=pytest.mark.slow)],
+    ids=["Ctrl-C", "SIGTERM", "SIGINT to the command"],
+)
+def test_a_signal_ends_a_job_that_trains(tmp_path, started, environ, script, number, to_all, status):
+    process = started("-m", "parwrap.run", "--nproc-per-node", "2", train(script, "pass", epochs=10**6))
+    assert "up\n" == process.stdout.readline()
+    began = time.monotonic()
+    (os.killpg if to_all else os.kill)(process.pid, number)
+    _, stderr = process.communicate(timeout=WITHIN)
+    took = time.monotonic() - began
+    assert_no_process_left(process)
+
+    assert status == process.returncode
+    assert ["finally-0", "finally-1"] == finals(tmp_path)
+    assert took < 10
+    said = stderr.split("parwrap.reduce_sum\n")[1]
+    assert said.startswith("rank 0 of 2 was interrupted:\nTraceback ") if number == signal.SIGINT else said == "", said
+    assert said.count("Traceback") <= 1
+    assert [] == left_in(environ)

@@ -1,0 +1,110 @@
+"""Loops that draw batches before they train on them, with parts that count differently, against one process with whole batches."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import parwrap
+
+
+def numbers(samples):
+    x = torch.linspace(-1, 1, samples, dtype=torch.float64).view(-1, 1)
+    return TensorDataset(torch.cat([x, x**2], dim=1), x**3)
+
+
+class Trained:
+    def __init__(self):
+        self.model = nn.Linear(2, 1).double()
+        with torch.no_grad():
+            self.model.weight.fill_(0.5), self.model.bias.zero_()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self, x, y, times=1):
+        for _ in range(times):
+            self.optimizer.zero_grad()
+            nn.functional.mse_loss(self.model(x), y).backward()
+            self.optimizer.step()
+
+    @property
+    def weights(self):
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()]).tolist()
+
+
+def one_at_a_time(samples, times):
+    trained = Trained()
+    for _ in range(2):
+        for x, y in DataLoader(numbers(samples), batch_size=8):
+            trained.step(x, y, times)
+    return trained.weights
+
+
+def one_ahead(samples, times):
+    """As in a prefetcher that copies the next batch while the model computes."""
+    trained = Trained()
+    for _ in range(2):
+        batches = iter(DataLoader(numbers(samples), batch_size=8))
+        following = next(batches, None)
+        while following is not None:
+            x, y = following
+            following = next(batches, None)
+            trained.step(x, y, times)
+    return trained.weights
+
+
+def two_ahead(samples, times):
+    trained = Trained()
+    for _ in range(2):
+        queue = deque()
+        for batch in DataLoader(numbers(samples), batch_size=8):
+            queue.append(batch)
+            if len(queue) > 2:
+                trained.step(*queue.popleft(), times)
+        while queue:
+            trained.step(*queue.popleft(), times)
+    return trained.weights
+
+
+def first_left_out(samples, times):
+    """The first batch is not trained on, which looks like a loop that draws ahead."""
+    trained = Trained()
+    for _ in range(2):
+        for index, (x, y) in enumerate(DataLoader(numbers(samples), batch_size=8)):
+            if index:
+                trained.step(x, y, times)
+    return trained.weights
+
+
+def a_pass_inside(samples, times):
+    trained = Trained()
+    other = DataLoader(numbers(7), batch_size=3)
+    for x, y in DataLoader(numbers(samples), batch_size=8):
+        for u, v in other:
+            trained.step(u, v)
+        trained.step(x, y, times)
+    return trained.weights
+
+
+def one_by_next(samples, times):
+    trained = Trained()
+    loader = DataLoader(numbers(samples), batch_size=7)
+    for _ in range(3):
+        x, y = next(iter(loader))
+        trained.step(x, y, times)
+    return trained.weights
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("loop", [one_at_a_time, one_ahead, two_ahead, first_left_out, a_pass_inside, one_by_next])
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_a_loss_counts_by_the_batch_in_its_backward(loop):
+    for samples, times in [(32, 1), (33, 1), (35, 1), (37, 1), (43, 2)]:
+        expected = loop(samples, times)
+        with parwrap.distributed(batch="global"):
+            actual = loop(samples, times)
+
+        assert expected == pytest.approx(actual, abs=1e-12), samples

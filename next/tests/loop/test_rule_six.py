@@ -1,0 +1,199 @@
+"""Rule 6: what is made inside a training pass belongs to the batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import parwrap
+from parwrap.errors import UsageError
+
+X = torch.linspace(-1, 1, 16).view(16, 1)
+
+
+def loader(batch_size=2):
+    return DataLoader(TensorDataset(X, X**2), batch_size=batch_size)
+
+
+def made():
+    model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(model, optimizer, x, y):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def same(model):
+    return 1 == len({str(each) for each in parwrap.gather([p.tolist() for p in model.parameters()])})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+@pytest.mark.parametrize("kind", ["tensor", "parameter"])
+def test_latents_of_a_batch_with_an_optimizer_are_this_ranks(kind):
+    with parwrap.distributed():
+        model, optimizer = made()
+        fitted = []
+        for x, y in loader():
+            start = torch.zeros(2, 1)
+            latent = nn.Parameter(start) if kind == "parameter" else start.requires_grad_()
+            own = torch.optim.SGD([latent], lr=0.5)
+            for _ in range(3):
+                own.zero_grad()
+                nn.functional.mse_loss(latent, x).backward()
+                own.step()
+            fitted += (latent.detach() / x).flatten().tolist()
+            step(model, optimizer, latent.detach(), y)
+
+        assert same(model)
+    assert [pytest.approx(1 - 0.5**3)] * 8 == fitted
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_gradients_of_inputs_are_this_ranks():
+    with parwrap.distributed():
+        model, optimizer = made()
+        for x, y in loader():
+            adversarial = x.clone().requires_grad_()
+            nn.functional.mse_loss(model(adversarial), y).backward()
+            alone = torch.autograd.grad(nn.functional.mse_loss(model(mine := x.clone().requires_grad_()), y), mine)[0]
+
+            assert torch.allclose(alone, adversarial.grad)
+            step(model, optimizer, x + 0.1 * adversarial.grad.sign(), y)
+
+        assert same(model)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_copies_that_a_task_trains_are_this_ranks():
+    with parwrap.distributed():
+        model, optimizer = made()
+        for x, y in loader():
+            fast = copy.deepcopy(model)
+            inner, alone = torch.optim.SGD(fast.parameters(), lr=0.1), copy.deepcopy(model)
+            step(fast, inner, x, y)
+            gradients = torch.autograd.grad(nn.functional.mse_loss(alone(x), y), list(alone.parameters()))
+            expected = [p - 0.1 * g for p, g in zip(alone.parameters(), gradients, strict=True)]
+
+            assert all(torch.allclose(a, b) for a, b in zip(expected, fast.parameters(), strict=True))
+            step(model, optimizer, x, y)
+
+        assert same(model)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_copies_that_are_not_trained_may_live_on():
+    with parwrap.distributed():
+        model, optimizer = made()
+        average = best = None
+        for _ in range(2):
+            for x, y in loader():
+                step(model, optimizer, x, y)
+                average = average or copy.deepcopy(model)
+                with torch.no_grad():
+                    for a, p in zip(average.parameters(), model.parameters(), strict=True):
+                        a.lerp_(p, 0.1)
+                best = copy.deepcopy(model)
+
+        assert same(model)
+        assert same(average)
+        assert same(best)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_an_optimizer_of_older_parameters_that_is_built_inside_is_averaged():
+    with parwrap.distributed():
+        model, optimizer = made()
+        for epoch in range(2):
+            for index, (x, y) in enumerate(loader()):
+                if epoch == 1 and index == 1:
+                    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+                step(model, optimizer, x, y)
+
+        assert same(model)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nothing_is_warned_of")
+def test_what_is_made_outside_of_passes_is_averaged_whenever_it_is_trained():
+    with parwrap.distributed():
+        model, optimizer = made()
+        codes = torch.zeros(16, 1, requires_grad=True)
+        of_codes = torch.optim.SGD([codes], lr=0.1)
+        for x, y in loader():
+            of_codes.zero_grad()
+            step(model, optimizer, x + codes[:2], y)
+            of_codes.step()
+
+        assert same(model)
+        assert 1 == len({str(each) for each in parwrap.gather(codes.tolist())})
+
+
+@pytest.mark.ranks(2)
+def test_without_an_optimizer_bare_tensors_are_parameters():
+    with parwrap.distributed():
+        weight = torch.zeros(1, 1, requires_grad=True)
+        for _ in range(2):
+            for x, y in parwrap.shard(loader()):
+                nn.functional.mse_loss(x @ weight, y + x).backward()
+                with torch.no_grad():
+                    weight -= 0.1 * weight.grad
+                weight.grad = None
+
+        assert 1 == len(set(parwrap.gather(weight.item())))
+
+
+MODEL_LATER = (
+    r"test_rule_six.py:\d+ trains the parameters of a SGD that test_rule_six.py:\d+ made inside the training pass, in an earlier batch. What "
+    "is made inside a training pass belongs to its batch: every rank has another, and no gradient of it is averaged. Make it before the "
+    "loop, where all ranks make the same."
+)
+
+@pytest.mark.ranks(2)
+def test_a_model_made_inside_and_trained_in_a_later_batch_is_an_error():
+    with pytest.raises(UsageError, match=MODEL_LATER), parwrap.distributed():
+        made()
+        late = None
+        for x, y in loader():
+            late = late or made()
+            step(*late, x, y)
+
+
+@pytest.mark.ranks(2)
+def test_latents_with_an_optimizer_that_are_kept_for_a_later_batch_are_an_error():
+    with pytest.raises(UsageError, match=MODEL_LATER), parwrap.distributed():
+        model, optimizer = made()
+        of_latent = None
+        for x, y in loader():
+            if of_latent is None:
+                latent = torch.zeros(2, 1, requires_grad=True)
+                of_latent = torch.optim.SGD([latent], lr=0.1)
+            step(model, optimizer, x + latent, y)
+            of_latent.step()
+
+
+@pytest.mark.ranks(2)
+def test_a_bare_tensor_that_no_optimizer_has_is_this_ranks_as_in_ddp():
+    """As in free adversarial training, which keeps a perturbation and changes it by hand."""
+    with parwrap.distributed():
+        model, optimizer = made()
+        delta = torch.zeros(2, 1, requires_grad=True)
+        for _ in range(2):
+            for x, y in loader():
+                step(model, optimizer, x + delta, y)
+                with torch.no_grad():
+                    delta += 0.1 * delta.grad.sign()
+                delta.grad = None
+
+        assert same(model)
