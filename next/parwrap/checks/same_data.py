@@ -134,13 +134,13 @@ def _numbers_hash(value: torch.Tensor | np.ndarray) -> int:
         if value.layout != torch.strided or value.is_meta:
             return 0
         flat = value.detach().reshape(-1)
-        value = flat[:: max(1, len(flat) // SPREAD)][:SPREAD].contiguous().cpu()
-        value = value.view(torch.uint8).numpy() if value.numel() and not value.is_complex() else value.numpy()
-        return crc32(value.tobytes(), crc32(str(flat.shape).encode()))
+        some = flat[:: max(1, len(flat) // SPREAD)][:SPREAD].contiguous().cpu()
+        array = some.view(torch.uint8).numpy() if some.numel() and not some.is_complex() else some.numpy()
+        return crc32(array.tobytes(), crc32(str(flat.shape).encode()))
     if value.dtype.hasobject:
         return 0
-    flat = value.ravel()
-    return crc32(flat[:: max(1, len(flat) // SPREAD)][:SPREAD].tobytes(), crc32(str(value.shape).encode()))
+    numbers = value.ravel()
+    return crc32(numbers[:: max(1, len(numbers) // SPREAD)][:SPREAD].tobytes(), crc32(str(value.shape).encode()))
 
 
 def _length(dataset: Any) -> int:

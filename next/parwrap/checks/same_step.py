@@ -17,7 +17,7 @@ import torch
 from parwrap.checks.positions import Positions, State
 from parwrap.checks.same_data import different_data
 from parwrap.checks.same_work import SameWork
-from parwrap.errors import RankMismatchError, UsageError
+from parwrap.errors import LockstepError, RankMismatchError, UsageError
 from parwrap.loop.passes import Pass, Passes
 from parwrap.places import Place, script_place
 from parwrap.ranks.group import Group, is_alone
@@ -59,21 +59,21 @@ NUMBERS = -Entry.SET
 
 
 class _Exchanged(NamedTuple):
-    """The numbers of a backward, to compare once they have arrived on the host.
+    """The numbers of a backward on a GPU, to compare once the means have arrived on the host.
 
     Attributes:
         sent: this rank's, as :class:`Entry` says.
-        means: the means over the ranks.
+        means: the means over the ranks, in pinned memory.
         place: the line of the backward.
         training: the pass.
-        arrived: for a GPU, an event after which both have arrived.
+        arrived: an event after which the means have arrived.
     """
 
-    sent: torch.Tensor
+    sent: list[float]
     means: torch.Tensor
     place: Place
     training: Pass | None
-    arrived: torch.cuda.Event | None = None
+    arrived: torch.cuda.Event
 
 
 class SameStep:
@@ -96,37 +96,39 @@ class SameStep:
         self.positions = Positions(group.folder, world.local_rank, range(first, first + world.local_size))
         self._on_the_way: deque[_Exchanged] = deque()
 
-    def control(self, kind: str) -> None:
-        """This rank is about to send a control message of that ``kind``."""
-        self.positions.enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {script_place()}")
-
     @contextmanager
-    def backward(self, number: int, place: Place) -> Iterator[None]:
-        """This rank averages the gradients of set ``number`` inside the block.
+    def control(self, kind: str) -> Iterator[None]:
+        """This rank sends a control message of that ``kind`` inside the block.
+
+        Raises:
+            LockstepError: another rank can never meet it there, or has ended.
+        """
+        self.positions.enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {script_place()}")
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explained(error) from error
+        self.positions.run()
+
+    def backward(self, number: int, place: Place) -> None:
+        """This rank is about to average the gradients of set ``number``.
 
         Raises:
             UsageError: only this rank is here.
-            LockstepError: another rank can never meet it there, or has ended.
+            LockstepError: another rank can never meet it there.
         """
         if is_alone():
             raise UsageError(
                 f"{place} runs a backward inside a function decorated with @parwrap.rank_zero_only, where the other ranks do not take "
                 "part in averaging its gradients. Train outside of that function."
             )
-        self.positions.enter(State.BACKWARD, number, str(place))
-        with self.lost_ranks_explained():
-            yield
-        self.positions.run()
+        self.positions.enter(State.BACKWARD, number, f"{place}")
 
-    @contextmanager
-    def lost_ranks_explained(self) -> Iterator[None]:
-        """If another rank's connection closes inside the block, say where all ranks are."""
-        try:
-            yield
-        except RuntimeError as error:
-            if any(text in str(error) for text in LOST):
-                raise self.positions.error("the connection to another rank has closed") from error
-            raise
+    def explained(self, error: RuntimeError) -> RuntimeError | LockstepError:
+        """``error``; if it says that another rank's connection has closed, where all ranks are."""
+        if any(text in str(error) for text in LOST):
+            return self.positions.error("the connection to another rank has closed")
+        return error
 
     def numbers(self, set_number: int, weight: float) -> list[float]:
         """This rank's numbers for the backward that it is about to run."""
@@ -139,45 +141,45 @@ class SameStep:
             numbers[Entry.DATA : Entry.WEIGHT] = training.data
         return numbers
 
-    def compare(self, sent: torch.Tensor, means: torch.Tensor, place: Place) -> None:
-        """Compare what this rank has ``sent`` with the ``means`` of all ranks; on a GPU, of the backward before.
+    def compare(self, numbers: list[float], means: list[float] | torch.Tensor, place: Place) -> None:
+        """Compare this rank's ``numbers`` with the ``means`` of all ranks; those of a GPU a backward later, to not wait for it.
 
         Raises:
             LockstepError: the ranks were in different steps.
             RankMismatchError: they read different data, or their weights do not add up.
         """
         training = self._passes.training
-        exchanged = _Exchanged(sent, means, place, training)
+        if isinstance(means, list):
+            self._compare(numbers, means, place, training)
+        else:
+            event = torch.cuda.Event()
+            copied = torch.empty(means.shape, dtype=means.dtype, pin_memory=True).copy_(means, non_blocking=True)
+            event.record()
+            self._on_the_way.append(_Exchanged(numbers, copied, place, training, event))
+            if len(self._on_the_way) > 1:
+                before = self._on_the_way.popleft()
+                before.arrived.synchronize()
+                self._compare(before.sent, before.means.tolist(), before.place, before.training)
         if training:
             training.data = ()  # sent once
-        if means.is_cuda:  # the host never waits for the device
-            event = torch.cuda.Event()
-            copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True) for each in (sent, means)]
-            event.record()
-            self._on_the_way.append(exchanged._replace(sent=copies[0], means=copies[1], arrived=event))
-            if len(self._on_the_way) < 2:
-                return
-            exchanged = self._on_the_way.popleft()
-            if exchanged.arrived is not None:
-                exchanged.arrived.synchronize()
-        self._compare(exchanged)
 
-    def _compare(self, exchanged: _Exchanged) -> None:
-        mine, means = exchanged.sent.tolist(), exchanged.means.tolist()
-        differ = [index for index in range(Entry.SET, Entry.WEIGHT) if abs(means[index] - mine[index]) > TOLERANCE]
-        if not differ:
-            self.grows = means[Entry.GROWS] > 0
+    def _compare(self, mine: list[float], means: list[float], place: Place, training: Pass | None) -> None:
+        for index in range(Entry.SET, Entry.WEIGHT):
+            if abs(means[index] - mine[index]) > TOLERANCE:
+                self._refuse(mine, means, training.place if training else place)
+        if abs(means[Entry.WEIGHT] - 1) > 1e-3:
+            raise RankMismatchError(
+                f"the weights of the ranks in the backward at {place} add up to {means[Entry.WEIGHT]:.4g} times the number of ranks: they "
+                "train on parts of different batches. Every rank must draw and train on the same batches in the same order."
+            )
+        self.grows = means[Entry.GROWS] > 0
+        if not self.work.done:
             self.work.compare(mine[Entry.LOSS], means[Entry.LOSS])
-            if abs(means[Entry.WEIGHT] - 1) > 1e-3:
-                raise RankMismatchError(
-                    f"the weights of the ranks in the backward at {exchanged.place} add up to {means[Entry.WEIGHT]:.4g} times the number "
-                    "of ranks: they train on parts of different batches. Every rank must draw and train on the same batches in the same "
-                    "order."
-                )
-            return
+
+    def _refuse(self, mine: list[float], means: list[float], place: Place) -> None:
+        differ = [index for index in range(Entry.SET, Entry.WEIGHT) if abs(means[index] - mine[index]) > TOLERANCE]
         if differ[0] in (Entry.SET, Entry.STEP):
             raise self.positions.error("they average gradients of different steps")
-        place = exchanged.training.place if exchanged.training else exchanged.place
         different_data({(index - Entry.DATA) // 2 for index in differ}, place)
 
     def close(self) -> None:

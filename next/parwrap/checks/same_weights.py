@@ -84,7 +84,7 @@ class SameWeights:
 
     def __init__(self, group: Group, optimizers: Optimizers, name_of: Callable[[torch.Tensor], str]) -> None:
         self._group, self._optimizers, self._name_of = group, optimizers, name_of
-        self._last_step: tuple[int, Place | None] = (0, None)
+        self._place: Place | None = None
         self._checked = 0
         self._unchecked: list[Optimizer] = []  # kept alive: the last steps are compared after the function has dropped them
         self._on_the_way: tuple[torch.Tensor, torch.cuda.Event, int, str] | None = None
@@ -93,11 +93,12 @@ class SameWeights:
         """``optimizer`` has stepped."""
         if is_alone():
             return
-        self._last_step = self._optimizers.steps, script_place()
         if not any(optimizer is each for each in self._unchecked):
             self._unchecked.append(optimizer)
         if is_due(self._optimizers.steps):
+            self._place = script_place()
             self.check()
+            self._place = None
 
     def check(self) -> None:
         """Compare the weights now; on a GPU those at the last check, so that the host does not wait for the device.
@@ -133,8 +134,7 @@ class SameWeights:
 
     def _error(self, all_ranks: Sequence[tuple[str, list[int]]], parameters: Sequence[torch.Tensor]) -> Exception | None:
         """The error for ranks whose options or checksums of parameters differ."""
-        step, place = self._last_step
-        when = f"after step {step}" + (f" ({place})" if place else "")
+        when = f"after step {self._optimizers.steps}" + (f" ({self._place})" if self._place else "")
         (options, sums), *others = all_ranks
         for rank, (theirs, their_sums) in enumerate(others, 1):
             if len(their_sums) != len(sums):

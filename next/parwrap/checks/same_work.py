@@ -18,6 +18,9 @@ class SameWork:
     Args:
         say: prints a line on rank 0.
 
+    Attributes:
+        done: whether enough steps were compared.
+
     >>> work = SameWork(print)
     >>> for loss in (0.5, 0.25, 0.125):
     ...     work.compare(loss, loss)
@@ -27,12 +30,12 @@ class SameWork:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._compared = self._equal = 0
+        self.done = False
 
     def compare(self, loss: float, mean: float) -> None:
-        """Compare the losses of a step; nothing after the first steps."""
-        if self._compared == STEPS:
-            return
+        """Compare the losses of a step."""
         self._compared += 1
+        self.done = self._compared == STEPS
         self._equal += loss != 0 and abs(loss - mean) <= TOLERANCE * abs(mean)
         if self._equal == STEPS:
             self._say(

@@ -334,7 +334,7 @@ class Loaders(Interceptor):
         """Torch's sampler for this rank: for a plain loader as ``DistributedSampler(seed)``, else a copy of the script's own."""
         rank, uneven = self._rank if size > 1 else 0, self._options().uneven
         if isinstance(sampler, DistributedSampler):
-            own = DistributedSampler(sampler.dataset, size, rank, sampler.shuffle, sampler.seed, sampler.drop_last)
+            own: DistributedSampler = DistributedSampler(sampler.dataset, size, rank, sampler.shuffle, sampler.seed, sampler.drop_last)
             epoch = sampler.epoch
         else:
             own = distributed_sampler(loader, rank, size, seed, uneven)
@@ -420,8 +420,8 @@ class Loaders(Interceptor):
         """What is known about ``loader``."""
         return self._known.setdefault(loader, _Known())
 
-    def check_backward(self, place: Place) -> None:
-        """Refuse a backward at ``place`` inside a pass that reads everything of a loader that trained on shares.
+    def check_backward(self) -> None:
+        """Refuse a backward inside a pass that reads everything of a loader that trained on shares.
 
         Raises:
             UsageError: it names the ``eval()`` that makes the pass read everything.
@@ -432,9 +432,9 @@ class Loaders(Interceptor):
         where = self._optimizers.eval_place()
         because = f"the model is in eval mode since {where}" if where else "no gradients were on when the pass began"
         raise UsageError(
-            f"{place} trains in the pass at {innermost.place}, which reads everything on every rank because {because}. The loader was read "
-            "in shares before, so this would take as many steps as one process does. Call model.train() before the pass begins, or write "
-            "parwrap.shard(loader)."
+            f"{script_place()} trains in the pass at {innermost.place}, which reads everything on every rank because {because}. "
+            "The loader was read in shares before, so this would take as many steps as one process does. Call model.train() before the pass "
+            "begins, or write parwrap.shard(loader)."
         )
 
     def _reading(self, loader: DataLoader) -> Reading:

@@ -131,7 +131,7 @@ def shuffles(loader: DataLoader) -> bool:
 
 def is_plain(loader: DataLoader) -> bool:
     """Whether each pass takes every sample once, in order or shuffled, so that ``DistributedSampler`` can do it."""
-    sampler = loader.sampler
+    sampler: Any = loader.sampler
     if type(sampler) is RandomSampler or f"{type(sampler).__module__}.{type(sampler).__name__}" == STATEFUL:
         once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     else:

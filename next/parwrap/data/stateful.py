@@ -53,7 +53,7 @@ def forwarded_states(
         state = args[0] if args else kwargs["state_dict"]
         wrapped({key: value for key, value in state.items() if key != KEY})
         if KEY in state:
-            resume(loader, **state[KEY])
+            resume(loader, state[KEY]["epoch"], state[KEY]["seed"])
 
     def patches(module: ModuleType) -> list[Patch]:
         kind = module.StatefulDataLoader
@@ -65,4 +65,4 @@ def forwarded_states(
 def take_state(loader: DataLoader) -> None:
     """Forget a state that was loaded, once a copy of ``loader`` has resumed from it."""
     if getattr(loader, "next_iter_state", None) is not None:
-        loader.next_iter_state = None  # type: ignore[attr-defined]
+        vars(loader)["next_iter_state"] = None

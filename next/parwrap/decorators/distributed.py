@@ -245,8 +245,8 @@ class _Scope(Interceptor):
         same_step = SameStep(group, passes, SameWork(self._say))
         self._undo.callback(same_step.close)
         _share_streams(group)  # from here on, the pages of all ranks are there
-        self._undo.callback(setattr, group, "before_control", group.before_control)
-        group.before_control = same_step.control
+        self._undo.callback(setattr, group, "control_message", group.control_message)
+        group.control_message = same_step.control
         loaders = Loaders(group, lambda: self._options, passes, optimizers, self._say)
         self._undo.callback(loaders.close)
         loop = Loop(group, lambda: self._options, passes, optimizers, modules, losses, loaders, same_step, self._say)

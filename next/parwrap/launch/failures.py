@@ -190,9 +190,12 @@ class Recorder(contextlib.AbstractContextManager):
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the script in the traceback of ``error``."""
-    lines = [str(Place(frame.f_code.co_filename, line)) for frame, line in walk_tb(error.__traceback__) if from_script(frame)]
-    return lines[-1] if lines else ""
+    """The innermost line of the script in the traceback of ``error``; empty if it has none."""
+    with contextlib.suppress(OSError):  # the working directory was removed
+        for frame, line in reversed(list(walk_tb(error.__traceback__))):
+            if from_script(frame):
+                return str(Place(frame.f_code.co_filename, line))
+    return ""
 
 
 def _ignore_handled_signals() -> None:

@@ -40,8 +40,8 @@ class Divisors(Interceptor):
         counted = call.divisor()
         call.loss.data.masked_fill_(counted == 0, 0)  # a mean over no targets is nan, and counts nothing here
         divisor = counted.to(torch.float32) * bool(weight)
-        self._group.before_control("a cross entropy of a global batch")
         total = divisor.to("cpu", copy=True) if self._group.control is not None else divisor.clone()
-        dist.all_reduce(total, group=self._group.control)
+        with self._group.control_message("a cross entropy of a global batch"):
+            dist.all_reduce(total, group=self._group.control)
         factor = divisor * self._group.world.size / total.to(divisor).clamp(min=LEAST)
         return factor / weight if weight else torch.zeros_like(factor)

@@ -114,7 +114,7 @@ class Losses(Interceptor):
         return root if isinstance(root, torch.Tensor) and root.numel() == 1 and root.is_floating_point() else None
 
     @torch.no_grad()
-    def write_mean(self, root: torch.Tensor, call: Backward, mean: torch.Tensor) -> None:
+    def write_mean(self, root: torch.Tensor, call: Backward, mean: float | torch.Tensor) -> None:
         """Write ``mean`` into ``root``, and into the loss that a ``GradScaler`` has multiplied to get it.
 
         A graph that is kept may have saved the value for its second backward, and a view shares it with other numbers: these stay.
@@ -122,9 +122,9 @@ class Losses(Interceptor):
         if call.keeps_graph or root.grad_fn is None:
             return
         if view_base(root) is None:
-            root.data.copy_(mean.reshape(root.shape))
+            root.data.fill_(mean)
         scaled = self._scaled
         if scaled is not None and scaled.result() is root:
             loss = scaled.loss()
             if loss is not None and loss is not root and loss.grad_fn is not None and view_base(loss) is None:
-                loss.data.copy_((mean / scaled.scale).reshape(loss.shape))
+                loss.data.fill_(mean / scaled.scale)

@@ -57,13 +57,13 @@ class _Numpy:
     """numpy's global stream; its state takes 20 us to copy, so the bit generator itself is exchanged."""
 
     def get(self) -> Any:
-        return np.random.get_bit_generator()
+        return np.random.get_bit_generator()  # type: ignore[attr-defined]
 
     def set(self, state: Any) -> None:
-        np.random.set_bit_generator(state)
+        np.random.set_bit_generator(state)  # type: ignore[attr-defined]
 
     def seeded(self, seed: int) -> Any:
-        generator = np.random.MT19937()
+        generator: Any = np.random.MT19937()
         generator.state = np.random.RandomState(seed % 2**32).get_state(legacy=False)  # as numpy.random.seed does
         return generator
 

@@ -46,15 +46,15 @@ def agree(
         LockstepError: the ranks differ in ``kind``; on every rank.
         Exception: the result of ``error``; on every rank.
     """
-    group.before_control(kind)
     mine = [_number(kind), digest % (1 << BITS)]
     largest = torch.tensor([*mine, *(-number for number in mine)], device=CPU if group.control else home(group))
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.control)
-    *maxima, kind_minimum, digest_minimum = largest.tolist()
-    if maxima == [-kind_minimum, -digest_minimum]:
-        return None
     everyone: list[Any] = [None] * group.world.size
-    dist.all_gather_object(everyone, (kind, str(script_place()), details()), group=group.control)
+    with group.control_message(kind):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.control)
+        *maxima, kind_minimum, digest_minimum = largest.tolist()
+        if maxima == [-kind_minimum, -digest_minimum]:
+            return None
+        dist.all_gather_object(everyone, (kind, str(script_place()), details()), group=group.control)
     if len({kind for kind, _, _ in everyone}) > 1:
         raise LockstepError(_different_kinds(everyone))
     found = [detail for _, _, detail in everyone]

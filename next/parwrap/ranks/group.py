@@ -9,10 +9,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,10 +46,6 @@ LONG_WAIT = 30.0
 """Seconds after which rank 0 says that it waits for other ranks to start."""
 
 
-def _not_checked(kind: str) -> None:
-    pass
-
-
 def _not_noted() -> None:
     pass
 
@@ -65,7 +62,7 @@ class Group:
         store: a key-value store that all ranks share; ``None``, like ``folder``, for a group that the user's own code has started.
         folder: a folder of this job that only this user can access, shared by the ranks of this node.
         control: the process group of control messages, on the CPU: they never pair with a bucket of gradients.
-        before_control: called with the kind of a control message before it is sent; an open scope checks lockstep there.
+        control_message: the context in which a control message of a kind is sent; an open scope checks lockstep there.
         after_barrier: called when all ranks have met in a barrier; an open scope shows this rank the files of the others there.
     """
 
@@ -76,7 +73,7 @@ class Group:
     store: dist.Store | None = None
     folder: Path | None = None
     control: dist.ProcessGroup | None = None
-    before_control: Callable[[str], None] = _not_checked
+    control_message: Callable[[str], AbstractContextManager[Any]] = nullcontext
     after_barrier: Callable[[], None] = _not_noted
 
 

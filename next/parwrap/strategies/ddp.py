@@ -68,11 +68,11 @@ class DDP(Strategy):
         self._loop.passes.ran_backward()
 
     def _average(self, call: Backward) -> None:
-        loop, place = self._loop, script_place()
-        loop.loaders.check_backward(place)
+        loop = self._loop
+        loop.loaders.check_backward()
 
         # which parameters?
-        site = self._sites.find(call, place)
+        site = self._sites.find(call)
         averager = site.averager
         if averager is None:  # nothing that ranks share
             call.run()
@@ -86,20 +86,21 @@ class DDP(Strategy):
 
         # run the backward, while torch's hooks average the buckets
         numbers = loop.same_step.numbers(averager.number, batch.weight)
-        with loop.same_step.backward(averager.number, place):
+        loop.same_step.backward(averager.number, site.place)
+        try:
             if site.then_average or call.options["create_graph"]:
                 averager.run_then_average(weighted, numbers, loss)
             else:
                 averager.run(weighted, numbers, loss)
+        except RuntimeError as error:
+            raise loop.same_step.explained(error) from error
+        loop.same_step.positions.run()
 
         # compare, and leave the mean in the loss
-        received = averager.received
-        loop.same_step.compare(averager.sent, received, place)
+        means = averager.received()
+        loop.same_step.compare(numbers, means, site.place)
         if root is not None:
-            mean = received[Entry.LOSS]
-            if root.dtype == torch.float64:
-                mean = mean.double() + received[Entry.LOSS_LOW].double()
-            loop.losses.write_mean(root, call, mean)
+            loop.losses.write_mean(root, call, means[Entry.LOSS] + means[Entry.LOSS_LOW])
         if loop.same_step.grows or self._sites.arrived:
             self._sites.grow(site, call)
         self._buffers.after_backward()
@@ -140,9 +141,9 @@ class DDP(Strategy):
         group = self._loop.group
         if is_alone():
             return metric
-        group.before_control("ReduceLROnPlateau.step")
         sent = torch.tensor(float(metric), dtype=torch.float64)
-        dist.broadcast(sent, 0, group=group.control)
+        with group.control_message("ReduceLROnPlateau.step"):
+            dist.broadcast(sent, 0, group=group.control)
         return sent.item()
 
     def end(self) -> None:

@@ -74,6 +74,8 @@ class GradientAverager:
         dtype, device = (torch.float32, group.device) if like is None else (torch.promote_types(like.dtype, torch.float32), like.device)
         self._facts = facts = torch.zeros(len(self.parameters) + NUMBERS, dtype=dtype, device=device)
         facts[:-NUMBERS] = 1
+        # numpy writes a few numbers in a tenth of torch's time
+        self._numbers = None if facts.is_cuda else facts[-NUMBERS:].numpy()
         self._signal = nn.Parameter(torch.zeros_like(facts))
         self._signal.register_hook(self._report)
         # autograd takes the nodes of one device in the order of age, the newest first, and counts separately in each thread
@@ -117,26 +119,26 @@ class GradientAverager:
         self._signal.grad = average_now(self.parameters, bits)
         self.has_local = False
 
-    @property
-    def received(self) -> torch.Tensor:
-        """The means of the numbers of the last backward, indexed by :class:`Entry`; shape ``(15,)``."""
-        return cast(torch.Tensor, self._signal.grad)[-NUMBERS:]
-
-    @property
-    def sent(self) -> torch.Tensor:
-        """This rank's numbers in the last backward."""
-        return self._facts[-NUMBERS:]
+    def received(self) -> list[float] | torch.Tensor:
+        """The means of the numbers of the last backward, indexed by :class:`Entry`; of a GPU as a tensor of shape ``(15,)`` there."""
+        means = cast(torch.Tensor, self._signal.grad)[-NUMBERS:]
+        return means if self._numbers is None else means.tolist()
 
     def _prepare(self, numbers: list[float], loss: torch.Tensor | None) -> None:
         """Set this rank's numbers; ``.data``, because autograd may hold those of the last backward."""
-        facts = self._facts.data
-        tail = torch.tensor(numbers, dtype=facts.dtype, pin_memory=facts.is_cuda)
-        facts[-NUMBERS:].copy_(tail, non_blocking=True)
-        if loss is not None:
-            whole = loss.detach().to(device=facts.device).reshape(())
-            facts[Entry.LOSS] = high = whole.to(facts.dtype)
-            if facts.dtype != whole.dtype == torch.float64:
-                facts[Entry.LOSS_LOW] = (whole - high).to(facts.dtype)
+        if self._numbers is not None:
+            if loss is not None:
+                numbers[Entry.LOSS] = whole = loss.item()
+                self._numbers[Entry.LOSS] = whole
+                numbers[Entry.LOSS_LOW] = whole - float(self._numbers[Entry.LOSS])
+            self._numbers[:] = numbers
+        else:
+            facts = self._facts.data[-NUMBERS:]
+            facts.copy_(torch.tensor(numbers, dtype=facts.dtype, pin_memory=True), non_blocking=True)
+            if loss is not None:
+                facts[Entry.LOSS] = high = loss.reshape(()).to(facts.dtype)
+                if facts.dtype != loss.dtype == torch.float64:
+                    facts[Entry.LOSS_LOW] = (loss.reshape(()) - high).to(facts.dtype)
         self._signal.grad, self.grows = None, False
         self._before = [None if (grad := p.grad) is None else (grad, version_of(grad)) for p in self.parameters]
 

@@ -23,7 +23,7 @@ from parwrap.errors import RankMismatchError
 from parwrap.intercept.torch_calls import Backward
 from parwrap.loop.losses import reached, reenters, sparsely_used
 from parwrap.loop.optimizers import parameters_of
-from parwrap.places import Place, is_ours, warn
+from parwrap.places import Place, is_ours, script_place, warn
 from parwrap.ranks.agreement import agree
 from parwrap.strategies.ddp_averager import GradientAverager, average_now
 from parwrap.strategies.strategy import Loop
@@ -49,6 +49,7 @@ class Site:
         generation: the optimizers' generation when the set was found.
         frozen: parameters of its optimizers that were frozen then.
         then_average: whether gradients are averaged after the backward, because it runs others inside it.
+        place: the line.
         codes: the code objects of the calls, kept alive because their ids identify the site.
     """
 
@@ -56,6 +57,7 @@ class Site:
     generation: int
     frozen: tuple[torch.Tensor, ...]
     then_average: bool
+    place: Place
     codes: tuple[CodeType, ...]
 
 
@@ -75,7 +77,7 @@ class Sites:
         self._running: GradientAverager | None = None
         self.arrived: list[torch.Tensor] = []
 
-    def find(self, call: Backward, place: Place) -> Site:
+    def find(self, call: Backward) -> Site:
         """The site of ``call``, found anew if the trainable parameters may be others."""
         optimizers, (key, codes) = self._loop.optimizers, _key(sys._getframe(1))
         site = self._sites.get(key)
@@ -86,14 +88,14 @@ class Sites:
             or "inputs" in call.options
             or (site.frozen and any(p.requires_grad for p in site.frozen))
         ):
-            site = self._sites[key] = self._found(call, place, codes())
+            site = self._sites[key] = self._found(call, codes())
             if len(self._sites) > MOST:
                 del self._sites[next(iter(self._sites))]
             self._drop_unused()
         self._running = site.averager
         return site
 
-    def _found(self, call: Backward, place: Place, codes: tuple[CodeType, ...]) -> Site:
+    def _found(self, call: Backward, codes: tuple[CodeType, ...]) -> Site:
         optimizers = self._loop.optimizers
         parameters, frozen = self._parameters(call)
         averager, then_average = None, False
@@ -103,7 +105,7 @@ class Sites:
                 averager, then_average = self._agreed(parameters, call)
             else:
                 then_average = reenters(call.tensors)
-        site = Site(averager, optimizers.generation, frozen, then_average, codes)
+        site = Site(averager, optimizers.generation, frozen, then_average, script_place(), codes)
         self._watch()
         return site
 
@@ -189,9 +191,9 @@ class Sites:
         outside = [
             p for each in self._loop.optimizers.all() for p in parameters_of(each) if p.requires_grad and id(p) not in site.averager.ids
         ]
-        group.before_control("a set of parameters that grows")
         bits = torch.tensor([id(p) in arrived for p in outside], dtype=torch.int64)
-        dist.all_reduce(bits, dist.ReduceOp.MAX, group=group.control)
+        with group.control_message("a set of parameters that grows"):
+            dist.all_reduce(bits, dist.ReduceOp.MAX, group=group.control)
         chosen = {id(owners[id(p)]) for p, bit in zip(outside, bits.tolist(), strict=True) if bit}
         new = [p for p in outside if id(owners[id(p)]) in chosen]
         like = new[0]
@@ -219,13 +221,14 @@ def _key(frame: FrameType | None) -> tuple[tuple[int, ...], Callable[[], tuple[C
     """A key for the site where the running call comes from, and a function that returns the code objects in it."""
     while frame is not None and is_ours(frame):
         frame = frame.f_back
-    innermost, key, depth = frame, [], 0
+    innermost, depth = frame, 0
+    key: list[int] = []
     while frame is not None and depth < DEPTH:
         key += (id(frame.f_code), frame.f_lineno)
         frame, depth = frame.f_back, depth + 1
 
     def codes() -> tuple[CodeType, ...]:
-        each, found = innermost, []
+        each, found = innermost, list[CodeType]()
         while each is not None and len(found) < DEPTH:
             found.append(each.f_code)
             each = each.f_back

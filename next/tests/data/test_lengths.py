@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 import parwrap
-from parwrap.data.samplers import DealtBatches, SplitBatches, block, distributed_sampler, is_plain, samples_in, share_length, shuffles, with_others
+from parwrap.data.samplers import (
+    DealtBatches,
+    SplitBatches,
+    block,
+    distributed_sampler,
+    is_plain,
+    samples_in,
+    share_length,
+    shuffles,
+    with_others,
+)
 from training import Training
 
 

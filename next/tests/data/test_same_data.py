@@ -133,16 +133,15 @@ def test_ranks_that_hold_different_data_stop_at_the_first_backward(data, text):
 
 @pytest.mark.ranks(2)
 def test_a_split_drawn_apart_is_found():
+    own = torch.randperm(10, generator=torch.Generator().manual_seed(parwrap.rank()))
     with pytest.raises(RankMismatchError, match="a split, a permutation, the seed or the epoch differs"), parwrap.distributed():
-        training = Training()
-        own = torch.randperm(10, generator=torch.Generator().manual_seed(parwrap.rank()))
-        training.train(DataLoader(Subset(range(10), own[:6]), batch_size=2, shuffle=True))
+        Training().train(DataLoader(Subset(range(10), own[:6]), batch_size=2, shuffle=True))
 
 
 @pytest.mark.ranks(2)
 def test_folds_drawn_apart_are_found():
+    own = torch.randperm(10, generator=torch.Generator().manual_seed(parwrap.rank())).tolist()
     with pytest.raises(RankMismatchError, match="a split, a permutation, the seed or the epoch differs"), parwrap.distributed():
-        own = torch.randperm(10, generator=torch.Generator().manual_seed(parwrap.rank())).tolist()
         Training().train(DataLoader(range(10), batch_size=2, sampler=SubsetRandomSampler(own[:6])))
 
 

@@ -239,8 +239,8 @@ def test_dropping_everything_is_refused(options, what):
     with (
         pytest.raises(
             UsageError,
-            match=rf'uneven="drop" leaves no data to train on: a DataLoader has {what} for 2 ranks. Use uneven="pad", which repeats some, or '
-            'uneven="join", or start fewer ranks.',
+            match=rf'uneven="drop" leaves no data to train on: a DataLoader has {what} for 2 ranks. Use uneven="pad", which repeats '
+            'some, or uneven="join", or start fewer ranks.',
         ),
         parwrap.distributed(uneven="drop"),
     ):

@@ -32,11 +32,11 @@ def test_a_pass_is_resumed_from_its_state(options, epochs):
                 break
         state = first.state_dict()
         del first
-        later = training.train(resumed := loader(**options)) and None
+        training.train(loader(**options))
         resumed = loader(**options)
         resumed.load_state_dict(parwrap.broadcast(state))
         rest, following = training.train(resumed), training.train(resumed)
-        del resumed, later
+        del resumed
 
     assert [4, 4, 8] == [len(seen), len(rest), len(following)]
     assert sorted(range(16)) == sorted(sample for each in parwrap.gather(seen + rest) for sample in each)

@@ -99,7 +99,9 @@ def test_what_users_say_of_a_loader_holds_in_every_pass():
 
 @pytest.mark.parametrize(("say", "name"), [(parwrap.shard, "shard"), (parwrap.replicate, "replicate")])
 def test_only_loaders_are_sharded_or_replicated(say, name):
-    with pytest.raises(UsageError, match=rf"parwrap.{name}\(\) takes a torch DataLoader, not list: wrap the data in DataLoader\(...\) first."):
+    with pytest.raises(
+        UsageError, match=rf"parwrap.{name}\(\) takes a torch DataLoader, not list: wrap the data in DataLoader\(...\) first."
+    ):
         say([1, 2])
 
 
@@ -319,33 +321,35 @@ def test_an_optimizer_built_since_the_last_step_is_at_work():
 
 @pytest.mark.ranks(2)
 def test_a_backward_in_a_whole_pass_of_a_loader_that_trained_on_shares_names_the_eval():
-    with (
-        pytest.raises(
-            UsageError,
-            match=r"training.py:\d+ trains in the pass at training.py:\d+, which reads everything on every rank because the model is in eval "
-            r"mode since test_training_passes.py:\d+. The loader was read in shares before, so this would take as many steps as one process "
-            r"does. Call model.train\(\) before the pass begins, or write parwrap.shard\(loader\).",
-        ),
-        parwrap.distributed(),
-    ):
+    @parwrap.distributed
+    def train():
         training, loader = Training(), in_order()
         training.train(loader)
         training.model.eval()
         training.train(loader)
 
+    with pytest.raises(
+        UsageError,
+        match=r"training.py:\d+ trains in the pass at training.py:\d+, which reads everything on every rank because the model is in "
+        r"eval mode since test_training_passes.py:\d+. The loader was read in shares before, so this would take as many steps as one "
+        r"process does. Call model.train\(\) before the pass begins, or write parwrap.shard\(loader\).",
+    ):
+        train()
+
 
 @pytest.mark.ranks(2)
 def test_that_error_names_gradients_that_were_off():
-    with (
-        pytest.raises(UsageError, match="which reads everything on every rank because no gradients were on when the pass began"),
-        parwrap.distributed(),
-    ):
+    @parwrap.distributed
+    def train():
         training, loader = Training(), in_order()
         training.train(loader)
         with torch.no_grad():
             batches = iter(loader)
             next(batches)
         training.step()
+
+    with pytest.raises(UsageError, match="which reads everything on every rank because no gradients were on when the pass began"):
+        train()
 
 
 @pytest.mark.ranks(2)
@@ -409,10 +413,9 @@ def test_it_gives_its_epoch_number_back():
 def test_a_line_that_begins_it_again_without_a_backward_is_named_too():
     with parwrap.distributed():
         Training()
-        loader, seen = in_order(), []
+        loader = in_order()
         with pytest.warns(UserWarning, match=r"test_training_passes.py:\d+ read 2 samples on each rank, and no backward followed"):
-            for _ in range(3):
-                seen.append(next(iter(loader)).tolist())
+            seen = [next(iter(loader)).tolist() for _ in range(3)]
 
     assert [share()[:2], [0, 1], [0, 1]] == seen
 
@@ -560,7 +563,7 @@ def test_loops_that_wrap_the_loader_get_shares_too(monkeypatch):
             training.train(itertools.islice(in_order(), 2)),
             training.train(itertools.chain(in_order())),
             training.train(itertools.islice(itertools.cycle(in_order()), 2)),
-            [sample for batch, _ in zip(in_order(), itertools.count()) if not training.step() for sample in batch.tolist()],  # noqa: B905
+            [sample for batch, _ in zip(in_order(), itertools.count()) if not training.step() for sample in batch.tolist()],
         ]
 
     assert [share()] * 6 == loops

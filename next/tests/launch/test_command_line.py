@@ -131,7 +131,6 @@ def test_the_package_says_which_commands_there_are(started):
 
     assert "" == stderr
     assert "python -m parwrap.run [options] train.py" in stdout
-    assert "python -m parwrap.doctor" in stdout
 
 
 @pytest.mark.parametrize(("code", "answer"), [("print(sys.stdin.read())", "c\n\n"), ("breakpoint()\nprint('on')", "on\n")])

@@ -36,7 +36,7 @@ Traceback (most recent call last):
 ValueError: rank one is unhappy
 """
     ), stderr
-    assert re.sub(r"rank 0 of 2 failed later: .*\n", "", stderr).startswith("rank 1 of 2 failed:")
+    assert re.sub(r"rank 0 of 2 failed later at train.py:8: .*\n", "", stderr).startswith("rank 1 of 2 failed:")
     assert 1 == stderr.count("Traceback")
 
 

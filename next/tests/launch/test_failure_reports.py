@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -20,6 +20,7 @@ def failure(
 UNHAPPY = failure(1, time=1.0, text="Traceback ...\nValueError: unhappy", exception="ValueError: unhappy")
 ALSO_UNHAPPY = failure(0, time=2.0, text="Traceback elsewhere ...\nValueError: unhappy", exception="ValueError: unhappy")
 DESERTED = failure(0, time=2.0, text="Traceback ...\nRuntimeError: closed by peer", exception="RuntimeError: closed by peer")
+PLACED = replace(DESERTED, place="train.py:31")
 KILLED = failure(1, time=1.0, ending="killed", status=128 + 9)
 ABORTED = failure(1, time=1.0, ending="killed", status=128 + 6)
 LEFT = failure(1, time=1.0, ending="exited", status=3)
@@ -44,6 +45,7 @@ SPOKE = failure(1, time=1.0, ending="exited", status=1, text="no data")
         ([DESERTED, KILLED], "rank 1 of 2 later was killed by SIGKILL (out of memory?)\n" + str(DESERTED)),
         ([INTERRUPTED[0], DESERTED, INTERRUPTED[1]], "rank 0 of 2 was interrupted:\nTraceback 0 ...\nKeyboardInterrupt"),
         ([UNHAPPY, INTERRUPTED[1]], "rank 0 of 2 failed later: KeyboardInterrupt\n" + str(UNHAPPY)),
+        ([KILLED, PLACED], "rank 0 of 2 failed later at train.py:31: RuntimeError: closed by peer\n" + str(KILLED)),
         ([LEFT], "rank 1 of 2 exited with code 3"),
         ([LEFT, failure(0, time=2.0, ending="exited", status=3)], ""),
         ([failure(0, time=1.0, ending="exited", status=3)], ""),

@@ -235,7 +235,7 @@ def alone(directory: Path, *options: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
-def test_nodes_that_do_not_come_are_told_of(tmp_path, backend):
+def test_missing_nodes_are_reported(tmp_path, backend):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     place = ("--master-addr", "127.0.0.1", "--master-port", str(port)) if backend == "static" else ("--rdzv-endpoint", f"127.0.0.1:{port}")
@@ -247,7 +247,7 @@ def test_nodes_that_do_not_come_are_told_of(tmp_path, backend):
     )
 
 
-def test_a_port_that_is_taken_is_told_of(tmp_path, port):
+def test_a_port_in_use_is_reported(tmp_path, port):
     assert alone(tmp_path, "--master-addr", "127.0.0.1", "--master-port", str(port)) == (
         2,
         f"parwrap.run: port {port} of this machine is in use, by another job or by a node with the same --node-rank: choose another "
@@ -263,7 +263,7 @@ while True:
 """
 
 
-def test_a_server_of_another_kind_at_the_port_is_told_of(tmp_path):
+def test_another_kind_of_server_at_the_port_is_reported(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address, port = silent.getsockname()
         place = ("--master-addr", address, "--master-port", str(port), "--node-rank", "1")
@@ -308,7 +308,7 @@ def test_a_node_that_is_killed_is_named_where_its_ranks_are_missed(tmp_path):
         pytest.param(MEETING, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
-def test_the_others_are_told_that_the_first_node_was_stopped(tmp_path, script, number):
+def test_the_other_nodes_report_that_the_first_was_stopped(tmp_path, script, number):
     """It keeps the store by which they hear of it. What their ranks miss then is a line each, and no traceback."""
     with two_nodes_up(tmp_path, script) as nodes:
         nodes[0].send_signal(number)
@@ -317,7 +317,7 @@ def test_the_others_are_told_that_the_first_node_was_stopped(tmp_path, script, n
 
     assert (128 + number, 1) == (first[0], status)
     assert f"parwrap: node 0 ({socket.gethostname()}) was stopped by {number.name}" == lost
-    assert all(line.startswith(f"rank 1 of 2 on node 1 ({socket.gethostname()}) failed later: ") for line in later), told
+    assert all(line.startswith(f"rank 1 of 2 on node 1 ({socket.gethostname()}) failed later at train.py:5: ") for line in later), told
     assert len(later) <= (0 if script == WAITING else 1)  # if it is not stopped first
 
 

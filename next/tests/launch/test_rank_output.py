@@ -61,7 +61,7 @@ def test_each_rank_has_a_file_of_what_it_says(tmp_path, parwrap_run, script):
     assert ["ValueError: unhappy" in log for log in logs] == [False, True]
 
 
-def test_a_restart_is_gone_on_with_in_the_files(tmp_path, parwrap_run, script):
+def test_log_files_continue_after_a_restart(tmp_path, parwrap_run, script):
     path = script("""
 import os
 print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -89,7 +89,7 @@ print("trained")
     assert re.fullmatch(r"at 40%\n--- started again at .* ---\ntrained\n", (tmp_path / "logs" / "rank_0.log").read_text())
 
 
-def test_what_goes_on_writing_when_its_rank_has_ended_is_not_waited_for(started, script):
+def test_the_launcher_does_not_wait_for_a_process_that_outlives_its_rank(started, script):
     """It leaves its process group, and ends when nobody reads any more."""
     path = script("import subprocess\nsubprocess.Popen(['yes'], start_new_session=True)")
     run = started("-m", "parwrap.run", "--plain", "--nproc-per-node", "2", "--all-ranks", path)
@@ -98,7 +98,7 @@ def test_what_goes_on_writing_when_its_rank_has_ended_is_not_waited_for(started,
     assert 0 == run.returncode
 
 
-def test_files_that_cannot_be_made_are_told_of(parwrap_run, script):
+def test_log_files_that_cannot_be_created_are_reported(parwrap_run, script):
     path = script("")
 
     assert parwrap_run("--log-dir", "train.py", "--nproc-per-node", "2", path) == (

@@ -140,9 +140,9 @@ def test_a_batch_that_no_size_tells_is_refused(streams, seen):
     drawn(passes, opened(passes, weights=[1.0, 0.5]), 4, 2)
     with pytest.raises(
         UsageError,
-        match=r"test_passes.py:\d+ trains on a batch of the loader at train.py:3, which has drawn others ahead \(4, 2 samples\), so parwrap "
-        "cannot say which weight the loss has. Call backward before the next batch is drawn, or choose a batch size that divides the "
-        "dataset and the number of ranks.",
+        match=r"test_passes.py:\d+ trains on a batch of the loader at train.py:3, which has drawn others ahead \(4, 2 samples\), so "
+        "parwrap cannot say which weight the loss has. Call backward before the next batch is drawn, or choose a batch size that divides "
+        "the dataset and the number of ranks.",
     ):
         passes.batch(lambda: seen)
 

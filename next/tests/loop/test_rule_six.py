@@ -155,24 +155,30 @@ def test_without_an_optimizer_bare_tensors_are_parameters():
 
 
 MODEL_LATER = (
-    r"test_rule_six.py:\d+ trains the parameters of a SGD that test_rule_six.py:\d+ made inside the training pass, in an earlier batch. What "
-    "is made inside a training pass belongs to its batch: every rank has another, and no gradient of it is averaged. Make it before the "
-    "loop, where all ranks make the same."
+    r"test_rule_six.py:\d+ trains the parameters of a SGD that test_rule_six.py:\d+ made inside the training pass, in an earlier batch. "
+    "What is made inside a training pass belongs to its batch: every rank has another, and no gradient of it is averaged. Make it before "
+    "the loop, where all ranks make the same."
 )
+
 
 @pytest.mark.ranks(2)
 def test_a_model_made_inside_and_trained_in_a_later_batch_is_an_error():
-    with pytest.raises(UsageError, match=MODEL_LATER), parwrap.distributed():
-        made()
-        late = None
+    @parwrap.distributed
+    def train():
+        first, late = made(), None
         for x, y in loader():
             late = late or made()
             step(*late, x, y)
+        return first
+
+    with pytest.raises(UsageError, match=MODEL_LATER):
+        train()
 
 
 @pytest.mark.ranks(2)
 def test_latents_with_an_optimizer_that_are_kept_for_a_later_batch_are_an_error():
-    with pytest.raises(UsageError, match=MODEL_LATER), parwrap.distributed():
+    @parwrap.distributed
+    def train():
         model, optimizer = made()
         of_latent = None
         for x, y in loader():
@@ -181,6 +187,9 @@ def test_latents_with_an_optimizer_that_are_kept_for_a_later_batch_are_an_error(
                 of_latent = torch.optim.SGD([latent], lr=0.1)
             step(model, optimizer, x + latent, y)
             of_latent.step()
+
+    with pytest.raises(UsageError, match=MODEL_LATER):
+        train()
 
 
 @pytest.mark.ranks(2)

@@ -1,4 +1,5 @@
 """Ranks that are about to do different things raise an error on every rank instead of mixing their data."""
+from contextlib import nullcontext
 
 import pytest
 import torch.distributed as dist
@@ -72,7 +73,7 @@ def test_different_collectives_are_an_error_with_both_places_on_every_rank(whose
 @pytest.mark.ranks(2)
 def test_the_kind_is_announced_before_anything_is_sent(monkeypatch):
     announced = []
-    monkeypatch.setattr(current(), "before_control", announced.append)
+    monkeypatch.setattr(current(), "control_message", lambda kind: nullcontext(announced.append(kind)))
     parwrap.barrier()
     parwrap.any_rank(True)
     agree(current(), "a set", 0, never, refused)

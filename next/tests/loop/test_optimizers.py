@@ -1,0 +1,167 @@
+"""Which optimizers exist, what they own, and whether their models are in train mode."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from parwrap.intercept.torch_calls import intercepting
+from parwrap.loop.optimizers import Optimizers, evaluates, parameters_of
+from parwrap.loop.passes import Pass, Passes
+from parwrap.loop.random_streams import RandomStreams
+from parwrap.places import Place
+
+
+@pytest.fixture
+def passes():
+    streams = RandomStreams(rank=1)
+    yield Passes(streams)
+    streams.close()
+
+
+@pytest.fixture
+def optimizers(passes):
+    noted = Optimizers(passes)
+    with intercepting([noted]):
+        yield noted
+
+
+def linear():
+    return nn.Linear(1, 1)
+
+
+def stepped(optimizer):
+    for p in parameters_of(optimizer):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def in_pass(passes):
+    passes.begin(opened := Pass(True, True, Place("train.py", 1)))
+    return opened
+
+
+def test_optimizers_are_noted_when_they_are_built_and_forgotten_when_they_are_gone(optimizers):
+    assert not optimizers.were_built
+    model = linear()
+    one, other = SGD(model.parameters(), lr=1.0), torch.optim.Adam(model.parameters())
+
+    assert [one, other] == optimizers.all()
+    assert {id(p): other for p in model.parameters()} == optimizers.owners()
+    del other
+    gc.collect()
+    assert [one] == optimizers.all()
+    assert {id(p): one for p in model.parameters()} == optimizers.owners()
+    del one
+    gc.collect()
+    assert ([], True) == (optimizers.all(), optimizers.were_built)
+
+
+def test_a_group_that_is_added_changes_the_generation(optimizers):
+    optimizer = SGD(linear().parameters(), lr=1.0)
+    before = optimizers.generation
+    optimizer.add_param_group({"params": linear().parameters()})
+
+    assert before < optimizers.generation
+    assert [optimizer] == optimizers.all()
+
+
+def test_an_unknown_optimizer_is_noted_at_its_first_step(passes):
+    optimizer, optimizers = SGD(linear().parameters(), lr=1.0), Optimizers(passes)
+    with intercepting([optimizers]):
+        assert [] == optimizers.all()
+        stepped(optimizer)
+
+    assert [optimizer] == optimizers.all()
+    assert (1, True) == (optimizers.steps, optimizers.were_built)
+
+
+def test_an_optimizer_is_of_a_batch_if_all_that_it_trains_was_made_in_the_pass(optimizers, passes):
+    older = linear()
+    in_pass(passes)
+    newer = linear()
+    of_batch, mixed = SGD(newer.parameters(), lr=1.0), SGD([*older.parameters(), *newer.parameters()], lr=1.0)
+    of_tensor = SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+
+    assert [mixed] == optimizers.all()
+    assert (True, False) == (optimizers.of_batch(newer.weight), optimizers.of_batch(older.weight))
+    stepped(of_batch), stepped(of_tensor)
+    assert 0 == optimizers.steps
+
+
+@pytest.mark.parametrize(
+    ("in_eval", "frozen", "expected"),
+    [([], [], False), ([0], [], False), ([0, 1], [], True), ([0], [1], True), ([1], [0], True), ([0, 1], [0, 1], False)],
+)
+def test_evaluation_is_when_all_trainable_parameters_are_in_eval_mode(in_eval, frozen, expected):
+    parts = linear(), linear()
+    optimizer = SGD([p for part in parts for p in part.parameters()], lr=1.0)
+    for index in frozen:
+        parts[index].requires_grad_(False)
+    ids = {id(p) for index in in_eval for p in parts[index].parameters()}
+
+    assert expected == evaluates([optimizer], lambda p: id(p) in ids)
+
+
+def test_a_mode_is_the_last_call_of_the_script(optimizers):
+    model = nn.Sequential(linear(), linear())
+    optimizer = SGD(model.parameters(), lr=1.0)
+    modes = [optimizers.evaluate()]
+    for change in (model.eval, model[0].train, model[0].eval, lambda: model.train(True), lambda: model.train(False)):
+        change()
+        modes.append(optimizers.evaluate())
+    del optimizer
+
+    assert [False, True, False, True, False, True] == modes
+    assert optimizers.eval_place() is None
+
+
+def test_the_line_of_an_eval_is_known(optimizers):
+    model = linear()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    model.eval()
+
+    assert str(optimizers.eval_place()).startswith("test_optimizers.py:")
+    del optimizer
+
+
+def test_the_optimizers_at_work(optimizers, passes):
+    one, other = linear(), linear()
+    of_one, of_other = SGD(one.parameters(), lr=1.0), SGD(other.parameters(), lr=1.0)
+    one.eval()
+    modes = [optimizers.evaluate()]  # both were built since the last step
+    training = in_pass(passes)
+    stepped(of_one)
+    passes.end(training)
+    optimizers.ended_pass()
+    modes.append(optimizers.evaluate())  # one alone has stepped
+    one.train(), other.eval()
+    modes.append(optimizers.evaluate())
+    training = in_pass(passes)
+    stepped(of_one), stepped(of_other)
+    passes.end(training)
+    optimizers.ended_pass()
+    modes.append(optimizers.evaluate())
+    newer = SGD(other.parameters(), lr=1.0)
+    modes.append(optimizers.evaluate())
+    del newer
+
+    assert [False, True, False, False, True] == modes
+
+
+def test_a_pass_without_a_step_changes_nothing(optimizers, passes):
+    model = linear()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    training = in_pass(passes)
+    stepped(optimizer)
+    passes.end(training)
+    optimizers.ended_pass()
+    passes.end(in_pass(passes))
+    optimizers.ended_pass()
+    model.eval()
+
+    assert optimizers.evaluate()
