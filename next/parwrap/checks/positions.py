@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import struct
 import time
+from array import array
 from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
@@ -23,8 +23,17 @@ __all__ = ["Page", "Positions", "State", "apart"]
 SIZE = 512
 """Bytes of a page."""
 
-HEADER, COUNT, REST = struct.Struct("<qqqqq"), struct.Struct("<q"), struct.Struct("<qqqq")
-"""The count of backwards, then state, what, count of controls and length of the place. It is written last: then the rest is there."""
+NUMBERS = 6
+"""Numbers of eight bytes before the place: a sequence number, then the fields of :class:`Page` and the length of the place.
+
+The sequence number is odd while the others are written, so that a reader tries again. Each is written as a whole; ``struct.pack_into``
+would write zeros first.
+"""
+
+PLACE = 8 * NUMBERS
+
+ATTEMPTS = 1000
+"""How often a page is read while its rank writes it; that rank may have died there."""
 
 
 class State(IntEnum):
@@ -34,6 +43,7 @@ class State(IntEnum):
     BACKWARD = 1
     CONTROL = 2
     ENDED = 3
+    RAISED = 4
 
 
 _openings = itertools.count()
@@ -44,6 +54,7 @@ SENTENCES = {
     State.BACKWARD: "is in the backward at {place}",
     State.CONTROL: "is in {place}",
     State.ENDED: "has ended; its last step was at {place}",
+    State.RAISED: "has raised an error; its last step was at {place}",
 }
 
 
@@ -72,6 +83,8 @@ def apart(mine: Page, other: Page) -> bool:
     >>> apart(backward, backward), apart(backward, Page(3, State.BACKWARD, 8)), apart(backward, ended), apart(backward, Page(2))
     (False, True, True, False)
     """
+    if other.state == State.RAISED:
+        return True
     if other.state == State.ENDED:
         return other.backwards < mine.backwards or other.controls < mine.controls
     if other.state == State.BACKWARD:
@@ -104,8 +117,10 @@ class Positions:
             self._memory = mmap.mmap(descriptor, SIZE * len(self._ranks))
         finally:
             os.close(descriptor)
-        self.mine = Page()
-        self._write()
+        self._numbers = memoryview(self._memory).cast("q")
+        self._length = 0
+        self.mine = Page(place="")
+        self._write(Page())
 
     def enter(self, state: State, what: int, place: str) -> None:
         """Say that this rank is about to send; raise if another rank of the node can never meet it there.
@@ -114,32 +129,37 @@ class Positions:
             LockstepError: with the places of all ranks of the node.
         """
         backwards, _, _, controls, _ = self.mine
-        self.mine = Page(backwards + (state == State.BACKWARD), state, what, controls + (state == State.CONTROL), place)
-        self._write()
+        self._write(Page(backwards + (state == State.BACKWARD), state, what, controls + (state == State.CONTROL), place))
         for other in self._others:
-            if apart(self.mine, self.read(other)):
+            if apart(self.mine, self._read(other)):
                 raise self.error()
 
     def run(self) -> None:
         """Say that this rank has what it waited for."""
-        self.mine = self.mine._replace(state=State.RUNS)
-        COUNT.pack_into(self._memory, self._rank * SIZE + 8, State.RUNS)
+        self._write(self.mine._replace(state=State.RUNS))
 
-    def end(self, patience: float = 2.0) -> None:
+    def raised(self) -> None:
+        """Say that this rank's function has raised, so that it takes no further step."""
+        self._write(self.mine._replace(state=State.RAISED))
+
+    def end(self, timeout: float, patience: float = 2.0) -> None:
         """Say that this rank's function has ended, and wait until all ranks of the node have.
 
         Raises:
-            LockstepError: a rank has been blocked for ``patience`` seconds in a step that this rank will not take.
+            LockstepError: a rank has been blocked for ``patience`` seconds in a step that this rank will not take, or has not ended within
+                ``timeout`` seconds.
         """
-        self.mine = self.mine._replace(state=State.ENDED)
-        self._write()
+        deadline = time.monotonic() + timeout
+        self._write(self.mine._replace(state=State.ENDED))
         since: dict[int, tuple[Page, float]] = {}
         while True:
-            pages = {other: self.read(other) for other in self._others}
+            pages = {other: self._read(other) for other in self._others}
             if all(page.state == State.ENDED for page in pages.values()):
                 if any(page.backwards != self.mine.backwards for page in pages.values()):
                     raise self.error()
                 return
+            if any(page.state == State.RAISED for page in pages.values()):
+                raise self.error()
             for other, page in pages.items():
                 if page.state in (State.BACKWARD, State.CONTROL) and apart(page, self.mine):
                     first = since.setdefault(other, (page, time.monotonic()))
@@ -147,14 +167,16 @@ class Positions:
                         since[other] = (page, time.monotonic())
                     elif time.monotonic() - first[1] > patience:
                         raise self.error()
+            if time.monotonic() > deadline:
+                raise self.error(f"a rank has not ended within {timeout:g} s")
             time.sleep(0.005)
 
     def error(self, why: str = "") -> LockstepError:
         """The error that says where all ranks of the node are."""
         lines = []
         for index, rank in enumerate(self._ranks):
-            page = self.mine if index == self._rank else self.read(index)
-            sentence = SENTENCES[State(page.state)].format(place=page.place)
+            page = self._read(index)
+            sentence = SENTENCES[State(page.state)].format(place=self._place(index))
             lines.append(f"  rank {rank} {sentence} (backward {page.backwards})")
         return LockstepError(
             f"the ranks have come apart{f', because {why}' if why else ''}:\n"
@@ -163,21 +185,35 @@ class Positions:
             "together: `if parwrap.any_rank(stop): break`."
         )
 
-    def read(self, index: int) -> Page:
-        """The page of the node's rank ``index``."""
-        at = index * SIZE
-        backwards, state, what, controls, length = HEADER.unpack_from(self._memory, at)
-        text = self._memory[at + HEADER.size : at + HEADER.size + length].decode(errors="replace")
-        return Page(backwards, state, what, controls, text)
+    def _read(self, index: int) -> Page:
+        """The page of the node's rank ``index``, without its place, which only errors need."""
+        at = index * SIZE // 8
+        for attempt in range(ATTEMPTS):
+            sequence = self._numbers[at]
+            backwards, state, what, controls = self._numbers[at + 1 : at + 5].tolist()
+            page = Page(backwards, state, what, controls, "")
+            if sequence % 2 == 0 and self._numbers[at] == sequence:
+                break
+            time.sleep(0.001 * (attempt > 10))  # the other rank may wait for a core
+        return page
 
-    def _write(self) -> None:
-        page, at = self.mine, self._rank * SIZE
-        text = page.place.encode()[: SIZE - HEADER.size]
-        self._memory[at + HEADER.size : at + HEADER.size + len(text)] = text
-        REST.pack_into(self._memory, at + 8, page.state, page.what, page.controls, len(text))
-        COUNT.pack_into(self._memory, at, page.backwards)
+    def _place(self, index: int) -> str:
+        length = self._numbers[index * SIZE // 8 + 5]
+        return self._memory[index * SIZE + PLACE : index * SIZE + PLACE + length].decode(errors="replace")
+
+    def _write(self, page: Page) -> None:
+        at, numbers = self._rank * SIZE // 8, self._numbers
+        numbers[at] += 1
+        if page.place != self.mine.place:
+            text = page.place.encode()[: SIZE - PLACE]
+            self._length = len(text)
+            self._memory[self._rank * SIZE + PLACE : self._rank * SIZE + PLACE + len(text)] = text
+        numbers[at + 1 : at + NUMBERS] = memoryview(array("q", (*page[:4], self._length)))
+        numbers[at] += 1
+        self.mine = page
 
     def close(self) -> None:
         """Unmap the pages; every rank has opened them by now."""
+        self._numbers.release()
         self._memory.close()
         self._path.unlink(missing_ok=True)

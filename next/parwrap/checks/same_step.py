@@ -17,10 +17,10 @@ import torch
 from parwrap.checks.positions import Positions, State
 from parwrap.checks.same_data import different_data
 from parwrap.checks.same_work import SameWork
-from parwrap.errors import LockstepError, RankMismatchError, UsageError
+from parwrap.errors import LockstepError, RankMismatchError
 from parwrap.loop.passes import Pass, Passes
 from parwrap.places import Place, script_place
-from parwrap.ranks.group import Group, is_alone
+from parwrap.ranks.group import Group
 
 __all__ = ["DIGITS", "NUMBERS", "Entry", "SameStep"]
 
@@ -114,14 +114,8 @@ class SameStep:
         """This rank is about to average the gradients of set ``number``.
 
         Raises:
-            UsageError: only this rank is here.
             LockstepError: another rank can never meet it there.
         """
-        if is_alone():
-            raise UsageError(
-                f"{place} runs a backward inside a function decorated with @parwrap.rank_zero_only, where the other ranks do not take "
-                "part in averaging its gradients. Train outside of that function."
-            )
         self.positions.enter(State.BACKWARD, number, f"{place}")
 
     def explained(self, error: RuntimeError) -> RuntimeError | LockstepError:

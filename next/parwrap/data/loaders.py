@@ -188,6 +188,7 @@ class Loaders(Interceptor):
         self._rank, self._size = group.world.rank, group.world.size
         self._options, self._passes, self._optimizers, self._say = options, passes, optimizers, say
         self.thread = threading.get_ident()
+        self._open: weakref.WeakSet[_Iteration] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[DataLoader, _Known] = weakref.WeakKeyDictionary()
         self._seedings, self._loaders = 0, 0
         self._said: set[Place] = set()
@@ -205,7 +206,8 @@ class Loaders(Interceptor):
     def begin(self, iteration: _Iteration) -> None:
         """Decide what ``iteration`` reads, and begin its pass."""
         loader, place = iteration.loader, iteration.place
-        known = self.known(loader)
+        assert loader is not None
+        iteration.known = known = self.known(loader)
         self._end_left_open(known, place)
         training = loader in _sharded or (
             place not in known.whole_at
@@ -221,7 +223,7 @@ class Loaders(Interceptor):
         iteration.opened, known.last = opened, opened
         known.open.append(weakref.ref(iteration))
         if shared:
-            self._begin_share(iteration, known, opened)
+            self._begin_share(iteration, loader, known, opened)
         else:
             opened.may_not_train = not training and known.epoch > 0 and place not in known.whole_at
             if not training:
@@ -230,11 +232,12 @@ class Loaders(Interceptor):
                 iteration.batches = iteration.original(loader)
             reads_own = training and self._reads_by_python(loader)
             iteration.reading = random_streams.ALL if reads_own else random_streams.TRAINING if training else random_streams.NONE
-        opened.backwards_before = self._passes.backwards
+        opened.backwards_before, opened.whole = self._passes.backwards, _length(loader.dataset)
         self._passes.begin(opened)
+        self._open.add(iteration)
+        iteration.loader = None  # which may hold this iterator: its workers end with the last reference
 
-    def _begin_share(self, iteration: _Iteration, known: _Known, opened: Pass) -> None:
-        loader = iteration.loader
+    def _begin_share(self, iteration: _Iteration, loader: DataLoader, known: _Known, opened: Pass) -> None:
         if self._options().uneven == "drop":
             refuse_nothing(loader, self._size)
         with self._drawing(random_streams.NONE):
@@ -262,8 +265,9 @@ class Loaders(Interceptor):
 
     def end(self, iteration: _Iteration, exhausted: bool) -> None:
         """End the pass of ``iteration``."""
-        opened, known = iteration.opened, self.known(iteration.loader)
+        opened, known = iteration.opened, iteration.known
         assert opened is not None
+        assert known is not None
         known.open = [each for each in known.open if each() not in (None, iteration)]
         opened.exhausted = exhausted
         self._passes.end(opened)
@@ -276,8 +280,7 @@ class Loaders(Interceptor):
             self._note_unused(known, opened)
         if opened.drawn and opened.place not in self._said and self._passes.backwards > opened.backwards_before:
             self._said.add(opened.place)
-            whole = _length(iteration.loader.dataset)
-            of = f" of {whole}" if whole is not None else ""
+            of = f" of {opened.whole}" if opened.whole is not None else ""
             self._say(
                 f"{opened.place} read {opened.samples}{of} samples on each of {self._size} ranks; add up what is summed over a pass with "
                 "parwrap.reduce_sum"
@@ -433,8 +436,8 @@ class Loaders(Interceptor):
         because = f"the model is in eval mode since {where}" if where else "no gradients were on when the pass began"
         raise UsageError(
             f"{script_place()} trains in the pass at {innermost.place}, which reads everything on every rank because {because}. "
-            "The loader was read in shares before, so this would take as many steps as one process does. Call model.train() before the pass "
-            "begins, or write parwrap.shard(loader)."
+            "The loader was read in shares before, so this would take as many steps as one process does. Call model.train() before the "
+            "pass begins, or write parwrap.shard(loader)."
         )
 
     def _reading(self, loader: DataLoader) -> Reading:
@@ -451,9 +454,8 @@ class Loaders(Interceptor):
     def close(self) -> None:
         """Let passes that outlive the scope read on, without switching streams."""
         self._states.close()
-        for known in list(self._known.values()):
-            for iteration in known.iterations():
-                iteration.detach()
+        for iteration in list(self._open):
+            iteration.detach()
 
 
 DATALOADER_LENGTH = DataLoader.__len__
@@ -464,7 +466,9 @@ class _Iteration:
     """The iterator of one pass. It begins at its first ``next``, and ends once: when it is exhausted, fails, or is dropped."""
 
     def __init__(self, loaders: Loaders, loader: DataLoader, original: Callable[[DataLoader], Iterator], place: Place) -> None:
-        self.loader, self.original, self.place = loader, original, place
+        self.loader: DataLoader | None = loader
+        self._weakly, self.original, self.place = weakref.ref(loader), original, place
+        self.known: _Known | None = None
         self._loaders: Loaders | None = loaders
         self._passes = loaders._passes
         self.opened: Pass | None = None
@@ -475,7 +479,8 @@ class _Iteration:
         return self
 
     def __len__(self) -> int:
-        return len(self.loader)
+        loader = self._weakly()
+        return 0 if loader is None else len(loader)
 
     def __next__(self) -> Any:
         loaders = self._loaders

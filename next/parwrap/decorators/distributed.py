@@ -225,11 +225,13 @@ class _Scope(Interceptor):
                 yield
             except BaseException as error:
                 explain(error)
+                if self._same_step is not None and not (isinstance(error, SystemExit) and not error.code):
+                    self._same_step.positions.raised()
                 raise
             if self.strategy is not None:
                 self.strategy.end()
-            if self._same_step is not None:
-                self._same_step.positions.end()
+            if self._same_step is not None and self._group is not None:
+                self._same_step.positions.end(self._group.timeout.total_seconds())
 
     def _begin(self, call: Call) -> list[Interceptor]:
         """Give all ranks the same random streams, and make the interceptors."""

@@ -80,6 +80,8 @@ def launch(plan: LaunchPlan) -> int:
             output = RankOutput(folder, plan.ranks, plan.everyone, plan.log_dir)
         status, explained = _run(plan, folder, failures, output)
         failed = read_failures(failures)
+        if status > 128:  # the signal that ended this job has ended the ranks that others lost
+            failed = [failure for failure in failed if not failure.lost_another]
         if output:
             output.close(failed if status else [])
         return _report(status, explained, failed)

@@ -22,7 +22,8 @@ from traceback import print_exception, walk_tb
 from types import TracebackType
 from typing import Any, Literal
 
-from parwrap.errors import LaunchError, explain, in_one_line
+from parwrap.checks.same_step import LOST
+from parwrap.errors import LaunchError, LockstepError, explain, in_one_line
 from parwrap.launch.signals import Terminated, terminate
 from parwrap.places import Place, from_script
 from parwrap.ranks.processes import signal_name
@@ -106,6 +107,11 @@ class Failure:
         return self.ending == "raised" and self.status == 128 + signal.SIGINT
 
     @property
+    def lost_another(self) -> bool:
+        """Whether it failed because another rank had ended."""
+        return self.exception.startswith(LockstepError.__name__) or any(text in self.exception for text in LOST)
+
+    @property
     def line(self) -> str:
         """One line that says this rank failed after another."""
         if self.ending != "raised":
@@ -181,6 +187,8 @@ class Recorder(contextlib.AbstractContextManager):
         traceback = self._traceback(error)
         if self._size > 1:
             explain(error)
+            if isinstance(error, KeyboardInterrupt):  # also of another rank, whose connection may have closed first
+                error.__suppress_context__ = True
         with io.StringIO() as text, contextlib.redirect_stderr(text):
             try:
                 sys.excepthook(type(error), error.with_traceback(traceback), traceback)

@@ -44,6 +44,7 @@ class Pass:
         backwards_before: the number of all backwards when it began.
         drawn: the number of batches drawn.
         samples: the number of samples in them.
+        whole: the number of samples of the dataset; ``None`` if it is unknown.
         exhausted: whether it was read to its end.
         repeats: whether its line has begun it before and then trained, as ``next(iter(loader))`` in every step does.
         may_not_train: whether a backward in it is an error, because the loader trained on shares before.
@@ -61,6 +62,7 @@ class Pass:
     backwards_before: int = 0
     drawn: int = 0
     samples: int = 0
+    whole: int | None = None
     exhausted: bool = False
     repeats: bool = False
     may_not_train: bool = False

@@ -70,6 +70,11 @@ class DDP(Strategy):
     def _average(self, call: Backward) -> None:
         loop = self._loop
         loop.loaders.check_backward()
+        if is_alone():
+            raise UsageError(
+                f"{script_place()} runs a backward inside a function decorated with @parwrap.rank_zero_only, where the other ranks do not "
+                "take part in averaging its gradients. Train outside of that function."
+            )
 
         # which parameters?
         site = self._sites.find(call)

@@ -207,6 +207,7 @@ class Sites:
         """Find all sets anew: DDP's hooks are on the tensors that parameters had before a cast or move."""
         self._sites.clear()
         self._averagers.clear()
+        self._running = None
 
     def _drop_unused(self) -> None:
         used = {id(site.averager) for site in self._sites.values()}

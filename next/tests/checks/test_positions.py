@@ -10,7 +10,7 @@ import pytest
 from parwrap.checks.positions import Page, Positions, State, apart
 from parwrap.errors import LockstepError
 
-RUNS, BACKWARD, CONTROL, ENDED = State
+RUNS, BACKWARD, CONTROL, ENDED, RAISED = State
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,7 @@ RUNS, BACKWARD, CONTROL, ENDED = State
         (Page(3, BACKWARD, 7, 1), Page(2, BACKWARD, 8, 1), False),  # it has not left the last one yet
         (Page(3, BACKWARD, 7, 1), Page(2, ENDED, 0, 1), True),  # it will never come
         (Page(3, BACKWARD, 7, 1), Page(3, ENDED, 0, 1), False),  # it was here before
+        (Page(3, BACKWARD, 7, 1), Page(3, RAISED, 0, 1), True),  # it takes no further step
         (Page(3, BACKWARD, 7, 1), Page(2, CONTROL, 5, 2), True),  # it waits for a message that I have not sent
         (Page(3, BACKWARD, 7, 2), Page(2, CONTROL, 5, 2), False),  # I have sent it
         # I am about to send my second control message, of kind 5
@@ -66,9 +67,9 @@ def test_ranks_that_end_after_the_same_steps_end_together(pages):
     for each in pages:
         each.enter(BACKWARD, 7, "train.py:38")
         each.run()
-    other = threading.Thread(target=pages[1].end)
+    other = threading.Thread(target=pages[1].end, args=(10,))
     other.start()
-    pages[0].end()
+    pages[0].end(10)
     other.join()
 
 
@@ -77,7 +78,7 @@ def test_a_rank_that_has_ended_raises_if_another_is_blocked_in_a_step(pages):
     second.enter(BACKWARD, 7, "train.py:38")
     began = time.monotonic()
     with pytest.raises(LockstepError, match=r"rank 0 has ended; its last step was at its start \(backward 0\)\n  rank 1 is in the"):
-        first.end(patience=0.2)
+        first.end(10, patience=0.2)
 
     assert 2 > time.monotonic() - began
 
@@ -88,7 +89,40 @@ def test_a_rank_that_has_ended_waits_for_one_that_computes(pages):
     second.enter(BACKWARD, 7, "train.py:38")
     first.run()
     second.run()
-    slow = threading.Timer(0.6, second.end)
+    slow = threading.Timer(0.6, second.end, (10,))
     slow.start()
-    first.end(patience=0.2)
+    first.end(10, patience=0.2)
     slow.join()
+
+
+def test_a_rank_does_not_wait_for_ever(pages):
+    with pytest.raises(LockstepError, match=r"because a rank has not ended within 0\.1 s"):
+        pages[0].end(0.1)
+
+
+def test_a_page_that_is_written_is_never_read_in_parts(pages):
+    first, second = pages
+    stopped, found = threading.Event(), set()
+
+    def write():
+        while not stopped.is_set():
+            second.enter(BACKWARD, 800, "train.py:38")
+
+    writer = threading.Thread(target=write)
+    second.mine = Page(0, RUNS, 800, 0, "train.py:38")
+    writer.start()
+    for _ in range(20000):
+        page = first._read(1)
+        found.add((page.what, page.controls))
+    stopped.set()
+    writer.join()
+
+    assert found <= {(0, 0), (800, 0)}
+
+
+def test_a_rank_that_has_ended_does_not_wait_for_one_that_has_raised(pages):
+    first, second = pages
+    second.enter(CONTROL, 5, "parwrap.gather at train.py:9")
+    second.raised()
+    with pytest.raises(LockstepError, match=r"rank 1 has raised an error; its last step was at parwrap.gather at train.py:9"):
+        first.end(10)

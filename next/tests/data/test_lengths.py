@@ -87,6 +87,10 @@ def test_in_a_pass_it_is_that_of_the_pass():
     with parwrap.distributed():
         training, loader = Training(), DataLoader(range(10), batch_size=2)
         lengths = {(len(loader), training.step()) for _ in loader}
+        batches = iter(loader)
+        next(batches)
+
+        assert 3 == len(batches)
         with torch.no_grad():
             whole = {len(loader) for _ in loader}
 
@@ -153,7 +157,7 @@ class Sized(IterableDataset):
 def test_lengths_are_the_numbers_of_batches(uneven, drop_last, batch):
     with parwrap.distributed(uneven=uneven, batch=batch):
         training = Training()
-        for count in (9, 13, 16):
+        for count in (9, 16):
             for loader in (
                 DataLoader(range(count), batch_size=2, drop_last=drop_last),
                 DataLoader(range(count), batch_size=2, drop_last=drop_last, shuffle=True),

@@ -340,23 +340,21 @@ BUILDS = {
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("kind", BUILDS)
 def test_global_batches_give_the_weights_of_one_process(kind):
-    for count in (98, 193):
-        expected = alone(trained, BUILDS[kind](count, 32))
-        with parwrap.distributed(batch="global", seed=0):
-            actual = trained(BUILDS[kind](count, 32))
+    expected = alone(trained, BUILDS[kind](98, 32))
+    with parwrap.distributed(batch="global", seed=0):
+        actual = trained(BUILDS[kind](98, 32))
 
-        assert expected == pytest.approx(actual, abs=1e-12)
+    assert expected == pytest.approx(actual, abs=1e-12)
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("kind", [each for each in BUILDS if each != "batch sampler"])
 def test_joined_ranks_give_the_weights_of_one_process_with_batches_of_all(kind):
-    for count in (98, 193):
-        expected = alone(trained, BUILDS[kind](count, 96))
-        with parwrap.distributed(uneven="join", seed=0):
-            actual = trained(BUILDS[kind](count, 32))
+    expected = alone(trained, BUILDS[kind](98, 96))
+    with parwrap.distributed(uneven="join", seed=0):
+        actual = trained(BUILDS[kind](98, 32))
 
-        assert expected == pytest.approx(actual, abs=1e-12)
+    assert expected == pytest.approx(actual, abs=1e-12)
 
 
 @pytest.mark.ranks(3)

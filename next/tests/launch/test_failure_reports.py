@@ -59,6 +59,19 @@ def test_the_first_failure_has_the_last_word(failures, text):
     assert report(failures) == text
 
 
+@pytest.mark.parametrize(
+    ("exception", "lost"),
+    [
+        ("LockstepError: the ranks have come apart", True),
+        ("RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer", True),
+        ("RuntimeError: shapes differ", False),
+        ("KeyboardInterrupt", False),
+    ],
+)
+def test_a_failure_tells_whether_another_rank_ended_first(exception, lost):
+    assert lost == failure(0, 1.0, exception=exception).lost_another
+
+
 def test_failures_are_read_in_the_order_of_time_from_the_last_attempt(tmp_path):
     for each in (DESERTED, UNHAPPY):
         each.write(tmp_path)

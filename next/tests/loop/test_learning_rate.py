@@ -55,7 +55,18 @@ class Decays(SGD):
 
 
 class Sets(SGD):
-    """Sets its rate in each step, to a number."""
+    """Sets its rate in each step, to a number, and steps by it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] = 0.25
+            for p in group["params"]:
+                p -= group["lr"] * p.grad
+
+
+class HandsOn(SGD):
+    """Sets its rate in each step, as a schedule of its own, and lets torch step by it."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -78,6 +89,14 @@ def test_a_rate_that_a_step_sets_is_kept_and_that_is_said_once():
 
     assert (-1.25, 0.25) == (pytest.approx(actual), seen)
     assert 1 == len(said)
+
+
+def test_a_rate_that_is_set_for_torchs_step_is_larger_in_it():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        actual, seen = weight(lambda p: HandsOn(p, lr=0.1), steps=5, times=4.0)
+
+    assert (-5.0, 0.25) == (pytest.approx(actual), seen)
 
 
 def test_a_step_that_raises_leaves_the_rate_as_it_was():

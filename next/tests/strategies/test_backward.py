@@ -1,0 +1,413 @@
+"""What a backward leaves in gradients and in the loss (contract, rule 5 and its small print), against the formula."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import parwrap
+
+
+def rank():
+    return parwrap.rank()
+
+
+def batches(count=4):
+    """Each rank's batch is full of numbers of its own: 1 on rank 0, 2 on rank 1."""
+    return parwrap.replicate(DataLoader(TensorDataset(torch.ones(2 * count, 3)), batch_size=2))
+
+
+def scale():
+    return float(rank() + 1)
+
+
+MEAN = 1.5
+"""The mean of 1 and 2."""
+
+
+def distributed(function):
+    """Run it as a decorated function runs."""
+    return parwrap.distributed(function)()
+
+
+def model_and_optimizer(build=lambda: nn.Linear(3, 1, bias=False), lr=0.0):
+    torch.manual_seed(0)
+    model = build()
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+
+# the loss
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_loss_becomes_the_mean_over_ranks(dtype):
+    def run():
+        weight = nn.Parameter(torch.ones(1, dtype=dtype))
+        torch.optim.SGD([weight], lr=0.0)
+        loss = (weight * scale() / 3).sum()
+        loss.backward()
+        return loss.item()
+
+    expected = float((torch.tensor(1 / 3, dtype=dtype) + torch.tensor(2 / 3, dtype=dtype)) / 2)
+
+    assert expected == pytest.approx(distributed(run), abs=0 if dtype == torch.float64 else 1e-7, rel=1e-15)
+
+
+@pytest.mark.ranks(2)
+def test_the_argument_of_a_grad_scaler_becomes_the_mean_too():
+    def run():
+        model, _ = model_and_optimizer()
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        loss = (model.weight.sum() * 0 + scale()).sum()
+        scaled = scaler.scale(loss)
+        scaled.backward()
+        return loss.item(), scaled.item()
+
+    assert (MEAN, 8 * MEAN) == distributed(run)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{"retain_graph": True}, {"create_graph": True}])
+def test_a_graph_that_is_kept_keeps_its_loss(options):
+    def run():
+        model, _ = model_and_optimizer()
+        square = (model.weight.sum() * 0 + scale()).square().sum()
+        loss = square.sqrt()  # its backward uses its own value
+        loss.backward(**options)
+        return loss.item()
+
+    assert scale() == distributed(run)
+
+
+@pytest.mark.ranks(2)
+def test_a_view_keeps_its_numbers():
+    def run():
+        model, _ = model_and_optimizer()
+        losses = model.weight.sum() * 0 + torch.full((2,), scale())
+        losses[0].backward()
+        return losses.tolist()
+
+    assert [scale()] * 2 == distributed(run)
+
+
+@pytest.mark.ranks(2)
+def test_a_quotient_is_averaged_and_the_loss_before_it_is_not():
+    def run():
+        model, _ = model_and_optimizer()
+        loss = model.weight.sum() * 0 + scale()
+        quotient = loss / 4
+        quotient.backward()
+        return loss.item(), quotient.item()
+
+    assert (scale(), MEAN / 4) == distributed(run)
+
+
+@pytest.mark.ranks(2)
+def test_a_plateau_scheduler_takes_rank_zeros_metric():
+    def run():
+        _, optimizer = model_and_optimizer(lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        for metric in (1.0, 2.0 if rank() == 0 else 0.5):  # rank 1 alone would go on
+            scheduler.step(metric)
+        return optimizer.param_groups[0]["lr"]
+
+    assert 0.5 == distributed(run)
+
+
+# gradients
+
+
+def gradients_of(build, forward):
+    """The gradients of one backward over ranks whose losses are scaled by 1 and 2."""
+
+    def run():
+        model, _ = model_and_optimizer(build)
+        forward(model)
+        return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    return distributed(run)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_the_mean():
+    (grad,) = gradients_of(lambda: nn.Linear(3, 1, bias=False), lambda model: (model(torch.ones(1, 3)).sum() * scale()).backward())
+
+    assert [[MEAN] * 3] == grad.tolist()
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_that_one_rank_reaches_gets_its_part_and_one_that_none_reaches_keeps_none():
+    def forward(model):
+        model[rank()](torch.ones(1, 3)).sum().backward()
+
+    first, second, never = gradients_of(lambda: nn.ModuleList(nn.Linear(3, 1, bias=False) for _ in range(3)), forward)
+
+    assert [[0.5] * 3] == first.tolist() == second.tolist()
+    assert never is None
+
+
+@pytest.mark.ranks(2)
+def test_a_frozen_parameter_takes_no_part_and_joins_when_it_is_thawed():
+    def run():
+        model, optimizer = model_and_optimizer(lambda: nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)))
+        grads = []
+        for frozen in (False, True, False):
+            model[0].requires_grad_(not frozen)
+            optimizer.zero_grad()
+            (model(torch.ones(1, 3)).sum() * scale()).backward()
+            grads.append(None if model[0].weight.grad is None else model[0].weight.grad.clone())
+        return grads
+
+    first, frozen, thawed = distributed(run)
+
+    assert frozen is None
+    assert torch.equal(first, thawed)
+    assert all(torch.equal(first, other) for other in parwrap.gather(thawed))
+
+
+@pytest.mark.ranks(2)
+def test_hooks_of_a_parameter_without_a_gradient_are_not_called():
+    def forward(model):
+        model[1].weight.register_hook(lambda grad: grad * 2)
+        model[0](torch.ones(1, 3)).sum().backward()
+
+    used, unused = gradients_of(lambda: nn.ModuleList(nn.Linear(3, 1, bias=False) for _ in range(2)), forward)
+
+    assert [[1.0] * 3] == used.tolist()
+    assert unused is None
+
+
+@pytest.mark.ranks(2)
+def test_sparse_gradients_are_averaged_and_stay_sparse():
+    def build():
+        return nn.ModuleList(nn.Embedding(4, 2, sparse=True) for _ in range(2))
+
+    def forward(model):
+        (sum(each(torch.tensor([rank()])).sum() for each in model) * scale()).backward()
+
+    for grad in gradients_of(build, forward):
+        assert grad.is_sparse
+        assert [[0.5, 0.5], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]] == grad.to_dense().tolist()
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_is_cast_is_averaged_in_its_new_type():
+    def run():
+        model, optimizer = model_and_optimizer()
+        for _ in range(2):
+            optimizer.zero_grad()
+            x = torch.ones(1, 3, dtype=model.weight.dtype)
+            (model(x).sum() * scale()).backward()
+            grad = model.weight.grad.clone()
+            model.double()
+        return grad
+
+    grad = distributed(run)
+
+    assert (torch.float64, [[MEAN] * 3]) == (grad.dtype, grad.tolist())
+
+
+@pytest.mark.ranks(2)
+def test_inputs_of_a_backward_are_all_that_is_averaged():
+    def run():
+        model, _ = model_and_optimizer(lambda: nn.Linear(3, 1))
+        (model(torch.ones(1, 3)).sum() * scale()).backward(inputs=[model.bias])
+        return model.weight.grad, model.bias.grad.tolist()
+
+    assert (None, [MEAN]) == distributed(run)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_with_a_graph_are_averaged():
+    def run():
+        model, _ = model_and_optimizer()
+        model(torch.ones(1, 3)).square().sum().mul(scale()).backward(create_graph=True)
+        return model.weight.grad.detach().clone(), model.weight.detach().sum()
+
+    grad, total = distributed(run)
+
+    torch.testing.assert_close(grad, torch.full((1, 3), 2 * MEAN * float(total)))
+
+
+@pytest.mark.ranks(2)
+def test_no_sync_adds_up_and_the_next_backward_averages_the_sum():
+    def run():
+        model, _ = model_and_optimizer(lambda: nn.ModuleList(nn.Linear(3, 1, bias=False) for _ in range(2)))
+        x = torch.ones(1, 3)
+        (model[0](x) + model[1](x)).sum().backward()
+        model.zero_grad()
+        with parwrap.no_sync():
+            (model[1](x).sum() * scale()).backward()
+        local = model[1].weight.grad.clone()
+        (model[0](x).sum() * scale()).backward()  # it does not reach the second model
+        return local.tolist(), model[0].weight.grad.tolist(), model[1].weight.grad.tolist()
+
+    assert ([[scale()] * 3], [[MEAN] * 3], [[MEAN] * 3]) == distributed(run)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("one_rank", [False, True])
+def test_the_parameters_of_an_auxiliary_loss_join_when_it_begins(one_rank):
+    def run():
+        model, first = model_and_optimizer()
+        other = nn.Linear(3, 1, bias=False)
+        second = torch.optim.SGD(other.parameters(), lr=0.1)
+        grads = []
+        for step in range(4):
+            first.zero_grad()
+            second.zero_grad()
+            loss = model(torch.ones(1, 3)).sum()
+            if step >= 2 and not (one_rank and rank() == 1 and step == 2):
+                loss = loss + other(torch.ones(1, 3)).sum() * scale()
+            loss.backward()
+            grads.append(None if other.weight.grad is None else other.weight.grad.tolist())
+        return grads
+
+    assert [None, None, [[0.5 if one_rank else MEAN] * 3], [[MEAN] * 3]] == distributed(run)
+
+
+@pytest.mark.ranks(2)
+def test_a_hand_written_sgd_without_an_optimizer_is_averaged():
+    def run():
+        weight = torch.ones(3, requires_grad=True)
+        for _ in range(3):
+            (weight * scale()).sum().backward()
+            with torch.no_grad():
+                weight -= 0.1 * weight.grad
+                weight.grad = None
+        return weight.tolist()
+
+    assert [pytest.approx(1 - 3 * 0.1 * MEAN)] * 3 == distributed(run)
+
+
+# buffers
+
+
+class Codebook(nn.Module):
+    """A buffer that each training forward changes by what is in the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1, bias=False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.mean() * scale()
+        return self.linear(x)
+
+
+@pytest.mark.ranks(2)
+def test_buffers_that_training_changes_are_rank_zeros():
+    def run():
+        model, optimizer = model_and_optimizer(Codebook)
+        for (x,) in batches(5):
+            model(x).sum().backward()
+            optimizer.step()
+        return model.seen.item()
+
+    assert 5.0 == distributed(run)
+
+
+@pytest.mark.ranks(2)
+def test_batch_norms_are_evaluated_with_rank_zeros_statistics():
+    def run():
+        model, optimizer = model_and_optimizer(lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)))
+        for (x,) in batches():
+            model(x * scale() + torch.arange(2.0)[:, None] * scale()).sum().backward()
+            optimizer.step()
+        apart = parwrap.gather(model[0].running_mean)
+        model.eval()
+        with torch.no_grad():
+            for _ in batches():
+                pass
+        return torch.equal(*apart), torch.equal(apart[0], model[0].running_mean)
+
+    assert (False, True) == distributed(run)
+
+
+# errors
+
+
+@pytest.mark.ranks(2)
+def test_an_error_inside_a_backward_cannot_be_passed_over():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("out of memory")
+
+    def run():
+        model, _ = model_and_optimizer()
+        with contextlib.suppress(ValueError):
+            Fails.apply(model(torch.ones(1, 3))).sum().backward()
+        model(torch.ones(1, 3)).sum().backward()
+
+    with pytest.raises(
+        parwrap.LockstepError, match=r"has raised before, and the script has caught the error.*\(ValueError: out of memory\)"
+    ):
+        distributed(run)
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_on_rank_zero_alone_is_an_error():
+    def run():
+        model, _ = model_and_optimizer()
+        if rank() == 0:
+            parwrap.rank_zero_only(lambda: model(torch.ones(1, 3)).sum().backward())()
+
+    if rank() == 0:
+        with pytest.raises(
+            parwrap.UsageError, match=r"test_backward.py:\d+ runs a backward inside a function decorated with @parwrap.rank_zero"
+        ):
+            distributed(run)
+    else:
+        with pytest.raises(parwrap.LockstepError, match="rank 0 has raised an error"):
+            distributed(run)
+
+
+@pytest.mark.ranks(2)
+def test_two_backwards_at_a_time_are_an_error():
+    def run():
+        model, _ = model_and_optimizer()
+        raised = []
+
+        def other():
+            try:
+                model(torch.ones(1, 3)).sum().backward()
+            except parwrap.UsageError as error:
+                raised.append(str(error))
+
+        def while_backward_runs(grad):
+            thread = threading.Thread(target=other, name="second")
+            thread.start()
+            thread.join()
+
+        out = model(torch.ones(1, 3))
+        out.register_hook(while_backward_runs)
+        out.sum().backward()
+        return raised
+
+    (text,) = distributed(run)
+
+    assert "runs a backward in thread 'second' while thread 'MainThread' runs another one" in text
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_train_different_models_are_an_error():
+    def run():
+        model, _ = model_and_optimizer(lambda: nn.Linear(3, 1 + rank()))
+        model(torch.ones(1, 3)).sum().backward()
+
+    text = r"the ranks train different parameters in a backward: a parameter of shape \(1, 3\) on rank 0 and of shape \(2, 3\) on rank 1"
+    with pytest.raises(parwrap.RankMismatchError, match=text):
+        distributed(run)
