@@ -176,7 +176,7 @@ def _opened(
     global _scope
     outer = groups.current()
     if outer is None and dist.is_initialized():
-        _stand_aside("init_process_group")
+        _stand_aside("init_process_group", dist.get_rank())
         yield
         return
     with ExitStack() as opened:
@@ -266,12 +266,14 @@ class _Scope(Interceptor):
     def joined(self, given: dict[str, Any]) -> Iterator[None]:
         """Apply the options ``given`` to an inner function while it runs."""
         before, after = self._options, replace(self._options, **given)
-        for name, where in (("backend", "the process group is already open"), ("strategy", "the outer function already trains")):
-            if name in given and self._group is not None and getattr(after, name) != getattr(before, name):
-                raise UsageError(
-                    f"{name}={given[name]!r} is not possible inside of another @distributed: {where} with {getattr(before, name)!r}. "
-                    "Pass it to the outermost @distributed or to parwrap.run."
-                )
+        if self._group is not None:
+            now = {"backend": self._group.backend, "strategy": before.strategy}
+            for name in now.keys() & given.keys():
+                if given[name] != now[name]:
+                    raise UsageError(
+                        f"{name}={given[name]!r} is not possible inside of another @distributed, which runs with {now[name]!r}. Pass it to "
+                        "the outermost @distributed or to parwrap.run."
+                    )
         if given.get("seed") not in (None, before.seed):
             with self.passes.streams.used(random_streams.NONE) if self.passes else nullcontext():
                 seed_all(given["seed"])
@@ -294,8 +296,9 @@ class _Scope(Interceptor):
         """Remove all interceptors, because the script distributes itself."""
         self.strategy = self.passes = self._same_step = None
         self._undo.close()
-        self._leave_group()
-        _stand_aside(what)
+        if what == "init_process_group":
+            self._leave_group()
+        _stand_aside(what, 0 if self._group is None else self._group.world.rank)
 
 
 class _Seeds(Interceptor):
@@ -353,9 +356,11 @@ def _without_variables(names: Iterable[str]) -> Iterator[None]:
         os.environ.update(kept)
 
 
-def _stand_aside(what: str) -> None:
-    print(
-        f"parwrap: the script calls {what} itself, so parwrap changes nothing: it only starts the ranks. Remove the script's own "
-        "distributed code to let parwrap shard loaders and average gradients.",
-        file=sys.stderr,
-    )
+def _stand_aside(what: str, rank: int = 0) -> None:
+    """Say on rank 0 that parwrap only starts the ranks."""
+    if rank == 0:
+        print(
+            f"parwrap: this script calls {what} itself, so parwrap leaves it alone: it only starts the ranks. Remove the script's own "
+            "distributed code to let parwrap shard loaders and average gradients.",
+            file=sys.stderr,
+        )

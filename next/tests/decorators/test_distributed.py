@@ -1,0 +1,283 @@
+import inspect
+import io
+import os
+import pickle
+from contextlib import redirect_stderr
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import parwrap
+from parwrap.decorators.distributed import script_scope
+from parwrap.errors import UsageError
+from parwrap.ranks import group
+
+
+@parwrap.distributed
+def train(epochs: int = 2, *, samples: int = 8) -> list[float]:
+    """Trains a little."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(epochs):
+        for batch in DataLoader(range(samples), batch_size=2):
+            optimizer.zero_grad()
+            model(batch.float().view(-1, 1)).mean().backward()
+            optimizer.step()
+    return model.weight.detach().flatten().tolist()
+
+
+def with_stderr(function, *args, **kwargs):
+    """What a call writes to stderr, and its result."""
+    stderr = io.StringIO()
+    with redirect_stderr(stderr):
+        result = function(*args, **kwargs)
+    return stderr.getvalue(), result
+
+
+@pytest.mark.ranks(2)
+def test_a_decorated_function_returns_its_value_on_every_rank():
+    weights = parwrap.gather(train())
+
+    assert weights[0] == weights[1]
+
+
+def test_a_decorated_function_keeps_what_it_is():
+    assert str(inspect.signature(train)) == "(epochs: int = 2, *, samples: int = 8) -> list[float]"
+    assert ("train", "Trains a little.") == (train.__name__, train.__doc__)
+    assert pickle.loads(pickle.dumps(train)) is train
+
+
+def test_one_rank_starts_no_process_group_and_says_nothing():
+    stderr, weights = with_stderr(train)
+
+    assert ("", False) == (stderr, dist.is_initialized())
+    assert len(weights) == 1
+
+
+@pytest.mark.ranks(3)
+def test_without_a_seed_all_ranks_go_on_from_rank_zeros_state():
+    torch.manual_seed(parwrap.rank())
+    expected = torch.Generator().manual_seed(0)
+    with parwrap.distributed():
+        drawn = torch.rand(1).item(), np.random.rand()
+
+    assert drawn[0] == torch.rand(1, generator=expected).item()
+    assert 1 == len(set(parwrap.gather(drawn)))
+
+
+@pytest.mark.ranks(2)
+def test_a_seed_inside_stands_for_its_function():
+    with parwrap.distributed(seed=1), parwrap.distributed(seed=2):
+        drawn = torch.rand(1)
+    torch.manual_seed(2)
+
+    assert torch.rand(1).item() == drawn.item()
+
+
+@pytest.mark.ranks(2)
+def test_a_function_inside_joins_the_open_scope_with_its_own_options():
+    loader = DataLoader(range(8), batch_size=4, shuffle=True)
+
+    @parwrap.distributed(batch="global")
+    def inside():
+        return len(loader)
+
+    @parwrap.distributed
+    def bare():
+        return len(loader)
+
+    with parwrap.distributed():
+        assert (1, 2, 1, 1) == (len(loader), inside(), bare(), len(loader))
+    with parwrap.distributed(batch="global"):
+        assert (2, 2) == (bare(), len(loader))
+
+
+@pytest.mark.ranks(2)
+def test_another_backend_inside_is_refused():
+    from torch.testing._internal.distributed import fake_pg  # registers a second backend on machines without GPUs
+
+    assert fake_pg
+    inside = parwrap.distributed(backend="fake")
+    with (
+        parwrap.distributed(),
+        pytest.raises(UsageError, match="backend='fake' is not possible inside of another @distributed, which runs with 'gloo'"),
+    ):
+        inside.__enter__()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"bach": "global"}, "parwrap.distributed has no option 'bach'; did you mean 'batch'?"),
+        *(
+            (
+                {name: 2},
+                f"parwrap.distributed has no option {name!r}; pass the number of ranks to parwrap.run as --nproc-per-node.",
+            )
+            for name in ("devices", "nproc_per_node", "num_processes")
+        ),
+        (
+            {"zzz": 1},
+            "has no option 'zzz'; it takes backend, seed, batch, uneven, lr, loss, draws, strategy, bucket_cap_mb, gradient",
+        ),
+        ({"batch": "split"}, "batch='split' is not a valid value. Choose one of: 'per_rank': each rank takes batches of"),
+        (
+            {"uneven": "fill"},
+            "uneven='fill' is not a valid value. Choose one of: 'pad': samples are repeated .*; 'drop': .*; 'join': every sample",
+        ),
+        ({"lr": "square"}, "lr='square' is not a valid value. Choose one of: 'keep': learning rates are unchanged; 'linear': .*; 'sqrt': "),
+        ({"loss": "max"}, "loss='max' is not a valid value. Choose one of: 'mean': the loss is an average over the batch; 'sum': "),
+        ({"draws": "mine"}, "draws='mine' is not a valid value. Choose one of: 'by_pass': each rank has .*; 'per_rank': each rank has"),
+        ({"backend": "carrier pigeon"}, "backend='carrier pigeon' is not available in this build of torch, which has gloo"),
+        ({"seed": -1}, r"seed=-1 is not an integer from 0 to 2\*\*64 - 1"),
+        ({"seed": "1"}, "seed='1' is not an integer"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not a positive number of megabytes"),
+        ({"timeout": 0}, "timeout=0 is not a positive number of seconds"),
+        ({"timeout": timedelta(0)}, "is not a positive number of seconds"),
+    ],
+)
+def test_options_that_do_not_exist_are_refused_before_anything_runs(options, text):
+    with pytest.raises(UsageError, match=text):
+        parwrap.distributed(**options)
+
+
+@pytest.mark.parametrize("thing", [nn.Linear, type(train)])
+def test_a_class_cannot_be_decorated(thing):
+    with pytest.raises(UsageError, match=f"@parwrap.distributed cannot decorate {thing.__qualname__}.*: it is a class"):
+        parwrap.distributed(thing)
+
+
+@pytest.mark.ranks(2)
+def test_a_script_that_wraps_its_model_in_ddp_itself_is_left_alone():
+    model = nn.Linear(1, 1)
+    stderr = io.StringIO()
+    with redirect_stderr(stderr), parwrap.distributed():
+        during = torch.autograd.backward
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        assert torch.autograd.backward is not during
+        wrapped(torch.full((1, 1), float(parwrap.rank() + 1))).sum().backward()
+        assert 5 == len(DataLoader(range(5)))
+
+    assert 1.5 == model.weight.grad.item()
+    expected = "parwrap: this script calls DistributedDataParallel itself, so parwrap leaves it alone"
+    assert [True, False] == parwrap.gather(stderr.getvalue().startswith(expected))
+
+
+@pytest.mark.ranks(2)
+def test_a_process_group_that_was_there_before_is_left_alone(monkeypatch, capsys):
+    monkeypatch.setattr(group, "_current", None)  # as if the user's code, not this test's runner, had started it
+    with parwrap.distributed():
+        assert 5 == len(DataLoader(range(5), shuffle=True))
+
+    assert "this script calls init_process_group itself" in parwrap.gather(capsys.readouterr().err)[0]
+
+
+MODEL = nn.Linear(1, 1)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.0)
+
+
+def passes_that_train(run, *args):
+    """How many batches of 8 a pass reads in ``run``: 4 of a share on 2 ranks."""
+    return len(parwrap.distributed(run)(*args))
+
+
+class Trainer:
+    def __init__(self):
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+
+    @parwrap.distributed
+    def fit(self):
+        return list(trained_batches(self.model))
+
+
+def trained_batches(model):
+    for x in DataLoader(torch.ones(8, 1), batch_size=1):
+        model(x).sum().backward()
+        yield x
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_built_before_the_scope_is_found():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def closure():
+        assert optimizer
+        return list(trained_batches(model))
+
+    def named_globals():
+        assert OPTIMIZER
+        return list(trained_batches(MODEL))
+
+    assert 4 == passes_that_train(lambda optimizers: list(trained_batches(model)), {"optimizers": [optimizer]})
+    assert 4 == passes_that_train(closure) == passes_that_train(named_globals) == len(Trainer().fit())
+    with parwrap.distributed():
+        assert 4 == len(list(trained_batches(model)))
+
+
+@pytest.mark.ranks(2)
+def test_without_an_optimizer_every_rank_reads_everything():
+    model = nn.Linear(1, 1)
+
+    assert 8 == passes_that_train(lambda: list(trained_batches(model)))
+
+
+@pytest.mark.ranks(2)
+def test_learning_rates_follow_the_global_batch_and_show_unchanged():
+    weight = nn.Parameter(torch.zeros(1))
+
+    @parwrap.distributed(lr="linear")
+    def run():
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        weight.sum().backward()
+        optimizer.step()
+        return optimizer.param_groups[0]["lr"]
+
+    assert 0.1 == run()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.2]))
+
+
+@pytest.mark.ranks(2)
+def test_a_strategy_of_none_trains_a_model_on_each_rank_with_all_of_the_data():
+    weight = nn.Parameter(torch.zeros(1))
+
+    @parwrap.distributed(strategy="none")
+    def run():
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        batches = list(DataLoader(range(8), batch_size=2))
+        (weight * (parwrap.rank() + 1)).sum().backward()
+        optimizer.step()
+        return len(batches)
+
+    assert 4 == run()
+    assert -1.0 - parwrap.rank() == weight.item()
+
+
+@pytest.mark.ranks(2)
+def test_a_plain_script_sees_neither_the_group_nor_the_variables(monkeypatch):
+    monkeypatch.setenv("RANK", str(parwrap.rank()))
+    with script_scope():
+        assert not dist.is_initialized()
+        assert "RANK" not in os.environ
+        assert 2 == parwrap.world_size()
+        with pytest.raises(ValueError, match=r"use parwrap.rank\(\) and parwrap.world_size\(\) instead of get_rank\(\)"):
+            dist.get_rank()
+
+    assert dist.is_initialized()
+
+
+@pytest.mark.ranks(2)
+def test_rank_zero_alone_prints(capfd):
+    with parwrap.distributed():
+        print("loss 0.5")
+        print(f"rank {parwrap.rank()}", force=True)
+
+    said = parwrap.gather(capfd.readouterr().out)
+
+    assert ["loss 0.5\nrank 0\n", "rank 1\n"] == said
