@@ -122,8 +122,14 @@ class Positions:
         self.mine = Page(place="")
         self._write(Page())
 
-    def enter(self, state: State, what: int, place: str) -> None:
+    def enter(self, state: State, what: int, place: str, alike: bool = True) -> None:
         """Say that this rank is about to send; raise if another rank of the node can never meet it there.
+
+        Args:
+            state: what it does.
+            what: the set of parameters of the backward, or the kind of the message.
+            place: the line of the script.
+            alike: whether to compare with the others; not after an interrupt, which ranks may handle in different ways.
 
         Raises:
             LockstepError: with the places of all ranks of the node.
@@ -131,7 +137,7 @@ class Positions:
         backwards, _, _, controls, _ = self.mine
         self._write(Page(backwards + (state == State.BACKWARD), state, what, controls + (state == State.CONTROL), place))
         for other in self._others:
-            if apart(self.mine, self._read(other)):
+            if alike and apart(self.mine, self._read(other)):
                 raise self.error()
 
     def run(self) -> None:

@@ -18,6 +18,7 @@ from parwrap.checks.positions import Positions, State
 from parwrap.checks.same_data import different_data
 from parwrap.checks.same_work import SameWork
 from parwrap.errors import LockstepError, RankMismatchError
+from parwrap.loop.interrupts import Interrupts
 from parwrap.loop.passes import Pass, Passes
 from parwrap.places import Place, script_place
 from parwrap.ranks.group import Group
@@ -83,13 +84,14 @@ class SameStep:
         group: the process group.
         passes: the passes over loaders.
         work: compares the losses of the ranks.
+        interrupts: the signals that this rank holds.
 
     Attributes:
         grows: whether a rank's backward has reached a parameter outside of every set.
     """
 
-    def __init__(self, group: Group, passes: Passes, work: SameWork) -> None:
-        self._passes, self.work, self.grows = passes, work, False
+    def __init__(self, group: Group, passes: Passes, work: SameWork, interrupts: Interrupts) -> None:
+        self._passes, self._work, self._interrupts, self.grows = passes, work, interrupts, False
         world = group.world
         assert group.folder is not None
         first = world.rank - world.local_rank
@@ -103,7 +105,7 @@ class SameStep:
         Raises:
             LockstepError: another rank can never meet it there, or has ended.
         """
-        self.positions.enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {script_place()}")
+        self._enter(State.CONTROL, crc32(kind.encode()), f"{kind} at {script_place()}")
         try:
             yield
         except RuntimeError as error:
@@ -116,7 +118,10 @@ class SameStep:
         Raises:
             LockstepError: another rank can never meet it there.
         """
-        self.positions.enter(State.BACKWARD, number, f"{place}")
+        self._enter(State.BACKWARD, number, f"{place}")
+
+    def _enter(self, state: State, what: int, place: str) -> None:
+        self.positions.enter(state, what, place, alike=not self._interrupts.raised)
 
     def explained(self, error: RuntimeError) -> RuntimeError | LockstepError:
         """``error``; if it says that another rank's connection has closed, where all ranks are."""
@@ -131,6 +136,7 @@ class SameStep:
         numbers[Entry.SET] = set_number % DIGITS
         numbers[Entry.STEP] = (training.backwards if training else self._passes.backwards) % DIGITS
         numbers[Entry.WEIGHT] = weight
+        numbers[Entry.INTERRUPTED] = float(self._interrupts.held is not None)
         if training and training.data:
             numbers[Entry.DATA : Entry.WEIGHT] = training.data
         return numbers
@@ -167,8 +173,10 @@ class SameStep:
                 "train on parts of different batches. Every rank must draw and train on the same batches in the same order."
             )
         self.grows = means[Entry.GROWS] > 0
-        if not self.work.done:
-            self.work.compare(mine[Entry.LOSS], means[Entry.LOSS])
+        if means[Entry.INTERRUPTED] > 0:
+            self._interrupts.release()
+        if not self._work.done:
+            self._work.compare(mine[Entry.LOSS], means[Entry.LOSS])
 
     def _refuse(self, mine: list[float], means: list[float], place: Place) -> None:
         differ = [index for index in range(Entry.SET, Entry.WEIGHT) if abs(means[index] - mine[index]) > TOLERANCE]

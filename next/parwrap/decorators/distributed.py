@@ -27,6 +27,7 @@ from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import intercepting
 from parwrap.loop import random_streams
 from parwrap.loop.divisors import Divisors
+from parwrap.loop.interrupts import Interrupts
 from parwrap.loop.learning_rate import learning_rates_times
 from parwrap.loop.losses import Losses
 from parwrap.loop.modules import Modules
@@ -208,6 +209,7 @@ class _Scope(Interceptor):
         self.strategy: Strategy | None = None
         self.passes: Passes | None = None
         self._same_step: SameStep | None = None
+        self._interrupts: Interrupts | None = None
 
     @contextmanager
     def entered(self, call: Call, module: str | None, hidden: Iterable[str], log: str | None, heard: bool) -> Iterator[None]:
@@ -224,14 +226,21 @@ class _Scope(Interceptor):
             try:
                 yield
             except BaseException as error:
-                explain(error)
-                if self._same_step is not None and not (isinstance(error, SystemExit) and not error.code):
+                if isinstance(error, SystemExit) and not error.code:
+                    self._end()
+                elif self._same_step is not None:
                     self._same_step.positions.raised()
+                explain(error)
                 raise
-            if self.strategy is not None:
-                self.strategy.end()
-            if self._same_step is not None and self._group is not None:
-                self._same_step.positions.end(self._group.timeout.total_seconds())
+            self._end()
+
+    def _end(self) -> None:
+        """End together with the other ranks; not after an interrupt, which a script may have caught on some ranks only."""
+        if self._group is None or self._same_step is None or self.strategy is None:
+            return
+        if self._interrupts is None or not self._interrupts.raised:
+            self.strategy.end()
+            self._same_step.positions.end(self._group.timeout.total_seconds())
 
     def _begin(self, call: Call) -> list[Interceptor]:
         """Give all ranks the same random streams, and make the interceptors."""
@@ -244,7 +253,9 @@ class _Scope(Interceptor):
         self._undo.callback(streams.close)
         passes = Passes(streams, options.draws)
         optimizers, modules, losses = Optimizers(passes), Modules(reachable(nn.Module, call)), Losses()
-        same_step = SameStep(group, passes, SameWork(self._say))
+        self._interrupts = interrupts = Interrupts()
+        self._undo.enter_context(interrupts.installed())
+        same_step = SameStep(group, passes, SameWork(self._say), interrupts)
         self._undo.callback(same_step.close)
         _share_streams(group)  # from here on, the pages of all ranks are there
         self._undo.callback(setattr, group, "control_message", group.control_message)

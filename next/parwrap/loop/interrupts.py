@@ -1,0 +1,74 @@
+"""Ctrl-C and SIGTERM: held until all ranks can leave at the same backward (contract, small print on backwards).
+
+A launcher sends the signal to every rank, but each gets it in another step. A rank that holds it says so in its next backward; after that
+backward all ranks raise. A script that catches the interrupt to test and save is then in lockstep still.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+__all__ = ["Interrupts"]
+
+LONGEST = 2.0
+"""Seconds after which a rank that reaches no backward raises by itself."""
+
+
+class Interrupts:
+    """Holds the first signal of each kind while a scope is open.
+
+    Attributes:
+        held: the signal that this rank holds, if any.
+        raised: whether this rank has raised one, so that ranks may be apart from now on.
+    """
+
+    def __init__(self) -> None:
+        self.held: int | None = None
+        self.raised = False
+        self._handlers: dict[int, Any] = {}
+        self._timer: threading.Timer | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Hold signals inside the block, if Python handles them there: not those that are ignored or end the process at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        for number in map(int, (signal.SIGINT, signal.SIGTERM)):
+            if callable(before := signal.getsignal(number)):
+                self._handlers[number] = before
+                signal.signal(number, self._hold)
+        try:
+            yield
+        finally:
+            self._stop_waiting()
+            for number, before in self._handlers.items():
+                if signal.getsignal(number) == self._hold:  # else the script has set its own
+                    signal.signal(number, before)
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        if self.held is None and not self.raised:
+            self.held = number
+            self._timer = threading.Timer(LONGEST, os.kill, (os.getpid(), number))
+            self._timer.daemon = True
+            self._timer.start()
+        else:  # a second signal, or no backward has come
+            self.release(number, frame)
+
+    def release(self, number: int | None = None, frame: FrameType | None = None) -> None:
+        """Do what the signal does without a scope: by default, raise ``KeyboardInterrupt``. All ranks are at the same backward."""
+        number = number or self.held or int(signal.SIGINT)
+        self._stop_waiting()
+        self.held, self.raised = None, True
+        self._handlers.get(number, signal.default_int_handler)(number, frame)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

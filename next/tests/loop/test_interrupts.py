@@ -1,0 +1,72 @@
+"""Ctrl-C and SIGTERM reach all ranks at the same backward, or after two seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import parwrap
+
+
+def trained_steps(signal_of_rank_one, at=3):
+    """The number of steps until an interrupt, of a script that catches it and goes on to evaluate."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    steps = 0
+    try:
+        for (x,) in DataLoader(TensorDataset(torch.ones(40, 1)), batch_size=1, shuffle=True):
+            if parwrap.rank() == 1 and steps == at:
+                os.kill(os.getpid(), signal_of_rank_one)
+            model(x).sum().backward()
+            optimizer.step()
+            steps += 1
+    except (KeyboardInterrupt, Terminated):
+        model.eval()
+        with torch.no_grad():
+            assert 40 == sum(len(x) for (x,) in DataLoader(TensorDataset(torch.ones(40, 1)), batch_size=8))
+    return steps
+
+
+class Terminated(Exception):
+    pass
+
+
+@pytest.mark.ranks(2)
+def test_one_rank_is_interrupted_and_all_leave_at_the_same_backward():
+    assert 3 == parwrap.distributed(trained_steps)(signal.SIGINT)
+
+
+@pytest.mark.ranks(2)
+def test_a_handler_that_was_there_is_called(monkeypatch):
+    def handler(number, frame):
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        steps = parwrap.distributed(trained_steps)(signal.SIGTERM)
+
+        assert 3 == steps
+        assert handler is signal.getsignal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_reaches_no_backward_raises_after_two_seconds():
+    began = time.monotonic()
+
+    @parwrap.distributed
+    def waits():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(20)
+
+    with pytest.raises(KeyboardInterrupt):
+        waits()
+
+    assert 1.9 < time.monotonic() - began < 6
