@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import mean
-from typing import Any, NamedTuple
+from statistics import mean, median
+from typing import NamedTuple
 
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # before torch is imported
 
 import torch
 import torch.distributed as dist
@@ -231,19 +231,24 @@ def measured(names: list[str], way: str, port: int) -> list[Measured]:
     return results
 
 
+def summary(turns: list[list[Measured]]) -> Measured:
+    """The time of the slowest rank and the bytes of a mean rank, each in the median turn."""
+    slowest = median(max(each.first for each in turn) for turn in turns)
+    return Measured(slowest, *(median(mean(each[part] for each in turn) for turn in turns) for part in (1, 2)))
+
+
 def main() -> int:
     """Measure what the command line asks for, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 16], help="how many nodes train together")
+    parser.add_argument("--turns", type=int, default=3, help="turns that each way to train has; the median is shown")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"{'nodes':>5}  {'':<12} {'regular step':>14} {'checked step':>14} {'first five steps':>18}")
     for nodes in arguments.nodes:
         with network(nodes) as names:
-            rows: dict[str, Any] = {}
-            for number, way in enumerate(WAYS):
-                each = measured(names, way, 29600 + number)
-                rows[way] = Measured(max(one.first for one in each), mean(one.checked for one in each), mean(one.regular for one in each))
+            turns = [{way: measured(names, way, 29600 + turn) for way in WAYS} for turn in range(arguments.turns)]
+        rows = {way: summary([turn[way] for turn in turns]) for way in WAYS}
         hand, ours = rows.values()
         rows["difference"] = Measured(*(a - b for a, b in zip(ours, hand, strict=True)))
         for way, row in rows.items():

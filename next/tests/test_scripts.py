@@ -1,4 +1,4 @@
-"""Plain scripts that have never heard of parwrap, with ``batch="global"`` on 1, 2 and 3 ranks: what they train is what one process trains."""
+"""Plain scripts that have never heard of parwrap, with ``batch="global"`` on 1, 2 and 3 ranks: they train what one process trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 
-DRAWN_IN_PASSES = {"branch_between_two_backwards", "checkpointing", "gan", "wgan_gp", "workers_with_augmentation"}
+DRAWN_IN_PASSES = {"branch_between_two_backwards", "checkpointing", "gan", "wgan_gp", "workers_with_augmentation", "zipped_loaders"}
 """Dropout, noise and augmentation: each rank draws its own (rule 4)."""
 
 UNSEEDED = {"fresh_subset_each_epoch"}

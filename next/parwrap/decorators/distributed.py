@@ -270,8 +270,7 @@ class _Scope(Interceptor):
         if options.lr != "keep":
             self._undo.enter_context(learning_rates_times(self._lr_factor))
         shared = [loaders] if options.strategy != "none" else []
-        counted = [Divisors(group, passes)] if options.batch == "global" else []
-        return [_Seeds(streams), optimizers, modules, losses, *shared, *counted, self.strategy, self]
+        return [_Seeds(streams), optimizers, modules, losses, *shared, Divisors(group, passes, lambda: self._options), self.strategy, self]
 
     @contextmanager
     def joined(self, given: dict[str, Any]) -> Iterator[None]:

@@ -6,6 +6,8 @@ numbers for each such loss, sent whenever it has class weights or several target
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -13,6 +15,7 @@ from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.torch_calls import Criterion
 from parwrap.loop.losses import leading_sizes
 from parwrap.loop.passes import Passes
+from parwrap.options import Options
 from parwrap.ranks.group import Group, is_alone
 
 __all__ = ["Divisors"]
@@ -27,14 +30,15 @@ class Divisors(Interceptor):
     Args:
         group: the process group.
         passes: the open passes, which know the weight of this rank's part of the batch.
+        options: a function that returns the options of the innermost running function.
     """
 
-    def __init__(self, group: Group, passes: Passes) -> None:
-        self._group, self._passes = group, passes
+    def __init__(self, group: Group, passes: Passes, options: Callable[[], Options]) -> None:
+        self._group, self._passes, self._options = group, passes, options
 
     def criterion(self, call: Criterion) -> torch.Tensor | None:
         """The factor of ``call``'s loss. The strategy multiplies the whole loss by the weight of the batch, so it is divided by that."""
-        if is_alone() or not self._passes.in_weighted_batch:
+        if self._options().batch != "global" or is_alone() or not self._passes.in_weighted_batch:
             return None
         weight = self._passes.batch(lambda: leading_sizes([call.loss])).weight
         counted = call.divisor()

@@ -1,6 +1,6 @@
 """Pieces of plain scripts that write and read files, in a directory of their own; each function returns what it has seen there."""
 
-# ruff: noqa: SIM115  # scripts open files in every way
+# scripts open files in every way
 
 import bz2
 import csv

@@ -1,6 +1,6 @@
 """The same for scripts that copy, move, remove and look for files, log to them, and find those of an earlier run."""
 
-# ruff: noqa: SIM115  # scripts open files in every way
+# scripts open files in every way
 
 import glob
 import json

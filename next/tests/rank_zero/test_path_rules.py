@@ -1,6 +1,6 @@
 """What is real on every rank, and what is not."""
 
-# ruff: noqa: SIM115  # scripts open files in every way
+# scripts open files in every way
 
 import glob
 import multiprocessing

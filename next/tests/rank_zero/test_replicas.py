@@ -1,6 +1,6 @@
 """What ranks above 0 see of files and what becomes of what they write."""
 
-# ruff: noqa: SIM115  # scripts open files in every way
+# scripts open files in every way
 
 import json
 import os

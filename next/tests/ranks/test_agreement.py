@@ -1,4 +1,5 @@
 """Ranks that are about to do different things raise an error on every rank instead of mixing their data."""
+
 from contextlib import nullcontext
 
 import pytest
