@@ -23,6 +23,8 @@ __all__ = ["Page", "Positions", "State", "apart"]
 SIZE = 512
 """Bytes of a page."""
 
+WORDS = SIZE // 8
+
 NUMBERS = 6
 """Numbers of eight bytes before the place: a sequence number, then the fields of :class:`Page` and the length of the place.
 
@@ -30,7 +32,8 @@ The sequence number is odd while the others are written, so that a reader tries 
 would write zeros first.
 """
 
-PLACE = 8 * NUMBERS
+STATE, PLACE = 2, 8 * NUMBERS
+"""Where a page has its state, in words, and its place, in bytes."""
 
 ATTEMPTS = 1000
 """How often a page is read while its rank writes it; that rank may have died there."""
@@ -136,17 +139,18 @@ class Positions:
         """
         backwards, _, _, controls, _ = self.mine
         self._write(Page(backwards + (state == State.BACKWARD), state, what, controls + (state == State.CONTROL), place))
-        for other in self._others:
-            if alike and apart(self.mine, self._read(other)):
-                raise self.error()
+        if alike:
+            for other in self._others:
+                if self._numbers[other * WORDS + STATE] != State.RUNS and apart(self.mine, self._read(other)):
+                    raise self.error()
 
     def run(self) -> None:
         """Say that this rank has what it waited for."""
-        self._write(self.mine._replace(state=State.RUNS))
+        self._set(State.RUNS)
 
     def raised(self) -> None:
         """Say that this rank's function has raised, so that it takes no further step."""
-        self._write(self.mine._replace(state=State.RAISED))
+        self._set(State.RAISED)
 
     def end(self, timeout: float, patience: float = 2.0) -> None:
         """Say that this rank's function has ended, and wait until all ranks of the node have.
@@ -156,7 +160,7 @@ class Positions:
                 ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
-        self._write(self.mine._replace(state=State.ENDED))
+        self._set(State.ENDED)
         since: dict[int, tuple[Page, float]] = {}
         while True:
             pages = {other: self._read(other) for other in self._others}
@@ -193,7 +197,7 @@ class Positions:
 
     def _read(self, index: int) -> Page:
         """The page of the node's rank ``index``, without its place, which only errors need."""
-        at = index * SIZE // 8
+        at = index * WORDS
         for attempt in range(ATTEMPTS):
             sequence = self._numbers[at]
             backwards, state, what, controls = self._numbers[at + 1 : at + 5].tolist()
@@ -204,11 +208,16 @@ class Positions:
         return page
 
     def _place(self, index: int) -> str:
-        length = self._numbers[index * SIZE // 8 + 5]
+        length = self._numbers[index * WORDS + 5]
         return self._memory[index * SIZE + PLACE : index * SIZE + PLACE + length].decode(errors="replace")
 
+    def _set(self, state: State) -> None:
+        self._numbers[self._rank * WORDS + STATE] = state  # a single word is always whole
+        backwards, _, what, controls, place = self.mine
+        self.mine = Page(backwards, state, what, controls, place)
+
     def _write(self, page: Page) -> None:
-        at, numbers = self._rank * SIZE // 8, self._numbers
+        at, numbers = self._rank * WORDS, self._numbers
         numbers[at] += 1
         if page.place != self.mine.place:
             text = page.place.encode()[: SIZE - PLACE]

@@ -112,13 +112,13 @@ class SameStep:
             raise self.explained(error) from error
         self.positions.run()
 
-    def backward(self, number: int, place: Place) -> None:
+    def backward(self, number: int, place: str) -> None:
         """This rank is about to average the gradients of set ``number``.
 
         Raises:
             LockstepError: another rank can never meet it there.
         """
-        self._enter(State.BACKWARD, number, f"{place}")
+        self._enter(State.BACKWARD, number, place)
 
     def _enter(self, state: State, what: int, place: str) -> None:
         self.positions.enter(state, what, place, alike=not self._interrupts.raised)

@@ -113,7 +113,6 @@ class Losses(Interceptor):
         root = call.tensors[0]
         return root if isinstance(root, torch.Tensor) and root.numel() == 1 and root.is_floating_point() else None
 
-    @torch.no_grad()
     def write_mean(self, root: torch.Tensor, call: Backward, mean: float | torch.Tensor) -> None:
         """Write ``mean`` into ``root``, and into the loss that a ``GradScaler`` has multiplied to get it.
 

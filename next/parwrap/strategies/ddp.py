@@ -82,6 +82,7 @@ class DDP(Strategy):
         if averager is None:  # nothing that ranks share
             call.run()
             return
+        averager.check()
 
         # how much does this rank's part of the batch count?
         batch = loop.passes.batch(lambda: leading_sizes(call.tensors))
@@ -91,7 +92,7 @@ class DDP(Strategy):
 
         # run the backward, while torch's hooks average the buckets
         numbers = loop.same_step.numbers(averager.number, batch.weight)
-        loop.same_step.backward(averager.number, site.place)
+        loop.same_step.backward(averager.number, site.shown)
         try:
             if site.then_average or call.options["create_graph"]:
                 averager.run_then_average(weighted, numbers, loss)

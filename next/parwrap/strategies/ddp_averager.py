@@ -83,11 +83,11 @@ class GradientAverager:
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *(p for p in self.parameters if id(p) not in sparse)]
         self._reducer = _Reducer(ordered, sparse, **options)
 
-    def run(self, call: Backward, numbers: list[float], loss: torch.Tensor | None) -> None:
-        """Run ``call`` while its gradients are averaged, and send ``numbers`` and ``loss`` with them; :attr:`received` has the means.
+    def check(self) -> None:
+        """Refuse to go on after a backward that has raised.
 
         Raises:
-            LockstepError: an earlier backward over these parameters has raised, so the other ranks wait for its gradients.
+            LockstepError: the other ranks wait for its gradients.
         """
         if self._broken is not None:
             raise LockstepError(
@@ -95,6 +95,9 @@ class GradientAverager:
                 f"for its gradients, so this rank cannot go on ({type(self._broken).__name__}: {self._broken}). Let the error end the job, "
                 "or skip the batch before its backward, on all ranks: `if parwrap.any_rank(bad): continue`."
             )
+
+    def run(self, call: Backward, numbers: list[float], loss: torch.Tensor | None) -> None:
+        """Run ``call`` while its gradients are averaged, and send ``numbers`` and ``loss`` with them."""
         self._prepare(numbers, loss)
         try:
             self._arm()
@@ -121,8 +124,8 @@ class GradientAverager:
 
     def received(self) -> list[float] | torch.Tensor:
         """The means of the numbers of the last backward, indexed by :class:`Entry`; of a GPU as a tensor of shape ``(15,)`` there."""
-        means = cast(torch.Tensor, self._signal.grad)[-NUMBERS:]
-        return means if self._numbers is None else means.tolist()
+        means = cast(torch.Tensor, self._signal.grad)
+        return means[-NUMBERS:] if self._numbers is None else means.numpy()[-NUMBERS:].tolist()
 
     def _prepare(self, numbers: list[float], loss: torch.Tensor | None) -> None:
         """Set this rank's numbers; ``.data``, because autograd may hold those of the last backward."""

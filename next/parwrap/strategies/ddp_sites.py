@@ -33,7 +33,7 @@ __all__ = ["Site", "Sites"]
 MOST = 64
 """The oldest site makes room for another one."""
 
-DEPTH = 10
+DEPTH = 6
 """The number of frames that identify a site: enough to see through a script's own helper functions."""
 
 ROUNDING = 1e-5
@@ -50,6 +50,7 @@ class Site:
         frozen: parameters of its optimizers that were frozen then.
         then_average: whether gradients are averaged after the backward, because it runs others inside it.
         place: the line.
+        shown: the line as errors show it.
         codes: the code objects of the calls, kept alive because their ids identify the site.
     """
 
@@ -58,6 +59,7 @@ class Site:
     frozen: tuple[torch.Tensor, ...]
     then_average: bool
     place: Place
+    shown: str
     codes: tuple[CodeType, ...]
 
 
@@ -105,7 +107,8 @@ class Sites:
                 averager, then_average = self._agreed(parameters, call)
             else:
                 then_average = reenters(call.tensors)
-        site = Site(averager, optimizers.generation, frozen, then_average, script_place(), codes)
+        place = script_place()
+        site = Site(averager, optimizers.generation, frozen, then_average, place, str(place), codes)
         self._watch()
         return site
 

@@ -30,7 +30,7 @@ model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Re
 optimizer = torch.optim.AdamW(model.parameters(), 0.05)
 for epoch in range(2):
     for step, (x, y) in enumerate(DataLoader(data, 4, shuffle=True)):
-        if STOPS and parwrap.rank() == 1 and epoch and step == 2:
+        if STOPS and parwrap.rank() == 1 and epoch and step == 3:
             break
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
@@ -103,6 +103,6 @@ def test_a_rank_that_stops_early_ends_both_nodes(tmp_path, nodes):
     assert time.monotonic() - began < WITHIN / 2
     assert [1, 1] == [status for status, _ in ended], ended
     for _, said in ended:
-        assert f"rank 0 is in the backward at train.py:{BACKWARD} (backward 9)" in said.replace(str(tmp_path / "two") + "/", ""), said
+        assert f"rank 0 is in the backward at train.py:{BACKWARD} (backward 10)" in said.replace(str(tmp_path / "two") + "/", ""), said
         assert said.endswith("decide together: `if parwrap.any_rank(stop): break`.\n"), said
     assert not (tmp_path / "two" / "trained.pt").exists()
