@@ -1,0 +1,106 @@
+"""A regular step never has the host wait for a GPU; the CPU stands for the GPU: a mock."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from operator import methodcaller
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import parwrap
+from lagging_backend import Event, as_on_gpus
+from synchronizations import synchronizations
+
+SETTLED, STEPS = 36, 8
+"""Steps after which nothing is new; weights are compared after the 32nd and the 64th."""
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        float,
+        bool,
+        *(methodcaller(name) for name in ("item", "tolist", "nonzero", "cpu", "numpy")),
+        lambda x: x[x > 0],
+        lambda x: torch.equal(x, x),
+        lambda x: x.new_tensor([1.0]),
+        lambda x: f"{x}",
+    ],
+)
+def test_each_way_to_wait_is_found(wait):
+    x = torch.ones(())
+    with synchronizations() as places:
+        x + 1
+        assert [] == places
+        wait(x)
+
+    assert places
+    assert all(each.partition(" at ")[2].startswith(__file__) for each in places)
+
+
+@pytest.mark.ranks(2)
+def test_to_wait_for_the_newest_event_is_found():
+    with as_on_gpus(), synchronizations() as places:
+        first, second = Event(), Event()
+        first.record()
+        second.record()
+        first.synchronize()
+        second.synchronize()
+
+    assert ["Event.synchronize"] == [each.partition(" at ")[0] for each in places]
+
+
+class Net(nn.Module):
+    """Two heads; the second one is used in every third forward only, if at all."""
+
+    def __init__(self, second):
+        super().__init__()
+        self.body, self.heads = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU()), nn.ModuleList(nn.Linear(8, 3) for _ in "ab")
+        self.second, self.calls = second, 0
+
+    def forward(self, x):
+        self.calls += 1
+        body = self.body(x)
+        return self.heads[0](body) + (self.heads[1](body) if self.second(self.calls) else 0)
+
+
+def trained(second=lambda calls: True, unsynced=0):
+    """Gives where a host would have waited."""
+    torch.manual_seed(0)
+    model = Net(second)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    samples = 4 * parwrap.world_size() * (SETTLED + STEPS)
+    loader = DataLoader(TensorDataset(torch.randn(samples, 6), torch.randint(3, (samples,))), 4, shuffle=True)
+    batches = list(parwrap.replicate(loader))[parwrap.rank() :: parwrap.world_size()]  # a loader reads on the host
+    with ExitStack() as watched:
+        for number, (x, y) in enumerate(batches):
+            if number == SETTLED:
+                places = watched.enter_context(synchronizations())
+            for _ in range(unsynced):
+                with parwrap.no_sync():
+                    functional.cross_entropy(model(x), y).backward()
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return places
+
+
+@pytest.mark.parametrize("options", [{}, {"unsynced": 2}], ids=["ddp", "no_sync"])
+@pytest.mark.ranks(2, timeout=60)
+def test_a_regular_step_waits_for_nothing(options):
+    with as_on_gpus():
+        places = parwrap.distributed(trained)(**options)
+
+    assert [] == places
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_nor_does_a_step_that_leaves_parameters_out():
+    with as_on_gpus():
+        places = parwrap.distributed(trained)(second=lambda calls: False)
+
+    assert [] == places

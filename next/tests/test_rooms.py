@@ -1,0 +1,60 @@
+"""The rooms of the package: imports only go down, and nothing finds out what a script means from its bytecode or from live objects."""
+
+import ast
+import re
+from pathlib import Path
+
+import parwrap
+
+PACKAGE = Path(parwrap.__file__).parent
+ROOMS = "run __main__ launch testing decorators strategies data checks loop rank_zero intercept ranks torch_private options places errors".split()
+"""From the top down."""
+
+FILES = {path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path for path in PACKAGE.rglob("*.py")}
+
+
+def imported(path):
+    """The modules of the package that a file imports, in functions too, but not for types alone."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "parwrap":
+            inner = node.module.partition(".")[2]
+            found |= {name if (name := f"{inner}.{each.name}".strip(".")) in FILES else inner for each in node.names}
+    return {each for each in found if each}
+
+
+def room(module):
+    return module.partition(".")[0]
+
+
+def test_every_file_is_in_a_room():
+    assert {room(module) for module in FILES} == {*ROOMS, "__init__"}
+
+
+def test_imports_only_go_down():
+    up = [
+        f"{module} imports {other}"
+        for module, path in FILES.items()
+        for other in imported(path)
+        if module != "__init__" and ROOMS.index(room(other)) < ROOMS.index(room(module))
+    ]
+
+    assert [] == up
+
+
+def test_no_file_imports_itself_through_others():
+    left = {module: imported(path) for module, path in FILES.items()}
+    while free := [module for module, others in left.items() if not others & left.keys()]:
+        for module in free:
+            del left[module]
+
+    assert {} == left
+
+
+def test_nothing_reads_bytecode_reference_counts_or_the_collector():
+    guesses = re.compile(r"getrefcount|co_code|\bdis\.|gc\.get_|\bf_lasti\b")
+    assert [] == [module for module, path in FILES.items() if guesses.search(path.read_text())]
