@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,13 +201,15 @@ class Loaders(Interceptor):
     def iterate(self, loader: DataLoader, original: Callable[[DataLoader], Iterator]) -> Iterator:
         if get_worker_info() is not None or is_alone():
             return original(loader)
-        return _Iteration(self, loader, original, script_place())
+        return _Iteration(self, loader, original, script_place(), None if loader.num_workers else self._workers_seed(loader))
 
     def begin(self, iteration: _Iteration) -> None:
         """Decide what ``iteration`` reads, and begin its pass."""
         loader, place = iteration.loader, iteration.place
         assert loader is not None
         iteration.known = known = self.known(loader)
+        if loader.num_workers:  # with workers, torch reads ahead when an iterator is made: its sampler draws next
+            iteration.workers_seed = self._workers_seed(loader)
         self._end_left_open(known, place)
         training = loader in _sharded or (
             place not in known.whole_at
@@ -228,11 +230,11 @@ class Loaders(Interceptor):
             opened.may_not_train = not training and known.epoch > 0 and place not in known.whole_at
             if not training:
                 self.begins_whole()
-            with self._drawing(random_streams.NONE):
+            with self._drawing(random_streams.NONE), _seeding_workers(loader, iteration.workers_seed):
                 iteration.batches = iteration.original(loader)
             reads_own = training and self._reads_by_python(loader)
             iteration.reading = random_streams.ALL if reads_own else random_streams.TRAINING if training else random_streams.NONE
-        opened.backwards_before, opened.whole = self._passes.backwards, _length(loader.dataset)
+        opened.backwards_before, opened.whole = self._passes.backwards, _samples(loader)
         self._passes.begin(opened)
         self._open.add(iteration)
         iteration.loader = None  # which may hold this iterator: its workers end with the last reference
@@ -243,9 +245,12 @@ class Loaders(Interceptor):
         with self._drawing(random_streams.NONE):
             seed = self._seed(loader, known)
             share, opened.weights = self._share(loader, known, seed)
+            own = 0 if isinstance(loader.dataset, IterableDataset) else self._rank  # workers of a stream draw alike on all ranks
+            workers_seed = None if iteration.workers_seed is None else iteration.workers_seed + own
             opened.data = data_digits(loader, seed, known.epoch)
             self._check_length(loader, known, opened)
-            iteration.batches = iteration.original(share)
+            with _seeding_workers(share, workers_seed):
+                iteration.batches = iteration.original(share)
         take_state(loader)
         if loader.persistent_workers or hasattr(loader, "state_dict"):
             known.copy = share
@@ -304,7 +309,7 @@ class Loaders(Interceptor):
         options, rank, size = self._options(), self._rank, self._size
         if loader.persistent_workers and known.copy is not None and kept_iterator(known.copy) is not None:
             return self._continued(known.copy, known.epoch)
-        others: dict[str, Any] = {"generator": self._workers_generator(loader)}
+        others: dict[str, Any] = {}
         if isinstance(loader.dataset, IterableDataset):
             others |= part_of_stream(loader, rank, size, options)
             share = with_others(loader, **others)
@@ -351,11 +356,14 @@ class Loaders(Interceptor):
             sampler.set_epoch(epoch)
         return share, getattr(share.batch_sampler, "weights", None)
 
-    def _workers_generator(self, loader: DataLoader) -> torch.Generator:
-        """The generator of the workers' seeds, drawn as torch draws them, plus the rank; workers of a stream draw alike on all ranks."""
-        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
-        own = 0 if isinstance(loader.dataset, IterableDataset) else self._rank
-        return torch.Generator().manual_seed((drawn + own) % 2**63)
+    def _workers_seed(self, loader: DataLoader) -> int | None:
+        """The seed of workers, drawn as torch draws it when an iterator is made; workers that persist keep theirs."""
+        known = self._known.get(loader)
+        copy = None if known is None else known.copy
+        if kept_iterator(loader) is not None or (copy is not None and kept_iterator(copy) is not None):
+            return None
+        with self._drawing(random_streams.NONE):
+            return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
 
     def _seed(self, loader: DataLoader, known: _Known) -> int:
         """The seed of this loader's share: that of the shared streams or of its generator, and another one for each further loader."""
@@ -465,7 +473,10 @@ DATALOADER_LENGTH = DataLoader.__len__
 class _Iteration:
     """The iterator of one pass. It begins at its first ``next``, and ends once: when it is exhausted, fails, or is dropped."""
 
-    def __init__(self, loaders: Loaders, loader: DataLoader, original: Callable[[DataLoader], Iterator], place: Place) -> None:
+    def __init__(
+        self, loaders: Loaders, loader: DataLoader, original: Callable[[DataLoader], Iterator], place: Place, workers_seed: int | None
+    ) -> None:
+        self.workers_seed = workers_seed
         self.loader: DataLoader | None = loader
         self._weakly, self.original, self.place = weakref.ref(loader), original, place
         self.known: _Known | None = None
@@ -529,6 +540,18 @@ class _Iteration:
         self.close(exhausted=False)
 
 
+@contextmanager
+def _seeding_workers(loader: DataLoader, seed: int | None) -> Iterator[None]:
+    """Make the iterators over ``loader`` that begin in the block seed their workers with a seed that was drawn before."""
+    before = loader.generator
+    if seed is not None:
+        loader.generator = torch.Generator().manual_seed(seed % 2**63)
+    try:
+        yield
+    finally:
+        loader.generator = before
+
+
 class _SharedDraws:
     """Draws each item of a sampler on the shared streams, so that all ranks draw the same.
 
@@ -575,8 +598,9 @@ def _draws_nothing(dataset: Any) -> bool:
     return type(dataset) is ConcatDataset and all(map(_draws_nothing, dataset.datasets))
 
 
-def _length(dataset: Any) -> int | None:
+def _samples(loader: DataLoader) -> int | None:
+    """How many samples one process reads in a pass, if that is known."""
     try:
-        return len(dataset)
+        return len(_sampler(loader))
     except TypeError:
         return None

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
+from torch.utils._python_dispatch import _disable_current_modes
 
 import parwrap
 from parwrap.checks import same_step, same_weights
@@ -163,10 +164,11 @@ pinned: list[torch.Tensor] = []
 
 def _pinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def made(*arguments: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        tensor = make(*arguments, **options)
-        if pin_memory:
-            pinned.append(tensor)
-        return tensor
+        if not pin_memory:
+            return make(*arguments, **options)
+        with _disable_current_modes():  # the operators inside are not those of the device
+            pinned.append(make(*arguments, **options))
+        return pinned[-1]
 
     return made
 

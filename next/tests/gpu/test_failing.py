@@ -1,0 +1,48 @@
+"""A rank that fails while its collectives are under way, as on GPUs: a mock carries them out late, and shuts down as NCCL does."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parwrap
+from lagging_backend import as_on_gpus
+from parwrap.ranks.group import current
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_a_rank_that_fails_does_not_wait_for_collectives_that_others_never_join():
+    store = current().store
+    began = time.monotonic()
+
+    def fail():
+        if parwrap.rank() == 0:
+            store.wait(["rank 1 has left"], timedelta(seconds=20))
+        else:
+            dist.all_reduce(torch.ones(1), async_op=True)  # rank 0 never does
+        raise ZeroDivisionError("by hand")
+
+    with pytest.raises(ZeroDivisionError, match="by hand"), as_on_gpus():
+        fail()
+
+    assert time.monotonic() - began < 15
+    assert not dist.is_initialized()
+    store.set("rank 1 has left", b"")
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_a_script_that_ends_by_itself_waits_for_its_collectives():
+    sent = torch.ones(1)
+
+    def end():
+        dist.all_reduce(sent, async_op=True)
+        raise SystemExit(0)
+
+    with pytest.raises(SystemExit), as_on_gpus():
+        end()
+
+    assert 2.0 == sent
