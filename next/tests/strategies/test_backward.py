@@ -350,12 +350,10 @@ def test_an_error_inside_a_backward_cannot_be_passed_over():
         model, _ = model_and_optimizer()
         with contextlib.suppress(ValueError):
             Fails.apply(model(torch.ones(1, 3))).sum().backward()
-        parwrap.barrier()  # both ranks are past the error
         model(torch.ones(1, 3)).sum().backward()
 
-    with pytest.raises(
-        parwrap.LockstepError, match=r"has raised before, and the script has caught the error.*\(ValueError: out of memory\)"
-    ):
+    # the slower rank may see first that the other has left its backward
+    with pytest.raises(parwrap.LockstepError, match=r"has raised before.*\(ValueError: out of memory\)|the ranks have come apart"):
         distributed(run)
 
 
