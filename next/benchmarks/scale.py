@@ -2,7 +2,8 @@
 
 A node is a network namespace with one rank, so all that its interface carries is the traffic of that rank. Both ways to train run the same
 loop with the same small model. The counters of the interface are read when all ranks stand still. *Regular* steps are those between two
-checks of the weights; *checked* steps are all from the fourth to the 32nd, with their four checks. Needs root on Linux; nothing is asserted.
+checks of the weights; *checked* steps are all from the fourth to the 32nd, with their four checks. Bytes are those sent and received.
+Needs root on Linux; nothing is asserted.
 """
 
 from __future__ import annotations
@@ -231,6 +232,13 @@ def measured(names: list[str], way: str, port: int) -> list[Measured]:
     return results
 
 
+def import_the_rest() -> None:
+    """Import what torch imports at the first step of an optimizer, a second of work, before ranks are forked."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter]).step()
+
+
 def summary(turns: list[list[Measured]]) -> Measured:
     """The time of the slowest rank and the bytes of a mean rank, each in the median turn."""
     slowest = median(max(each.first for each in turn) for turn in turns)
@@ -244,6 +252,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3, help="turns that each way to train has; the median is shown")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    import_the_rest()
     print(f"{'nodes':>5}  {'':<12} {'regular step':>14} {'checked step':>14} {'first five steps':>18}")
     for nodes in arguments.nodes:
         with network(nodes) as names:

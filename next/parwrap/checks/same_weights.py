@@ -1,13 +1,14 @@
-"""The check that all ranks hold the same weights: a checksum of every optimizer's parameters and hyperparameters.
+"""The check that all ranks hold the same weights: a checksum of every parameter that trains and of the optimizers' hyperparameters.
 
 It finds every way in which ranks go apart: gradients that no backward averaged, a step on one rank alone, noise on weights, a learning
-rate that one rank decided. It runs after steps 1, 2, 3, then at ever longer distances up to 100 steps, and at the end.
+rate that one rank decided. It runs after steps 1, 2, 3, then at ever longer distances up to 100 steps, likewise when passes begin, and at
+the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from parwrap.errors import RankMismatchError
+from parwrap.loop.modules import Modules
 from parwrap.loop.optimizers import Optimizers, parameters_of
+from parwrap.loop.passes import Passes
 from parwrap.places import Place, script_place
 from parwrap.ranks.agreement import agree
 from parwrap.ranks.group import Group, is_alone
@@ -78,16 +81,18 @@ class SameWeights:
 
     Args:
         group: the process group.
+        passes: the passes over loaders.
         optimizers: the optimizers of the script.
-        name_of: a function that names a parameter, for errors.
+        modules: the modules of the script: weights may change without an optimizer.
     """
 
-    def __init__(self, group: Group, optimizers: Optimizers, name_of: Callable[[torch.Tensor], str]) -> None:
-        self._group, self._optimizers, self._name_of = group, optimizers, name_of
+    def __init__(self, group: Group, passes: Passes, optimizers: Optimizers, modules: Modules) -> None:
+        self._group, self._passes, self._optimizers, self._modules = group, passes, optimizers, modules
         self._place: Place | None = None
-        self._checked = 0
+        self._checked = (0, 0)
+        self._begun = 0
         self._unchecked: list[Optimizer] = []  # kept alive: the last steps are compared after the function has dropped them
-        self._on_the_way: tuple[torch.Tensor, torch.cuda.Event, int, str] | None = None
+        self._on_the_way: tuple[torch.Tensor, torch.cuda.Event, str] | None = None
 
     def after_step(self, optimizer: Optimizer) -> None:
         """``optimizer`` has stepped."""
@@ -100,17 +105,27 @@ class SameWeights:
             self.check()
             self._place = None
 
+    def begins_pass(self) -> None:
+        """A pass begins: weights may have been changed without any step."""
+        self._begun += 1
+        if is_due(self._begun):
+            self.check()
+
     def check(self) -> None:
-        """Compare the weights now; on a GPU those at the last check, so that the host does not wait for the device.
+        """Compare the weights now, if there was a step or a batch since the last time; on a GPU those at the last check, to not wait.
 
         Raises:
             RankMismatchError: they differ; it names the first parameter and the step.
         """
-        if self._checked == self._optimizers.steps:
+        clock = self._optimizers.steps, self._passes.batches
+        if self._checked == clock:
             return
-        self._checked = self._optimizers.steps
+        self._checked = clock
         optimizers, self._unchecked = self._unchecked, []
-        parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+        owned = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+        ids = set(map(id, owned))
+        others = {number: p for number, p in self._modules.trainable().items() if id(p) not in ids}
+        parameters = [*owned, *others.values()]
         options = repr([(type(each).__name__, _hyperparameters(each)) for each in optimizers])
         sums = checksums(parameters)
         whole = (sums * torch.arange(1, 2 * len(sums) + 1, 2, device=sums.device)).sum() if len(sums) else sums.sum()
@@ -118,45 +133,62 @@ class SameWeights:
             before, event = self._on_the_way, torch.cuda.Event()
             pinned = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(whole, non_blocking=True)
             event.record()
-            self._on_the_way = pinned, event, self._optimizers.steps, options
+            self._on_the_way = pinned, event, options
             if before is None:
                 return
             before[1].synchronize()
-            whole, options = before[0], before[3]
-        digest = crc32(options.encode()) ^ (int(whole) % 2**61)
-        agree(
-            self._group,
-            "the check of weights",
-            digest,
-            lambda: (options, sums.tolist()),
-            lambda all_ranks: self._error(all_ranks, parameters),
-        )
+            whole, options = before[0], before[2]
 
-    def _error(self, all_ranks: Sequence[tuple[str, list[int]]], parameters: Sequence[torch.Tensor]) -> Exception | None:
-        """The error for ranks whose options or checksums of parameters differ."""
-        when = f"after step {self._optimizers.steps}" + (f" ({self._place})" if self._place else "")
-        (options, sums), *others = all_ranks
-        for rank, (theirs, their_sums) in enumerate(others, 1):
-            if len(their_sums) != len(sums):
+        def details() -> _Weights:
+            all_sums = sums.tolist()
+            return _Weights(options, all_sums[: len(owned)], dict(zip(others, all_sums[len(owned) :], strict=True)))
+
+        def error(all_ranks: list[_Weights]) -> Exception | None:
+            return self._error(all_ranks, owned, others)
+
+        digest = crc32(options.encode()) ^ (int(whole) % 2**61)
+        agree(self._group, "the check of weights", digest, details, error)
+
+    def _error(self, all_ranks: Sequence[_Weights], owned: Sequence[torch.Tensor], others: Mapping[int, torch.Tensor]) -> Exception | None:
+        """The error for ranks whose options or checksums differ; a module that only some ranks still hold is no difference."""
+        steps = self._optimizers.steps
+        when = (f"after step {steps}" if steps else f"after {self._passes.batches} batches") + (f" ({self._place})" if self._place else "")
+        first, *rest = all_ranks
+        for rank, theirs in enumerate(rest, 1):
+            if len(theirs.owned) != len(first.owned):
                 return RankMismatchError(
-                    f"rank 0 trains {len(sums)} parameters {when}, but rank {rank} trains {len(their_sums)}. Build the same models and "
-                    "optimizers on every rank."
+                    f"rank 0 trains {len(first.owned)} parameters {when}, but rank {rank} {len(theirs.owned)}. Build the same models "
+                    "and optimizers on every rank."
                 )
-            differ = [index for index, (a, b) in enumerate(zip(sums, their_sums, strict=True)) if a != b]
+            differ = [p for p, a, b in zip(owned, first.owned, theirs.owned, strict=True) if a != b]
+            held = first.others.keys() & theirs.others.keys() & others.keys()
+            differ += [others[number] for number in sorted(held) if first.others[number] != theirs.others[number]]
             if differ:
-                p = parameters[differ[0]]
-                name = self._name_of(p)
                 return RankMismatchError(
-                    f"{name} differs between rank 0 and rank {rank} {when}: a rank has changed it by numbers that no backward averaged. "
-                    "Average gradients that you make by hand, `grads = parwrap.reduce_mean(grads)`, draw what changes weights inside "
-                    "`with parwrap.same_draws():`, and let ranks decide together, `parwrap.any_rank(...)`."
+                    f"{self._modules.name_of(differ[0])} differs between rank 0 and rank {rank} {when}: a rank has changed it by numbers "
+                    "that no backward averaged. Average gradients that you make by hand, `grads = parwrap.reduce_mean(grads)`, draw what "
+                    "changes weights inside `with parwrap.same_draws():`, and let ranks decide together, `parwrap.any_rank(...)`."
                 )
-            if theirs != options:
+            if theirs.options != first.options:
                 return RankMismatchError(
-                    f"the options of the optimizers differ between rank 0 and rank {rank} {when}: {options} and {theirs}. Compute learning "
-                    "rates from numbers that are the same on all ranks, for example parwrap.reduce_mean(loss)."
+                    f"the options of the optimizers differ between rank 0 and rank {rank} {when}: {first.options} and {theirs.options}. "
+                    "Compute learning rates from numbers that are the same on all ranks, for example parwrap.reduce_mean(loss)."
                 )
         return None
+
+
+class _Weights(NamedTuple):
+    """What a rank says about its weights if the digests differ.
+
+    Attributes:
+        options: the options of its optimizers.
+        owned: the checksums of their parameters, in order.
+        others: the checksums of other parameters of its modules, by their numbers.
+    """
+
+    options: str
+    owned: list[int]
+    others: dict[int, int]
 
 
 @torch.no_grad()

@@ -193,6 +193,7 @@ class Loaders(Interceptor):
         self._seedings, self._loaders = 0, 0
         self._said: set[Place] = set()
         self.begins_whole: Callable[[], None] = lambda: None
+        self.begins_training: Callable[[], None] = lambda: None
         self._states = ExitStack()
         self._states.enter_context(forwarded_states(self._reading, self._resume))
 
@@ -220,6 +221,8 @@ class Loaders(Interceptor):
             )
         )
         shared = training and loader not in _replicated
+        if training and threading.get_ident() == self.thread:
+            self.begins_training()
         opened, last = Pass(training, shared, place), known.last
         opened.repeats = last is not None and last.place == place and not last.exhausted and self._passes.backwards > last.backwards_before
         iteration.opened, known.last = opened, opened

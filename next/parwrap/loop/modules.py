@@ -1,4 +1,4 @@
-"""The modules of the script: those that exist when a scope opens, and those whose mode it sets. They name parameters in errors."""
+"""The modules of the script: those that exist when a scope opens, those that it builds outside of training passes, and their parameters."""
 
 from __future__ import annotations
 
@@ -7,31 +7,59 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from parwrap.intercept.interceptor import Interceptor
+from parwrap.loop.passes import Passes
+from parwrap.ranks.group import is_alone
 
 __all__ = ["Modules"]
 
 
 class Modules(Interceptor):
-    """Outer modules of the script.
+    """The modules of the script.
 
     Args:
+        passes: the passes over loaders: what is built inside a training pass belongs to its batch.
         modules: the modules that exist when the scope opens.
 
-    >>> model = nn.Sequential(nn.Linear(3, 2))
-    >>> Modules([model]).name_of(model[0].bias), Modules([]).name_of(model[0].bias)
-    ('0.bias', 'a parameter of shape (2,)')
+    Attributes:
+        first: these modules.
     """
 
-    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
-        self.first = list(modules)
-        self._known: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary(dict.fromkeys(self.first))
+    def __init__(self, passes: Passes, modules: Iterable[nn.Module] = ()) -> None:
+        self._passes, self.first = passes, list(modules)
+        self._outer: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary(dict.fromkeys(self.first))
+        self._numbers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._made = 0
+        for module in self.first:
+            for parameter in module.parameters():
+                self._note(parameter)
+        self._hook = register_module_parameter_registration_hook(self._registered)
+
+    def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not self._passes.training and not is_alone():
+            self._note(parameter)
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        if parameter not in self._numbers:
+            self._numbers[parameter] = self._made
+            self._made += 1
+
+    def trainable(self) -> dict[int, torch.Tensor]:
+        """The parameters that require grad, by the number in which they were made, which is the same on all ranks."""
+        return {number: p for p, number in self._numbers.items() if p.requires_grad and not is_lazy(p)}
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        self._known.setdefault(module)
+        self._outer.setdefault(module)
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The name of ``parameter`` in the module that has it, or its shape."""
-        names = [name for module in list(self._known) for name, each in module.named_parameters() if each is parameter]
+        """The name of ``parameter`` in an outer module of the script, or its shape."""
+        names = [name for module in list(self._outer) for name, each in module.named_parameters() if each is parameter]
         return max(names, key=len, default=f"a parameter of shape {tuple(parameter.shape)}")
+
+    def close(self) -> None:
+        """Note no more modules."""
+        self._hook.remove()

@@ -41,9 +41,9 @@ class DDP(Strategy):
         super().__init__(loop)
         self._buffers = Buffers(loop.group, loop.modules.first)
         self._sites = Sites(loop, self._buffers.watch)
-        self._weights = SameWeights(loop.group, loop.optimizers, loop.modules.name_of)
+        self._weights = SameWeights(loop.group, loop.passes, loop.optimizers, loop.modules)
         loop.optimizers.after_step = self._weights.after_step
-        loop.loaders.begins_whole = self.begins_whole
+        loop.loaders.begins_whole, loop.loaders.begins_training = self.begins_whole, self._weights.begins_pass
         self._thread: threading.Thread | None = None
         self._local = self._synced_steps = 0
         with torch.inference_mode(False), torch.enable_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import numpy as np
@@ -78,6 +79,39 @@ def test_weights_that_go_apart_are_an_error_that_names_them(change):
 
     assert "(test_weights_and_work.py:" in str(caught.value)
     assert "parwrap.reduce_mean(grads)" in str(caught.value)
+
+
+def updates_without_a_step(model, x):
+    grads = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    with torch.no_grad():
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            p -= 0.01 * grad
+
+
+def moves_towards_a_copy(model, x):
+    """Reptile: the copy that adapts to a batch is this rank's, the model is everybody's."""
+    adapted = copy.deepcopy(model)
+    inner = torch.optim.SGD(adapted.parameters(), lr=0.1)
+    adapted(x).square().mean().backward()
+    inner.step()
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), adapted.parameters(), strict=True):
+            p += 0.5 * (q - p)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("update", [updates_without_a_step, moves_towards_a_copy])
+def test_weights_that_change_without_a_step_are_compared_too(update):
+    @parwrap.distributed
+    def run():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 1))
+        for (x,) in parwrap.shard(DataLoader(data(), batch_size=4, shuffle=True)):
+            update(model, x)
+        return model
+
+    with pytest.raises(parwrap.RankMismatchError, match=r"a parameter of shape \(1, 4\) differs between rank 0 and rank 1 after 4 batches"):
+        run()
 
 
 @pytest.mark.ranks(2)

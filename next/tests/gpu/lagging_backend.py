@@ -205,6 +205,7 @@ def as_on_gpus() -> Iterator[Lagging]:
         patch.setattr(groups, "_current", None)
         for module in (ddp_averager, same_step, same_weights):
             patch.setattr(module, "torch", _Torch("torch"))
+        patch.setattr(ddp_averager, "Future", lambda devices: Future())
         patch.setattr(torch.Tensor, "is_cuda", property(_is_cuda), raising=False)
         patch.setattr(Event, "recorded", 0)
         patch.setattr(Event, "waits", [])

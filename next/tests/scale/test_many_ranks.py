@@ -89,5 +89,3 @@ def test_a_regular_step_sends_one_message_with_the_gradients_and_a_few_numbers()
     tensors = 8
 
     assert [{"all-reduce: calls": 1, "all-reduce: bytes": 4 * (parameters + tensors + numbers)}] == steps
-
-
