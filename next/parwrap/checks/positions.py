@@ -95,8 +95,8 @@ def apart(mine: Page, other: Page) -> bool:
             return other.backwards > mine.backwards and other.controls < mine.controls
         return other.backwards == mine.backwards and other.what != mine.what
     if other.state == State.CONTROL:
-        if mine.state == State.BACKWARD:  # it waits for a message that this rank has not sent
-            return other.controls > mine.controls
+        if mine.state == State.BACKWARD:  # it waits for a message that this rank has not sent; on a GPU it may have begun this backward
+            return other.controls > mine.controls and other.backwards < mine.backwards
         return other.controls == mine.controls and other.what != mine.what
     return False
 
@@ -156,12 +156,12 @@ class Positions:
         """Say that this rank's function has ended, and wait until all ranks of the node have.
 
         Raises:
-            LockstepError: a rank has been blocked for ``patience`` seconds in a step that this rank will not take, or has not ended within
-                ``timeout`` seconds.
+            LockstepError: a rank has been in a step that this rank does not take for ``patience`` seconds, so that an error of its own
+                comes first; or a rank has not ended within ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
         self._set(State.ENDED)
-        since: dict[int, tuple[Page, float]] = {}
+        since: float | None = None
         while True:
             pages = {other: self._read(other) for other in self._others}
             if all(page.state == State.ENDED for page in pages.values()):
@@ -170,13 +170,11 @@ class Positions:
                 return
             if any(page.state == State.RAISED for page in pages.values()):
                 raise self.error()
-            for other, page in pages.items():
-                if page.state in (State.BACKWARD, State.CONTROL) and apart(page, self.mine):
-                    first = since.setdefault(other, (page, time.monotonic()))
-                    if first[0] != page:
-                        since[other] = (page, time.monotonic())
-                    elif time.monotonic() - first[1] > patience:
-                        raise self.error()
+            ahead = [page for page in pages.values() if page.backwards > self.mine.backwards or page.controls > self.mine.controls]
+            if ahead and since is None:
+                since = time.monotonic()
+            if since is not None and time.monotonic() - since > patience:
+                raise self.error()
             if time.monotonic() > deadline:
                 raise self.error(f"a rank has not ended within {timeout:g} s")
             time.sleep(0.005)

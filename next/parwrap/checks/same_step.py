@@ -17,7 +17,7 @@ import torch
 from parwrap.checks.positions import Positions, State
 from parwrap.checks.same_data import different_data
 from parwrap.checks.same_work import SameWork
-from parwrap.errors import LockstepError, RankMismatchError
+from parwrap.errors import RankMismatchError
 from parwrap.loop.interrupts import Interrupts
 from parwrap.loop.passes import Pass, Passes
 from parwrap.places import Place, script_place
@@ -109,7 +109,8 @@ class SameStep:
         try:
             yield
         except RuntimeError as error:
-            raise self.explained(error) from error
+            self.explain(error)
+            raise
         self.positions.run()
 
     def backward(self, number: int, place: str) -> None:
@@ -123,11 +124,14 @@ class SameStep:
     def _enter(self, state: State, what: int, place: str) -> None:
         self.positions.enter(state, what, place, alike=not self._interrupts.raised)
 
-    def explained(self, error: RuntimeError) -> RuntimeError | LockstepError:
-        """``error``; if it says that another rank's connection has closed, where all ranks are."""
+    def explain(self, error: RuntimeError) -> None:
+        """Say where all ranks are if ``error`` says that another rank's connection has closed.
+
+        Raises:
+            LockstepError: it does.
+        """
         if any(text in str(error) for text in LOST):
-            return self.positions.error("the connection to another rank has closed")
-        return error
+            raise self.positions.error("the connection to another rank has closed") from error
 
     def numbers(self, set_number: int, weight: float) -> list[float]:
         """This rank's numbers for the backward that it is about to run."""
@@ -164,9 +168,9 @@ class SameStep:
             training.data = ()  # sent once
 
     def _compare(self, mine: list[float], means: list[float], place: Place, training: Pass | None) -> None:
-        for index in range(Entry.SET, Entry.WEIGHT):
-            if abs(means[index] - mine[index]) > TOLERANCE:
-                self._refuse(mine, means, training.place if training else place)
+        differ = [index for index in range(Entry.SET, Entry.WEIGHT) if abs(means[index] - mine[index]) > TOLERANCE]
+        if differ:
+            self._refuse(differ, training.place if training else place)
         if abs(means[Entry.WEIGHT] - 1) > 1e-3:
             raise RankMismatchError(
                 f"the weights of the ranks in the backward at {place} add up to {means[Entry.WEIGHT]:.4g} times the number of ranks: they "
@@ -178,10 +182,9 @@ class SameStep:
         if not self._work.done:
             self._work.compare(mine[Entry.LOSS], means[Entry.LOSS])
 
-    def _refuse(self, mine: list[float], means: list[float], place: Place) -> None:
-        differ = [index for index in range(Entry.SET, Entry.WEIGHT) if abs(means[index] - mine[index]) > TOLERANCE]
+    def _refuse(self, differ: list[int], place: Place) -> None:
         if differ[0] in (Entry.SET, Entry.STEP):
-            raise self.positions.error("they average gradients of different steps")
+            raise self.positions.error("their gradients belong to different steps")
         different_data({(index - Entry.DATA) // 2 for index in differ}, place)
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class Interceptor:
     def criterion(self, call: Criterion) -> torch.Tensor | None:
         """``cross_entropy`` or ``nll_loss`` has computed a mean. Returns the factor of its gradient, or ``None`` for 1."""
 
-    def scaled(self, loss: Any, scale: float, result: Any) -> None:
+    def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
         """``GradScaler.scale(loss)`` has returned ``result``, the loss times ``scale``."""
 
     # modules and parameters

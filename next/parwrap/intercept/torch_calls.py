@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from parwrap.intercept.interceptor import Interceptor
 from parwrap.intercept.patch import Patch, installed, when_imported
+from parwrap.torch_private.amp import scale_of
 from parwrap.torch_private.autograd import input_metadata
 from parwrap.torch_private.modules import APPLY
 
@@ -196,7 +197,7 @@ def _scaled(interceptor: Interceptor) -> Patches:
     def scale(wrapped: Callable, instance: torch.amp.GradScaler, args: tuple, kwargs: dict) -> Any:
         result = wrapped(*args, **kwargs)
         if instance.is_enabled():
-            interceptor.scaled(args[0] if args else kwargs["outputs"], instance.get_scale(), result)
+            interceptor.scaled(args[0] if args else kwargs["outputs"], scale_of(instance), result)
         return result
 
     return [Patch(torch.amp.GradScaler, "scale", scale)]

@@ -51,15 +51,21 @@ class Interrupts:
             for number, before in self._handlers.items():
                 if signal.getsignal(number) == self._hold:  # else the script has set its own
                     signal.signal(number, before)
+        if self.held is not None:  # no backward has come
+            os.kill(os.getpid(), self.held)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if self.held is None and not self.raised:
             self.held = number
-            self._timer = threading.Timer(LONGEST, os.kill, (os.getpid(), number))
+            self._timer = threading.Timer(LONGEST, self._waited, (number,))
             self._timer.daemon = True
             self._timer.start()
         else:  # a second signal, or no backward has come
             self.release(number, frame)
+
+    def _waited(self, number: int) -> None:
+        if self.held == number:
+            os.kill(os.getpid(), number)
 
     def release(self, number: int | None = None, frame: FrameType | None = None) -> None:
         """Do what the signal does without a scope: by default, raise ``KeyboardInterrupt``. All ranks are at the same backward."""

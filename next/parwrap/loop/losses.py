@@ -93,7 +93,7 @@ class _Scaled(NamedTuple):
 
     result: weakref.ref[torch.Tensor]
     loss: weakref.ref[torch.Tensor]
-    scale: float
+    scale: torch.Tensor
 
 
 class Losses(Interceptor):
@@ -102,7 +102,7 @@ class Losses(Interceptor):
     def __init__(self) -> None:
         self._scaled: _Scaled | None = None
 
-    def scaled(self, loss: Any, scale: float, result: Any) -> None:
+    def scaled(self, loss: Any, scale: torch.Tensor, result: Any) -> None:
         if isinstance(loss, torch.Tensor):
             self._scaled = _Scaled(weakref.ref(result), weakref.ref(loss), scale)
 
@@ -123,7 +123,6 @@ class Losses(Interceptor):
         if view_base(root) is None:
             root.data.fill_(mean)
         scaled = self._scaled
-        if scaled is not None and scaled.result() is root:
-            loss = scaled.loss()
-            if loss is not None and loss is not root and loss.grad_fn is not None and view_base(loss) is None:
-                loss.data.fill_(mean / scaled.scale)
+        loss = scaled.loss() if scaled is not None and scaled.result() is root else None
+        if scaled is not None and loss is not None and loss is not root and loss.grad_fn is not None and view_base(loss) is None:
+            loss.data.copy_((mean / scaled.scale.to(loss.device)).reshape(loss.shape))

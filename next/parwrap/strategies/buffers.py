@@ -31,11 +31,12 @@ STEPS = 2
 class _Buffer(NamedTuple):
     """A buffer of a module, by its name: the script may put another tensor there."""
 
-    module: nn.Module
+    module: weakref.ref[nn.Module]
     name: str
 
     def tensor(self) -> torch.Tensor | None:
-        buffer = registered_buffers(self.module).get(self.name)
+        module = self.module()
+        buffer = None if module is None else registered_buffers(module).get(self.name)
         return buffer if isinstance(buffer, torch.Tensor) and not buffer.is_inference() and buffer.layout == torch.strided else None
 
 
@@ -53,7 +54,7 @@ class Buffers:
         for module in modules:
             for inner in module.modules():
                 self._modules[inner] = None
-        self._evaluated: list[nn.Module] = []
+        self._evaluated: list[weakref.ref[nn.Module]] = []
         self._before: dict[_Buffer, tuple[int, int]] = {}
         self._moving: list[_Buffer] = []
         self._backwards_left = 0
@@ -62,12 +63,12 @@ class Buffers:
 
     def put_in_eval(self, module: nn.Module) -> None:
         """The script has put ``module`` in eval mode."""
-        if not any(module is each for each in self._evaluated):
-            self._evaluated.append(module)
+        self._evaluated = [each for each in self._evaluated if each() not in (None, module)] + [weakref.ref(module)]
 
     def watch(self) -> None:
         """A new set of parameters: find out which buffers change while it trains."""
         self._backwards_left = STEPS
+        self._moving = [buffer for buffer in self._moving if buffer.tensor() is not None]
         buffers = [buffer for module in list(self._modules) if not isinstance(module, NormBase) for buffer in _buffers([module])]
         self._before = {buffer: _state(tensor) for buffer in buffers if (tensor := buffer.tensor()) is not None}
 
@@ -87,7 +88,8 @@ class Buffers:
 
     def begins_whole(self) -> None:
         """Send the buffers of the modules that were put in eval mode: a pass that reads everything begins after a step."""
-        modules, self._evaluated = self._evaluated, []
+        modules = [module for each in self._evaluated if (module := each()) is not None]
+        self._evaluated = []
         buffers = [buffer for module in modules for buffer in _buffers(module.modules()) if buffer.tensor() is not None]
         if buffers:
             _agree_on(self._group, "sending rank 0's buffers as a pass begins", buffers)
@@ -111,7 +113,7 @@ class Buffers:
 
 
 def _buffers(modules: Iterable[nn.Module]) -> list[_Buffer]:
-    return [_Buffer(module, name) for module in modules for name in registered_buffers(module)]
+    return [_Buffer(weakref.ref(module), name) for module in modules for name in registered_buffers(module)]
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
@@ -124,8 +126,8 @@ def _agree_on(group: Group, kind: str, buffers: Iterable[_Buffer]) -> None:
     def error(all_ranks: list[Any]) -> Exception:
         rank = next(rank for rank, each in enumerate(all_ranks) if each != all_ranks[0])
         return RankMismatchError(
-            f"rank 0 has the buffers {all_ranks[0]}, but rank {rank} has {all_ranks[rank]} ({kind}). Call the same modules, and "
-            "put the same ones in eval mode, on every rank."
+            f"rank 0 has {len(all_ranks[0])} buffers to send, but rank {rank} has {len(all_ranks[rank])} or others ({kind}). Put the same "
+            "modules in eval mode on every rank; what only rank 0 does belongs into a function decorated with @parwrap.rank_zero_only."
         )
 
     agree(group, kind, crc32(repr(shapes).encode()), lambda: shapes, error)

@@ -59,15 +59,12 @@ class DDP(Strategy):
             return
         self._thread = threading.current_thread()
         try:
-            if self._local:
-                call.run()
-            else:
-                self._average(call)
+            self._run(call)
         finally:
             self._thread = None
         self._loop.passes.ran_backward()
 
-    def _average(self, call: Backward) -> None:
+    def _run(self, call: Backward) -> None:
         loop = self._loop
         loop.loaders.check_backward()
         if is_alone():
@@ -75,6 +72,14 @@ class DDP(Strategy):
                 f"{script_place()} runs a backward inside a function decorated with @parwrap.rank_zero_only, where the other ranks do not "
                 "take part in averaging its gradients. Train outside of that function."
             )
+
+        # how much does this rank's part of the batch count?
+        batch = loop.passes.batch(lambda: leading_sizes(call.tensors))
+        scale = batch.weight * loss_factor(batch.weight, loop.group.world.size, loop.options())
+        root, weighted = loop.losses.root(call), call if scale == 1.0 else call.times(scale)
+        if self._local:
+            weighted.run()
+            return
 
         # which parameters?
         site = self._sites.find(call)
@@ -84,13 +89,8 @@ class DDP(Strategy):
             return
         averager.check()
 
-        # how much does this rank's part of the batch count?
-        batch = loop.passes.batch(lambda: leading_sizes(call.tensors))
-        scale = batch.weight * loss_factor(batch.weight, loop.group.world.size, loop.options())
-        root, weighted = loop.losses.root(call), call if scale == 1.0 else call.times(scale)
-        loss = None if root is None else root.detach() if scale == 1.0 else root.detach() * scale
-
         # run the backward, while torch's hooks average the buckets
+        loss = None if root is None else root.detach() if scale == 1.0 else root.detach() * scale
         numbers = loop.same_step.numbers(averager.number, batch.weight)
         loop.same_step.backward(averager.number, site.shown)
         try:
@@ -98,8 +98,11 @@ class DDP(Strategy):
                 averager.run_then_average(weighted, numbers, loss)
             else:
                 averager.run(weighted, numbers, loss)
-        except RuntimeError as error:
-            raise loop.same_step.explained(error) from error
+        except BaseException as error:
+            averager.broken = error
+            if isinstance(error, RuntimeError):
+                loop.same_step.explain(error)
+            raise
         loop.same_step.positions.run()
 
         # compare, and leave the mean in the loss
@@ -135,7 +138,7 @@ class DDP(Strategy):
             self._buffers.begins_whole()
 
     def set_mode(self, module: nn.Module, training: bool) -> None:
-        if not training:
+        if not training and not is_alone():
             self._buffers.put_in_eval(module)
 
     def moved(self, module: nn.Module) -> None:

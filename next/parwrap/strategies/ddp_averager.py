@@ -9,6 +9,8 @@ buckets and cost no message. It comes last in every backward, so only its own bu
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
@@ -52,6 +54,7 @@ class GradientAverager:
         UsageError: they are on the CPU and on GPUs.
 
     Attributes:
+        broken: the error of a backward that has raised.
         has_local: whether gradients wait in ``.grad`` that no backward has averaged yet, of ``with parwrap.no_sync()``.
         grows: set while a backward runs that has reached a parameter outside of every set.
     """
@@ -66,7 +69,7 @@ class GradientAverager:
         self.ids = frozenset(map(id, self.parameters))
         self.has_local = False
         self.grows = False
-        self._broken: BaseException | None = None
+        self.broken: BaseException | None = None
         self._before: list[tuple[torch.Tensor, int] | None] = []
         # of the first parameter's dtype if possible: its bucket is the last, and so is the signal; in half precision one missing rank among
         # 16 would look like rounding, so there the signal has a bucket to itself
@@ -77,7 +80,8 @@ class GradientAverager:
         # numpy writes a few numbers in a tenth of torch's time
         self._numbers = None if facts.is_cuda else facts[-NUMBERS:].numpy()
         self._signal = nn.Parameter(torch.zeros_like(facts))
-        self._signal.register_hook(self._report)
+        report = weakref.WeakMethod(self._report)  # autograd keeps its hooks alive, where no collector finds the cycle
+        self._signal.register_hook(lambda grad: cast(Callable[..., torch.Tensor], report())(grad))
         # autograd takes the nodes of one device in the order of age, the newest first, and counts separately in each thread
         self._root = _in_new_thread(self._signal.sum)
         ordered = [*(p for p in self.parameters if id(p) in sparse), self._signal, *(p for p in self.parameters if id(p) not in sparse)]
@@ -89,24 +93,20 @@ class GradientAverager:
         Raises:
             LockstepError: the other ranks wait for its gradients.
         """
-        if self._broken is not None:
+        if self.broken is not None:
             raise LockstepError(
                 "a backward over these parameters has raised before, and the script has caught the error: the other ranks may still wait "
-                f"for its gradients, so this rank cannot go on ({type(self._broken).__name__}: {self._broken}). Let the error end the job, "
+                f"for its gradients, so this rank cannot go on ({type(self.broken).__name__}: {self.broken}). Let the error end the job, "
                 "or skip the batch before its backward, on all ranks: `if parwrap.any_rank(bad): continue`."
             )
 
     def run(self, call: Backward, numbers: list[float], loss: torch.Tensor | None) -> None:
         """Run ``call`` while its gradients are averaged, and send ``numbers`` and ``loss`` with them."""
         self._prepare(numbers, loss)
-        try:
-            self._arm()
-            call.with_root(self._root, self._signal).run()
-            if not self._has_finished():
-                self._send_nothing_for_the_rest(call)
-        except BaseException as error:
-            self._broken = error
-            raise
+        self._arm()
+        call.with_root(self._root, self._signal).run()
+        if not self._has_finished():
+            self._send_nothing_for_the_rest(call)
         self.has_local = False
 
     def run_then_average(self, call: Backward, numbers: list[float], loss: torch.Tensor | None) -> None:
@@ -133,7 +133,8 @@ class GradientAverager:
             if loss is not None:
                 numbers[Entry.LOSS] = whole = loss.item()
                 self._numbers[Entry.LOSS] = whole
-                numbers[Entry.LOSS_LOW] = whole - float(self._numbers[Entry.LOSS])
+                rounded = float(self._numbers[Entry.LOSS])
+                numbers[Entry.LOSS_LOW] = whole - rounded if math.isfinite(rounded) else 0.0
             self._numbers[:] = numbers
         else:
             facts = self._facts.data[-NUMBERS:]
@@ -141,7 +142,7 @@ class GradientAverager:
             if loss is not None:
                 facts[Entry.LOSS] = high = loss.reshape(()).to(facts.dtype)
                 if facts.dtype != loss.dtype == torch.float64:
-                    facts[Entry.LOSS_LOW] = (loss.reshape(()) - high).to(facts.dtype)
+                    facts[Entry.LOSS_LOW] = (loss.reshape(()) - high).nan_to_num_(0, 0, 0).to(facts.dtype)
         self._signal.grad, self.grows = None, False
         self._before = [None if (grad := p.grad) is None else (grad, version_of(grad)) for p in self.parameters]
 

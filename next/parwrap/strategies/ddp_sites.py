@@ -77,6 +77,7 @@ class Sites:
         self._averagers: dict[tuple[int, ...], GradientAverager] = {}
         self._hooks: list[Any] = []
         self._running: GradientAverager | None = None
+        self._met = 0
         self.arrived: list[torch.Tensor] = []
 
     def find(self, call: Backward) -> Site:
@@ -137,7 +138,9 @@ class Sites:
         """The averager of a set that is met for the first time, once all ranks are there with the same set and weights."""
         loop, group = self._loop, self._loop.group
         shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters]
-        agree(group, "agreement on the parameters of a backward", number := crc32(repr(shapes).encode()), lambda: shapes, _different_sets)
+        self._met += 1  # sets of the same shapes, such as two critics, have different numbers
+        number = crc32(repr((self._met, shapes)).encode())
+        agree(group, "agreement on the parameters of a backward", number, lambda: shapes, _different_sets)
         sparse = sparsely_used(call.tensors)
         facts = [reenters(call.tensors), *(id(p) in sparse for p in parameters)]
         sums = checksums(parameters).cpu()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -410,3 +413,100 @@ def test_ranks_that_train_different_models_are_an_error():
     text = r"the ranks train different parameters in a backward: a parameter of shape \(1, 3\) on rank 0 and of shape \(2, 3\) on rank 1"
     with pytest.raises(parwrap.RankMismatchError, match=text):
         distributed(run)
+
+
+# what the review of the first tests found
+
+
+@pytest.mark.ranks(2)
+def test_an_infinite_loss_stays_infinite():
+    def run():
+        model, _ = model_and_optimizer()
+        loss = (model.weight.sum() * 0 + scale()) / torch.zeros(())
+        loss.backward()
+        return loss.item()
+
+    assert float("inf") == distributed(run)
+
+
+@pytest.mark.ranks(2)
+def test_an_error_of_the_script_in_a_backward_is_not_its_own_cause():
+    def run():
+        model, _ = model_and_optimizer()
+        loss = model.weight.square().sum()
+        loss.backward()
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="backward through the graph a second time") as caught:
+        distributed(run)
+
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.ranks(2)
+def test_an_error_in_a_backward_with_a_graph_cannot_be_passed_over_either():
+    def run():
+        model, _ = model_and_optimizer()
+        out = model(torch.ones(1, 3))
+        out.register_hook(lambda grad: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError):
+            out.sum().backward(create_graph=True)
+        model(torch.ones(1, 3)).sum().backward()
+
+    with pytest.raises(parwrap.LockstepError, match=r"has raised before.*\(ZeroDivisionError|the ranks have come apart"):
+        distributed(run)
+
+
+@pytest.mark.ranks(2)
+def test_a_scope_leaves_nothing_of_a_model_alive():
+    alive = []
+
+    def run():
+        for _ in range(3):
+            model, optimizer = model_and_optimizer(lambda: nn.Sequential(Codebook(), nn.BatchNorm1d(1)))
+            alive.append(weakref.ref(model[0].linear.weight))
+            for (x,) in batches():
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+            copy.deepcopy(model).eval()
+
+    distributed(run)
+    gc.collect()
+
+    assert [None] * 3 == [weight() for weight in alive]
+
+
+@pytest.mark.ranks(2)
+def test_no_sync_counts_parts_of_batches_by_their_size():
+    data = TensorDataset(torch.arange(1.0, 16.0)[:, None])  # batches of 5: parts of 3 and 2
+
+    def run(context):
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.01)
+        for number, (x,) in enumerate(DataLoader(data, batch_size=5)):
+            with context() if number % 2 == 0 else contextlib.nullcontext():
+                (weight * x).mean().backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return weight.item()
+
+    expected = run(contextlib.nullcontext)
+
+    assert expected == pytest.approx(parwrap.distributed(batch="global")(run)(parwrap.no_sync), abs=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_that_only_rank_zero_evaluates_is_nobody_elses():
+    def run():
+        model, optimizer = model_and_optimizer(lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)))
+        for (x,) in batches():
+            model(x).sum().backward()
+            optimizer.step()
+        parwrap.rank_zero_only(lambda: copy.deepcopy(model).eval())()
+        model.eval()
+        with torch.no_grad():
+            return len(list(batches()))
+
+    assert 4 == distributed(run)
